@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# From nothing to a trained vision-language model: installs omnibal into .venv, makes a small data set of pictures and
+# questions, trains a small InternVL through a two-stage pipeline, and asks it about pictures it has not seen.
+# Options go to the training script: ./launch/quickstart.sh --resume
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh train
+
+run=runs/quickstart
+[ -f "$run/data/train.json" ] || omnibal demo "$run/data" --samples 6000
+
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -eq 0 ]; then
+    export DS_ACCELERATOR=cpu
+    processes=2
+else
+    processes=$((gpus < 2 ? 1 : 2))
+fi
+deepspeed --log_level warning --num_gpus "$processes" launch/train.py --deepspeed_config ds_configs/quickstart.json "$@"
+
+omnibal ask "$run/model" --meta "$run/data/held_out.json" --count 6

@@ -1,0 +1,129 @@
+"""Train a vision-language model through the balanced pipeline.
+
+    deepspeed launch/train.py --deepspeed_config ds_configs/quickstart.json [--resume]
+
+Everything else is in the ds_config: its "omnibal" section names model, data, packing, pipeline and run.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import deepspeed
+from rich.console import Console
+from tqdm import tqdm
+
+import omnibal
+from omnibal.demo import majority_accuracy
+from omnibal.engine.checkpoint import export, latest_checkpoint
+from omnibal.engine.config import OmnibalSection, RunSection, read_config
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.initialize import open_dataset
+from omnibal.engine.loader import PackLoader
+from omnibal.errors import OmnibalError
+from omnibal.report.metrics import MetricsLog, read_metrics
+from omnibal.report.run import run_table
+from omnibal.report.training import plot_training, training_table
+
+
+def main() -> None:
+    """Train, evaluate, save and export as the ds_config says."""
+    arguments = _arguments()
+    engine, _, loader, _ = omnibal.initialize(config=arguments.deepspeed_config)
+    _, section = read_config(arguments.deepspeed_config)
+    held_out = engine.held_out_loader(open_dataset(section, "held_out")) if section.data.held_out else None
+    output = Path(section.run.output)
+    if arguments.resume:
+        engine.load_checkpoint(output / "checkpoints")
+    if engine.global_rank == 0:
+        Console().print(run_table(engine.plan, engine.module.vlm.records, loader.sampler))
+    log = MetricsLog(output / "metrics.jsonl", first_step=engine.global_steps) if engine.global_rank == 0 else None
+    train(engine, loader, held_out, section.run, log)
+    if engine.global_rank == 0:
+        finish(section)
+
+
+def train(
+    engine: OmnibalEngine, loader: PackLoader, held_out: PackLoader | None, run: RunSection, log: MetricsLog | None
+) -> None:
+    """Train to the end of the last epoch; rank 0 has a log and shows the progress bar."""
+    last_step = engine.global_steps + loader.steps_left(run.epochs)
+    bar = tqdm(total=last_step, initial=engine.global_steps, disable=log is None, unit="step", dynamic_ncols=True)
+    while engine.global_steps < last_step:
+        started = perf_counter()
+        loss, step = engine.train_batch().item(), engine.last_step
+        assert step is not None, "train_batch sets it"
+        if log is not None:
+            bar.set_postfix_str(
+                log.training_step(
+                    engine.global_steps,
+                    epoch=step.epoch,
+                    loss=loss,
+                    learning_rate=engine.get_lr()[0],
+                    seconds=perf_counter() - started,
+                    samples=step.num_samples,
+                    llm_tokens=step.llm_tokens,
+                    balance=step.balance(),
+                ),
+                refresh=False,
+            )
+            bar.update()
+        is_last = engine.global_steps == last_step
+        if held_out is not None and (is_last or _due(engine.global_steps, run.evaluate_every)):
+            result = engine.evaluate(held_out)
+            if log is not None:
+                bar.write(
+                    log.evaluation(
+                        engine.global_steps, loss=result.loss, accuracy=result.accuracy, samples=result.samples
+                    )
+                )
+        if is_last or _due(engine.global_steps, run.save_every):
+            engine.save_checkpoint(Path(run.output) / "checkpoints", keep=run.keep)
+    bar.close()
+
+
+def finish(section: OmnibalSection) -> None:
+    """Export the trained model, draw the loss curve, and say what is where."""
+    output = Path(section.run.output)
+    checkpoint = latest_checkpoint(output / "checkpoints")
+    export(checkpoint, output / "model")
+    metrics = read_metrics(output / "metrics.jsonl")
+    plot_training(metrics, output / "loss.png")
+    written = {
+        "metrics": output / "metrics.jsonl",
+        "loss curve": output / "loss.png",
+        "checkpoint": checkpoint,
+        "model": output / "model",
+    }
+    Console().print(training_table(metrics, written, chance=_chance(section)))
+
+
+def _chance(section: OmnibalSection) -> float | None:
+    """Held-out accuracy of the most frequent answers of the training data, which takes no look at an image."""
+    if not section.data.held_out:
+        return None
+    files = ([shard.records.path for shard in open_dataset(section, part).shards] for part in ("train", "held_out"))
+    return majority_accuracy(*files)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    deepspeed.add_config_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.deepspeed_config is None:
+        parser.error("--deepspeed_config must name a ds_config, such as ds_configs/quickstart.json")
+    return arguments
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OmnibalError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

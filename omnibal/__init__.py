@@ -1,0 +1,35 @@
+"""Balanced training of vision-language models on DeepSpeed: data, pipeline and memory.
+
+The public names are loaded when they are first used, so that ``import omnibal`` costs nothing and the sampler works
+where neither torch nor DeepSpeed is installed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omnibal.data.lengths import SampleLengths
+    from omnibal.data.limits import PackLimits
+    from omnibal.data.sampler import BalancedBatchSampler
+    from omnibal.engine.initialize import initialize
+    from omnibal.plan import Plan
+
+__all__ = ["BalancedBatchSampler", "PackLimits", "Plan", "SampleLengths", "initialize"]
+
+_MODULES = {
+    "SampleLengths": "omnibal.data.lengths",
+    "PackLimits": "omnibal.data.limits",
+    "BalancedBatchSampler": "omnibal.data.sampler",
+    "Plan": "omnibal.plan",
+    "initialize": "omnibal.engine.initialize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The ``omnibal`` command, one file per subcommand."""

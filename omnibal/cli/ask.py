@@ -1,0 +1,63 @@
+"""omnibal ask: what a trained model says about images."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from omnibal.errors import ConfigError
+
+
+def ask(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder of the model.", show_default=False)],
+    question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)] = "",
+    image: Annotated[list[Path] | None, typer.Option(help="An image; may be given several times.")] = None,
+    meta: Annotated[Path | None, typer.Option(help="Take questions, images and right answers from this data.")] = None,
+    count: Annotated[int, typer.Option(help="How many questions to take from --meta.", min=1)] = 5,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, …")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+) -> None:
+    """Ask a model about images, or about data it has not seen.
+
+    The model is loaded by transformers alone, as anybody else would load it.
+
+    Example: omnibal ask runs/quickstart/model "What colour is the ring?" --image photo.png
+
+    Example: omnibal ask runs/quickstart/model --meta runs/quickstart/data/held_out.json
+    """
+    if bool(question) == (meta is not None):
+        raise ConfigError("ask must get a question or --meta, got both or neither")
+    from omnibal.vlm.answer import Answerer
+
+    asked = [(question, tuple(image or ()), None)] if meta is None else list(_questions(meta, count))
+    answerer = Answerer(model, device=device)
+    answers = [(*entry, answerer.answer(entry[0], entry[1])) for entry in asked]
+    if as_json:
+        for text, images, right, answer in answers:
+            typer.echo(json.dumps({"question": text, "images": [*map(str, images)], "right": right, "answer": answer}))
+        return
+    table = Table(title=f"{model} answers", title_justify="left")
+    for column in ("question", "images", "answer", "right answer"):
+        table.add_column(column, overflow="fold")
+    for text, images, right, answer in answers:
+        table.add_row(text.replace("<image>", "").strip(), " ".join(path.name for path in images), answer, right or "")
+    Console().print(table)
+
+
+def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path, ...], str]]:
+    """The first exchange of ``count`` samples, spread evenly over the data."""
+    from omnibal.data.sources.chat import parse_conversation
+    from omnibal.data.sources.internvl import read_meta
+
+    shards = read_meta(meta)
+    entries = [(shard, item) for shard in shards for item in range(len(shard.records))]
+    for number in range(min(count, len(entries))):
+        shard, item = entries[number * len(entries) // min(count, len(entries))]
+        conversation = parse_conversation(shard.records[item], shard.root)
+        turns = [turn for turn in conversation.turns if turn.role != "system"]
+        marks = turns[0].text.count("<image>")
+        yield turns[0].text, conversation.images[:marks], turns[1].text

@@ -1,0 +1,112 @@
+"""Layer costs from whatever a user names: a profile, or a model and a device."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import typer
+
+from omnibal.errors import ConfigError
+from omnibal.pipeline.devices import DEVICES, Device
+
+if TYPE_CHECKING:
+    from omnibal.pipeline.profile import ModelProfile
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+GIGA: Final = 1e9
+
+ProfileArgument = Annotated[
+    Path | None, typer.Argument(help="What `omnibal profile` wrote; or --model and --device.", show_default=False)
+]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(help="The model's Hugging Face folder (its config.json is enough); checked against a profile."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help=f"Count costs for a device: {', '.join(DEVICES)}, or how a name starts (a100).")
+]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of the forward pass.")]
+TensorParallelOption = Annotated[int, typer.Option(help="Devices that share each layer, of a counted profile.", min=1)]
+FrozenOption = Annotated[
+    list[str] | None, typer.Option(help="A kind of layers that is not trained, such as vision_block; repeatable.")
+]
+BandwidthOption = Annotated[
+    float | None,
+    typer.Option(help="GB/s between stages; by default what the profile's device has within a node.", min=0),
+]
+
+
+def find_device(name: str) -> Device:
+    """The known device whose name starts so; of several the one with the most memory.
+
+    Raises:
+        ConfigError: There is none.
+
+    Example:
+        >>> find_device("a100").name, find_device("A100-40").name
+        ('A100-80GB', 'A100-40GB')
+    """
+    found = [device for known, device in DEVICES.items() if known.lower().startswith(name.lower())]
+    if not name or not found:
+        raise ConfigError(f"--device must be how one of {', '.join(DEVICES)} starts, got {name!r}")
+    return max(found, key=lambda device: device.memory_bytes)
+
+
+def count_costs(
+    model: Path, device: str, *, dtype: Dtype, tensor_parallel: int = 1, frozen: Collection[str] = ()
+) -> "ModelProfile":
+    """The profile of a model folder on a device, by counting."""
+    from omnibal.pipeline.flops import analytic_profile
+    from omnibal.vlm import load_model
+
+    return analytic_profile(
+        load_model(model).records, find_device(device), dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen
+    )
+
+
+def read_costs(
+    profile: Path | None,
+    *,
+    model: Path | None,
+    device: str | None,
+    dtype: Dtype,
+    tensor_parallel: int,
+    frozen: Collection[str],
+) -> "ModelProfile":
+    """The profile that a command's arguments name.
+
+    Raises:
+        ConfigError: Neither a profile nor a model and a device are given, or both are; or the profile is not the
+            model's.
+    """
+    if profile is None:
+        if model is None or device is None:
+            raise ConfigError("costs must come from a PROFILE, or from --model and --device, got neither")
+        return count_costs(model, device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen)
+    if device is not None:
+        raise ConfigError(f"--device must be left out where a profile is given, got {device}: {profile} has its own")
+    from omnibal.pipeline.profile import ModelProfile
+
+    loaded = ModelProfile.load(profile)
+    if model is not None:
+        from omnibal.vlm import load_model
+
+        loaded.check_matches(records=load_model(model).records)
+    return loaded
+
+
+def bandwidth_of(profile: "ModelProfile", gigabytes: float | None) -> float:
+    """Bytes per second between stages: what is given, or what the profile's device has within a node.
+
+    Raises:
+        ConfigError: It is not given and the device is unknown.
+    """
+    if gigabytes is not None:
+        return gigabytes * GIGA
+    name = profile.device.split(" x ")[-1]  # of devices that share layers
+    if name not in DEVICES:
+        raise ConfigError(
+            f"--bandwidth must be given for {profile.device!r}, got none; links are known of {', '.join(DEVICES)}"
+        )
+    return DEVICES[name].link_bytes_per_second

@@ -1,0 +1,33 @@
+"""omnibal demo: data and a small model to try everything with."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    folder: Annotated[Path, typer.Argument(help="Where everything goes.", show_default=False)],
+    samples: Annotated[int, typer.Option(help="Training samples.", min=20)] = 4000,
+    held_out: Annotated[int, typer.Option(help="Samples to measure accuracy on.", min=20)] = 300,
+    max_tiles: Annotated[int, typer.Option(help="Most tiles an image is cut into.", min=1)] = 4,
+    tied: Annotated[bool, typer.Option(help="Tie the model's embedding and head.")] = False,
+    seed: Annotated[int, typer.Option(help="Decides everything that is written.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the paths as JSON.")] = False,
+) -> None:
+    """Write pictures of coloured shapes, questions about them, and a small InternVL to learn them.
+
+    The data has the form of real InternVL data: image files, JSONL conversations, and a meta file that names them.
+    The model is a configuration, a tokenizer and a preprocessor; its weights are yours to train.
+
+    Example: omnibal demo runs/quickstart/data
+    """
+    from omnibal.demo import write_demo
+
+    paths = write_demo(folder, samples=samples, held_out=held_out, seed=seed, max_tiles=max_tiles, tied=tied)
+    if as_json:
+        typer.echo(json.dumps(asdict(paths), default=str))
+    else:
+        typer.echo(f"data {paths.meta}, held out {paths.held_out_meta}, model {paths.model}")

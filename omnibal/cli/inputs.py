@@ -1,0 +1,121 @@
+"""Sample lengths from whatever a user names: files of lengths, saved lengths, or a dataset."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from omnibal.data.sources.problems import Problem
+
+Kind = Literal["folder", "lengths", "dataset"]
+
+NAMES_FILE: Final = "sources.json"
+HEAD_CHARACTERS: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class NamedLengths:
+    """Lengths, what their sources are called, and what could not be used.
+
+    Attributes:
+        lengths: The loads of every sample.
+        names: One per source, in the order of the numbers in ``lengths.source``.
+        problems: Items that were left out.
+    """
+
+    lengths: SampleLengths
+    names: tuple[str, ...]
+    problems: tuple["Problem", ...] = ()
+
+    def save(self, folder: Path) -> None:
+        """Save the lengths, and the names beside them."""
+        self.lengths.save(folder)
+        (folder / NAMES_FILE).write_text(json.dumps(self.names, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a dataset is read: the model's folder, the images' folder, and options as of ``open_dataset``."""
+
+    model: Path | None = None
+    images: Path | None = None
+    max_tiles: int | None = None
+    broken: Literal["error", "skip"] = "error"
+    processes: int | None = None
+    cache: Path | None = None
+
+
+def read_lengths(paths: Sequence[Path], reading: Reading) -> NamedLengths:
+    """Read lengths.
+
+    Args:
+        paths: JSON lists of ``{"vit_num", "token_num"}``; or one folder that ``SampleLengths.save`` wrote; or one
+            dataset: an InternVL meta file, or annotations as LLaVA has them.
+        reading: For a dataset, which needs the model's folder.
+
+    Raises:
+        ConfigError: The model's folder is missing or not needed, or there are several folders or datasets.
+        DataError: A path is none of these.
+    """
+    kinds = {path: _kind(path) for path in paths}
+    if len(paths) > 1 and set(kinds.values()) != {"lengths"}:
+        listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
+        raise ConfigError(f"paths must be JSON lists of lengths where there are several, got {listed}")
+    kind = kinds[paths[0]]
+    if kind == "dataset":
+        return _dataset_lengths(paths[0], reading)
+    if reading.model is not None:
+        raise ConfigError(f"--model must be left out where lengths are given, got {reading.model}")
+    return _listed_lengths(paths) if kind == "lengths" else _saved_lengths(paths[0])
+
+
+def _kind(path: Path) -> Kind:
+    """What a path holds, by its first few thousand characters."""
+    if path.is_dir():
+        return "folder"
+    try:
+        with path.open() as file:
+            start = file.read(HEAD_CHARACTERS).lstrip()
+    except (OSError, ValueError) as error:
+        raise DataError(f"lengths must be a readable file or folder, got {path} ({error})") from error
+    if start[:1] not in ("[", "{"):
+        raise DataError(f"lengths must be a folder, JSON or JSON lines, got {start[:20]!r} in {path}")
+    return "lengths" if start[0] == "[" and '"conversations"' not in start else "dataset"
+
+
+def _listed_lengths(paths: Sequence[Path]) -> NamedLengths:
+    return NamedLengths(SampleLengths.from_token_lengths(list(paths)), tuple(path.stem for path in paths))
+
+
+def _saved_lengths(folder: Path) -> NamedLengths:
+    lengths = SampleLengths.load(folder)
+    count = 1 if lengths.source is None else int(np.max(lengths.source, initial=0)) + 1
+    file = folder / NAMES_FILE
+    names = json.loads(file.read_text()) if file.is_file() else [f"source {number}" for number in range(count)]
+    if len(names) < count:
+        raise DataError(f"{file} must name {count} sources, got {len(names)}")
+    return NamedLengths(lengths, tuple(names))
+
+
+def _dataset_lengths(path: Path, reading: Reading) -> NamedLengths:
+    from omnibal.data.sources.open import open_dataset
+
+    if reading.model is None:
+        raise ConfigError(f"--model must name the model's folder, got nothing: {path} is a dataset, not its lengths")
+    dataset = open_dataset(
+        path,
+        reading.model,
+        image_folder=reading.images,
+        max_tiles=reading.max_tiles,
+        broken=reading.broken,
+        processes=reading.processes,
+        cache=reading.cache,
+    )
+    return NamedLengths(dataset.lengths(), tuple(shard.name for shard in dataset.shards), dataset.skipped)

@@ -1,0 +1,39 @@
+"""The ``omnibal`` command."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from omnibal.cli.ask import ask
+from omnibal.cli.demo import demo
+from omnibal.cli.export import export
+from omnibal.cli.lengths import lengths
+from omnibal.cli.pack import pack
+from omnibal.cli.partition import partition
+from omnibal.cli.plan import plan
+from omnibal.cli.profile import profile
+from omnibal.cli.simulate import simulate
+from omnibal.errors import OmnibalError
+
+
+class _FriendlyGroup(TyperGroup):
+    """Turns omnibal's own errors into one line: they say what to do, and a traceback would hide it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OmnibalError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_FriendlyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Balanced training of vision-language models on DeepSpeed: data, pipeline and memory.",
+)
+for command in (demo, lengths, pack, profile, partition, plan, simulate, ask, export):
+    app.command()(command)

@@ -1,0 +1,82 @@
+"""omnibal pack: how well a dataset packs, and how alike the ranks' work is."""
+
+import json
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+from rich.console import Console
+
+from omnibal.data.policies import Method, Oversized
+
+CEILING = 2
+"""A search without a ceiling tries limits up to this many times the paper's."""
+
+
+def pack(
+    lengths: Annotated[
+        list[Path],
+        typer.Argument(
+            help='JSON lists of {"vit_num", "token_num"}; or a folder that `omnibal lengths` wrote; or a dataset: an '
+            "InternVL meta file or LLaVA's annotations (with --model).",
+            show_default=False,
+        ),
+    ],
+    vision_units: Annotated[
+        int | None,
+        typer.Option(help="Most vision units (tiles, patches) in a pack; the paper's rule chooses.", min=0),
+    ] = None,
+    llm_tokens: Annotated[
+        int | None, typer.Option(help="Most LLM tokens in a pack; the paper's rule chooses.", min=1)
+    ] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Search the limits that waste least, with --vision-units and --llm-tokens as the ceiling (left out: "
+            "twice the paper's).",
+        ),
+    ] = False,
+    num_replicas: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 8,
+    micro_batches: Annotated[int, typer.Option(help="Packs per rank and step.", min=1)] = 1,
+    method: Annotated[Method, typer.Option(help="How packs are made and arranged.")] = "balanced",
+    compare: Annotated[bool, typer.Option("--compare", help="Show all methods side by side.")] = False,
+    seed: Annotated[int, typer.Option(help="Decides every draw.", min=0)] = 0,
+    epoch: Annotated[int, typer.Option(help="Which epoch; each draws other packs.", min=0)] = 0,
+    oversized: Annotated[
+        Oversized, typer.Option(help="Samples over a limit: alone in a pack, refused, or left out.")
+    ] = "alone",
+    model: Annotated[Path | None, typer.Option(help="The model's folder, for a dataset.")] = None,
+    images: Annotated[Path | None, typer.Option(help="The images' folder; that of the annotations.")] = None,
+    max_tiles: Annotated[int | None, typer.Option(help="Most tiles of an image, for a dataset.", min=1)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder to draw pictures into.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+) -> None:
+    """Pack a dataset for so many ranks and show how good packs and steps are.
+
+    Packs and the fewest possible; how long ranks wait for the slowest one in
+    the ViT and in the LLM (Dist Ratio); how random steps are (χ² per degree of
+    freedom: 1 as shuffled, more where steps are sorted); the largest packs.
+
+    Example: omnibal pack lengths.json --num-replicas 16 --compare
+
+    Example: omnibal pack runs/lengths --search --vision-units 40
+    --llm-tokens 12288 --plot runs/plots
+    """
+    from omnibal.cli.inputs import Reading, read_lengths
+    from omnibal.cli.packing import BEFORE, PackingReport, PackingTask, choose_limits, draw_packing, search_under
+
+    named = read_lengths(lengths, Reading(model, images, max_tiles))
+    limits = choose_limits(named.lengths, vision_units, llm_tokens, factor=CEILING if search else 1)
+    scored = search_under(limits, named.lengths, num_replicas, method, seed) if search else []
+    limits = scored[0].limits if scored else limits
+    task = PackingTask(named.lengths, limits, num_replicas, micro_batches, seed, epoch, oversized)
+    shown = get_args(Method) if compare else (method,)
+    drawn = tuple(dict.fromkeys((BEFORE, method))) if plot else ()
+    results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
+    plots = draw_packing(task, {name: results[name][1] for name in drawn}, named.names, plot) if plot else []
+    report = PackingReport(task, [results[name][0] for name in shown], scored, plots)
+    if as_json:
+        typer.echo(json.dumps(report.to_record(), indent=2))
+    else:
+        report.print(Console())

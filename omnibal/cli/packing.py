@@ -1,0 +1,202 @@
+"""The parts of `omnibal pack`: choose limits, pack by any method with a progress bar, measure, draw."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from tqdm import tqdm
+
+from omnibal.data.epoch import Epoch, arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limit_search import ScoredLimits, search_limits
+from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.packs import Packs
+from omnibal.data.policies import Method, Oversized
+from omnibal.data.traps import find_trap
+from omnibal.report.length_plots import plot_lengths
+from omnibal.report.pack_fill import plot_fill
+from omnibal.report.packing import PackingFigures, measure_packing
+from omnibal.report.packing_tables import limits_table, packing_table
+from omnibal.report.rank_loads import Arranged, plot_rank_loads
+
+BEFORE: Final[Method] = "random"
+"""What pictures set a method against."""
+SHOWN_LIMITS: Final = 10
+SHOWN_WARNINGS: Final = 3
+SAMPLES_TO_COMPILE: Final = 64
+"""As many samples go through a method before the clock starts: compiled code is compiled once and then cached."""
+FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
+
+
+@dataclass(frozen=True)
+class PackingTask:
+    """What is packed, and for whom; arguments as of ``arrange_epoch``."""
+
+    lengths: SampleLengths
+    limits: PackLimits
+    num_replicas: int
+    micro_batches: int
+    seed: int
+    epoch: int
+    oversized: Oversized
+
+    def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
+        """Arrange the epoch and measure it."""
+        first = self.lengths.take(np.arange(min(len(self.lengths), SAMPLES_TO_COMPILE)))
+        _pack_all(self._arrange(method, first), None)
+        started = time.perf_counter()
+        epoch = self._arrange(method, self.lengths)
+        packs = _pack_all(epoch, method)
+        figures = measure_packing(
+            method,
+            self.lengths,
+            self.limits,
+            packs,
+            epoch.steps,
+            seconds=time.perf_counter() - started,
+            left_out=self.num_oversized if self.oversized == "drop" else 0,
+        )
+        return figures, Arranged(packs.load(self.lengths), epoch.steps)
+
+    def _arrange(self, method: Method, lengths: SampleLengths) -> Epoch:
+        return arrange_epoch(
+            lengths,
+            self.limits,
+            num_replicas=self.num_replicas,
+            micro_batches=self.micro_batches,
+            method=method,
+            seed=self.seed,
+            epoch=self.epoch,
+            oversized=self.oversized,
+        )
+
+    @property
+    def num_oversized(self) -> int:
+        """Samples that exceed a limit on their own."""
+        return len(self.limits.oversized(self.lengths))
+
+    @property
+    def title(self) -> str:
+        """The task in a line, and a second one where samples exceed a limit."""
+        task = (
+            f"{len(self.lengths):,} samples, limits {self.limits.vision_units:,} vision units and "
+            f"{self.limits.llm_tokens:,} LLM tokens, {self.num_replicas} ranks × {self.micro_batches} micro-batches"
+        )
+        if not self.num_oversized:
+            return task
+        return f"{task}\n{self.num_oversized:,} samples exceed a limit on their own: {FATES[self.oversized]}"
+
+    def to_record(self) -> dict[str, Any]:
+        """The task as JSON values."""
+        return {
+            "samples": len(self.lengths),
+            "limits": asdict(self.limits),
+            "num_replicas": self.num_replicas,
+            "micro_batches": self.micro_batches,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "oversized": {"policy": self.oversized, "samples": self.num_oversized},
+        }
+
+
+def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
+    """Plan every window of an epoch; a bar shows how far it is, where a method is given and someone is looking."""
+    windows = []
+    with tqdm(total=epoch.num_steps, desc=method, unit=" steps", leave=False, disable=None if method else True) as bar:
+        for window in epoch:
+            windows.append(window.packs)
+            bar.update(window.num_steps)
+    return Packs.concatenate(windows)
+
+
+def choose_limits(
+    lengths: SampleLengths, vision_units: int | None, llm_tokens: int | None, *, factor: int
+) -> PackLimits:
+    """The limits that were given; what was left out is ``factor`` times what the paper's rule says."""
+    ruled = paper_limits(lengths)
+    return PackLimits(
+        factor * ruled.vision_units if vision_units is None else vision_units,
+        factor * ruled.llm_tokens if llm_tokens is None else llm_tokens,
+    )
+
+
+def search_under(
+    ceiling: PackLimits, lengths: SampleLengths, num_replicas: int, method: Method, seed: int
+) -> list[ScoredLimits]:
+    """Rank limits under a ceiling, with a sign of life where someone is looking."""
+    with Console(stderr=True).status(f"searching limits up to {ceiling.vision_units} / {ceiling.llm_tokens}"):
+        return search_limits(lengths, ceiling, num_replicas=num_replicas, method=method, seed=seed)
+
+
+def draw_packing(
+    task: PackingTask, arranged: Mapping[Method, Arranged], names: Sequence[str], folder: Path
+) -> list[Path]:
+    """Draw all pictures, methods from left to right.
+
+    Args:
+        task: What was packed.
+        arranged: What came of it.
+        names: One per source.
+        folder: Where the PNGs go.
+    """
+    titled = {f"{method} packs": entry for method, entry in arranged.items()}
+    loads, fill, samples = (folder / f"{name}.png" for name in ("rank_loads", "pack_fill", "lengths"))
+    plot_rank_loads(titled, loads)
+    plot_fill({title: entry.load for title, entry in titled.items()}, task.limits, fill)
+    plot_lengths(task.lengths, names, samples)
+    return [loads, fill, samples]
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """All that `omnibal pack` says.
+
+    Attributes:
+        task: What was packed.
+        figures: What came of it, one entry per method.
+        scored: Limits that were searched, the best first.
+        plots: Pictures that were drawn.
+    """
+
+    task: PackingTask
+    figures: Sequence[PackingFigures]
+    scored: Sequence[ScoredLimits]
+    plots: Sequence[Path]
+
+    def warnings(self) -> list[str]:
+        """Traps: that of the chosen limits first, then one for each other vision limit tried, the nearest first."""
+        chosen = self.task.limits.vision_units
+        traps = {entry.limits.vision_units: entry.trap for entry in self.scored}
+        traps[chosen] = find_trap(self.task.lengths, self.task.limits)
+        return [trap for limit in sorted(traps, key=lambda limit: abs(limit - chosen)) if (trap := traps[limit])]
+
+    def to_record(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return self.task.to_record() | {
+            "methods": [entry.to_record() for entry in self.figures],
+            "search": [asdict(entry) for entry in self.scored],
+            "warnings": self.warnings(),
+            "plots": [str(path) for path in self.plots],
+        }
+
+    def print(self, console: Console) -> None:
+        """Print tables and warnings."""
+        if self.scored:
+            _say(console, [f"the best of {len(self.scored)} limits that were tried"])
+            console.print(limits_table(self.scored[:SHOWN_LIMITS]))
+        _say(console, [self.task.title])
+        console.print(packing_table(self.figures))
+        warnings = self.warnings()
+        _say(console, [f"warning: {warning}" for warning in warnings[:SHOWN_WARNINGS]])
+        if len(warnings) > SHOWN_WARNINGS:
+            _say(console, [f"{len(warnings) - SHOWN_WARNINGS} more vision limits are traps; --json lists them"])
+        _say(console, [f"drawn: {path}" for path in self.plots])
+
+
+def _say(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False)

@@ -1,0 +1,116 @@
+"""omnibal plan: pack limits, partition and recompute together, for a memory budget."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from omnibal.cli.costs import (
+    GIGA,
+    BandwidthOption,
+    DeviceOption,
+    DtypeOption,
+    FrozenOption,
+    ModelOption,
+    ProfileArgument,
+    TensorParallelOption,
+    bandwidth_of,
+    read_costs,
+)
+from omnibal.cli.step_packs import LengthsOption
+from omnibal.cli.step_task import MICROSECONDS, LatencyOption, ModeOption, ReduceBandwidthOption, ZeroStageOption
+from omnibal.data.policies import Method
+
+
+def plan(
+    profile: ProfileArgument = None,
+    out: Annotated[Path, typer.Option(help="The plan to write.")] = Path("plan.json"),
+    lengths: LengthsOption = None,
+    global_batch: Annotated[
+        int, typer.Option(help="Samples per optimizer step; packs change, this does not.", min=1)
+    ] = 128,
+    num_stages: Annotated[
+        int | None, typer.Option(help="Pipeline stages; left out, the best divisor of the devices.", min=1)
+    ] = None,
+    num_replicas: Annotated[int | None, typer.Option(help="Data-parallel ranks, with --num-stages.", min=1)] = None,
+    num_devices: Annotated[int | None, typer.Option(help="All devices, in place of --num-replicas.", min=1)] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="GiB of a device, or of each stage's as 80,80,40; what the device has.")
+    ] = None,
+    head_room: Annotated[float, typer.Option(help="Share of the budget that stays free.", min=0, max=0.99)] = 0.05,
+    overhead: Annotated[
+        float, typer.Option(help="GiB that a device holds beside the model: contexts, libraries, buckets.", min=0)
+    ] = 2.0,
+    zero_stage: ZeroStageOption = 1,
+    float32_gradients: Annotated[
+        bool, typer.Option("--float32-gradients", help='The ds_config sums gradients in float32 ("grad_accum_dtype").')
+    ] = False,
+    vision_units: Annotated[int | None, typer.Option(help="Fix the limits, with --llm-tokens.", min=0)] = None,
+    llm_tokens: Annotated[int | None, typer.Option(help="Fix the limits, with --vision-units.", min=1)] = None,
+    method: Annotated[Method, typer.Option(help="How packs are made and arranged.")] = "balanced",
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "bfloat16",
+    tensor_parallel: TensorParallelOption = 1,
+    frozen: FrozenOption = None,
+    bandwidth: BandwidthOption = None,
+    reduce_bandwidth: ReduceBandwidthOption = None,
+    latency: LatencyOption = 0.0,
+    mode: ModeOption = "rendezvous",
+    steps: Annotated[int, typer.Option(help="Steps of real packs that plans are simulated on.", min=1)] = 4,
+    seed: Annotated[int, typer.Option(help="Decides which samples are looked at.", min=0)] = 0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every stage, and the plans that were weighed.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Folder to draw memory and timeline into.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan and what it was weighed against as JSON.")
+    ] = False,
+) -> None:
+    """Plan data, model and memory together: what fits and takes the least time.
+
+    Weighs pack limits (so how many micro-batches a step has), where to cut
+    the model, and which layers recompute, by simulating steps of real packs.
+    A ds_config with "pipeline": {"plan": "plan.json"} trains that way.
+
+    Example: omnibal plan profile.json --lengths runs/lengths
+    --num-stages 4 --num-replicas 2 --global-batch 128 --explain
+
+    Example: omnibal plan --model models/InternVL3-14B-hf --device a100
+    --lengths runs/lengths --num-devices 16 --budget 40 --plot runs/plots
+    """
+    from omnibal.cli.planning import PlanReport, budget_of, count_devices, fixed_limits, lengths_of
+    from omnibal.planner import PlanRequest, make_plan
+
+    costs = read_costs(
+        profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
+    )
+    request = PlanRequest(
+        num_devices=count_devices(num_stages, num_replicas, num_devices, costs),
+        num_stages=num_stages,
+        global_batch=global_batch,
+        budget_bytes=budget_of(budget, costs),
+        head_room=head_room,
+        overhead_bytes=int(overhead * 2**30),
+        zero_stage=zero_stage,
+        accumulate_float32=float32_gradients,
+        limits=fixed_limits(vision_units, llm_tokens),
+        method=method,
+        bandwidth_bytes_per_second=bandwidth_of(costs, bandwidth),
+        reduce_bandwidth_bytes_per_second=None if reduce_bandwidth is None else reduce_bandwidth * GIGA,
+        latency_seconds=latency * MICROSECONDS,
+        mode=mode,
+        steps=steps,
+        seed=seed,
+    )
+    with Console(stderr=True).status("reading lengths") as status:
+        result = make_plan(costs, lengths_of(lengths), request, report=status.update)
+    result.plan.save(out)
+    report = PlanReport(result, out, plot)
+    report.draw()
+    if as_json:
+        typer.echo(json.dumps(report.to_record(), indent=2))
+    else:
+        report.print(Console(), explain=explain)

@@ -1,0 +1,221 @@
+"""The parts of `omnibal plan`: read its options, show and draw what came of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from omnibal.cli.inputs import Reading, read_lengths
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import Level, StageMemory
+from omnibal.pipeline.devices import DEVICES
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.planner import PlanResult
+from omnibal.planner.prediction import simulate_choice
+from omnibal.planner.search import Choice
+from omnibal.report.memory import memory_table, plot_memory, stage_plan_table
+from omnibal.report.stages import slowest_replica
+from omnibal.report.timeline import plot_timeline
+
+GIB: Final = 2**30
+BETWEEN: Final = " x "
+"""In a profile's device: how many share each layer, and what they are."""
+
+
+def count_devices(
+    num_stages: int | None, num_replicas: int | None, num_devices: int | None, profile: ModelProfile
+) -> int:
+    """Stages × replicas; devices that share layers count as one.
+
+    Raises:
+        ConfigError: The options do not say how many, or contradict each other.
+    """
+    share, is_shared, _ = profile.device.partition(BETWEEN)
+    degree = int(share) if is_shared and share.isdecimal() else 1
+    if num_devices is None:
+        if num_stages is None or num_replicas is None:
+            raise ConfigError(
+                "devices must be given as --num-devices, or as --num-stages and --num-replicas, got neither"
+            )
+        return num_stages * num_replicas
+    if num_replicas is not None:
+        raise ConfigError(f"--num-replicas must be left out beside --num-devices, got {num_replicas}")
+    if num_devices % degree:
+        raise ConfigError(f"--num-devices must be a multiple of the {degree} that share each layer, got {num_devices}")
+    return num_devices // degree
+
+
+def budget_of(given: str | None, profile: ModelProfile) -> int | tuple[int, ...]:
+    """Bytes of a device, or of each stage's; by default what the profile's device has.
+
+    Raises:
+        ConfigError: It is not given and the device is unknown, or it is no number of GiB.
+    """
+    if given is None:
+        name = profile.device.split(BETWEEN)[-1]
+        if name not in DEVICES:
+            raise ConfigError(
+                f"--budget must be given for {profile.device!r}, got none; memory is known of {', '.join(DEVICES)}"
+            )
+        return int(DEVICES[name].memory_bytes)
+    try:
+        budgets = tuple(int(float(word) * GIB) for word in given.split(","))
+    except ValueError:
+        raise ConfigError(f"--budget must be GiB such as 80 or 80,80,40, got {given!r}") from None
+    return budgets[0] if len(budgets) == 1 else budgets
+
+
+def fixed_limits(vision_units: int | None, llm_tokens: int | None) -> PackLimits | None:
+    """Limits that the user wants to keep.
+
+    Raises:
+        ConfigError: One is given without the other.
+    """
+    if vision_units is None and llm_tokens is None:
+        return None
+    if vision_units is None or llm_tokens is None:
+        raise ConfigError("limits must be given as both --vision-units and --llm-tokens, got one of them")
+    return PackLimits(vision_units, llm_tokens)
+
+
+def lengths_of(paths: Sequence[Path] | None) -> SampleLengths:
+    """The lengths that the option names.
+
+    Raises:
+        ConfigError: None are named.
+    """
+    if not paths:
+        raise ConfigError("--lengths must name sample lengths, got none; `omnibal lengths` writes them")
+    return read_lengths(paths, Reading()).lengths
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """All that `omnibal plan` says.
+
+    Attributes:
+        result: The plan and how it came about.
+        out: Where the plan was written.
+        folder: Where pictures go, or None.
+    """
+
+    result: PlanResult
+    out: Path
+    folder: Path | None
+
+    def draw(self) -> None:
+        """Draw memory and timeline."""
+        if self.folder is None:
+            return
+        choice = self.result.choice
+        step = simulate_choice(choice)[0]
+        slowest = slowest_replica(step)
+        plot_memory(
+            {"all recomputed": self._memory_at("full"), "plan": self._memory()}, choice.model.budgets, self._pictures[0]
+        )
+        plot_timeline({f"replica {slowest}, the slowest": step.replicas[slowest]}, self._pictures[1])
+
+    def to_record(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        result = self.result
+        return {
+            "plan": result.plan.to_record(),
+            "written": str(self.out),
+            "plots": [str(path) for path in self._pictures],
+            "lower_bound_seconds": result.choice.model.lower_bound_seconds,
+            "two_phase": None if result.two_phase is None else _record(result.two_phase),
+            "two_phase_failure": result.two_phase_failure,
+            "tried": [_record(choice) for choice in result.tried],
+        }
+
+    def print(self, console: Console, *, explain: bool) -> None:
+        """Print the plan in a few lines; explained, every stage and every packing that was weighed."""
+        result, model = self.result, self.result.choice.model
+        predicted = result.plan.predicted
+        assert predicted is not None
+        if explain:
+            console.print(stage_plan_table(result.plan, [layer.kind for layer in model.profile.layers]))
+            console.print(memory_table(self._memory(), model.budgets))
+            console.print(_tried_table(result.tried))
+        gap = predicted.step_seconds / model.lower_bound_seconds - 1
+        fullest = max(m.total / budget for m, budget in zip(self._memory(), model.budgets, strict=True))
+        rate = predicted.samples_per_step / predicted.step_seconds
+        lines = [
+            str(model),
+            f"step {predicted.step_seconds:.3f} s of {predicted.samples_per_step:,.0f} samples: {rate:,.1f} samples/s, "
+            f"bubble {predicted.bubble_ratio:.1%}; at most {gap:.1%} above the best partition of these packs",
+            f"{sum(level != 'none' for level in result.plan.recompute)} of {len(result.plan.recompute)} layers "
+            f"recompute; the fullest device holds {fullest:.1%} of its budget",
+            self._comparison(),
+            *(f"written: {path}" for path in [self.out, *self._pictures]),
+        ]
+        for line in lines:
+            console.print(line, highlight=False, markup=False)
+
+    def _comparison(self) -> str:
+        result = self.result
+        if result.two_phase is None:
+            return f"in two phases nothing fits: {result.two_phase_failure}"
+        return f"{result.gain:.1%} less time per sample than the plan made in two phases ({result.two_phase.model})"
+
+    def _memory(self) -> tuple[StageMemory, ...]:
+        assert self.result.plan.predicted is not None
+        return tuple(stage.memory for stage in self.result.plan.predicted.stages)
+
+    def _memory_at(self, level: Level) -> tuple[StageMemory, ...]:
+        model = self.result.choice.model
+        return model.footprint.stages(self.result.plan.partition, (level,) * len(model.profile.layers))
+
+    @property
+    def _pictures(self) -> list[Path]:
+        return [] if self.folder is None else [self.folder / "memory.png", self.folder / "timeline.png"]
+
+
+def _record(choice: Choice) -> dict[str, Any]:
+    model = choice.model
+    return {
+        "num_stages": model.num_stages,
+        "micro_batches": model.packing.micro_batches,
+        "limits": {
+            "vision_units": model.packing.limits.vision_units,
+            "llm_tokens": model.packing.limits.llm_tokens,
+        },
+        "samples_per_step": model.packing.samples_per_step,
+        "step_seconds": choice.step_seconds,
+        "partition": list(choice.boundaries),
+        "recomputed": _recomputed(choice),
+    }
+
+
+def _recomputed(choice: Choice) -> list[int]:
+    """Layers of each stage that recompute."""
+    levels = np.array(choice.model.levels(choice.boundaries)) != "none"
+    return [int(levels[a:b].sum()) for a, b in pairwise(choice.boundaries)]
+
+
+def _tried_table(tried: Sequence[Choice]) -> Table:
+    """A row per packing and number of stages: packs of a replica's step, their limits, and what a step is like."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in ("stages", "packs", "tiles", "tokens", "samples", "step s", "samples/s", "recomputed"):
+        table.add_column(name, justify="right")
+    for choice in tried:
+        packing = choice.model.packing
+        table.add_row(
+            f"{choice.model.num_stages}",
+            f"{packing.micro_batches}",
+            f"{packing.limits.vision_units:,}",
+            f"{packing.limits.llm_tokens:,}",
+            f"{packing.samples_per_step:,.0f}",
+            f"{choice.step_seconds:.3f}",
+            f"{1 / choice.sample_seconds:,.1f}",
+            f"{sum(_recomputed(choice))}",
+        )
+    return table

@@ -1,0 +1,56 @@
+"""Options that say how a step runs."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import typer
+
+from omnibal.cli.costs import GIGA, bandwidth_of
+
+if TYPE_CHECKING:
+    from omnibal.pipeline.profile import ModelProfile
+
+# As in omnibal.pipeline.simulate and omnibal.memory.footprint, which load too much for a command's --help.
+Mode = Literal["rendezvous", "overlap"]
+Level = Literal["none", "selective", "full"]
+
+ReduceBandwidthOption = Annotated[
+    float | None, typer.Option(help="GB/s between replicas, for the gradients; as between stages.", min=0)
+]
+LatencyOption = Annotated[float, typer.Option(help="Microseconds that a transfer takes whatever its size.", min=0)]
+ModeOption = Annotated[Mode, typer.Option(help="Transfers: blocking in DeepSpeed's order, or beside the computations.")]
+ZeroStageOption = Annotated[int, typer.Option(help="ZeRO stage; 1: replicas share the optimizer's work.", min=0, max=1)]
+RecomputeOption = Annotated[
+    Level | None, typer.Option(help="What every layer recomputes in its backward pass; none, or as the plan says.")
+]
+MICROSECONDS: Final = 1e-6
+MICRO_BATCHES_PER_STAGE: Final = 4
+"""As many micro-batches make a step where nothing is said: the bubble is then a fifth at most."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """How fast data moves, and who updates the parameters; names as in ``simulate_step``."""
+
+    bandwidth_bytes_per_second: float
+    reduce_bandwidth_bytes_per_second: float | None
+    latency_seconds: float
+    shard_optimizer: bool
+
+    @classmethod
+    def of(
+        cls,
+        profile: "ModelProfile",
+        *,
+        bandwidth: float | None,
+        reduce_bandwidth: float | None,
+        latency: float,
+        zero_stage: int,
+    ) -> "Links":
+        """From options, in GB/s and microseconds; what is not given follows from the profile's device."""
+        return cls(
+            bandwidth_bytes_per_second=bandwidth_of(profile, bandwidth),
+            reduce_bandwidth_bytes_per_second=None if reduce_bandwidth is None else reduce_bandwidth * GIGA,
+            latency_seconds=latency * MICROSECONDS,
+            shard_optimizer=zero_stage == 1,
+        )

@@ -1,0 +1,216 @@
+"""The balanced planner: random steps, split into packs that are alike in vision units and in cost.
+
+A keyed shuffle puts the samples into random order; the order is cut into steps of equal load; the samples of each
+step are spread over its packs, largest first; and exchanges of a few samples, within the step and between
+neighbouring steps, make its packs alike and keep them within the limits. Steps stay as random as plain shuffling,
+because they are drawn before anything is sorted.
+
+Any window of steps is planned without those before it: an epoch is ready at its first step and at any other.
+"""
+
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.cost import CostModel
+from omnibal.data.layout import BLOCK, WINDOW, Layout
+from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.packs import Packs
+from omnibal.data.planning import RELIEF_TRIES, Instructions, driving_shares, instruct, plan_steps
+from omnibal.data.scales import DEFAULT_COST, columns_of
+from omnibal.data.shuffle import shuffle_keys, shuffled
+from omnibal.data.sizing import FULL, RESERVE, packs_needed, survey
+from omnibal.errors import InfeasibleError
+
+EXCHANGE_STEPS: Final = 64
+"""Consecutive steps that may exchange samples, by default."""
+SURVEY: Final = 1 << 15
+"""Samples that stand for all where there is more than a block of them."""
+TRIAL: Final = 1 << 13
+"""Samples that stand for all in a trial of whether the number of steps suffices."""
+TRIAL_STEP_PACKS: Final = 16
+"""Most packs in a step of the trial: rounding to whole steps would blur its result."""
+TRIALS: Final = 2
+"""Parts of the samples that must all fit."""
+TRIAL_RELIEF_TRIES: Final = 1
+"""Exchanges per pack that may be tried to keep the limits in the trial."""
+MARGINS: Final[tuple[float, ...]] = (0.0, *(0.005 * 1.5**grown for grown in range(24)))
+"""Shares of packs that are added until a trial succeeds: samples that do not combine to fill packs need them."""
+SPARSE_MARGINS: Final = 7
+"""Margins up to 0.04 that are tried before packs are filled densely."""
+ATTEMPTS: Final = 6
+"""Orders of a window's samples that are tried, the last half of them with packs filled densely."""
+BLOCKS_KEPT: Final = 4
+"""Blocks whose windows are remembered."""
+
+
+class BalancedPacks:
+    """Arranges epochs of steps that are balanced in vision units and in cost.
+
+    Args:
+        lengths: Loads of every sample.
+        limits: The most a pack may hold.
+        num_replicas: Data-parallel ranks.
+        micro_batches: Packs per rank and step.
+        cost: What is made even besides vision units; by default ``DEFAULT_COST``.
+        seed: The same seed gives the same epochs.
+        samples: Which samples take part; None for all.
+        exchange_steps: Consecutive steps that may exchange samples for the sake of balance. With 1 every step keeps
+            those that it drew.
+    """
+
+    def __init__(
+        self,
+        lengths: SampleLengths,
+        limits: PackLimits,
+        *,
+        num_replicas: int,
+        micro_batches: int = 1,
+        cost: CostModel | None = None,
+        seed: int = 0,
+        samples: npt.NDArray[np.int64] | None = None,
+        exchange_steps: int = EXCHANGE_STEPS,
+    ) -> None:
+        self._columns = columns_of(lengths)
+        self._limits = limits
+        self._num_replicas = num_replicas
+        self._step_packs = num_replicas * micro_batches
+        self._cost = DEFAULT_COST if cost is None else cost
+        self._seed = seed
+        self._samples = samples
+        self._num_samples = len(lengths) if samples is None else len(samples)
+        self._exchange_steps = exchange_steps
+        drawn = None if self._num_samples <= BLOCK else self._draw(0, SURVEY, shuffle_keys(seed))
+        self._known = survey(lengths, limits, self._cost, samples, drawn)
+        self._witness: Packs | None = None
+        num_steps, self._dense = self._size()
+        self._layout = Layout(self._num_samples, num_steps, self._step_packs)
+        self._instructions = self._instruct(self._dense, num_steps * self._step_packs)
+        self._cuts: dict[tuple[int, int], IntArray] = {}
+
+    @property
+    def window_starts(self) -> IntArray:
+        """First step of every window, and the number of steps behind them."""
+        return self._layout.window_starts
+
+    def window(self, epoch: int, index: int) -> Packs:
+        """Plan one window: the packs of its steps in running order.
+
+        Raises:
+            InfeasibleError: Its samples do not fit into its packs. Epochs of one window have a plan to fall back to;
+                in larger ones the reserve makes this a matter of one window in a billion.
+        """
+        if self._witness is not None and epoch == 0:
+            return self._witness
+        num_steps = int(np.diff(self.window_starts)[index])
+        samples = self._draw(*self._find_places(epoch, index), shuffle_keys(self._seed, epoch))
+        for attempt in range(ATTEMPTS):
+            instructions = self._instructions
+            if 2 * attempt >= ATTEMPTS:
+                instructions = instructions._replace(dense=True)
+            packs = self._plan(samples, instructions, num_steps, epoch, index, attempt)
+            if packs is not None:
+                return packs
+        if self._witness is not None:
+            return self._witness.take(np.random.default_rng([self._seed, epoch]).permutation(len(self._witness)))
+        raise InfeasibleError(
+            f"the {len(samples)} samples of window {index} in epoch {epoch} must fit into "
+            f"{num_steps * self._step_packs} packs of {self._limits.vision_units} vision units and "
+            f"{self._limits.llm_tokens} LLM tokens, but some would hold too much; choose other limits"
+        )
+
+    def _plan(
+        self, samples: npt.NDArray[np.int64], instructions: Instructions, num_steps: int, *seed: int
+    ) -> Packs | None:
+        """Plan steps of samples in random order; by the last of the seeds other than 0, in another one."""
+        chance = np.random.default_rng([self._seed, *seed])
+        drawn = chance.permutation(samples) if seed[-1] else samples
+        return plan_steps(drawn, self._columns, instructions, num_steps, int(chance.integers(1 << 62)))
+
+    def _draw(self, begin: int, end: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Samples at some places of the random order."""
+        places = shuffled(self._num_samples, begin, end, keys)
+        return places if self._samples is None else self._samples[places]
+
+    def _instruct(
+        self, dense: bool, num_packs: float, *, step_packs: int | None = None, relief_tries: int = RELIEF_TRIES
+    ) -> Instructions:
+        return instruct(
+            self._known,
+            self._limits,
+            self._cost,
+            num_replicas=self._num_replicas if step_packs is None else step_packs,
+            micro_batches=self._step_packs // self._num_replicas if step_packs is None else 1,
+            num_packs=num_packs,
+            exchange_steps=self._exchange_steps,
+            relief_tries=relief_tries,
+            dense=dense,
+        )
+
+    def _size(self) -> tuple[int, bool]:
+        """Find the number of steps, and whether packs must be filled densely.
+
+        The bound and its reserve do, unless a trial shows that samples do not combine to fill packs.
+        """
+        most = -(-self._num_samples // self._step_packs)  # then every sample has a pack of its own
+        needed = packs_needed(self._known, block=BLOCK, window=WINDOW)
+        whole = self._num_samples < 2 * WINDOW
+        for dense, number in [(False, at) for at in range(SPARSE_MARGINS)] + [(True, at) for at in range(len(MARGINS))]:
+            packs = needed * (1 + MARGINS[number])
+            steps = min(max(math.ceil(packs / self._step_packs), 1), most)
+            if steps == most:
+                return most, False
+            if (self._try_all if whole else self._try_some)(steps, packs, dense):
+                # What suffices for some samples may just do so: one more where it is not the least.
+                more = 1 + MARGINS[number + 1] if number and not whole else 1 + MARGINS[number]
+                return min(max(math.ceil(needed * more / self._step_packs), 1), most), dense
+        return most, False
+
+    def _try_all(self, num_steps: int, _: float, dense: bool) -> bool:
+        """Plan epoch 0, and keep the plan to fall back to in others; tell whether all samples fit."""
+        samples = self._draw(0, self._num_samples, shuffle_keys(self._seed, 0))
+        instructions = self._instruct(dense, num_steps * self._step_packs)
+        self._witness = self._plan(samples, instructions, num_steps, 0, 0, 0)
+        return self._witness is not None
+
+    def _try_some(self, _: int, num_packs: float, dense: bool) -> bool:
+        """Plan parts of a large epoch; tell whether their samples fit."""
+        return all(
+            self._try_part(self._draw(part * TRIAL, (part + 1) * TRIAL, shuffle_keys(self._seed, 0)), num_packs, dense)
+            for part in range(TRIALS)
+        )
+
+    def _try_part(self, samples: npt.NDArray[np.int64], num_packs: float, dense: bool) -> bool:
+        """Plan as many of the samples as fill whole steps; tell whether they fit.
+
+        It is harder than any window of the epoch: half of the reserve, a fraction of the tries.
+        """
+        step_packs = min(self._step_packs, TRIAL_STEP_PACKS)
+        instructions = self._instruct(dense, num_packs, step_packs=step_packs, relief_tries=TRIAL_RELIEF_TRIES)
+        shares = np.cumsum(driving_shares(samples, self._columns, instructions), dtype=np.int64)
+        mean_share = self._known.mean_vision if instructions.rule.share_unit > 1 else self._known.driver.mean * FULL
+        packs = shares * ((1 - RESERVE / 2) * num_packs / (self._num_samples * mean_share))
+        num_steps = max(int(packs[-1]) // step_packs, 1)
+        trial = samples[: np.searchsorted(packs, num_steps * step_packs, side="right")]
+        return self._plan(trial, instructions, num_steps, 0, 0, 0) is not None
+
+    def _find_places(self, epoch: int, index: int) -> tuple[int, int]:
+        """Places of a window in the epoch's random order."""
+        block = self._layout.block_of(int(self.window_starts[index]))
+        first = int(np.searchsorted(self.window_starts, self._layout.block_steps(block)[0]))
+        begin, end = self._find_cuts(epoch, block)[index - first : index - first + 2]
+        return int(begin), int(end)
+
+    def _find_cuts(self, epoch: int, block: int) -> IntArray:
+        """Where the windows of a block begin, and where the last one ends; those of some blocks are remembered."""
+        cuts = self._cuts.get((epoch, block))
+        if cuts is None:
+            samples = self._draw(*self._layout.block_places(block), shuffle_keys(self._seed, epoch))
+            cuts = self._layout.cut(block, driving_shares(samples, self._columns, self._instructions))
+            while len(self._cuts) >= BLOCKS_KEPT:
+                self._cuts.pop(next(iter(self._cuts)), None)
+            self._cuts[epoch, block] = cuts
+        return cuts

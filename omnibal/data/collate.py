@@ -1,0 +1,45 @@
+"""Packed collation: the samples of a pack, one after another in a single sequence, without padding.
+
+Attention must not cross a sample: `cu_seq_lens` says where each one begins, and positions restart there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""Label of a token that carries no loss, as in transformers."""
+
+
+def pack_samples(
+    items: Sequence[Mapping[str, Any]], *, pad_token_id: int, pixel_shape: tuple[int, int, int]
+) -> dict[str, Tensor]:
+    """Lays samples one after another.
+
+    Args:
+        items: What a dataset's ``[i]`` or ``text(i)`` returns: ``input_ids`` and ``labels``, 1-D int64 of equal
+            length; ``pixel_values`` (tiles, channels, height, width) or None. No items make one dummy token without
+            a target, so that every rank can run the step.
+        pad_token_id: Id of the dummy token.
+        pixel_shape: (channels, height, width) of a tile, for packs without an image.
+
+    Returns:
+        ``input_ids``, ``labels``, ``position_ids`` (1, L) int64; ``cu_seq_lens`` (n + 1,) int32;
+        ``pixel_values`` (tiles, *pixel_shape) float32, tiles possibly 0. Labels are not shifted; each sample's first
+        one is -100, so that no token is predicted from the sample before it.
+    """
+    ids = [item["input_ids"] for item in items] or [torch.tensor([pad_token_id])]
+    labels = [item["labels"].clone() for item in items] or [torch.tensor([IGNORED])]
+    for sample_labels in labels:
+        sample_labels[:1] = IGNORED
+    lengths = torch.tensor([len(sample_ids) for sample_ids in ids])
+    tiles = [item["pixel_values"] for item in items if item.get("pixel_values") is not None]
+    return {
+        "input_ids": torch.cat(ids).unsqueeze(0),
+        "labels": torch.cat(labels).unsqueeze(0),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths.tolist()]).unsqueeze(0),
+        "cu_seq_lens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        "pixel_values": torch.cat([torch.empty(0, *pixel_shape), *tiles]),
+    }

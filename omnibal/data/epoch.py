@@ -1,0 +1,214 @@
+"""Epoch: which samples every rank runs in every step, window by window."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.cost import CostModel
+from omnibal.data.balance import EXCHANGE_STEPS, BalancedPacks
+from omnibal.data.dealt import DealtPacks
+from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.packs import Packs
+from omnibal.data.policies import Method, Oversized
+from omnibal.errors import ConfigError, DataError
+
+
+class Arrangement(Protocol):
+    """A planning method applied to a dataset: what all its epochs have in common, and how to plan a part of one."""
+
+    @property
+    def window_starts(self) -> IntArray:
+        """First step of every window, and the number of steps behind them: the same in all epochs."""
+
+    def window(self, epoch: int, index: int) -> Packs:
+        """Plan one window: the packs of its steps in running order (step, rank, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive steps of an epoch that were planned together."""
+
+    first_step: int
+    """The epoch's step that this window begins with."""
+    num_replicas: int
+    """Data-parallel ranks."""
+    micro_batches: int
+    """Packs per rank and step."""
+    packs: Packs
+    """The packs in running order: step after step, rank after rank, micro-batch after micro-batch."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps in this window."""
+        return len(self.packs) // (self.num_replicas * self.micro_batches)
+
+    @property
+    def steps(self) -> npt.NDArray[np.int64]:
+        """Indices into ``packs`` by (step − first_step, rank, micro-batch)."""
+        return np.arange(len(self.packs)).reshape(self.num_steps, self.num_replicas, self.micro_batches)
+
+    def pack(self, step: int, rank: int, micro_batch: int) -> IntArray:
+        """Samples of one micro-batch; ``step`` counts from the epoch's beginning."""
+        return self.packs[((step - self.first_step) * self.num_replicas + rank) * self.micro_batches + micro_batch]
+
+
+class Epoch:
+    """One epoch's samples, arranged as steps × ranks × micro-batches.
+
+    Every sample is in exactly one pack. All ranks have the same number of steps, and so have all epochs. Packs keep
+    the limits but for single oversized samples. Packs without a sample are in the last step only, and only where
+    there are fewer samples than packs.
+
+    Iterating yields the windows; each is planned when it is asked for, and does not need those before it.
+    """
+
+    def __init__(self, arrangement: Arrangement, epoch: int, *, num_replicas: int, micro_batches: int) -> None:
+        self._arrangement = arrangement
+        self.epoch = epoch
+        self.num_replicas = num_replicas
+        self.micro_batches = micro_batches
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_steps} steps, {self.num_replicas} ranks, {self.micro_batches} micro-batches"
+        return f"Epoch({self.epoch}: {shape})"
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of every rank: known before anything is planned, the same in all epochs."""
+        return int(self._arrangement.window_starts[-1])
+
+    def at(self, epoch: int) -> "Epoch":
+        """Return another epoch of the same samples: arranged anew, with the same number of steps."""
+        return Epoch(self._arrangement, epoch, num_replicas=self.num_replicas, micro_batches=self.micro_batches)
+
+    def __iter__(self) -> Iterator[Window]:
+        return self.windows()
+
+    def windows(self, first_step: int = 0) -> Iterator[Window]:
+        """Plan and yield the windows in turn, beginning with the one that holds ``first_step``.
+
+        Raises:
+            ConfigError: ``first_step`` lies outside 0 … ``num_steps``; at ``num_steps`` there is nothing to yield.
+        """
+        if not 0 <= first_step <= self.num_steps:
+            raise ConfigError(f"first_step must lie between 0 and {self.num_steps}, got {first_step}")
+        starts = self._arrangement.window_starts
+        first = int(np.searchsorted(starts, first_step, side="right")) - 1
+        return (self._window(index) for index in range(first, len(starts) - 1))
+
+    def _window(self, index: int) -> Window:
+        packs = self._arrangement.window(self.epoch, index)
+        first_step = int(self._arrangement.window_starts[index])
+        return Window(first_step, self.num_replicas, self.micro_batches, packs)
+
+    @cached_property
+    def packs(self) -> Packs:
+        """All packs in running order. Plans and keeps the whole epoch."""
+        return Packs.concatenate(window.packs for window in self)
+
+    @property
+    def steps(self) -> npt.NDArray[np.int64]:
+        """Indices into ``packs`` by (step, rank, micro-batch)."""
+        shape = (self.num_steps, self.num_replicas, self.micro_batches)
+        return np.arange(self.num_steps * self.num_replicas * self.micro_batches).reshape(shape)
+
+
+def arrange_epoch(
+    lengths: SampleLengths,
+    limits: PackLimits,
+    *,
+    num_replicas: int,
+    micro_batches: int = 1,
+    method: Method = "balanced",
+    cost: CostModel | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    oversized: Oversized = "alone",
+    exchange_steps: int = EXCHANGE_STEPS,
+) -> Epoch:
+    """Arrange all samples as packs for every step, rank and micro-batch.
+
+    Args:
+        lengths: Loads of every sample.
+        limits: The most a pack may hold.
+        num_replicas: Data-parallel ranks.
+        micro_batches: Packs per rank and step.
+        method: ``"balanced"``, ``"isf"`` (the OmniBal paper's packing) or ``"random"`` (samples packed in the order
+            in which they are drawn).
+        cost: What ``"balanced"`` makes even besides vision units, such as the time that a micro-batch takes in the
+            LLM; its ``fixed`` part plays no role. By default that of a decoder of 4096 hidden units.
+        seed: The same seed gives the same epochs.
+        epoch: Which epoch; each one draws other packs.
+        oversized: What becomes of samples that exceed a limit on their own: ``"alone"`` gives each a pack of its own,
+            ``"drop"`` leaves them out, ``"error"`` refuses them.
+        exchange_steps: How many consecutive steps may exchange samples for the sake of balance, for ``"balanced"``.
+            With 1 every step keeps exactly those that it drew; a few more make a large difference where a pack has
+            few samples, and leave steps as random as far as that can be measured.
+
+    Raises:
+        ConfigError: An argument is out of range.
+        InfeasibleError: See ``BalancedPacks.window``.
+        DataError: ``oversized`` is ``"error"`` and there is such a sample.
+
+    >>> lengths = SampleLengths([1, 3, 5, 4, 1], [300, 800, 1400, 1100, 300])
+    >>> epoch = arrange_epoch(lengths, PackLimits(9, 4096), num_replicas=2, method="random")
+    >>> epoch.num_steps, sorted(epoch.packs.samples.tolist())
+    (2, [0, 1, 2, 3, 4])
+    """
+    _check_at_least("num_replicas", num_replicas, 1)
+    _check_at_least("micro_batches", micro_batches, 1)
+    _check_at_least("seed", seed, 0)
+    _check_at_least("epoch", epoch, 0)
+    _check_at_least("exchange_steps", exchange_steps, 1)
+    if method not in get_args(Method):
+        raise ConfigError(f"method must be one of {get_args(Method)}, got {method!r}")
+    samples = _admitted(lengths, limits, oversized)
+    arrangement: Arrangement
+    if method == "balanced":
+        arrangement = BalancedPacks(
+            lengths,
+            limits,
+            num_replicas=num_replicas,
+            micro_batches=micro_batches,
+            cost=cost,
+            seed=seed,
+            samples=samples,
+            exchange_steps=exchange_steps,
+        )
+    else:
+        iterations = {"isf": 10, "random": 1}[method]
+        arrangement = DealtPacks(
+            lengths, limits, step_packs=num_replicas * micro_batches, iterations=iterations, seed=seed, samples=samples
+        )
+    return Epoch(arrangement, epoch, num_replicas=num_replicas, micro_batches=micro_batches)
+
+
+def _admitted(lengths: SampleLengths, limits: PackLimits, oversized: Oversized) -> npt.NDArray[np.int64] | None:
+    """Samples that take part, None for all."""
+    if oversized not in get_args(Oversized):
+        raise ConfigError(f"oversized must be one of {get_args(Oversized)}, got {oversized!r}")
+    if oversized == "alone":
+        return None
+    over = limits.oversized(lengths)
+    if len(over) == 0:
+        return None
+    if oversized == "error":
+        first = over[0]
+        raise DataError(
+            f"samples must keep the limits of {limits.vision_units} vision units and {limits.llm_tokens} LLM tokens, "
+            f"got {lengths.vision_units[first]} and {lengths.llm_tokens[first]} for sample {first} "
+            f"({len(over)} samples in all); raise the limits, or pass oversized='alone' or 'drop'"
+        )
+    return np.delete(np.arange(len(lengths)), over)
+
+
+def _check_at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")

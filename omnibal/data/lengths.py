@@ -1,0 +1,271 @@
+"""SampleLengths: what each sample brings to the ViT and to the LLM, as columns that can be memory-mapped."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.errors import DataError
+
+IntArray = npt.NDArray[np.integer[Any]]
+
+# Fixed types: compiled loops then exist once, and 100 million samples take 8 bytes each for the two loads.
+COLUMN_TYPES: Final = {
+    "vision_units": np.int32,
+    "llm_tokens": np.int32,
+    "target_tokens": np.int32,
+    "vision_squared": np.int64,
+    "source": np.int32,
+}
+REQUIRED_COLUMNS: Final = ("vision_units", "llm_tokens")
+SUMMARY_FILE: Final = "lengths.json"
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """What planners ask of all samples at once; a saved copy is read back without touching the columns."""
+
+    num_samples: int
+    total_vision_units: int
+    total_llm_tokens: int
+    total_target_tokens: int | None
+    max_vision_units: int
+    max_llm_tokens: int
+
+
+class SampleLengths:
+    """The loads of every sample of a dataset, one entry per sample (an item that is repeated has several).
+
+    Columns are one-dimensional, read-only and of fixed types (int32; ``vision_squared`` int64). A given array of the
+    right type is not copied: do not change it afterwards.
+
+    Args:
+        vision_units: What each sample brings to the ViT: tiles, or patches of a native-resolution ViT. At least 0.
+        llm_tokens: Tokens each sample brings to the LLM, image tokens included. At least 0.
+        target_tokens: Tokens of each sample that carry loss.
+        vision_squared: Sum of patches² over each sample's images: the attention cost of a native-resolution ViT.
+        source: Which dataset each sample comes from, as small integers.
+
+    Raises:
+        DataError: A column is not one-dimensional and integer, has another length, or holds an entry that is
+            negative or too large for its type.
+
+    >>> lengths = SampleLengths([1, 5, 0], [300, 1400, 40], source=[0, 0, 1])
+    >>> len(lengths), lengths.summary.total_llm_tokens, lengths.take([1]).llm_tokens.tolist()
+    (3, 1740, [1400])
+    """
+
+    vision_units: Final[npt.NDArray[np.int32]]
+    llm_tokens: Final[npt.NDArray[np.int32]]
+    target_tokens: Final[npt.NDArray[np.int32] | None]
+    vision_squared: Final[npt.NDArray[np.int64] | None]
+    source: Final[npt.NDArray[np.int32] | None]
+
+    def __init__(
+        self,
+        vision_units: npt.ArrayLike,
+        llm_tokens: npt.ArrayLike,
+        *,
+        target_tokens: npt.ArrayLike | None = None,
+        vision_squared: npt.ArrayLike | None = None,
+        source: npt.ArrayLike | None = None,
+    ) -> None:
+        self.vision_units = _column("vision_units", vision_units)
+        self.llm_tokens = _column("llm_tokens", llm_tokens)
+        self.target_tokens = None if target_tokens is None else _column("target_tokens", target_tokens)
+        self.vision_squared = None if vision_squared is None else _column("vision_squared", vision_squared)
+        self.source = None if source is None else _column("source", source)
+        _check_equal_lengths(self.columns())
+
+    def __len__(self) -> int:
+        return len(self.vision_units)
+
+    def __repr__(self) -> str:
+        return f"SampleLengths({len(self)} samples: {', '.join(self.columns())})"
+
+    def columns(self) -> dict[str, IntArray]:
+        """Return the columns that are present, by name."""
+        return {name: column for name in COLUMN_TYPES if (column := getattr(self, name)) is not None}
+
+    @cached_property
+    def summary(self) -> LengthSummary:
+        """Totals and maxima: one pass over the columns, or none where they were saved."""
+        return LengthSummary(
+            num_samples=len(self),
+            total_vision_units=int(self.vision_units.sum(dtype=np.int64)),
+            total_llm_tokens=int(self.llm_tokens.sum(dtype=np.int64)),
+            total_target_tokens=None if self.target_tokens is None else int(self.target_tokens.sum(dtype=np.int64)),
+            max_vision_units=int(self.vision_units.max(initial=0)),
+            max_llm_tokens=int(self.llm_tokens.max(initial=0)),
+        )
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A digest of all columns (hexadecimal): equal exactly where the lengths are equal; about 1 s per GB."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, column in self.columns().items():
+            digest.update(f"{name}:{len(column)}:".encode())
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
+
+    def take(self, samples: npt.ArrayLike) -> "SampleLengths":
+        """Return the lengths of the given sample indices, in their order."""
+        chosen = np.asarray(samples, dtype=np.int64)
+        return SampleLengths(**{name: column[chosen] for name, column in self.columns().items()})
+
+    @classmethod
+    def concatenate(cls, parts: Iterable["SampleLengths"]) -> "SampleLengths":
+        """Lay several datasets one after another; ``source`` then numbers the parts 0, 1, ….
+
+        Raises:
+            DataError: The parts have different columns (``source`` aside), or there is none.
+        """
+        parts = list(parts)
+        if not parts:
+            raise DataError("parts must hold at least one SampleLengths, got none")
+        names = [set(part.columns()) - {"source"} for part in parts]
+        for number, (first, other) in enumerate(pairwise(names), start=1):
+            if first != other:
+                raise DataError(
+                    f"part {number} must have the columns of the part before, got {sorted(other)} after {sorted(first)}"
+                )
+        joined = {name: np.concatenate([part.columns()[name] for part in parts]) for name in names[0]}
+        return cls(**joined, source=np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
+
+    @classmethod
+    def from_token_lengths(cls, paths: str | Path | Sequence[str | Path]) -> "SampleLengths":
+        """Read JSON lists of ``{"vit_num": tiles, "token_num": tokens}``, as InternVL's packed training uses them.
+
+        Args:
+            paths: One file, or several: then ``source`` numbers them.
+
+        Raises:
+            DataError: A file is not such a list; the message names the file and the entry.
+        """
+        files = [paths] if isinstance(paths, str | Path) else paths
+        return cls.concatenate(_read_token_lengths(Path(path)) for path in files)
+
+    def save(self, path: str | Path) -> None:
+        """Write the columns as ``<path>/<column>.npy`` and their summary as ``<path>/lengths.json``.
+
+        The summary is written last: a folder without it is an interrupted write.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
+        for name, column in self.columns().items():
+            np.save(folder / f"{name}.npy", column)
+        record = {
+            "format": FORMAT,
+            "columns": list(self.columns()),
+            "content_hash": self.content_hash,
+            "summary": asdict(self.summary),
+        }
+        (folder / SUMMARY_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "SampleLengths":
+        """Open a folder that ``save`` wrote: columns are memory-mapped, so this takes the same time at any size.
+
+        Raises:
+            DataError: The folder is not a complete one of this format, or a column does not fit its summary.
+        """
+        folder = Path(path)
+        record = _read_summary(folder / SUMMARY_FILE)
+        lengths = cls.__new__(cls)
+        for name, dtype in COLUMN_TYPES.items():
+            column = _map_column(folder / f"{name}.npy", dtype) if name in record["columns"] else None
+            setattr(lengths, name, column)
+        lengths.summary = LengthSummary(**record["summary"])
+        lengths.content_hash = record["content_hash"]
+        for name, column in lengths.columns().items():
+            if len(column) != lengths.summary.num_samples:
+                raise DataError(
+                    f"{folder / name}.npy must hold {lengths.summary.num_samples} samples as {SUMMARY_FILE} says, "
+                    f"got {len(column)}"
+                )
+        return lengths
+
+
+def _column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Check one column and bring it into its fixed type, as a read-only view."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise DataError(f"{name} must be one-dimensional, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError(f"{name} must hold integers, got {array.dtype}")
+    dtype = np.dtype(COLUMN_TYPES[name])
+    limit = 2 ** (8 * dtype.itemsize - 1) - 1
+    if array.size and (array.min() < 0 or array.max() > limit):
+        worst = int(np.argmax((array < 0) | (array > limit)))
+        raise DataError(f"{name} must lie between 0 and {limit}, got {array[worst]} for sample {worst}")
+    return _read_only(np.ascontiguousarray(array, dtype=dtype))
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = array.view(np.ndarray)
+    view.flags.writeable = False
+    return view
+
+
+def _check_equal_lengths(columns: dict[str, IntArray]) -> None:
+    expected = len(columns["vision_units"])
+    for name, column in columns.items():
+        if len(column) != expected:
+            raise DataError(f"{name} must have one entry per sample ({expected}), got {len(column)}")
+
+
+def _read_token_lengths(path: Path) -> SampleLengths:
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} must be a readable JSON file, got {error}") from error
+    if not isinstance(entries, list):
+        raise DataError(f"{path} must hold a JSON list, got {type(entries).__name__}")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not _is_count(entry.get("vit_num")) or not _is_count(entry.get("token_num")):
+            raise DataError(
+                f"{path}, entry {number}: vit_num and token_num must be integers of at least 0, got {entry!r}"
+            )
+    return SampleLengths([entry["vit_num"] for entry in entries], [entry["token_num"] for entry in entries])
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path.parent} must be a folder that SampleLengths.save wrote completely, got {error}"
+        ) from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise DataError(
+            f"{path} must have format {FORMAT}, got {record.get('format') if isinstance(record, dict) else record!r}"
+        )
+    missing = set(REQUIRED_COLUMNS) - set(record["columns"])
+    if missing:
+        raise DataError(f"{path} must list the columns {REQUIRED_COLUMNS}, got {record['columns']}")
+    return record
+
+
+def _map_column(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    try:
+        column = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} must be a column that SampleLengths.save wrote, got {error}") from error
+    if column.ndim != 1 or column.dtype != dtype:
+        raise DataError(
+            f"{path} must be one-dimensional of {np.dtype(dtype)}, got {column.dtype} of shape {column.shape}"
+        )
+    return _read_only(column)

@@ -1,0 +1,185 @@
+"""The search for pack limits that waste little under a memory ceiling.
+
+Limits decide more than the packer does: what wastes room is how samples' sizes divide the limit.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.cost import CostModel, Load
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio, volume_bound
+from omnibal.data.policies import Method
+from omnibal.data.traps import find_trap
+from omnibal.errors import ConfigError, InfeasibleError
+
+MOST_VISION_LIMITS = 48
+MOST_TEXT_LIMITS = 24  # where no sample has an image
+TOKEN_SLACKS = (0.95, 1.05, 1.15, 1.3, 1.6)  # token limits tried, in multiples of what a full vision load brings
+TOKEN_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class MemoryCeiling:
+    """A ceiling in bytes.
+
+    Args:
+        bytes_of: Bytes that a micro-batch takes.
+        most_bytes: The most that any pack may take.
+    """
+
+    bytes_of: CostModel
+    most_bytes: float
+
+
+@dataclass(frozen=True)
+class ScoredLimits:
+    """Limits, and what came of packing the same random samples under them.
+
+    Args:
+        limits: The limits.
+        packs_over_volume: Packs beyond the volume bound, as a share of it.
+        dist_ratio_vision: Dist Ratio of the vision units.
+        dist_ratio_tokens: Dist Ratio of the LLM tokens.
+        samples_per_pack: Mean number of samples in a pack.
+        trap: Why these limits waste room whatever the packer does, or None.
+    """
+
+    limits: PackLimits
+    packs_over_volume: float
+    dist_ratio_vision: float
+    dist_ratio_tokens: float
+    samples_per_pack: float
+    trap: str | None
+
+    @property
+    def waste(self) -> float:
+        """Sum of the three shares of room and time that are lost: what the search makes small."""
+        return self.packs_over_volume + self.dist_ratio_vision + self.dist_ratio_tokens
+
+
+def search_limits(
+    lengths: SampleLengths,
+    ceiling: PackLimits | MemoryCeiling,
+    *,
+    num_replicas: int = 8,
+    method: Method = "balanced",
+    num_samples: int = 16_384,
+    seed: int = 0,
+) -> list[ScoredLimits]:
+    """Try limits under a memory ceiling and rank them by what they waste.
+
+    Vision limits run from the largest sample to the ceiling (every integer, or 48 in equal ratios where there are
+    more), each with token limits of 0.95 to 1.6 times what a full vision load brings on average.
+
+    Args:
+        lengths: Loads of every sample.
+        ceiling: The largest limits, or the most bytes that any pack may take.
+        num_replicas: Data-parallel ranks for the Dist Ratios.
+        method: How packs are made and arranged.
+        num_samples: How many samples to draw and pack under each pair; all where there are fewer.
+        seed: Seed of the draw and of the packing.
+
+    Returns:
+        Scored limits, least waste first; where waste is equal, more samples per pack, then fewer tokens first.
+
+    Raises:
+        InfeasibleError: The largest sample exceeds the ceiling.
+        ConfigError: There is no sample.
+    """
+    if not len(lengths):
+        raise ConfigError("lengths must hold at least one sample, got none")
+    least = PackLimits(lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
+    most = _largest_limits(lengths, least, ceiling) if isinstance(ceiling, MemoryCeiling) else ceiling
+    if most.vision_units < least.vision_units or most.llm_tokens < least.llm_tokens:
+        raise InfeasibleError(
+            f"ceiling must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM tokens), "
+            f"got {most.vision_units} and {most.llm_tokens}"
+        )
+    candidates = dict.fromkeys(_candidates(lengths, least, most))
+    if isinstance(ceiling, MemoryCeiling):
+        candidates = dict.fromkeys(
+            limits for limits in candidates if _most_bytes(lengths, limits, ceiling) <= ceiling.most_bytes
+        )
+    chosen = np.random.default_rng(seed).permutation(len(lengths))[:num_samples]
+    part = lengths.take(np.sort(chosen))
+    scored = [_score(part, limits, num_replicas, method, seed) for limits in candidates]
+    return sorted(scored, key=lambda found: (round(found.waste, 4), -found.samples_per_pack, found.limits.llm_tokens))
+
+
+def _candidates(lengths: SampleLengths, least: PackLimits, most: PackLimits) -> Iterator[PackLimits]:
+    """Pairs of limits to try, with repetitions."""
+    units, tokens = lengths.summary.total_vision_units, lengths.summary.total_llm_tokens
+    if units == 0:
+        for token_limit in _spread(least.llm_tokens, most.llm_tokens, MOST_TEXT_LIMITS):
+            yield PackLimits(0, token_limit)
+        return
+    for vision_limit in _spread(least.vision_units, most.vision_units, MOST_VISION_LIMITS):
+        for slack in TOKEN_SLACKS:
+            balanced = -(-int(vision_limit * tokens / units * slack) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+            yield PackLimits(vision_limit, min(max(balanced, least.llm_tokens), most.llm_tokens))
+
+
+def _spread(least: int, most: int, count: int) -> list[int]:
+    """All integers from ``least`` to ``most``, or ``count`` of them in about equal ratios."""
+    if most - least < count:
+        return list(range(least, most + 1))
+    return sorted({round(value) for value in np.geomspace(max(least, 1), most, count)})
+
+
+def _score(part: SampleLengths, limits: PackLimits, num_replicas: int, method: Method, seed: int) -> ScoredLimits:
+    epoch = arrange_epoch(part, limits, num_replicas=num_replicas, method=method, seed=seed)
+    packs, steps = epoch.packs, epoch.steps
+    num_packs = int((packs.sizes > 0).sum())
+    return ScoredLimits(
+        limits=limits,
+        packs_over_volume=num_packs / max(volume_bound(part, limits), 1) - 1,
+        dist_ratio_vision=dist_ratio(packs.vision_units(part)[steps]),
+        dist_ratio_tokens=dist_ratio(packs.llm_tokens(part)[steps]),
+        samples_per_pack=len(part) / num_packs,
+        trap=find_trap(part, limits),
+    )
+
+
+def _most_bytes(lengths: SampleLengths, limits: PackLimits, ceiling: MemoryCeiling) -> float:
+    """Bytes that no pack under the limits exceeds: squares are largest where the longest samples come together."""
+    per_unit = 0.0
+    if lengths.vision_squared is not None:
+        per_unit = float((lengths.vision_squared / np.maximum(lengths.vision_units, 1)).max(initial=0))
+    longest = min(lengths.summary.max_llm_tokens, limits.llm_tokens)
+    fullest = Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens * longest, limits.vision_units * per_unit)
+    return float(ceiling.bytes_of(fullest))
+
+
+def _largest_limits(lengths: SampleLengths, least: PackLimits, ceiling: MemoryCeiling) -> PackLimits:
+    """The largest limit in each dimension that the ceiling allows while the other is at its least."""
+    needed = _most_bytes(lengths, least, ceiling)
+    if needed > ceiling.most_bytes:
+        raise InfeasibleError(
+            f"ceiling must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM tokens: "
+            f"{needed / 2**30:.2f} GiB), got {ceiling.most_bytes / 2**30:.2f} GiB"
+        )
+
+    def allows(vision_units: int, llm_tokens: int) -> bool:
+        return _most_bytes(lengths, PackLimits(vision_units, llm_tokens), ceiling) <= ceiling.most_bytes
+
+    tokens = _last_allowed(
+        least.llm_tokens, lengths.summary.total_llm_tokens, lambda limit: allows(least.vision_units, limit)
+    )
+    # More vision units than come with that many tokens would never be used.
+    densest = float((lengths.vision_units / np.maximum(lengths.llm_tokens, 1)).max())
+    useful = max(math.ceil(tokens * densest), least.vision_units)
+    vision = _last_allowed(least.vision_units, useful, lambda limit: allows(limit, least.llm_tokens))
+    return PackLimits(vision, tokens)
+
+
+def _last_allowed(least: int, most: int, allows: Callable[[int], bool]) -> int:
+    """The last limit that is allowed, where ``least`` is and allowing never resumes."""
+    limits = range(least, max(least, most) + 1)
+    return limits[bisect_left(limits, True, key=lambda limit: not allows(limit)) - 1]

@@ -1,0 +1,89 @@
+"""PackLimits: the most a pack may hold."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.errors import ConfigError
+
+
+@dataclass(frozen=True, init=False)
+class PackLimits:
+    """The most that a pack may hold in both loads, and from where on it counts as full.
+
+    Args:
+        vision_units: Q_v, most vision units (tiles or patches) in a pack; 0 allows no image.
+        llm_tokens: Q_t, most LLM tokens in a pack.
+        full_vision_units: Q'_v: a pack with as many is full. By default ``vision_units`` (1 where that is 0, so that
+            an empty vision load never makes a pack full).
+        full_llm_tokens: Q'_t: a pack with as many is full. By default max(``llm_tokens`` / 2, ``llm_tokens`` − 128).
+
+    Raises:
+        ConfigError: A limit is negative, or a full mark lies outside 1 … its limit.
+
+    >>> PackLimits(9, 4096)
+    PackLimits(vision_units=9, llm_tokens=4096, full_vision_units=9, full_llm_tokens=3968)
+    """
+
+    vision_units: int
+    llm_tokens: int
+    full_vision_units: int
+    full_llm_tokens: int
+
+    def __init__(
+        self,
+        vision_units: int,
+        llm_tokens: int,
+        *,
+        full_vision_units: int | None = None,
+        full_llm_tokens: int | None = None,
+    ) -> None:
+        _check_range("vision_units", vision_units, least=0, most=None)
+        _check_range("llm_tokens", llm_tokens, least=1, most=None)
+        if full_vision_units is None:
+            full_vision_units = max(vision_units, 1)
+        if full_llm_tokens is None:
+            full_llm_tokens = max((llm_tokens + 1) // 2, llm_tokens - 128)
+        _check_range("full_vision_units", full_vision_units, least=1, most=max(vision_units, 1))
+        _check_range("full_llm_tokens", full_llm_tokens, least=1, most=llm_tokens)
+        # A frozen record sets its own fields only through object.
+        object.__setattr__(self, "vision_units", int(vision_units))
+        object.__setattr__(self, "llm_tokens", int(llm_tokens))
+        object.__setattr__(self, "full_vision_units", int(full_vision_units))
+        object.__setattr__(self, "full_llm_tokens", int(full_llm_tokens))
+
+    def oversized(self, lengths: SampleLengths) -> npt.NDArray[np.int64]:
+        """Return the samples, ascending, that exceed a limit on their own; reads no sample where none can."""
+        summary = lengths.summary
+        if summary.max_vision_units <= self.vision_units and summary.max_llm_tokens <= self.llm_tokens:
+            return np.zeros(0, dtype=np.int64)
+        over = (lengths.vision_units > self.vision_units) | (lengths.llm_tokens > self.llm_tokens)
+        return np.flatnonzero(over)
+
+
+def paper_limits(lengths: SampleLengths) -> PackLimits:
+    """Choose limits by the OmniBal paper's rule: Q_t is the longest sample, Q_v follows from the tokens per image.
+
+    A pack of Q_t tokens holds Q_t divided by the dataset's average tokens per vision unit, rounded to the nearest
+    integer, and at least as many as the largest sample: no sample is over the limits. Fixed by the statistics alone:
+    ``search_limits`` finds limits that waste less.
+
+    Source: Yao et al., OmniBal, ICML 2025, section 5.1; deviation: the largest sample always fits.
+
+    >>> paper_limits(SampleLengths([1, 3, 5], [400, 1200, 2000]))
+    PackLimits(vision_units=5, llm_tokens=2000, full_vision_units=5, full_llm_tokens=1872)
+    """
+    summary = lengths.summary
+    longest = max(summary.max_llm_tokens, 1)
+    units_per_token = summary.total_vision_units / max(summary.total_llm_tokens, 1)
+    return PackLimits(max(round(longest * units_per_token), summary.max_vision_units), longest)
+
+
+def _check_range(name: str, value: int, *, least: int, most: int | None) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if value < least or (most is not None and value > most):
+        rule = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ConfigError(f"{name} must be {rule}, got {value}")

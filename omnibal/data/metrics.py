@@ -1,0 +1,204 @@
+"""How good packs and steps are: padding, imbalance between ranks, randomness of steps, and the fewest packs possible.
+
+No figure stands alone: sorted steps have a small Dist Ratio and no randomness, tiny packs are balanced and many.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.packs import Packs
+
+MOST_ROUNDINGS = 32  # more have not raised the lower bound on real lengths
+
+
+def pad_ratio(lengths: SampleLengths, packs: Packs) -> float:
+    """Share of padding if every pack were a batch of samples padded to its longest one; a packed sequence has none.
+
+    The mean over packs of Σ(t_max − t_i) / (t_max · B), with t_i the tokens of the pack's B samples.
+    Source: Yao et al., OmniBal, ICML 2025, equation 1.
+
+    >>> pad_ratio(SampleLengths([1, 1, 1], [100, 50, 30]), Packs([0, 1, 2], [0, 2, 3]))
+    0.125
+    """
+    sizes = packs.sizes
+    filled = sizes > 0
+    if not filled.any():
+        return 0.0
+    longest = np.maximum.reduceat(lengths.llm_tokens[packs.samples], packs.starts[:-1][filled]).astype(np.float64)
+    padded = longest * sizes[filled]
+    padding = padded - packs.llm_tokens(lengths)[filled]
+    return float(np.divide(padding, padded, out=np.zeros_like(padded), where=padded > 0).mean())
+
+
+def dist_ratio(loads: npt.ArrayLike, *, axis: int = 1) -> float:
+    """Share of time that ranks wait for the one with the largest load, were time proportional to load.
+
+    The mean over steps (and micro-batches) of Σ(T_max − T_i) / (T_max · N), with T_i the load of the i-th of N ranks;
+    0 where no rank has any load. Source: Yao et al., OmniBal, ICML 2025, equation 2.
+
+    Args:
+        loads: Vision units, tokens or cost; by default of shape (steps, ranks) or (steps, ranks, micro-batches).
+        axis: Which axis numbers the ranks.
+
+    >>> dist_ratio([[4, 4], [4, 2]])
+    0.125
+    """
+    array = np.asarray(loads, dtype=np.float64)
+    largest = array.max(axis=axis, initial=0)
+    waiting = largest - array.mean(axis=axis)
+    ratios = np.divide(waiting, largest, out=np.zeros_like(largest), where=largest > 0)
+    return float(ratios.mean()) if ratios.size else 0.0
+
+
+def source_mix(source: IntArray, packs: Packs, steps: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Count how many samples of each source every step holds.
+
+    Args:
+        source: Source of each sample, as small integers (or any other label, such as the vision units).
+        packs: The packs.
+        steps: Pack numbers, steps along the first axis, shape (steps, ranks, micro-batches) for example.
+
+    Returns:
+        Counts of shape (steps, sources).
+    """
+    numbers = np.asarray(steps, dtype=np.int64)
+    chosen = packs.take(numbers.ravel())
+    packs_per_step = numbers.size // max(len(numbers), 1)
+    step = np.repeat(np.repeat(np.arange(len(numbers)), packs_per_step), chosen.sizes)
+    num_sources = int(source.max(initial=0)) + 1
+    counts = np.bincount(step * num_sources + source[chosen.samples], minlength=len(numbers) * num_sources)
+    return counts.reshape(len(numbers), num_sources)
+
+
+def step_randomness(mix: npt.ArrayLike) -> float:
+    """How far the steps' mixes of sources are from independent draws: χ² per degree of freedom.
+
+    1 is as random as plain shuffling (the mean over all shuffles is exactly 1, with a standard deviation of about
+    √(2 / degrees)); large means that steps are sorted; near 0 that every step is alike.
+
+    Args:
+        mix: Samples of each source in every step, as ``source_mix`` counts them, shape (steps, sources).
+
+    Returns:
+        The figure, or nan where it says nothing: fewer than two steps or two sources that occur.
+
+    >>> round(step_randomness([[5, 5], [5, 5]]), 2), round(step_randomness([[10, 0], [0, 10]]), 2)
+    (0.0, 19.0)
+    """
+    counts = np.asarray(mix, dtype=np.float64)
+    counts = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
+    if min(counts.shape) < 2:
+        return float("nan")
+    total = counts.sum()
+    expected = np.outer(counts.sum(axis=1), counts.sum(axis=0)) / total
+    chi_squared = float(((counts - expected) ** 2 / expected).sum())
+    degrees = (counts.shape[0] - 1) * (counts.shape[1] - 1)
+    # Drawing without replacement takes χ² to degrees · total / (total − 1).
+    return float(chi_squared / degrees * (total - 1) / total)
+
+
+def min_packs(lengths: SampleLengths, limits: PackLimits) -> int:
+    """A number of packs that no packing can do without: the larger of both dimensions' bounds.
+
+    In each dimension every sample gets a weight such that no pack can weigh more than 1; then the weights' sum
+    is a bound. Weights: the share of the limit it takes (the volume bound); the same with samples over half the limit
+    counted as a whole pack where no sample above a threshold fits beside them (two of them never share a pack:
+    Martello and Toth's L2); and rounded shares ⌊(k+1)x⌋/k for k = 1 … 32, which see that a limit of 12 holds two
+    samples of 5 and no third of 3 (Fekete and Schepers). A sample over a limit takes a pack of its own.
+
+    Complexity: one pass over the samples, then O(limits). Sources: Martello and Toth, Lower bounds and reduction
+    procedures for the bin packing problem, 1990; Fekete and Schepers, New classes of fast lower bounds for bin
+    packing problems, 2001.
+
+    >>> min_packs(SampleLengths([5, 5, 5, 5], [10, 10, 10, 10]), PackLimits(9, 100))
+    4
+    """
+    oversized, vision, tokens = load_histograms(lengths, limits)
+    return oversized + max(histogram_bound(vision), histogram_bound(tokens))
+
+
+def volume_bound(lengths: SampleLengths, limits: PackLimits) -> int:
+    """The packs that would do if samples could be cut: what to compare packs with when limits are chosen.
+
+    ``min_packs`` is closer to what a packer can reach; the difference is what the limits themselves waste.
+    """
+    oversized, vision, tokens = load_histograms(lengths, limits)
+    return oversized + max(histogram_volume(vision), histogram_volume(tokens))
+
+
+def load_histograms(lengths: SampleLengths, limits: PackLimits) -> tuple[int, IntArray, IntArray]:
+    """Count the samples over a limit, and the others by vision units and by tokens.
+
+    Returns:
+        The number over a limit; counts of shape (limit + 1,) for both loads.
+    """
+    oversized, vision, tokens = _histograms(
+        lengths.vision_units, lengths.llm_tokens, limits.vision_units, limits.llm_tokens
+    )
+    return int(oversized), vision, tokens
+
+
+def histogram_volume(counts: IntArray) -> int:
+    """Bins of size ``len(counts) − 1`` that ``counts[i]`` items of size ``i`` fill if they may be cut."""
+    return _weighed(counts, np.arange(len(counts), dtype=np.int64), max(len(counts) - 1, 1))
+
+
+def histogram_bound(counts: IntArray) -> int:
+    """Fewest bins of size ``len(counts) − 1`` for ``counts[i]`` items of size ``i``: the bounds of ``min_packs``."""
+    limit = len(counts) - 1
+    if limit == 0:
+        return 0
+    rounded = (_weighed(counts, rounded_shares(limit, k), k * limit) for k in range(1, MOST_ROUNDINGS + 1))
+    return max(histogram_volume(counts), _martello_toth(counts), *rounded)
+
+
+def rounded_shares(limit: int, k: int) -> npt.NDArray[np.int64]:
+    """Weight of each size 0 … ``limit``, in units of 1 / (k · limit): no bin weighs more than k · limit.
+
+    A share x of the limit weighs x where (k+1)x is a whole number, else ⌊(k+1)x⌋ / k.
+
+    >>> (rounded_shares(12, 4)[[1, 3, 4, 5]] / (4 * 12)).tolist()
+    [0.0, 0.25, 0.25, 0.5]
+    """
+    sizes = np.arange(limit + 1, dtype=np.int64)
+    whole, rest = np.divmod((k + 1) * sizes, limit)
+    return np.where(rest == 0, k * sizes, whole * limit)
+
+
+def _weighed(counts: IntArray, weights: IntArray, capacity: int) -> int:
+    """Bins of ``capacity`` that hold everything by weight alone."""
+    return -(-int(counts @ weights) // capacity)
+
+
+def _martello_toth(counts: IntArray) -> int:
+    """L2 at its best threshold: large items take a bin each, mid-sized ones fill what is left or more bins."""
+    limit = len(counts) - 1
+    numbers = np.concatenate([[0], np.cumsum(counts)])  # items smaller than i
+    volumes = np.concatenate([[0], np.cumsum(counts * np.arange(limit + 1, dtype=np.int64))])
+    thresholds = np.arange(limit // 2 + 1)
+    half = limit // 2 + 1  # smallest size of which two do not fit
+    large = numbers[-1] - numbers[half]
+    beside = numbers[limit - thresholds + 1] - numbers[half]  # large items that leave room for the threshold
+    free = beside * limit - (volumes[limit - thresholds + 1] - volumes[half])
+    middle = volumes[half] - volumes[thresholds]
+    more = np.maximum(middle - free, 0)
+    return int(large + (-(-more // limit)).max())
+
+
+@njit(cache=True)
+def _histograms(vision_units: IntArray, llm_tokens: IntArray, most_vision: int, most_tokens: int) -> Any:
+    vision = np.zeros(most_vision + 1, dtype=np.int64)
+    tokens = np.zeros(most_tokens + 1, dtype=np.int64)
+    oversized = 0
+    for sample in range(len(vision_units)):
+        if vision_units[sample] > most_vision or llm_tokens[sample] > most_tokens:
+            oversized += 1
+        else:
+            vision[vision_units[sample]] += 1
+            tokens[llm_tokens[sample]] += 1
+    return oversized, vision, tokens

@@ -1,0 +1,145 @@
+"""Packs: which samples share a micro-batch."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from omnibal.cost import Load
+from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.errors import DataError
+
+
+class Packs:
+    """Samples grouped into packs: pack ``p`` holds ``samples[starts[p]:starts[p + 1]]``, possibly none.
+
+    Two flat arrays (compressed rows), so that a million packs are two allocations.
+
+    Args:
+        samples: Sample indices, pack after pack.
+        starts: ``num_packs + 1`` positions in ``samples``, never falling, from 0 to ``len(samples)``.
+
+    Raises:
+        DataError: ``starts`` does not divide ``samples``.
+
+    >>> packs = Packs([4, 0, 2], [0, 2, 2, 3])
+    >>> [pack.tolist() for pack in packs]
+    [[4, 0], [], [2]]
+    >>> packs.llm_tokens(SampleLengths([1, 1, 3, 1, 2], [10, 20, 30, 40, 50])).tolist()
+    [60, 0, 30]
+    """
+
+    samples: Final[IntArray]
+    starts: Final[npt.NDArray[np.int64]]
+
+    def __init__(self, samples: npt.ArrayLike, starts: npt.ArrayLike) -> None:
+        self.samples = _integers("samples", samples)
+        self.starts = _integers("starts", starts).astype(np.int64, copy=False)
+        whole = len(self.starts) > 0 and self.starts[0] == 0 and self.starts[-1] == len(self.samples)
+        if not whole or (np.diff(self.starts) < 0).any():
+            raise DataError(
+                f"starts must rise from 0 to the number of samples ({len(self.samples)}), got {self.starts}"
+            )
+
+    @classmethod
+    def from_lists(cls, packs: Iterable[Sequence[int]]) -> "Packs":
+        """Build packs from one sequence of sample indices each."""
+        rows = [np.asarray(pack, dtype=np.int64) for pack in packs]
+        samples = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+        return cls(samples, np.cumsum([0, *(len(row) for row in rows)]))
+
+    @classmethod
+    def concatenate(cls, parts: Iterable["Packs"]) -> "Packs":
+        """Lay packs one after another."""
+        parts = list(parts)
+        samples = np.concatenate([part.samples for part in parts]) if parts else np.zeros(0, dtype=np.int64)
+        sizes = np.concatenate([part.sizes for part in parts]) if parts else np.zeros(0, dtype=np.int64)
+        return cls(samples, _starts(sizes))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, pack: int) -> IntArray:
+        if not -len(self) <= pack < len(self):
+            raise IndexError(f"pack must lie between {-len(self)} and {len(self) - 1}, got {pack}")
+        pack %= len(self)
+        return self.samples[self.starts[pack] : self.starts[pack + 1]]
+
+    def __iter__(self) -> Iterator[IntArray]:
+        return (self[pack] for pack in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Packs({len(self)} packs of {len(self.samples)} samples)"
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Number of samples in each pack."""
+        return np.diff(self.starts)
+
+    def take(self, order: npt.ArrayLike) -> "Packs":
+        """Return the given packs in the given order; a pack may be left out."""
+        chosen = np.asarray(order, dtype=np.int64)
+        starts = _starts(self.sizes[chosen])
+        samples = np.empty(starts[-1], dtype=self.samples.dtype)
+        _copy_packs(self.samples, self.starts, chosen, samples)
+        return Packs(samples, starts)
+
+    def between(self, first: int, last: int) -> "Packs":
+        """Return packs ``first`` … ``last`` − 1, without a copy of their samples."""
+        starts = self.starts[first : last + 1]
+        return Packs(self.samples[starts[0] : starts[-1]], starts - starts[0])
+
+    def vision_units(self, lengths: SampleLengths) -> npt.NDArray[np.int64]:
+        """Vision units of each pack."""
+        return self.sums(lengths.vision_units)
+
+    def llm_tokens(self, lengths: SampleLengths) -> npt.NDArray[np.int64]:
+        """LLM tokens of each pack."""
+        return self.sums(lengths.llm_tokens)
+
+    def load(self, lengths: SampleLengths) -> Load:
+        """What each pack holds, one entry per pack; squares are summed within samples."""
+        vision_squared = 0 if lengths.vision_squared is None else self.sums(lengths.vision_squared)
+        squares = _pack_sums(lengths.llm_tokens, self.samples, self.starts, True)
+        return Load(self.vision_units(lengths), self.llm_tokens(lengths), squares, vision_squared)
+
+    def sums(self, values: IntArray) -> npt.NDArray[np.int64]:
+        """Sum of ``values[sample]`` over the samples of each pack; 0 for an empty pack."""
+        sums: npt.NDArray[np.int64] = _pack_sums(values, self.samples, self.starts, False)
+        return sums
+
+
+def _integers(name: str, values: npt.ArrayLike) -> IntArray:
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"{name} must be one-dimensional and integer, got {array.dtype} of shape {array.shape}")
+    return array
+
+
+def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    starts = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return starts
+
+
+@njit(cache=True)
+def _pack_sums(values: IntArray, samples: IntArray, starts: IntArray, squared: bool) -> Any:
+    sums = np.zeros(len(starts) - 1, dtype=np.int64)
+    for pack in range(len(sums)):
+        for position in range(starts[pack], starts[pack + 1]):
+            value = np.int64(values[samples[position]])
+            sums[pack] += value * value if squared else value
+    return sums
+
+
+@njit(cache=True)
+def _copy_packs(samples: IntArray, starts: IntArray, order: IntArray, out: IntArray) -> None:
+    position = 0
+    for pack in order:
+        for source in range(starts[pack], starts[pack + 1]):
+            out[position] = samples[source]
+            position += 1

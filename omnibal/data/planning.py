@@ -1,0 +1,222 @@
+"""Planning of a window: a random stream of samples becomes the packs of a number of steps."""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from omnibal.cost import CostModel
+from omnibal.data.dense import fill_packs_densely
+from omnibal.data.division import StepRule, divide
+from omnibal.data.exchange import (
+    DIMENSIONS,
+    EXCESS,
+    FIRST,
+    NEXT,
+    NOWHERE,
+    ROOM,
+    SIZES,
+    Int32Array,
+    Int64Array,
+    make_scratch,
+)
+from omnibal.data.filling import fill_packs, sort_within_steps
+from omnibal.data.levelling import Tolerance, level_steps
+from omnibal.data.limits import PackLimits
+from omnibal.data.packs import Packs
+from omnibal.data.relief import relieve
+from omnibal.data.scales import PACK, VISION_WEIGHT, Columns, Scales, capped_sizes, measure, scales_for
+from omnibal.data.shuffle import scrambled
+from omnibal.data.sizing import FULL, Survey
+
+TIGHT: Final = 0.95
+"""Share of the token limit in a mean pack from where on tokens are levelled, too."""
+FINE: Final = 256
+"""Vision units in a mean pack from where on it does not matter whether those of a step divide by its packs."""
+COARSE: Final = 2
+"""Vision units in a mean pack from where on steps are trimmed to divisible ones; with fewer that would sort steps."""
+TIGHT_COST: Final = 0.5
+"""What the cost weighs where tokens are levelled: they almost decide it, and have a limit to keep."""
+RELIEF_TRIES: Final = 12
+"""Exchanges that are tried to keep the limits, per pack of all."""
+TOLERANCE: Final = PACK // 500
+"""Differences in cost and tokens that are not worth an exchange: 0.2 % of a pack."""
+
+
+class Instructions(NamedTuple):
+    """What all windows of an epoch have in common."""
+
+    scales: Scales
+    """How samples are measured."""
+    rule: StepRule
+    """What every step should hold."""
+    driver_by_tokens: bool
+    """Whether tokens, otherwise vision units, decide how many samples a step has room for."""
+    driver_weights: Int32Array
+    """Weight of each size in that decision; 1 per vision unit where a step's are to be divisible by its packs."""
+    tolerance: Tolerance
+    """Differences between packs that are not worth an exchange."""
+    exchange_steps: int
+    """Consecutive steps that may exchange samples."""
+    relief_tries: int
+    """Exchanges per pack that are tried to keep the limits."""
+    dense: bool
+    """Whether the first packs are made for several steps together."""
+
+
+def instruct(
+    known: Survey,
+    limits: PackLimits,
+    cost: CostModel,
+    *,
+    num_replicas: int,
+    micro_batches: int,
+    num_packs: float,
+    exchange_steps: int,
+    relief_tries: int = RELIEF_TRIES,
+    dense: bool = False,
+) -> Instructions:
+    """Work out the instructions for steps of which all samples would make ``num_packs`` packs."""
+    per_pack = known.num_samples / max(num_packs, 1)
+    tight = known.mean_tokens * per_pack > TIGHT * limits.llm_tokens
+    scales = scales_for(
+        limits.vision_units,
+        limits.llm_tokens,
+        cost,
+        pack_vision=known.mean_vision * per_pack,
+        pack_tokens=known.mean_tokens * per_pack,
+        pack_cost=known.mean_cost * per_pack / (TIGHT_COST if tight else 1),
+        level_tokens=tight,
+    )
+    whole_vision = COARSE <= known.mean_vision * per_pack < FINE
+    whole_share = whole_vision and not known.tokens_drive and known.vision.is_volume
+    other_mean = known.mean_vision if known.tokens_drive else known.mean_tokens
+    other_weight = int(PACK // max(other_mean * per_pack, 1))
+    rule = StepRule(
+        num_replicas * micro_batches,
+        num_replicas,
+        limits.vision_units if whole_share else FULL,
+        num_replicas if whole_share else 1,
+        scales.vision if whole_share else PACK // FULL,
+        scales.vision if whole_vision and not whole_share else 0,
+        other_weight if known.other_load_overflows(num_packs, num_replicas * micro_batches) else 0,
+    )
+    weights = np.arange(limits.vision_units + 1, dtype=np.int32) if whole_share else known.driver.weights
+    # Where micro-batches follow each other, packs whose vision units differ by one run at different times.
+    units = 7 / 8 if micro_batches > 1 else 3 / 4
+    tolerance = Tolerance(
+        vision=max(int(units * scales.vision), VISION_WEIGHT * TOLERANCE),
+        others=TOLERANCE,
+        group=TOLERANCE if tight else 5 * TOLERANCE // 2,
+    )
+    return Instructions(scales, rule, known.tokens_drive, weights, tolerance, exchange_steps, relief_tries, dense)
+
+
+def plan_steps(
+    samples: Int64Array, columns: Columns, instructions: Instructions, num_steps: int, seed: int
+) -> Packs | None:
+    """Make the packs of ``num_steps`` steps.
+
+    Args:
+        samples: In the order in which they are drawn, as many as there are packs where possible.
+        columns: The dataset's lengths.
+        instructions: How to plan.
+        num_steps: Number of steps.
+        seed: What chance decides by.
+
+    Returns:
+        The packs, step after step, those of a step in random order; or None where some would hold too much.
+    """
+    packed, starts, overfull = _plan_steps(samples, columns, instructions, num_steps, np.uint64(seed), make_scratch())
+    return None if overfull else Packs(packed, starts)
+
+
+@njit(cache=True, nogil=True)
+def driving_shares(samples: Int64Array, columns: Columns, instructions: Instructions) -> Any:
+    """The driving load of each sample, by which the random order is cut."""
+    weights, scales = instructions.driver_weights, instructions.scales
+    shares = np.empty(len(samples), dtype=np.int32)
+    for place in range(len(samples)):
+        vision, tokens = capped_sizes(columns, samples[place], scales)
+        shares[place] = weights[tokens if instructions.driver_by_tokens else vision]
+    return shares
+
+
+@njit(cache=True, nogil=True)
+def _plan_steps(
+    chosen: Int64Array, columns: Columns, instructions: Instructions, num_steps: int, seed: Any, scratch: Int32Array
+) -> Any:
+    rule, scales = instructions.rule, instructions.scales
+    samples = measure(chosen, columns, scales)
+    shares = driving_shares(chosen, columns, instructions)
+    order = np.arange(len(chosen))
+    vision, tokens = samples[:, SIZES].copy(), samples[:, SIZES + 1].copy()
+    other = vision if instructions.driver_by_tokens else tokens
+    step_starts = divide(shares, vision, other, num_steps, rule, order, scratch)
+    packs = np.zeros((num_steps * rule.step_packs, EXCESS + DIMENSIONS), dtype=np.int64)
+    packs[:, FIRST] = NOWHERE
+    packs[:, ROOM], packs[:, ROOM + 1] = scales.most_vision, scales.most_tokens
+    weights = (max(PACK // max(scales.most_vision, 1), 1), max(PACK // scales.most_tokens, 1))
+    if instructions.dense:
+        fill_packs_densely(samples, packs, step_starts, order, rule.step_packs, weights, seed)
+    else:
+        order = sort_within_steps(samples, step_starts, order)
+        fill_packs(samples, packs, step_starts, order, rule.step_packs)
+    level_steps(samples, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, seed, scratch)
+    tries = instructions.relief_tries * len(packs)
+    overfull = relieve(samples, packs, weights[0], weights[1], tries, seed, scratch)
+    packed, starts = _list_packs(samples, packs, chosen, rule, seed)
+    return packed, starts, overfull
+
+
+@njit(cache=True, nogil=True)
+def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, rule: StepRule, seed: Any) -> Any:
+    """List the packs' samples step after step, rank after rank, micro-batch after micro-batch.
+
+    Packs of like vision units, and of like tokens where those are equal, run at the same time, otherwise their order
+    is random.
+    """
+    packed = np.empty(len(chosen), dtype=np.int64)
+    starts = np.zeros(len(packs) + 1, dtype=np.int64)
+    step_packs, num_replicas = rule.step_packs, rule.num_replicas
+    micro_batches = step_packs // num_replicas
+    order = np.empty(step_packs, dtype=np.int64)
+    turns = np.empty(micro_batches, dtype=np.int64)
+    end = number = 0
+    for begin in range(0, len(packs), step_packs):
+        for place in range(step_packs):
+            order[place] = begin + place
+        draws = seed + np.uint64(2 * begin)
+        if micro_batches > 1:
+            _sort_by_load(packs, order)
+        for micro_batch in range(micro_batches):
+            turns[micro_batch] = micro_batch
+            first = micro_batch * num_replicas
+            _shuffle(order[first : first + num_replicas], draws + np.uint64(first))
+        _shuffle(turns, draws + np.uint64(step_packs))
+        for rank in range(num_replicas):
+            for turn in turns:
+                sample = packs[order[turn * num_replicas + rank], FIRST]
+                while sample != NOWHERE:
+                    packed[end] = chosen[sample]
+                    end += 1
+                    sample = samples[sample, NEXT]
+                number += 1
+                starts[number] = end
+    return packed, starts
+
+
+@njit(cache=True, nogil=True)
+def _sort_by_load(packs: Int64Array, order: Int64Array) -> None:
+    """Sort packs by their vision units, then by their tokens."""
+    keys = np.empty(len(order), dtype=np.int64)
+    for place in range(len(order)):
+        keys[place] = (packs[order[place], ROOM] << 32) + packs[order[place], ROOM + 1]
+    order[:] = order[np.argsort(keys, kind="mergesort")]
+
+
+@njit(cache=True, nogil=True)
+def _shuffle(items: Int64Array, seed: Any) -> None:
+    for place in range(len(items) - 1, 0, -1):
+        drawn = np.int64(scrambled(seed + np.uint64(place)) % np.uint64(place + 1))
+        items[place], items[drawn] = items[drawn], items[place]

@@ -1,0 +1,139 @@
+"""Recipe: everything that decides which samples share a pack and a step, on all ranks and after every restart."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.cost import CostModel
+from omnibal.data.course import Course
+from omnibal.data.epoch import Epoch, arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.policies import Method, Oversized
+from omnibal.data.stream import PackStream, Population, Ranks
+from omnibal.errors import ConfigError, DataError
+
+TextOnly = Literal["mix", "together"]
+"""Where samples without an image go: anywhere, or into steps of their own that all ranks run at the same time."""
+
+MOST_NAMED = 10  # samples that a message names
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What all ranks must agree on; arguments as of ``BalancedBatchSampler``.
+
+    Raises:
+        ConfigError: ``text_only`` is unknown.
+        DataError: ``oversized`` is ``"error"`` and there is such a sample.
+    """
+
+    lengths: SampleLengths
+    limits: PackLimits
+    method: Method = "balanced"
+    seed: int = 0
+    oversized: Oversized = "alone"
+    cost: CostModel | None = None
+    text_only: TextOnly = "mix"
+    _arranged: dict[Ranks, list[Epoch]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.text_only not in get_args(TextOnly):
+            raise ConfigError(f"text_only must be one of {get_args(TextOnly)}, got {self.text_only!r}")
+        if self.oversized == "error" and len(self.oversized_samples):
+            first = self.oversized_samples[0]
+            raise DataError(
+                f"samples must keep the limits of {self.limits.vision_units} vision units and "
+                f"{self.limits.llm_tokens} LLM tokens, got {self.lengths.vision_units[first]} and "
+                f"{self.lengths.llm_tokens[first]} for sample {first} ({len(self.oversized_samples)} samples in all); "
+                "raise the limits, or pass oversized='alone' or 'drop'"
+            )
+
+    @cached_property
+    def oversized_samples(self) -> npt.NDArray[np.int64]:
+        """Samples that exceed a limit on their own."""
+        return self.limits.oversized(self.lengths)
+
+    def oversized_report(self) -> str:
+        """Say how many samples exceed a limit, which, and what becomes of them."""
+        over = self.oversized_samples
+        if len(over) == 0:
+            return "no sample exceeds the limits"
+        fate = "are left out" if self.oversized == "drop" else "have packs of their own"
+        named = ", ".join(map(str, over[:MOST_NAMED])) + (", …" if len(over) > MOST_NAMED else "")
+        limits = f"{self.limits.vision_units} vision units and {self.limits.llm_tokens} LLM tokens"
+        return f"{len(over)} of {len(self.lengths)} samples exceed the limits of {limits} and {fate}: {named}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All of it in a few JSON values; equal where the same epochs come out."""
+        return {
+            "num_samples": len(self.lengths),
+            "content_hash": self.lengths.content_hash,
+            "limits": list(asdict(self.limits).values()),
+            "method": self.method,
+            "seed": self.seed,
+            "oversized": self.oversized,
+            "cost": None if self.cost is None else list(asdict(self.cost).values()),
+            "text_only": self.text_only,
+        }
+
+    def course(
+        self,
+        epoch: int,
+        ranks: Ranks,
+        *,
+        arranged_for: Ranks | None = None,
+        packs_done: Sequence[int] | None = None,
+        first_step: int = 0,
+    ) -> Course:
+        """The steps of an epoch, from its beginning or from the positions where other ranks left it.
+
+        Args:
+            epoch: Which epoch.
+            ranks: Who runs the steps.
+            arranged_for: Who began the epoch; by default ``ranks``.
+            packs_done: Packs that are done in each stream; by default none.
+            first_step: Steps of the epoch that are done.
+        """
+        arranged = self._arrange(arranged_for or ranks)
+        streams = [
+            PackStream(begun.at(epoch), population, packs_done=position, ranks=ranks)
+            for begun, population, position in zip(
+                arranged, self._populations, packs_done or [0] * len(arranged), strict=True
+            )
+        ]
+        return Course(streams, epoch=epoch, first_step=first_step, seed=self.seed)
+
+    def _arrange(self, ranks: Ranks) -> list[Epoch]:
+        """Each population's epoch 0 for the given ranks."""
+        if ranks not in self._arranged:
+            self._arranged[ranks] = [
+                arrange_epoch(
+                    population.lengths,
+                    self.limits,
+                    num_replicas=ranks.num_replicas,
+                    micro_batches=ranks.micro_batches,
+                    method=self.method,
+                    cost=self.cost,
+                    seed=self.seed,
+                    oversized=self.oversized,
+                )
+                for population in self._populations
+            ]
+        return self._arranged[ranks]
+
+    @cached_property
+    def _populations(self) -> list[Population]:
+        """The samples that may share a step: all of them, or those with an image and those without."""
+        dropped = self.oversized_samples if self.oversized == "drop" else np.zeros(0, dtype=np.int64)
+        with_image = self.lengths.vision_units > 0 if self.text_only == "together" else np.zeros(0, dtype=np.bool_)
+        if with_image.all() or not with_image.any():
+            return [Population(self.lengths, None, len(self.lengths) - len(dropped))]
+        return [
+            Population(self.lengths.take(samples), samples, len(samples) - int(np.isin(dropped, samples).sum()))
+            for samples in (np.flatnonzero(with_image), np.flatnonzero(~with_image))
+        ]

@@ -1,0 +1,238 @@
+"""BalancedBatchSampler: any DataLoader's batch_sampler, with balanced packs as its batches."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from omnibal.cost import CostModel
+from omnibal.data.agreement import check_agreement
+from omnibal.data.course import Course, StepPacks
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.policies import Method, Oversized
+from omnibal.data.recipe import Recipe, TextOnly
+from omnibal.data.stream import Ranks
+from omnibal.errors import ConfigError
+
+STATE_VERSION = 1
+MOST_REMEMBERED = 8  # samples of the next packs that a state remembers
+
+
+class BalancedBatchSampler:
+    """Yields the sample indices of this rank's micro-batches, in every epoch equally many.
+
+    Pass it to a DataLoader as ``batch_sampler`` and call ``set_epoch`` before every epoch. All ranks must be given
+    equal arguments, ``rank`` aside: ``verify`` checks that they were. An empty list stands for a micro-batch without
+    a sample; it is possible in the last step only, and only where there are fewer samples than packs.
+
+    Args:
+        lengths: Loads of every sample; a sample's index is its position here.
+        limits: The most a pack may hold.
+        num_replicas: Data-parallel ranks.
+        rank: This process's data-parallel rank.
+        micro_batches: Packs per rank and step (gradient accumulation steps).
+        method: How packs are made and arranged: ``"balanced"``, ``"isf"`` or ``"random"``.
+        seed: The same seed gives the same epochs.
+        oversized: Samples that exceed a limit on their own: ``"alone"`` gives each a pack of its own, ``"drop"``
+            leaves them out, ``"error"`` refuses them. ``oversized_report`` says how many there are, and which.
+        cost: What a micro-batch costs the LLM, for the method ``"balanced"``.
+        text_only: Samples without an image: ``"mix"`` packs them with others; ``"together"`` keeps them in steps of
+            their own, so that in any micro-batch all ranks run the ViT or none does, as ZeRO-3 and FSDP require.
+            (Empty packs aside: ``StepPacks.needs_dummy_tile`` tells, under either policy, which packs lack an image
+            that another rank has.)
+
+    Attributes:
+        epoch: The current epoch.
+        num_steps: Steps of an epoch, the same in all.
+        steps_done: Where iterating the current epoch begins: above 0 after ``load_state_dict``.
+        epoch_steps: Where it ends: ``num_steps``, but in an epoch that other ranks began.
+
+    Raises:
+        ConfigError: An argument is out of range.
+        DataError: ``oversized`` is ``"error"`` and there is such a sample.
+
+    >>> lengths = SampleLengths([1, 3, 5, 4, 1], [300, 800, 1400, 1100, 300])
+    >>> limits = PackLimits(9, 4096)
+    >>> ranks = [BalancedBatchSampler(lengths, limits, num_replicas=2, rank=rank) for rank in range(2)]
+    >>> [len(sampler) for sampler in ranks], sorted(sample for sampler in ranks for pack in sampler for sample in pack)
+    ([1, 1], [0, 1, 2, 3, 4])
+    """
+
+    def __init__(
+        self,
+        lengths: SampleLengths,
+        limits: PackLimits,
+        *,
+        num_replicas: int,
+        rank: int,
+        micro_batches: int = 1,
+        method: Method = "balanced",
+        seed: int = 0,
+        oversized: Oversized = "alone",
+        cost: CostModel | None = None,
+        text_only: TextOnly = "mix",
+    ) -> None:
+        self._recipe = Recipe(
+            lengths, limits, method=method, seed=seed, oversized=oversized, cost=cost, text_only=text_only
+        )
+        self._ranks = Ranks(num_replicas, micro_batches)
+        if not 0 <= rank < num_replicas:
+            raise ConfigError(f"rank must lie between 0 and {num_replicas - 1}, got {rank}")
+        self._course = self._recipe.course(0, self._ranks)
+        self.lengths = lengths
+        self.limits = limits
+        self.rank = rank
+        self.num_replicas = num_replicas
+        self.micro_batches = micro_batches
+        self.num_steps = self._course.last_step
+        self.steps_done = 0
+        self._steps_yielded = 0
+        self._exhausted = False
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch."""
+        return self._course.epoch
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps that are done when the current epoch is."""
+        return self._course.last_step
+
+    @property
+    def oversized_report(self) -> str:
+        """How many samples exceed a limit on their own, which, and what becomes of them."""
+        return self._recipe.oversized_report()
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch: the same on all ranks and in all epochs."""
+        return self.num_steps * self.micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
+            self._go_to(self._recipe.course(self.epoch, self._ranks), steps_done=0)
+        for step in self.steps():
+            for micro_batch in range(self.micro_batches):
+                if micro_batch == self.micro_batches - 1:
+                    self._steps_yielded = step.index + 1
+                yield step.pack(self.rank, micro_batch).tolist()
+        self._exhausted = True
+
+    def steps(self) -> Iterator[StepPacks]:
+        """The steps of the current epoch from ``steps_done`` on, with the packs of all ranks."""
+        course = self._course
+        return (course.step(index) for index in range(self.steps_done, course.last_step))
+
+    def step(self, index: int) -> StepPacks:
+        """One step of the current epoch, with the packs of all ranks.
+
+        Raises:
+            ConfigError: The epoch has no such step, or other ranks did it.
+        """
+        return self._course.step(index)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
+        if epoch < 0:
+            raise ConfigError(f"epoch must be at least 0, got {epoch}")
+        if epoch != self.epoch:
+            self._go_to(self._recipe.course(epoch, self._ranks), steps_done=0)
+
+    def _go_to(self, course: Course, *, steps_done: int) -> None:
+        self._course = course
+        self._exhausted = False
+        self.steps_done = self._steps_yielded = steps_done
+
+    def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
+        """The position behind ``steps_done`` steps of the current epoch, as a few JSON values.
+
+        Args:
+            steps_done: Steps of the current epoch that were trained, those before a resume included. By default
+                those that were yielded: too many where a DataLoader prefetches.
+
+        Raises:
+            ConfigError: ``steps_done`` is not a step of the current epoch, or lies before the resume.
+        """
+        done = self._steps_yielded if steps_done is None else steps_done
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "steps_done": done,
+            "course": self._course.record(),
+            "next_packs": _next_packs(self._course, done),
+            "recipe": self._recipe.fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, also one of another number of ranks, micro-batches or workers.
+
+        Where the ranks are the same, the steps are those that would have followed. Otherwise the epoch's remaining
+        packs are dealt to the ranks there are now: no sample is lost or repeated, and ``epoch_steps`` says where the
+        epoch ends. Later epochs are arranged for the ranks there are now.
+
+        Raises:
+            ConfigError: The state was saved with another recipe (lengths, limits, method, seed, …), or this version
+                arranges epochs differently.
+        """
+        _check_state(state, self._recipe.fingerprint())
+        record, done = state["course"], state["steps_done"]
+        arranged_for = Ranks(*record["arranged_for"])
+        course = self._recipe.course(
+            state["epoch"],
+            Ranks(*record["ranks"]),
+            arranged_for=arranged_for,
+            packs_done=record["packs_done"],
+            first_step=record["first_step"],
+        )
+        if Ranks(*record["ranks"]) != self._ranks:
+            positions = course.packs_done(done)
+            course = self._recipe.course(
+                state["epoch"], self._ranks, arranged_for=arranged_for, packs_done=positions, first_step=done
+            )
+        found = _next_packs(course, done)
+        if found != state["next_packs"]:
+            raise ConfigError(
+                f"the next packs must be those of the saved state, {state['next_packs']}, got {found}; "
+                "this version of omnibal arranges epochs differently: finish the epoch with the one that saved it"
+            )
+        self._go_to(course, steps_done=done)
+
+    def verify(self, gather: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]]) -> None:
+        """Check that all ranks hold the same plan: lengths, limits, seed and all else, at the same position.
+
+        Args:
+            gather: Returns the mappings that all processes passed, on every process. With torch::
+
+                def gather(record):
+                    records = [None] * dist.get_world_size()
+                    dist.all_gather_object(records, record)
+                    return records
+
+        Raises:
+            ConfigError: On all ranks alike, naming the rank and the field that differ.
+        """
+        record = {
+            "rank": self.rank,
+            "num_replicas": self.num_replicas,
+            "micro_batches": self.micro_batches,
+            **self._recipe.fingerprint(),
+            "epoch": self.epoch,
+            "steps_done": self.steps_done,
+            "course": self._course.record(),
+        }
+        check_agreement(gather(record), num_replicas=self.num_replicas)
+
+
+def _next_packs(course: Course, steps_done: int) -> list[list[int]]:
+    """The first samples of the next pack in each stream: what a resumed run must find again."""
+    positions = course.packs_done(steps_done)
+    packs = (stream.next_pack(position) for stream, position in zip(course.streams, positions, strict=True))
+    return [pack[:MOST_REMEMBERED].tolist() for pack in packs]
+
+
+def _check_state(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+    if state.get("version") != STATE_VERSION:
+        raise ConfigError(f"state must be of version {STATE_VERSION}, got {state.get('version')!r}")
+    for name, value in recipe.items():
+        saved = state["recipe"].get(name)
+        if saved != value:
+            raise ConfigError(f"{name} must be as in the saved state, {saved!r}, got {value!r}")

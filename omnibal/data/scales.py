@@ -1,0 +1,131 @@
+"""Scales: the integers in which the balanced planner measures samples.
+
+Costs are numbers of any size and samples of different machines must weigh the same to the last bit, so each load is
+scaled to a mean pack's and rounded once.
+"""
+
+import math
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from omnibal.cost import CostModel
+from omnibal.data.exchange import DIMENSIONS, LOADS, NEXT, NOWHERE, SIZES, Int64Array
+from omnibal.data.lengths import IntArray, SampleLengths
+
+PACK: Final = 1 << 20
+"""A mean pack's load in the cost dimension and, where they are levelled, in tokens."""
+VISION_WEIGHT: Final = 3
+"""A mean pack's vision units weigh this many ``PACK``: they come in few sizes and are to be even before all else."""
+MOST_LOAD: Final = 1 << 24
+"""Largest load of a sample in any dimension: sums stay within 32 bits."""
+DEFAULT_COST: Final = CostModel(llm_tokens=24576, llm_tokens_squared=1)
+"""Forward operations of a decoder layer with 4096 hidden units and a fourfold MLP, 24 h² l + 4 h l², over 4 h."""
+
+
+class Columns(NamedTuple):
+    """The lengths' arrays that decide packs, for compiled code."""
+
+    vision_units: IntArray
+    llm_tokens: IntArray
+    vision_squared: IntArray
+    """Empty where it is unknown."""
+
+
+class Scales(NamedTuple):
+    """How samples are measured."""
+
+    most_vision: int
+    """Vision units that a pack may hold."""
+    most_tokens: int
+    """Tokens that a pack may hold."""
+    vision: int
+    """Weight of a vision unit."""
+    tokens: int
+    """Weight of a token; 0 where tokens need no levelling."""
+    costs: tuple[float, float, float, float]
+    """Weights in the cost dimension of a vision unit, a token, a squared token and a squared vision unit."""
+
+
+def columns_of(lengths: SampleLengths) -> Columns:
+    """Take the arrays out of lengths."""
+    squared = lengths.vision_squared
+    if squared is None:
+        squared = np.zeros(0, dtype=np.int64)
+        squared.flags.writeable = False  # as the others are: compiled code then exists once
+    return Columns(lengths.vision_units, lengths.llm_tokens, squared)
+
+
+def scales_for(
+    most_vision: int, most_tokens: int, cost: CostModel, *, pack_vision: float, pack_tokens: float, pack_cost: float,
+    level_tokens: bool,
+) -> Scales:  # fmt: skip
+    """Choose weights such that a mean pack weighs ``PACK`` in each dimension, ``VISION_WEIGHT`` times that in vision.
+
+    Args:
+        most_vision: Vision units that a pack may hold.
+        most_tokens: Tokens that a pack may hold.
+        cost: What is to be even, besides vision units.
+        pack_vision: Vision units of a mean pack.
+        pack_tokens: Tokens of a mean pack.
+        pack_cost: Cost of a mean pack.
+        level_tokens: Whether tokens are to be even too.
+    """
+    # A power of two: the rounding of the mean cost, which may differ between machines, does not reach the samples.
+    unit = 2.0 ** math.floor(math.log2(max(pack_cost, 1e-300))) / PACK
+    return Scales(
+        most_vision,
+        most_tokens,
+        _weight(VISION_WEIGHT * PACK, pack_vision, most_vision),
+        _weight(PACK, pack_tokens, most_tokens) if level_tokens else 0,
+        (
+            cost.vision_units / unit,
+            cost.llm_tokens / unit,
+            cost.llm_tokens_squared / unit,
+            cost.vision_squared / unit,
+        ),
+    )
+
+
+def _weight(pack: int, mean: float, most: int) -> int:
+    return int(max(min(pack // max(mean, 1e-9), MOST_LOAD // max(most, 1)), 1))
+
+
+@njit(cache=True, nogil=True)
+def measure(chosen: Int64Array, columns: Columns, scales: Scales) -> Any:
+    """Measure samples; one that exceeds a limit as if it were at both.
+
+    Args:
+        chosen: Their indices.
+        columns: The dataset's lengths.
+        scales: The units.
+
+    Returns:
+        A row per sample as ``omnibal.data.exchange`` has them.
+    """
+    samples = np.empty((len(chosen), LOADS + DIMENSIONS), dtype=np.int32)
+    per_vision, per_token, per_squared_token, per_squared_vision = scales.costs
+    for place in range(len(chosen)):
+        vision, tokens = capped_sizes(columns, chosen[place], scales)
+        cost = per_vision * vision + per_token * tokens + per_squared_token * np.float64(tokens) * np.float64(tokens)
+        if len(columns.vision_squared):
+            cost += per_squared_vision * columns.vision_squared[chosen[place]]
+        samples[place, NEXT] = NOWHERE
+        samples[place, SIZES], samples[place, SIZES + 1] = vision, tokens
+        samples[place, LOADS] = min(vision * scales.vision, MOST_LOAD)
+        samples[place, LOADS + 1] = np.int64(min(cost, np.float64(MOST_LOAD)))
+        samples[place, LOADS + 2] = min(tokens * scales.tokens, MOST_LOAD)
+    return samples
+
+
+@njit(cache=True, nogil=True)
+def capped_sizes(columns: Columns, sample: int, scales: Scales) -> Any:
+    """Vision units and tokens of a sample, those of the limits where it exceeds one.
+
+    At least one token: then nothing fits beside a sample that exceeds a limit.
+    """
+    units, length = np.int64(columns.vision_units[sample]), np.int64(columns.llm_tokens[sample])
+    if units > scales.most_vision or length > scales.most_tokens:
+        return np.int64(scales.most_vision), np.int64(scales.most_tokens)
+    return units, max(length, np.int64(1))

@@ -1,0 +1,70 @@
+"""A random order of any number of samples that is computed where it is needed, not stored."""
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+ROUNDS: Final = 4
+LEAST_BITS: Final = 10  # on a smaller domain the network does not reach all permutations equally often
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+def shuffled(size: int, first: int, last: int, keys: UInt64Array) -> npt.NDArray[np.int64]:
+    """Return places ``first`` … ``last`` − 1 of a random permutation of 0 … ``size`` − 1.
+
+    A Feistel network over the smallest power of two that holds ``size``; a value outside is encrypted again until it
+    falls inside (cycle walking: less than two turns on average). No memory but the result, and any part of the order
+    without the rest. Sources: Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom
+    functions, 1988; Black and Rogaway, Ciphers with arbitrary finite domains, 2002.
+
+    Args:
+        size: How many things are shuffled.
+        first: First place to compute.
+        last: Behind the last place to compute.
+        keys: ``ROUNDS`` random numbers: the permutation (``shuffle_keys``).
+
+    >>> keys = shuffle_keys(0, 7)
+    >>> sorted(shuffled(10, 0, 10, keys).tolist()), (shuffled(10, 4, 6, keys) == shuffled(10, 0, 10, keys)[4:6]).all()
+    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], np.True_)
+    """
+    bits = max(int(size - 1).bit_length(), LEAST_BITS)
+    order: npt.NDArray[np.int64] = _shuffled(np.uint64(size), first, last, bits, keys)
+    return order
+
+
+def shuffle_keys(*seed: int) -> UInt64Array:
+    """Keys of a permutation from integers of at least 0."""
+    return np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64).astype(np.uint64)
+
+
+@njit(cache=True, nogil=True)
+def scrambled(value: Any) -> Any:
+    """Turn 64 bits into 32 that look random (multiplications as in Steele, Lea and Flood's SplitMix, 2014)."""
+    value = value * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+    return value >> np.uint64(32)
+
+
+@njit(cache=True, nogil=True)
+def _shuffled(size: Any, first: int, last: int, bits: int, keys: UInt64Array) -> Any:
+    order = np.empty(last - first, dtype=np.int64)
+    low_bits = np.uint64(bits // 2)
+    high_bits = np.uint64(bits - bits // 2)
+    one = np.uint64(1)
+    low_mask = (one << low_bits) - one
+    high_mask = (one << high_bits) - one
+    for place in range(first, last):
+        value = np.uint64(place)
+        while True:
+            low, high = value & low_mask, value >> low_bits
+            for turn in range(0, ROUNDS, 2):
+                high ^= scrambled(low + keys[turn]) & high_mask
+                low ^= scrambled(high + keys[turn + 1]) & low_mask
+            value = (high << low_bits) | low
+            if value < size:
+                break
+        order[place - first] = value
+    return order

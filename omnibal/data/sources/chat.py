@@ -1,0 +1,117 @@
+"""Conversations in the format of InternVL and LLaVA, and their text in ChatML as Qwen2 and InternVL write it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+IMAGE_MARK = "<image>"
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says; ``role`` is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of alternating sides that end with an answer; the users' turns hold one `IMAGE_MARK` per image."""
+
+    turns: tuple[Turn, ...]
+    images: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as one text in which every image is one token, and which characters carry loss.
+
+    Attributes:
+        text: What is tokenised.
+        targets: (start, stop) of each answer with its end-of-turn token.
+    """
+
+    text: str
+    targets: tuple[tuple[int, int], ...]
+
+
+def parse_conversation(record: Mapping[str, Any], root: Path) -> Conversation:
+    """Reads ``{"image": path or list or absent, "conversations": [{"from": "human" | "gpt" | "system", "value"}]}``.
+
+    Args:
+        record: One entry of an annotation file.
+        root: Folder that image paths are relative to.
+
+    Raises:
+        ValueError: With the reason, if the record is not such a conversation.
+    """
+    turns = _parse_turns(record)
+    images = _parse_images(record, root)
+    marks = sum(turn.text.count(IMAGE_MARK) for turn in turns if turn.role == "user")
+    if marks != len(images):
+        raise ValueError(f"conversations must hold one {IMAGE_MARK} per image, got {marks} for {len(images)} image(s)")
+    return Conversation(turns, images)
+
+
+def render_chatml(conversation: Conversation, image: str, start: str = "") -> Rendered:
+    r"""The text as Qwen2 and InternVL write it, without a system message where the conversation has none.
+
+    Args:
+        conversation: What is said.
+        image: What stands for an image.
+        start: What stands before the first turn.
+
+    >>> turns = (Turn("user", "<image>\nWhat?"), Turn("assistant", "A cat."))
+    >>> rendered = render_chatml(Conversation(turns, (Path("cat.png"),)), "<img>")
+    >>> rendered.text
+    '<|im_start|>user\n<img>\nWhat?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n'
+    >>> [rendered.text[start:stop] for start, stop in rendered.targets]
+    ['A cat.<|im_end|>']
+    """
+    text, targets = start, []
+    for turn in conversation.turns:
+        text += f"{TURN_START}{turn.role}\n"
+        begin = len(text)
+        text += turn.text.replace(IMAGE_MARK, image) if turn.role == "user" else turn.text
+        text += TURN_END
+        if turn.role == "assistant":
+            targets.append((begin, len(text)))
+        text += "\n"
+    return Rendered(text, tuple(targets))
+
+
+def _parse_turns(record: Mapping[str, Any]) -> tuple[Turn, ...]:
+    turns = record.get("conversations")
+    if not isinstance(turns, list):
+        raise ValueError(
+            f"conversations must be a list of turns, got {turns!r}" if turns else "conversations is missing"
+        )
+    parsed = [_parse_turn(turn, number) for number, turn in enumerate(turns)]
+    sides = [turn.role for turn in parsed]
+    asked = sides[1:] if sides[:1] == ["system"] else sides
+    if not asked or asked != ["user", "assistant"] * (len(asked) // 2):
+        raise ValueError(f"conversations must alternate human, gpt and end with gpt, got {sides}")
+    return tuple(parsed)
+
+
+def _parse_turn(turn: Any, number: int) -> Turn:
+    if not isinstance(turn, dict) or turn.get("from") not in ROLES or not isinstance(turn.get("value"), str):
+        raise ValueError(f"conversations[{number}] must have from ({', '.join(ROLES)}) and value, got {turn!r:.80}")
+    role = ROLES[turn["from"]]
+    if role == "assistant" and not turn["value"].strip():
+        raise ValueError(f"conversations[{number}] must hold an answer, got an empty one")
+    return Turn(role, turn["value"])
+
+
+def _parse_images(record: Mapping[str, Any], root: Path) -> tuple[Path, ...]:
+    if "video" in record:
+        raise ValueError("sample must hold images and text only, got a video")
+    images: Sequence[Any] = record.get("image") or []
+    images = [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
+        raise ValueError(f"image must be a path or a list of paths, got {images!r:.80}")
+    return tuple(root / image for image in images)

@@ -1,0 +1,232 @@
+"""A dataset of conversations about images, read from annotation files; formats differ only in where those stand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.sources.cache import LengthsCache, Measured
+from omnibal.data.sources.chat import Rendered, parse_conversation
+from omnibal.data.sources.encode import Encoded, encode
+from omnibal.data.sources.formats import ModelFormat
+from omnibal.data.sources.images import image_size, load_image
+from omnibal.data.sources.problems import Broken, Problem, settle_problems
+from omnibal.data.sources.shards import Ids, Shard, Shards
+from omnibal.data.sources.survey import Found, Loads, in_chunks, survey
+from omnibal.errors import ConfigError, DataError
+from omnibal.families.images import ImageLoad
+
+COLUMNS = ("vision_units", "llm_tokens", "target_tokens", "vision_squared")
+CHECKED_SAMPLES = 64
+"""Samples that are measured again before kept lengths are believed."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sample whose text is not yet tokenised and whose images are not decoded; ``loads`` are each image's."""
+
+    rendered: Rendered
+    images: tuple[Path, ...]
+    loads: tuple[ImageLoad, ...]
+    max_tiles: int | None
+
+
+class ConversationDataset:
+    """Samples from several annotation files: each file's items in order, then again as often as it repeats.
+
+    Args:
+        shards: The annotation files.
+        model_format: Turns conversations and images into what the model reads.
+        broken: What happens to items that cannot be used. ``"error"``: `lengths` refuses them all in one report, and
+            ``[i]`` each by itself. ``"skip"``: they are left out with a warning; to know them, every image's header is
+            read at once.
+        processes: Most processes that read headers and count tokens; all cores by default.
+        cache: Folder that keeps lengths for the next run, None for none. They are found again where annotations, model
+            folder and settings are the same; images are taken to be unchanged if a few of them are.
+
+    Attributes:
+        shards: The annotation files.
+        skipped: What was left out, and why.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        model_format: ModelFormat,
+        *,
+        broken: Broken = "error",
+        processes: int | None = None,
+        cache: str | Path | None = None,
+    ) -> None:
+        self.shards = tuple(shards)
+        self.skipped: tuple[Problem, ...] = ()
+        self._all = Shards(self.shards)
+        self._format = model_format
+        self._broken = broken
+        self._processes = processes
+        self._cache = None if cache is None else LengthsCache(Path(cache), self._made_from())
+        self._kept: Ids | None = None
+        if broken == "skip":
+            self._skip_problems()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._format.tokenizer
+
+    def __len__(self) -> int:
+        return self._all.num_samples if self._kept is None else len(self._kept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Processes that load samples need no lengths."""
+        return {name: value for name, value in self.__dict__.items() if name != "_measured"}
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One sample for training.
+
+        Returns:
+            ``input_ids`` and ``labels`` (tokens,) int64, ``pixel_values`` (tiles, 3, H, W) float32 or None.
+
+        Raises:
+            DataError: If the sample cannot be used; names the file and the line.
+            ConfigError: If the model's family cannot be trained.
+        """
+        return self._sample(index, with_pixels=True)
+
+    def text(self, index: int) -> dict[str, Any]:
+        """What ``[index]`` returns, but ``pixel_values`` is None: headers are read, no image is decoded."""
+        return self._sample(index, with_pixels=False)
+
+    def lengths(self) -> SampleLengths:
+        """The loads of all samples, ``source`` being the number of the shard; every image's header is read once.
+
+        Raises:
+            DataError: If there are items that cannot be used and are not skipped; lists the first few and how many.
+        """
+        if self._broken == "error":
+            settle_problems(self._measured.problems, self._num_items, "error")
+        return self._measured.lengths
+
+    @cached_property
+    def _measured(self) -> Measured:
+        kept = self._cache.load() if self._cache else None
+        if kept is not None and self._still_true(kept):
+            return kept
+        measured = self._measure_all()
+        if self._cache:
+            self._cache.save(measured)
+        return measured
+
+    def _measure_all(self) -> Measured:
+        items = self._all.used_items()
+        found = survey(
+            self._measure, in_chunks(items), columns=len(COLUMNS), total=len(items), processes=self._processes
+        )
+        samples = np.arange(self._all.num_samples)
+        rows = np.searchsorted(items, self._all.item_of(samples))
+        usable = found.usable[rows]
+        columns = dict(zip(COLUMNS, found.loads[rows[usable]].T, strict=True))
+        if not columns["vision_squared"].any():
+            del columns["vision_squared"]
+        lengths = SampleLengths(**columns, source=self._all.source_of(samples[usable]))
+        return Measured(lengths, found.problems, items[~found.usable])
+
+    def _still_true(self, kept: Measured) -> bool:
+        """Whether the broken items and a few others, spread over the data, are found as they were."""
+        usable = self._usable_samples(kept.broken_items)
+        if not len(usable):
+            return False
+        some = np.unique(np.linspace(0, len(usable) - 1, CHECKED_SAMPLES, dtype=np.int64))
+        again = self._measure(np.concatenate([kept.broken_items, self._all.item_of(usable[some])]))
+        columns = kept.lengths.take(some).columns()
+        loads = zip(*(columns.get(name, np.zeros_like(some)).tolist() for name in COLUMNS), strict=True)
+        return again == [*kept.problems, *loads]
+
+    def _skip_problems(self) -> None:
+        self.skipped = self._measured.problems
+        settle_problems(self.skipped, self._num_items, "skip")
+        self._kept = self._usable_samples(self._measured.broken_items)
+
+    def _usable_samples(self, broken_items: Ids) -> Ids:
+        samples = np.arange(self._all.num_samples)
+        return samples[~np.isin(self._all.item_of(samples), broken_items)]
+
+    @property
+    def _num_items(self) -> int:
+        return len(self._all.used_items())
+
+    def _made_from(self) -> Any:
+        shards = [
+            (
+                shard.records.content_hash,
+                shard.records.path.resolve(),
+                shard.root.resolve(),
+                shard.num_samples,
+                shard.max_tiles,
+            )
+            for shard in self.shards
+        ]
+        return shards, self._format.fingerprint
+
+    def _measure(self, items: Ids) -> Found:
+        """Loads of some items; their texts are tokenised together."""
+        found = [self._prepare_or_report(item) for item in items.tolist()]
+        encoded = iter(encode(self.tokenizer, [entry.rendered for entry in found if isinstance(entry, Prepared)]))
+        return [entry if isinstance(entry, Problem) else _loads(entry, next(encoded)) for entry in found]
+
+    def _sample(self, index: int, *, with_pixels: bool) -> dict[str, Any]:
+        sample = range(len(self))[index]
+        item = self._all.item_of(np.asarray(sample if self._kept is None else self._kept[sample]))
+        shard, place = self._all.locate(int(item))
+        try:
+            prepared = self._prepare(shard, place)
+            pixel_values = self._pixel_values(prepared) if with_pixels and prepared.images else None
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise DataError(str(shard.problem(place, error))) from error
+        (encoded,) = encode(self.tokenizer, [prepared.rendered])
+        expanded = encoded.expanded(self._format.image_token_id, [load.llm_tokens for load in prepared.loads])
+        return {
+            "input_ids": torch.from_numpy(expanded.ids),
+            "labels": torch.from_numpy(expanded.labels),
+            "pixel_values": pixel_values,
+        }
+
+    def _prepare_or_report(self, item: int) -> Prepared | Problem:
+        shard, place = self._all.locate(item)
+        try:
+            return self._prepare(shard, place)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            return shard.problem(place, error)
+
+    def _prepare(self, shard: Shard, place: int) -> Prepared:
+        conversation = parse_conversation(shard.records[place], shard.root)
+        self._format.refuse_image_tokens(conversation)
+        loads = tuple(self._format.image_load(image_size(path), shard.max_tiles) for path in conversation.images)
+        return Prepared(self._format.render(conversation), conversation.images, loads, shard.max_tiles)
+
+    def _pixel_values(self, sample: Prepared) -> torch.Tensor:
+        images = [load_image(path) for path in sample.images]
+        pixel_values = self._format.pixel_values(images, sample.max_tiles)
+        if len(pixel_values) != sum(load.vision_units for load in sample.loads):
+            raise ValueError(f"images must decode to the sizes of their headers, got others: {sample.images}")
+        return pixel_values
+
+
+def _loads(sample: Prepared, encoded: Encoded) -> Loads:
+    """Loads in the order of the columns; in ``encoded`` every image is still one token."""
+    image_tokens = sum(load.llm_tokens - 1 for load in sample.loads)
+    return (
+        sum(load.vision_units for load in sample.loads),
+        len(encoded.ids) + image_tokens,
+        int(encoded.is_target[1:].sum()),
+        sum(load.vision_squared for load in sample.loads),
+    )

@@ -1,0 +1,81 @@
+"""Annotation files, JSON lines or one JSON array, whose records are read one at a time by byte offset."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnibal.data.sources.scan import ArrayScanner, Entries, LineScanner
+from omnibal.errors import DataError
+
+BLOCK_BYTES = 1 << 20
+
+
+class Records:
+    """The entries of an annotation file as a sequence of dicts; only their places are held, 24 bytes an entry.
+
+    A file whose first character is ``[`` is one JSON array, any other has one JSON object a line. Blank lines at its
+    end are not counted; a blank line elsewhere is a broken entry.
+
+    Args:
+        path: The file. It is read once, in two to four seconds per gigabyte.
+
+    Attributes:
+        path: The file.
+        content_hash: A digest of its content (hexadecimal).
+
+    Raises:
+        DataError: If the file cannot be read, holds no entry, or is an array that does not end.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._entries, self.content_hash = _scan(self.path)
+        except OSError as error:
+            raise DataError(f"annotation must be a readable file, got {self.path} ({error.strerror})") from error
+        if not len(self):
+            raise DataError(f"annotation must hold at least one entry, got none in {self.path}")
+
+    def __len__(self) -> int:
+        return len(self._entries.starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Parse one entry.
+
+        Raises:
+            ValueError: With the reason, if it is not a JSON object.
+        """
+        start, stop = self._entries.starts[index], self._entries.stops[index]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            text = file.read(stop - start)
+        try:
+            record = json.loads(text)
+        except ValueError as error:  # JSON and UTF-8 errors
+            raise ValueError(f"entry must be JSON, got an error: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"entry must be a JSON object, got {type(record).__name__}")
+        return record
+
+    def line(self, index: int) -> int:
+        """The number of the line on which an entry begins, from 1."""
+        return int(self._entries.lines[index])
+
+
+def _scan(path: Path) -> tuple[Entries, str]:
+    digest = hashlib.blake2b(digest_size=16)
+    scanner: ArrayScanner | LineScanner | None = None
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            if scanner is None:
+                scanner = ArrayScanner() if block.lstrip()[:1] == b"[" else LineScanner()
+            scanner.feed(np.frombuffer(block, dtype=np.uint8))
+    try:
+        entries = LineScanner().finish() if scanner is None else scanner.finish()
+    except ValueError as error:
+        raise DataError(f"annotation must be a whole JSON array, got {path}: {error}") from error
+    return entries, digest.hexdigest()

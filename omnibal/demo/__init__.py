@@ -1,0 +1,6 @@
+"""Data and a model to try everything on: questions about coloured shapes, written as users have their own."""
+
+from omnibal.demo.chance import majority_accuracy
+from omnibal.demo.write import DemoPaths, write_demo
+
+__all__ = ["DemoPaths", "majority_accuracy", "write_demo"]

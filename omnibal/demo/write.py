@@ -1,0 +1,109 @@
+"""The demo's data on disk, as a user of InternVL has it: image files, JSONL conversations and meta files."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnibal.demo.model import write_model_folder
+from omnibal.demo.questions import Exchange, vocabulary
+from omnibal.demo.samples import DATASETS
+from omnibal.demo.scenes import Scene, draw_scene
+from omnibal.errors import ConfigError
+
+MAX_TURNS = 4
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DemoPaths:
+    """Where `write_demo` wrote: two meta files, a model folder without weights, and the annotations they name."""
+
+    meta: Path
+    held_out_meta: Path
+    model: Path
+    train_annotations: tuple[Path, ...]
+    held_out_annotations: tuple[Path, ...]
+
+
+def write_demo(
+    folder: str | Path,
+    *,
+    samples: int = 8000,
+    held_out: int = 400,
+    seed: int = 0,
+    max_tiles: int = 4,
+    tied: bool = False,
+) -> DemoPaths:
+    """Writes questions about coloured shapes and a small InternVL to learn them.
+
+    Args:
+        folder: Made where missing; files of the same names are replaced.
+        samples: Training samples, repetitions included, to within rounding; at least 20.
+        held_out: Samples to measure accuracy on, one question each; at least 20.
+        seed: Decides everything that is written.
+        max_tiles: Most tiles of an image, its thumbnail not counted.
+        tied: Whether the model's embedding and head share their weight.
+
+    Returns:
+        The paths of what was written.
+
+    Raises:
+        ConfigError: If fewer than 20 samples are asked for.
+    """
+    for name, count in (("samples", samples), ("held_out", held_out)):
+        if count < 20:
+            raise ConfigError(f"{name} must be at least 20, got {count}")
+    folder = Path(folder)
+    train = _write_part(folder, "train", samples, seed, max_turns=MAX_TURNS)
+    check = _write_part(folder, "held_out", held_out, seed, max_turns=1)
+    texts = [turn["value"] for path in train for line in path.open() for turn in json.loads(line)["conversations"]]
+    write_model_folder(folder / "model", [*texts, *vocabulary()], max_tiles=max_tiles, tied=tied)
+    return DemoPaths(folder / "train.json", folder / "held_out.json", folder / "model", train, check)
+
+
+def _write_part(folder: Path, part: str, samples: int, seed: int, *, max_turns: int) -> tuple[Path, ...]:
+    """Writes ``<part>.json``, its annotations and its images; returns the annotations."""
+    (folder / part).mkdir(parents=True, exist_ok=True)
+    meta: dict[str, Record] = {}
+    for number, (name, (make, share, repeat)) in enumerate(DATASETS.items()):
+        rng = np.random.default_rng([seed, number, *part.encode()])
+        images, annotation = folder / "images" / part / name, folder / part / f"{name}.jsonl"
+        images.mkdir(parents=True, exist_ok=True)
+        lines = round(samples * share / repeat)
+        with annotation.open("w") as file:
+            for index in range(lines):
+                sample = make(rng, max_turns)
+                files = [_save(rng, scene, images, f"{index:06}-{side}") for side, scene in enumerate(sample.scenes)]
+                file.write(json.dumps(_record(f"{sample.kinds}-{index}", files, sample.exchanges)) + "\n")
+        meta[name] = {
+            "root": str(images.relative_to(folder)),
+            "annotation": str(annotation.relative_to(folder)),
+            "repeat_time": repeat,
+            "length": lines,
+            "data_augment": False,
+        }
+    (folder / f"{part}.json").write_text(json.dumps(meta, indent=2) + "\n")
+    return tuple(folder / entry["annotation"] for entry in meta.values())
+
+
+def _record(name: str, images: Sequence[str], exchanges: Sequence[Exchange]) -> Record:
+    """A line in InternVL's format; images stand before the first question."""
+    marks = "<image>\n" * len(images)
+    turns = [
+        {"from": side, "value": (marks if (number, side) == (0, "human") else "") + value}
+        for number, exchange in enumerate(exchanges)
+        for side, value in zip(("human", "gpt"), exchange, strict=True)
+    ]
+    image = {} if not images else {"image": images[0] if len(images) == 1 else list(images)}
+    return {"id": name, **image, "conversations": turns}
+
+
+def _save(rng: np.random.Generator, scene: Scene, folder: Path, name: str) -> str:
+    """Draws and saves a picture, as PNG or JPEG; returns the file's name."""
+    file = f"{name}.png" if rng.random() < 0.5 else f"{name}.jpg"
+    draw_scene(rng, scene).save(folder / file, quality=92, compress_level=1)  # each format takes the one it knows
+    return file

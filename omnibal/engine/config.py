@@ -1,0 +1,230 @@
+"""The "omnibal" section of a ds_config, and the rules that a ds_config must keep under a pipeline."""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import Level
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which model is trained."""
+
+    path: str | None = None
+    """Hugging Face folder (config.json, weights, tokenizer, preprocessor)."""
+    weights: Literal["load", "random"] = "load"
+    """``load`` reads the folder's safetensors; ``random`` draws initial weights from ``seed``."""
+    seed: int = 0
+    """Seed of random initial weights and of dropout."""
+
+
+class DataSection(Section):
+    """Which samples it is trained on: InternVL meta JSON files."""
+
+    train: str | None = None
+    held_out: str | None = None
+    max_tiles: Count = 12
+    """The most tiles an image is cut into (a thumbnail comes on top)."""
+    broken: Literal["error", "skip"] = "error"
+    """What to do with samples that cannot be read: stop, or leave them out and report each."""
+    workers: Annotated[int, Field(ge=0)] = 2
+    """DataLoader processes on each rank that decodes images."""
+
+
+class PackingSection(Section):
+    """Which samples share a micro-batch."""
+
+    vision_units: Count | None = None
+    llm_tokens: Count | None = None
+    """The most a pack may hold; left out, the paper's rule chooses from the lengths."""
+    method: Literal["balanced", "isf", "random"] = "balanced"
+    oversized: Literal["alone", "error", "drop"] = "alone"
+    seed: int = 0
+
+
+class PipelineSection(Section):
+    """Where the model is cut and what recomputes."""
+
+    num_stages: Count | Literal["auto"] = "auto"
+    """``auto``: all processes form one pipeline."""
+    partition: Literal["uniform", "parameters"] | list[int] = "parameters"
+    """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13."""
+    recompute: Level | list[Level] = "none"
+    """One level for all layers, or a list with one for each."""
+    plan: str | None = None
+    """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits."""
+
+
+class RunSection(Section):
+    """How launch/train.py runs."""
+
+    output: str = "runs/train"
+    epochs: Count = 1
+    save_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: Count = 2
+    """How many of the newest checkpoints stay."""
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations on the held-out data; 0: only at the end."""
+
+
+class OmnibalSection(Section):
+    """The whole section."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    packing: PackingSection = PackingSection()
+    pipeline: PipelineSection = PipelineSection()
+    run: RunSection = RunSection()
+
+
+def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], OmnibalSection]:
+    """Split a ds_config into what DeepSpeed reads and the validated "omnibal" section.
+
+    Args:
+        config: Path of a JSON file, or its content.
+
+    Returns:
+        The ds_config without the section, and the section (defaults where it is left out).
+
+    Raises:
+        ConfigError: The file is missing or no JSON object, or a key or value of the section is wrong; the message
+            names the key and the nearest known one.
+    """
+    content = config if isinstance(config, dict) else _read_json(Path(config))
+    deepspeed_config = {key: value for key, value in content.items() if key != "omnibal"}
+    return deepspeed_config, _validate(OmnibalSection, content.get("omnibal", {}))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"ds_config must be a readable file, got {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"ds_config must be JSON, got {path}, line {error.lineno}: {error.msg}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"ds_config must be a JSON object, got {path} with a {type(content).__name__}")
+    return content
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _validate(section: type[S], content: object) -> S:
+    try:
+        return section.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(section, dict(problem)) for problem in error.errors())) from None
+
+
+def _explain(section: type[Section], problem: dict[str, Any]) -> str:
+    location = problem["loc"]
+    name = ".".join(["omnibal", *map(str, location)])
+    if problem["type"] != "extra_forbidden":
+        return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
+    known = _fields_at(section, location[:-1])
+    nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+    remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
+    return f"{name} must be a known key, got {location[-1]!r}; {remedy}"
+
+
+def _fields_at(section: type[Section], location: tuple[str | int, ...]) -> list[str]:
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, Section), "only sections hold unknown keys"
+        section = annotation
+    return list(section.model_fields)
+
+
+def complete_deepspeed_config(
+    config: dict[str, Any], *, num_stages: int, num_replicas: int, total_steps: int
+) -> dict[str, Any]:
+    """Fill in what follows from the pipeline, and refuse what cannot be right under one.
+
+    Args:
+        config: ds_config without the "omnibal" section.
+        num_stages: Pipeline stages.
+        num_replicas: Data-parallel ranks.
+        total_steps: Optimizer steps of the whole run; takes the place of ``"auto"`` in the scheduler's
+            ``total_num_steps``, and a twentieth of it in ``warmup_num_steps``.
+
+    Returns:
+        A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size.
+
+    Raises:
+        ConfigError: ZeRO stage 2 or 3; a micro-batch size other than 1; batch sizes that contradict each other;
+            gradient clipping that DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then
+            counts only the first stage; a ds_config that does not mention clipping clips at 1.0).
+    """
+    micro_batches = micro_batches_of(config)
+    _check_zero(config)
+    _check_clipping(config, num_stages)
+    derived = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "train_batch_size": micro_batches * num_replicas,
+    }
+    for key, value in derived.items():
+        given = config.get(key, "auto")
+        if given not in ("auto", value):
+            raise ConfigError(
+                f"{key} must be {value} ({micro_batches} micro-batches of one pack, {num_replicas} replicas), "
+                f"got {given!r}; leave it out or say 'auto'"
+            )
+    return {**config, **derived, **_complete_scheduler(config, total_steps)}
+
+
+def micro_batches_of(config: dict[str, Any]) -> int:
+    """Micro-batches per step: ``gradient_accumulation_steps`` of the ds_config, 1 where it is left out."""
+    micro_batches = config.get("gradient_accumulation_steps", 1)
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigError(
+            "gradient_accumulation_steps must be a positive integer (the micro-batches of a step), "
+            f"got {micro_batches!r}"
+        )
+    return micro_batches
+
+
+def _check_zero(config: dict[str, Any]) -> None:
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1):
+        raise ConfigError(
+            f"zero_optimization.stage must be 0 or 1 with a pipeline, got {stage!r}; "
+            "DeepSpeed's pipeline engine keeps gradients and parameters whole on each stage"
+        )
+
+
+def _check_clipping(config: dict[str, Any], num_stages: int) -> None:
+    half = any(config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
+    clipping = config.get("gradient_clipping", 1.0)
+    if num_stages > 1 and not half and config.get("zero_optimization", {}).get("stage", 0) == 0 and clipping != 0:
+        given = repr(clipping) if "gradient_clipping" in config else "none (DeepSpeed then clips at 1.0)"
+        raise ConfigError(
+            f"gradient_clipping must be 0 with fp32, ZeRO stage 0 and {num_stages} pipeline stages, got {given}; "
+            "the norm would count the first stage only: set zero_optimization.stage to 1, or clipping to 0"
+        )
+
+
+def _complete_scheduler(config: dict[str, Any], total_steps: int) -> dict[str, Any]:
+    if "scheduler" not in config:
+        return {}
+    scheduler = config["scheduler"]
+    automatic = {"total_num_steps": total_steps, "warmup_num_steps": max(1, total_steps // 20)}
+    parameters = {
+        key: automatic[key] if value == "auto" and key in automatic else value
+        for key, value in scheduler.get("params", {}).items()
+    }
+    return {"scheduler": {**scheduler, "params": parameters}}

@@ -1,0 +1,66 @@
+"""Work that all ranks do together: if it fails on one, it fails on all, and none is left waiting."""
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from omnibal.errors import OmnibalError
+
+T = TypeVar("T")
+
+
+def together(work: Callable[[], T], *, where: str) -> T:
+    """Run ``work`` on this rank, as every other rank does, and raise on all of them if it fails on one.
+
+    Args:
+        work: Must not communicate.
+        where: This rank's place in error messages, such as ``"rank 3, stage 1"``.
+
+    Returns:
+        What ``work`` returned.
+
+    Raises:
+        OmnibalError: ``work`` failed on some rank: the first such rank's message, behind its place, of its class
+            where that is one of omnibal's. The rank's own exception is the cause of its error.
+    """
+    try:
+        result, failure = work(), None
+    except Exception as error:  # any failure must reach the other ranks
+        failure = error
+    raise_on_all(failure, where=where)
+    return result
+
+
+def rank_zero_first(work: Callable[[], T], *, where: str) -> T:
+    """As ``together``, but rank 0 runs before the others, which then find the files that it has cached."""
+    if dist.get_rank() == 0:
+        result = together(work, where=where)
+        raise_on_all(None, where=where)
+        return result
+    raise_on_all(None, where=where)
+    return together(work, where=where)
+
+
+def gather(value: T) -> list[T]:
+    """What every rank passed, by rank, on every rank."""
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return cast(list[T], values)
+
+
+def raise_on_all(failure: Exception | None, *, where: str) -> None:
+    """Tell all ranks about a failure on this one (or None), and raise the first of all failures."""
+    found = None if failure is None else (_kind(failure), f"{where}: {_message(failure)}")
+    for first in gather(found):
+        if first is not None:
+            kind, message = first
+            raise kind(message) from failure
+
+
+def _kind(failure: Exception) -> type[OmnibalError]:
+    return type(failure) if isinstance(failure, OmnibalError) else OmnibalError
+
+
+def _message(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, OmnibalError) else f"{type(failure).__name__}: {failure}"

@@ -1,0 +1,224 @@
+"""DeepSpeed's PipelineEngine fed with packs: safe buffers, a loss exact over the tokens of a step, honest counts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from omnibal.engine.checkpoint import check_layout, keep_newest, latest_checkpoint, write_side_files
+from omnibal.engine.distributed import raise_on_all, rank_zero_first
+from omnibal.engine.loader import Batch, PackLoader, VlmDataset
+from omnibal.engine.module import EVALUATION_STATISTICS
+from omnibal.engine.step import Step
+from omnibal.plan import Plan
+
+MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results on held-out data.
+
+    Attributes:
+        loss: Mean loss of a target token.
+        accuracy: Share of the samples whose answer greedy decoding would give exactly.
+        samples: Samples with an answer.
+    """
+
+    loss: float
+    accuracy: float
+    samples: int
+
+
+class OmnibalEngine(PipelineEngine):
+    """Trains a VlmPipelineModule on the packs of a PackLoader.
+
+    ``train_batch()`` runs one optimizer step. Its loss is the mean over all target tokens of the step, whatever the
+    packs and ranks they lie on. ``global_samples`` counts samples, not packs, so that DeepSpeed's monitor does too.
+
+    Args:
+        plan: What the run follows; ``module`` was built from its partition and recompute levels.
+        loader: This rank's packs.
+        seed: Of dropout; every step of every rank draws from a stream of its own, so a resumed run draws the same.
+        model_source: Hugging Face folder whose tokenizer and preprocessor files go into checkpoints.
+        **deepspeed_arguments: As for DeepSpeed's engine.
+    """
+
+    def __init__(
+        self, *, plan: Plan, loader: PackLoader, seed: int, model_source: Path | None, **deepspeed_arguments: Any
+    ) -> None:
+        super().__init__(**deepspeed_arguments)
+        self.plan = plan
+        self.loader = loader
+        self.last_step: Step | None = None
+        self._seed = seed
+        self._model_source = model_source
+
+    @property
+    def where(self) -> str:
+        """This process's place, as error messages name it."""
+        return f"rank {self.global_rank}, stage {self.stage_id}"
+
+    def train_batch(self) -> Tensor:
+        """Train on the next step of the loader, all ranks together.
+
+        Returns:
+            The step's mean loss of a target token, the same on all ranks.
+
+        Raises:
+            OmnibalError: A rank could not read its samples; raised on all ranks, before anything is computed.
+        """
+        step, batches = self._next_step(self.loader)
+        self.last_step = step
+        # Recomputed and resumed steps draw the same dropout masks without storing generator states.
+        torch.manual_seed(
+            np.random.SeedSequence([self._seed, self.global_steps, self.global_rank]).generate_state(1)[0]
+        )
+        # DeepSpeed adds one a pack when the optimizer has stepped.
+        self.global_samples += step.num_samples - self.train_batch_size()
+        loss: Tensor = super().train_batch(iter(batches))
+        self._monitor_balance(step)
+        return loss
+
+    def held_out_loader(self, dataset: VlmDataset) -> PackLoader:
+        """A loader of held-out samples for ``evaluate``, all ranks together.
+
+        Raises:
+            DataError: The dataset has broken samples.
+        """
+        return self.loader.over(dataset, rank_zero_first(dataset.lengths, where=self.where))
+
+    def evaluate(self, loader: PackLoader) -> Evaluation:
+        """Measure loss and accuracy on one epoch of held-out packs, all ranks together."""
+        training_iterator, totals = self.data_iterator, torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
+        self.module.eval()
+        for _ in range(loader.steps_per_epoch):
+            _, batches = self._next_step(loader)
+            self.set_dataiterator(iter(batches))
+            totals += self._forward_only(len(batches) or loader.micro_batches)
+        self.module.train()
+        self.set_dataiterator(training_iterator)
+        totals = self._share(totals.to(self.device))
+        loss, targets, exact, samples = totals.tolist()
+        return Evaluation(loss / max(targets, 1), exact / max(samples, 1), int(samples))
+
+    def _forward_only(self, micro_batches: int) -> Tensor:
+        """Run one step forward; the sums of the evaluation statistics on the last stage, zeros elsewhere."""
+        self.total_loss: Tensor | None = None
+        self._compute_loss = True
+        with torch.no_grad():
+            self._exec_schedule(self._inference_schedule(micro_batches))
+        nothing = torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
+        return nothing if self.total_loss is None else self.total_loss.cpu()
+
+    def _share(self, totals: Tensor) -> Tensor:
+        """Sum over the last stages of all replicas, and tell every rank (the other stages bring zeros)."""
+        dist.all_reduce(totals)
+        return totals
+
+    def _next_step(self, loader: PackLoader) -> tuple[Step, list[MicroBatch]]:
+        """Read a step's micro-batches and learn how many target tokens the whole step has.
+
+        All of it before the step starts: a collective between the schedule's sends and receives would deadlock, and
+        a rank that cannot read its samples must stop the others before they wait for it.
+        """
+        failure: Exception | None = None
+        batches: list[Batch] = []
+        try:
+            step, batches = loader.next_step()
+        except Exception as error:  # any failure must reach the other ranks
+            failure = error
+        targets = sum(int((batch["labels"] != -100).sum()) for batch in batches) if self.is_last_stage() else 0
+        counts = torch.tensor([targets, failure is not None], dtype=torch.int64, device=self.device)
+        dist.all_reduce(counts)
+        if counts[1]:
+            raise_on_all(failure, where=self.where)
+        # The engine averages over micro-batches and replicas; this weight makes that an average over tokens.
+        weight = self.micro_batches * self.dp_world_size / max(int(counts[0]), 1)
+        return step, [self._micro_batch(batch, weight) for batch in batches]
+
+    def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
+        pixels = batch["pixel_values"].to(self._compute_dtype)
+        inputs = (pixels, batch["input_ids"], batch["position_ids"], batch["cu_seq_lens"])
+        return inputs, (batch["labels"], torch.tensor(weight, dtype=torch.float32))
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        if self.bfloat16_enabled():
+            return torch.bfloat16
+        return torch.float16 if self.fp16_enabled() else torch.float32
+
+    def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+        # DeepSpeed reuses buffers by size alone, across dtypes and between activations and gradients, which breaks
+        # tuples of mixed dtypes that change from micro-batch to micro-batch. A fresh tensor costs nothing.
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _monitor_balance(self, step: Step) -> None:
+        if self.global_rank != 0 or not self.monitor.enabled:
+            return
+        self.monitor.write_events(
+            [(f"Train/Balance/{name}", value, self.global_samples) for name, value in step.balance().items()]
+        )
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        keep: int | None = None,
+        **deepspeed_arguments: Any,
+    ) -> None:
+        """Save weights, optimizer, learning-rate schedule and the position in the data, all ranks together.
+
+        Args:
+            save_dir: Folder of checkpoints; the new one is a folder in it.
+            tag: Its name; by default ``global_step<n>``.
+            client_state: What else to save; ``load_checkpoint`` returns it.
+            keep: Delete all but the newest ``keep`` checkpoints afterwards; by default none is deleted.
+            **deepspeed_arguments: As for DeepSpeed's engine.
+        """
+        folder, tag = Path(save_dir), tag or f"global_step{self.global_steps}"
+        if self.global_rank == 0:
+            (folder / tag).mkdir(parents=True, exist_ok=True)
+            write_side_files(folder / tag, self._layout(), self._model_source, self.module.vlm.config)
+        state = {**(client_state or {}), "sampler": self.loader.state_dict()}
+        # DeepSpeed's barriers order this: its file 'latest' names the checkpoint once all ranks have written theirs.
+        super().save_checkpoint(str(folder), tag, client_state=state, **deepspeed_arguments)
+        if keep is not None and self.global_rank == 0:
+            keep_newest(folder, keep)
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, **deepspeed_arguments: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """Go on exactly where a checkpoint was saved.
+
+        Args:
+            load_dir: Folder of checkpoints.
+            tag: Which one; by default the newest.
+            **deepspeed_arguments: As for DeepSpeed's engine.
+
+        Returns:
+            The checkpoint's path, and the ``client_state`` it was saved with.
+
+        Raises:
+            ConfigError: There is no complete checkpoint, or it was written under another partition or precision.
+        """
+        checkpoint = latest_checkpoint(Path(load_dir)) if tag is None else Path(load_dir) / tag
+        check_layout(checkpoint, self._layout())
+        path, state = super().load_checkpoint(str(load_dir), checkpoint.name, **deepspeed_arguments)
+        self.loader.load_state_dict(state.pop("sampler"))
+        return path, state
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "partition": list(self.plan.partition.boundaries),
+            "num_replicas": self.dp_world_size,
+            "zero_stage": int(self.zero_optimization_stage()),
+            "dtype": str(self._compute_dtype),
+        }

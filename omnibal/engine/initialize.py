@@ -1,0 +1,187 @@
+"""omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.engine.config import OmnibalSection, complete_deepspeed_config, micro_batches_of, read_config
+from omnibal.engine.distributed import gather, rank_zero_first, together
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.loader import PackLoader, VlmDataset, view_of
+from omnibal.engine.module import VlmPipelineModule
+from omnibal.engine.resolve import resolve_plan, stages_of
+from omnibal.errors import ConfigError
+from omnibal.plan import Plan
+from omnibal.vlm import load_model
+from omnibal.vlm.layers import VisionLanguageModel
+
+
+def initialize(
+    config: str | Path | dict[str, Any], model: Any = None, dataset: VlmDataset | None = None
+) -> tuple[OmnibalEngine, Any, PackLoader, Any]:
+    """Build the engine of this process; every process of the run calls it with the same arguments.
+
+    Args:
+        config: ds_config, as a path or its content, with an "omnibal" section.
+        model: Hugging Face folder or transformers configuration; by default the section's ``model.path``.
+        dataset: Samples as VlmDataset describes them; by default the section's ``data.train``.
+
+    Returns:
+        ``engine, optimizer, loader, lr_scheduler``; then ``engine.train_batch()`` trains one step.
+
+    Raises:
+        ConfigError: The configuration cannot work: unknown keys, stages that do not divide the processes or exceed
+            the layers, a partition that does not fit the model, what a pipeline forbids.
+        DataError: The dataset has broken samples; the message names files and lines.
+    """
+    if not dist.is_initialized():
+        deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    rank, num_processes = dist.get_rank(), dist.get_world_size()
+    where = f"rank {rank}"
+    given = together(lambda: _read(config, model, dataset, num_processes), where=where)
+    lengths = rank_zero_first(given.dataset.lengths, where=where)
+    stage, replica = divmod(rank, given.num_replicas)
+    plan, sampler = together(lambda: _arrange(given, lengths, replica), where=where)
+    sampler.verify(gather)
+    loader = PackLoader(
+        given.dataset,
+        sampler,
+        view=view_of(stage, given.num_stages),
+        pixel_shape=given.vlm.pixel_shape,
+        workers=given.section.data.workers,
+    )
+    complete = together(lambda: _complete(given, loader), where=where)
+    engine = build_engine(complete, given.section, given.vlm, plan, loader, given.folder)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the arguments of initialize say, read and checked."""
+
+    config: dict[str, Any]
+    section: OmnibalSection
+    folder: Path | None
+    vlm: VisionLanguageModel
+    dataset: VlmDataset
+    num_stages: int
+    num_replicas: int
+
+
+def _read(config: Any, model: Any, dataset: VlmDataset | None, num_processes: int) -> _Given:
+    deepspeed_config, section = read_config(config)
+    source = _given(model, section.model.path, "model", "omnibal.model.path")
+    vlm = load_model(source)
+    num_stages = stages_of(section, len(vlm.records), num_processes)
+    return _Given(
+        config=deepspeed_config,
+        section=section,
+        folder=Path(source) if isinstance(source, str | Path) else None,
+        vlm=vlm,
+        dataset=open_dataset(section, "train") if dataset is None else dataset,
+        num_stages=num_stages,
+        num_replicas=num_processes // num_stages,
+    )
+
+
+def _arrange(given: _Given, lengths: SampleLengths, replica: int) -> tuple[Plan, BalancedBatchSampler]:
+    packing = given.section.packing
+    plan = resolve_plan(given.section, given.vlm, lengths, given.num_stages, micro_batches_of(given.config))
+    sampler = BalancedBatchSampler(
+        lengths,
+        plan.limits,
+        num_replicas=given.num_replicas,
+        rank=replica,
+        micro_batches=plan.micro_batches,
+        method=packing.method,
+        seed=packing.seed,
+        oversized=packing.oversized,
+    )
+    return plan, sampler
+
+
+def _complete(given: _Given, loader: PackLoader) -> dict[str, Any]:
+    return complete_deepspeed_config(
+        given.config,
+        num_stages=given.num_stages,
+        num_replicas=given.num_replicas,
+        total_steps=given.section.run.epochs * loader.steps_per_epoch,
+    )
+
+
+def open_dataset(section: OmnibalSection, part: str) -> InternVLDataset:
+    """The section's ``data.train`` or ``data.held_out``.
+
+    Raises:
+        ConfigError: It or ``model.path`` (for tokenizer and preprocessor) is not named.
+        DataError: A file it names is missing or broken.
+    """
+    meta = _given(None, getattr(section.data, part), "dataset", f"omnibal.data.{part}")
+    processor = _given(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path")
+    return InternVLDataset(
+        meta,
+        processor,
+        max_tiles=section.data.max_tiles,
+        broken=section.data.broken,
+        cache=Path(section.run.output) / "lengths",
+    )
+
+
+def _given(argument: Any, setting: Any, name: str, key: str) -> Any:
+    if argument is None and setting is None:
+        raise ConfigError(f"{name} must be given, got none; pass it to initialize or set {key}")
+    return setting if argument is None else argument
+
+
+def build_engine(
+    config: dict[str, Any],
+    section: OmnibalSection,
+    vlm: VisionLanguageModel,
+    plan: Plan,
+    loader: PackLoader,
+    folder: Path | None,
+) -> OmnibalEngine:
+    """The engine of this process, for packs from any loader.
+
+    Args:
+        config: Complete ds_config.
+        section: Its "omnibal" section.
+        vlm: The model's layers.
+        plan: Partition and recompute levels; every process of the run holds the same.
+        loader: This rank's packs.
+        folder: Hugging Face folder of the model, None where it has none.
+    """
+    # Weights are built in the dtype they train in: a stage in float32 first would need twice its memory.
+    dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled", False) else torch.float32
+    module = VlmPipelineModule(
+        vlm,
+        plan,
+        num_replicas=dist.get_world_size() // plan.num_stages,
+        dtype=dtype,
+        seed=section.model.seed,
+        weights=folder if section.model.weights == "load" else None,
+    )
+    # As deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
+    return OmnibalEngine(
+        plan=plan,
+        loader=loader,
+        seed=section.model.seed,
+        model_source=folder,
+        args=None,
+        model=module,
+        optimizer=None,
+        model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+        mpu=module.mpu(),
+        dist_init_required=False,
+        config=config,
+        config_class=DeepSpeedConfig(config, module.mpu()),
+    )

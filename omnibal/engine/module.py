@@ -1,0 +1,157 @@
+"""DeepSpeed's PipelineModule with an explicit partition, a recompute level per layer and a token-weighted loss."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import Tensor, nn
+
+from omnibal.engine.distributed import together
+from omnibal.plan import Plan
+from omnibal.vlm.layers import Payload, VisionLanguageModel
+from omnibal.vlm.loss import token_losses
+from omnibal.vlm.recompute import run_layer
+from omnibal.vlm.weights import load_layer
+
+EVALUATION_STATISTICS = ("loss", "target_tokens", "exact_samples", "samples")
+"""What the last stage returns for each micro-batch in evaluation, as one float64 vector of sums."""
+
+
+class VlmPipelineModule(PipelineModule):
+    """A vision-language model cut into pipeline stages; each process builds the layers of its own stage only.
+
+    Args:
+        model: The layers, by index.
+        plan: Which layers each stage holds, a recompute level for each, and the pack limits that they count on.
+        num_replicas: Data-parallel ranks; ``num_stages × num_replicas`` processes take part.
+        dtype: Of parameters.
+        seed: Of initial weights.
+        weights: Hugging Face folder to read weights from, or None for initial weights.
+    """
+
+    def __init__(
+        self,
+        model: VisionLanguageModel,
+        plan: Plan,
+        *,
+        num_replicas: int,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        weights: Path | None = None,
+    ) -> None:
+        # DeepSpeed's constructor calls _partition_layers, when self is not yet an initialised nn.Module.
+        self.__dict__["vlm"] = model
+        self.__dict__["plan"] = plan
+        source = _LayerSource(model, dtype=dtype, seed=seed, weights=weights)
+        super().__init__(
+            layers=[_layer_spec(source, index) for index in range(len(model.records))],
+            topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=num_replicas),
+            loss_fn=self._loss,
+            dynamic_shape=True,
+        )
+
+    def _partition_layers(self, method: str = "explicit") -> None:
+        self.parts = list(self.plan.partition.boundaries)
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _build(self) -> None:
+        # Weights that do not fit are found on one stage only; the others are told, or they would wait for it.
+        together(super()._build, where=f"rank {self.global_rank}, stage {self.stage_id}")
+
+    def forward(self, payload: Payload) -> Payload:
+        """Run this stage's layers on one micro-batch."""
+        exceeds = self._exceeds_plan(payload)
+        for index, layer in enumerate(self.forward_funcs, start=self._local_start):
+            payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[index])
+        return payload
+
+    def _exceeds_plan(self, payload: Payload) -> bool:
+        """Whether the pack is larger than the recompute levels were chosen for: one oversized sample.
+
+        It then recomputes everything: slower than planned, where keeping more than planned might not fit.
+        """
+        hidden, input_ids, _, _ = payload
+        tiles = 0 if hidden.dim() == 2 else hidden.shape[0]  # 1 within the language model, where tokens decide
+        limits = self.plan.limits
+        return bool(input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1))
+
+    def _loss(self, outputs: Payload, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """Weighted sum of token losses in training; EVALUATION_STATISTICS in evaluation.
+
+        Args:
+            outputs: The head's payload, logits (1, tokens, vocabulary) first.
+            targets: Labels (1, tokens), and the weight of one token's loss: with the weight
+                ``micro_batches × num_replicas / target tokens of the step`` the engine's plain average over
+                micro-batches and ranks is the average over the tokens of the step.
+        """
+        logits, _, _, cu_seq_lens = outputs
+        labels, weight = targets
+        if self.training:
+            return token_losses(logits, labels).sum() * weight
+        return _evaluation_statistics(logits, labels, cu_seq_lens)
+
+
+def _evaluation_statistics(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """Sums over a pack: loss, target tokens, samples whose every target token is the likeliest one, samples.
+
+    A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix
+    that greedy decoding would have produced itself.
+    """
+    has_target = labels[0, 1:] != -100
+    wrong = has_target & (logits[0, :-1].argmax(-1) != labels[0, 1:])
+    # The sample that each of tokens 1… belongs to.
+    sample = torch.bucketize(torch.arange(1, labels.shape[1], device=labels.device), cu_seq_lens[1:], right=True)
+    num_samples = len(cu_seq_lens) - 1
+    targets_of = torch.zeros(num_samples, dtype=torch.int64, device=labels.device).index_add_(
+        0, sample, has_target.long()
+    )
+    wrong_of = torch.zeros_like(targets_of).index_add_(0, sample, wrong.long())
+    counted = targets_of > 0
+    sums = (token_losses(logits, labels).sum(), has_target.sum(), (counted & (wrong_of == 0)).sum(), counted.sum())
+    return torch.stack([value.double() for value in sums])
+
+
+class _LayerSource:
+    """Builds the layers of a model one at a time, with initial weights or those of a folder."""
+
+    def __init__(self, model: VisionLanguageModel, *, dtype: torch.dtype, seed: int, weights: Path | None) -> None:
+        self.model = model
+        self._dtype = dtype
+        self._seed = seed
+        self._weights = weights
+
+    def build(self, index: int) -> nn.Module:
+        seed = self._seed if self._weights is None else None
+        module = self.model.build_layer(index, seed=seed, dtype=self._dtype)
+        if self._weights is not None:
+            load_layer(self.model, index, module, self._weights)
+        return module
+
+
+class _Spec(LayerSpec):
+    def __init__(self, source: _LayerSource, index: int) -> None:
+        super().__init__(source.model.layer_class(index))
+        self._source, self._index = source, index
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._source.build(self._index)
+
+
+class _TiedSpec(TiedLayerSpec):
+    # No forward_fn: DeepSpeed wraps the module in a partial for it, which has no state_dict, and the layer would be
+    # missing from checkpoints. The module itself tells its two uses apart by what it receives.
+    def __init__(self, key: str, source: _LayerSource, index: int) -> None:
+        layer_class: Any = source.model.layer_class(index)  # families say which weights are tied
+        super().__init__(key, layer_class, tied_weight_attr=list(layer_class.tied_weights))
+        self._source, self._index = source, index
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._source.build(self._index)
+
+
+def _layer_spec(source: _LayerSource, index: int) -> Any:
+    key = source.model.records[index].tied_key
+    return _Spec(source, index) if key is None else _TiedSpec(key, source, index)

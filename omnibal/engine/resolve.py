@@ -1,0 +1,78 @@
+"""From the "omnibal" section to the plan that a run follows: number of stages, limits, partition, recompute."""
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.engine.config import OmnibalSection, PackingSection, PipelineSection
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import Level
+from omnibal.pipeline.balanced import balanced_boundaries
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
+from omnibal.vlm.layers import VisionLanguageModel
+
+
+def stages_of(section: OmnibalSection, num_layers: int, num_processes: int) -> int:
+    """Number of pipeline stages.
+
+    Raises:
+        ConfigError: It does not divide the processes, or exceeds the layers.
+    """
+    wanted = section.pipeline.num_stages
+    num_stages = num_processes if wanted == "auto" else wanted
+    if num_processes % num_stages:
+        raise ConfigError(f"num_stages must divide the {num_processes} processes, got {num_stages}")
+    if num_stages > num_layers:
+        raise ConfigError(f"num_stages must be at most the model's {num_layers} layers, got {num_stages}")
+    return num_stages
+
+
+def resolve_plan(
+    section: OmnibalSection, vlm: VisionLanguageModel, lengths: SampleLengths, num_stages: int, micro_batches: int
+) -> Plan:
+    """The plan file that the section names, or the plan that its keys spell out.
+
+    Raises:
+        ConfigError: The plan does not fit the model, the number of stages or the micro-batches of the run.
+    """
+    pipeline = section.pipeline
+    num_layers = len(vlm.records)
+    if pipeline.plan is not None:
+        plan = Plan.load(pipeline.plan)
+        _check("micro_batches of the plan", plan.micro_batches, micro_batches)
+        _check_partition(plan.partition, num_layers, num_stages)
+        return plan
+    partition = _partition(pipeline, vlm, num_stages)
+    _check_partition(partition, num_layers, num_stages)
+    recompute = _recompute(pipeline, num_layers)
+    return Plan(_limits(section.packing, lengths), micro_batches, partition, recompute)
+
+
+def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> None:
+    _check("layers of the partition", partition.num_layers, num_layers)
+    _check("stages of the partition", partition.num_stages, num_stages)
+
+
+def _check(name: str, got: int, expected: int) -> None:
+    if got != expected:
+        raise ConfigError(f"{name} must be {expected} as the model and the ds_config say, got {got}")
+
+
+def _limits(packing: PackingSection, lengths: SampleLengths) -> PackLimits:
+    if packing.vision_units is not None and packing.llm_tokens is not None:
+        return PackLimits(packing.vision_units, packing.llm_tokens)
+    ruled = paper_limits(lengths)
+    return PackLimits(packing.vision_units or ruled.vision_units, packing.llm_tokens or ruled.llm_tokens)
+
+
+def _partition(pipeline: PipelineSection, vlm: VisionLanguageModel, num_stages: int) -> Partition:
+    if isinstance(pipeline.partition, list):
+        return Partition(pipeline.partition)
+    if pipeline.partition == "parameters":
+        return Partition(balanced_boundaries([record.sizes["parameters"] for record in vlm.records], num_stages))
+    return Partition.uniform(len(vlm.records), num_stages)
+
+
+def _recompute(pipeline: PipelineSection, num_layers: int) -> tuple[Level, ...]:
+    if isinstance(pipeline.recompute, list):
+        return tuple(pipeline.recompute)
+    return (pipeline.recompute,) * num_layers

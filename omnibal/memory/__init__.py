@@ -1,0 +1,1 @@
+"""What each stage keeps for its backward passes, and which layers recompute instead."""

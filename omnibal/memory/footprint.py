@@ -1,0 +1,281 @@
+"""What a pipeline stage holds at its peak, in bytes, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnibal.cost import CostModel, Load
+from omnibal.errors import ConfigError
+from omnibal.memory.frontier import NOT_OFFERED
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.pipeline.schedule import Schedule
+
+IntArray = NDArray[np.int64]
+
+Level = Literal["none", "selective", "full"]
+LEVELS: tuple[Level, ...] = ("none", "selective", "full")
+"""Recompute levels, from the one that keeps most to the one that keeps least."""
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LOGITS_HELD = 2
+"""Logits on the last stage: DeepSpeed drops those of a micro-batch only when the one after the next comes."""
+_GRADIENT_SHARE = 1 / 3
+"""Of what a block keeps, so much is alive in gradients at one time; ViT and decoder blocks measure 0.15 to 0.37."""
+_SOFTMAX_BYTES = 12
+"""Float32 per logit with a target that the loss holds at its peak: the log-softmax, its gradient, the logits'."""
+_GRADIENTS_OF_LOGITS = 2
+"""Behind the loss: zeros, and the sum of zeros and the gradients of rows with a target."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one device of a stage holds at its peak."""
+
+    parameters: int
+    """In the dtype of the forward pass."""
+    gradients: int
+    """Whole on every replica: a pipeline runs under ZeRO stage 0 or 1."""
+    optimizer: int
+    """Optimizer state and master weights; a replica's share under ZeRO stage 1."""
+    activations: int
+    """Kept from forward to backward, for all micro-batches in flight."""
+    buffers: int
+    """What comes from and goes to the neighbouring stages."""
+    transient: int
+    """What a layer's backward pass, or the loss, needs beyond what the layers behind it have freed, at the most."""
+    logits: int
+    """On the last stage."""
+    overhead: int
+    """Whatever the model is: contexts, libraries, communication buffers."""
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What decides about memory beside model and pipeline.
+
+    Args:
+        num_replicas: Data-parallel ranks.
+        zero_stage: 0, or 1: each replica holds its share of the optimizer's state.
+        overhead_bytes: What a device holds whatever the model is; measure it once.
+        accumulate_float32: Whether gradients are summed up in float32 beside those in the forward pass's 16 bits
+            (DeepSpeed's ``data_types.grad_accum_dtype``).
+        target_share: The largest share of a micro-batch's tokens that carry loss; only their logits go through the
+            softmax.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    num_replicas: int = 1
+    zero_stage: int = 1
+    overhead_bytes: int = 0
+    accumulate_float32: bool = False
+    target_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ConfigError(f"num_replicas must be positive, got {self.num_replicas}")
+        if self.zero_stage not in (0, 1):
+            raise ConfigError(f"zero_stage must be 0 or 1 under a pipeline, got {self.zero_stage}")
+        if self.overhead_bytes < 0:
+            raise ConfigError(f"overhead_bytes must not be negative, got {self.overhead_bytes}")
+        if not 0 <= self.target_share <= 1:
+            raise ConfigError(f"target_share must lie in [0, 1], got {self.target_share}")
+
+
+@dataclass(frozen=True, eq=False)
+class Footprint:
+    """The memory of every possible stage of a model, for micro-batches of one size.
+
+    Arrays have one row per layer and one column per level, in the order of ``LEVELS``; a level that a layer does not
+    offer has ``NOT_OFFERED`` bytes. Matrices over possible stages have the shape (layers + 1, layers + 1): entry
+    ``[a, b]`` belongs to layers ``a`` to ``b - 1``.
+
+    Args:
+        profile: What the layers hold.
+        load: One micro-batch, the largest there can be.
+        schedule: Decides how many micro-batches a stage holds at a time.
+        setup: The rest.
+
+    Raises:
+        ConfigError: The load is not of a single micro-batch, or logits have an unknown dtype.
+    """
+
+    profile: ModelProfile
+    load: Load
+    schedule: Schedule
+    setup: TrainingSetup
+
+    def __post_init__(self) -> None:
+        if self.load.shape != ():
+            raise ConfigError(f"load must be of a single micro-batch, got shape {self.load.shape}")
+        if self.profile.dtype not in _BYTES:
+            raise ConfigError(f"dtype of the profile must be one of {', '.join(_BYTES)}, got {self.profile.dtype!r}")
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """Micro-batches whose activations each stage holds at most: in flight, or waiting for their ``W``."""
+        return tuple(int(self.schedule.occupancy(stage).sum(axis=1).max()) for stage in range(self.schedule.num_stages))
+
+    def kept_bytes(self, stage: int) -> IntArray:
+        """What a layer keeps of one micro-batch at each level, shape (layers, levels).
+
+        In stage 0 no gradient passes the layers before the first trainable one: they keep nothing.
+        """
+        return self._first_kept if stage == 0 else self._kept
+
+    @cached_property
+    def transient_bytes(self) -> IntArray:
+        """What running a layer backward needs beside what is kept, shape (layers, levels).
+
+        That is what recomputing it brings back, and gradients: of its output and its input (pixels have none), or
+        within it.
+        """
+        everything = self._kept[:, :1]
+        recomputed = np.maximum(everything - self._kept, 0)
+        around = self._sent[1:] + np.concatenate([[0], self._sent[1:-1]])
+        gradients = np.maximum(around[:, None], (_GRADIENT_SHARE * everything).astype(np.int64))
+        return np.where(self._kept == NOT_OFFERED, NOT_OFFERED, recomputed + gradients)
+
+    @property
+    def loss_bytes(self) -> int:
+        """What the loss needs at its peak, on the last stage, beside the logits."""
+        element_bytes, share = _BYTES[self.profile.dtype], self.setup.target_share
+        cast_bytes = 4 + (element_bytes if element_bytes < 4 else 0)
+        behind = _GRADIENTS_OF_LOGITS * element_bytes + share * cast_bytes
+        return int(self._sent[-1] / element_bytes * max(share * _SOFTMAX_BYTES, behind))
+
+    def least_transient(self, stage: int) -> int:
+        """Transient bytes of a stage whatever its layers and levels: on the last stage, those of the loss."""
+        return self.loss_bytes if stage == self.schedule.num_stages - 1 else 0
+
+    def fixed_bytes(self, stage: int) -> IntArray:
+        """What every possible stage in this place holds whatever its levels: all but activations and transient."""
+        buffers, logits = self._buffers(stage), self._logits(stage)
+        static: IntArray = self._parameters + self._gradients + self._optimizer
+        return static + buffers + logits + self.setup.overhead_bytes
+
+    def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
+        """The memory of one stage.
+
+        Args:
+            stage: Its place in the pipeline.
+            layers: The layers it holds.
+            levels: One for each of them.
+
+        Raises:
+            ConfigError: A layer does not offer its level.
+        """
+        a, b = layers.start, layers.stop
+        rows, columns = np.arange(a, b), np.array([LEVELS.index(level) for level in levels])
+        kept, transient = self.kept_bytes(stage)[rows, columns], self.transient_bytes[rows, columns]
+        if (kept == NOT_OFFERED).any():
+            layer = int(np.argmax(kept == NOT_OFFERED))
+            raise ConfigError(
+                f"recompute must be a level that the profile has for {self.profile.layers[a + layer].name}, "
+                f"got {levels[layer]!r}"
+            )
+        freed = kept[::-1].cumsum()[::-1] - kept
+        return StageMemory(
+            parameters=int(self._parameters[a, b]),
+            gradients=int(self._gradients[a, b]),
+            optimizer=int(self._optimizer[a, b]),
+            activations=self.held[stage] * int(kept.sum()),
+            buffers=int(self._buffers(stage)[a, b]),
+            transient=max(int((transient - freed).max()), self.least_transient(stage)),
+            logits=self._logits(stage),
+            overhead=self.setup.overhead_bytes,
+        )
+
+    def stages(self, partition: Partition, levels: Sequence[Level]) -> tuple[StageMemory, ...]:
+        """The memory of every stage of a partition, with a level for each layer of the model."""
+        return tuple(
+            self.stage(stage, range(a, b), levels[a:b]) for stage, (a, b) in enumerate(pairwise(partition.boundaries))
+        )
+
+    @cached_property
+    def _kept(self) -> IntArray:
+        return np.array([[self._saved(layer, level) for level in LEVELS] for layer in self.profile.layers])
+
+    @cached_property
+    def _first_kept(self) -> IntArray:
+        kept = self._kept.copy()
+        frozen = kept[: first_trainable(self.profile)]
+        frozen[frozen != NOT_OFFERED] = 0
+        return kept
+
+    def _saved(self, layer: LayerCost, level: Level) -> int:
+        return self._bytes(layer.saved_bytes[level]) if level in layer.saved_bytes else NOT_OFFERED
+
+    def _bytes(self, model: CostModel) -> int:
+        return int(np.ceil(model(self.load)))
+
+    @cached_property
+    def _sent(self) -> IntArray:
+        """What passes each boundary, shape (layers + 1,): the pixels at first, the logits at last."""
+        layers = self.profile.layers
+        pixels = self._bytes(layers[0].saved_bytes["full"])
+        return np.array([pixels, *(self._bytes(layer.output_bytes) for layer in layers)])
+
+    def _buffers(self, stage: int) -> IntArray:
+        """DeepSpeed's pipe buffers: input and output of every micro-batch held; then the newest on its way.
+
+        The input comes by a buffer of its own and goes back as a gradient; the output comes back as one.
+        """
+        is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
+        inputs = self._sent * (self.held[stage] + (0 if is_first else 2))
+        outputs = self._sent * (0 if is_last else self.held[stage] + 1)
+        buffers: IntArray = inputs[:, None] + outputs[None, :]
+        return buffers
+
+    def _logits(self, stage: int) -> int:
+        return _LOGITS_HELD * int(self._sent[-1]) if stage == self.schedule.num_stages - 1 else 0
+
+    @cached_property
+    def _parameters(self) -> IntArray:
+        return self._between(lambda layer: layer.parameter_bytes)
+
+    @cached_property
+    def _gradients(self) -> IntArray:
+        gradients = self._between(lambda layer: layer.gradient_bytes)
+        element_bytes = _BYTES[self.profile.dtype]
+        if self.setup.accumulate_float32 and element_bytes < 4:
+            return gradients + gradients * 4 // element_bytes
+        return gradients
+
+    @cached_property
+    def _optimizer(self) -> IntArray:
+        owners = self.setup.num_replicas if self.setup.zero_stage else 1
+        return -(-self._between(lambda layer: layer.optimizer_bytes) // owners)
+
+    def _between(self, bytes_of: Callable[[LayerCost], int]) -> IntArray:
+        """Sums over the layers of every possible stage; layers tied to another one of the same stage are free."""
+        layers = self.profile.layers
+        sums = np.concatenate([[0], np.cumsum([bytes_of(layer) for layer in layers])]).astype(np.int64)
+        between: IntArray = sums[None, :] - sums[:, None]
+        newest: dict[str, int] = {}
+        for index, layer in enumerate(layers):
+            if layer.tied_key is not None:
+                if layer.tied_key in newest:
+                    between[: newest[layer.tied_key] + 1, index + 1 :] -= bytes_of(layer)
+                newest[layer.tied_key] = index
+        return between
+
+
+def first_trainable(profile: ModelProfile) -> int:
+    """Index of the first trainable layer; the number of layers if there is none."""
+    trainable = (index for index, layer in enumerate(profile.layers) if layer.trainable)
+    return next(trainable, len(profile.layers))

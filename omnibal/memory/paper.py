@@ -1,0 +1,169 @@
+"""The paper's adaptive recompute as functions of measured numbers; trials do the measuring in between.
+
+1. With every block recomputed, measure the free memory of each stage, ``M_r``.
+2. Let some blocks of each stage keep their activations; measure again, ``M'_r``.
+3. :func:`estimate_block_bytes`: what one block of the ViT and one of the LLM keep, ``M_v`` and ``M_t``.
+4. :func:`keep_most`: the most blocks of each stage that may keep. Try it; where it fails, :func:`retreat` and repeat.
+
+Source: Yao et al., OmniBal, ICML 2025, section 4.3. Deviation: the paper does not say how stages differ; here ``M_v``
+and ``M_t`` are bytes of one micro-batch, and a stage keeps them for every micro-batch in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from scipy.optimize import nnls
+
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import Level
+from omnibal.pipeline.boundaries import Partition
+
+VISION_KIND, LLM_KIND = "vision_block", "decoder_block"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Numbers of a stage's blocks."""
+
+    vision: int
+    """Of the ViT."""
+    llm: int
+    """Of the language model."""
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What a block keeps of one micro-batch more than when it recomputes."""
+
+    vision: float
+    """``M_v``."""
+    llm: float
+    """``M_t``."""
+
+    def of(self, blocks: Blocks) -> float:
+        """What so many blocks keep."""
+        return blocks.vision * self.vision + blocks.llm * self.llm
+
+
+def count_blocks(kinds: Sequence[str], partition: Partition) -> tuple[Blocks, ...]:
+    """The blocks of every stage.
+
+    Args:
+        kinds: Of the model's layers.
+        partition: Of the same layers.
+
+    Example:
+        >>> count_blocks(["vision_block", "vision_block", "decoder_block", "head"], Partition((0, 1, 4)))
+        (Blocks(vision=1, llm=0), Blocks(vision=1, llm=1))
+    """
+    stages = [list(kinds[a:b]) for a, b in pairwise(partition.boundaries)]
+    return tuple(Blocks(stage.count(VISION_KIND), stage.count(LLM_KIND)) for stage in stages)
+
+
+def estimate_block_bytes(
+    free_recomputed: Sequence[float], free_trial: Sequence[float], kept: Sequence[Blocks], in_flight: Sequence[int]
+) -> BlockBytes:
+    """Step 3: what one block of each kind keeps, by least squares over the stages.
+
+    Args:
+        free_recomputed: ``M_r``, free bytes of each stage with every block recomputed.
+        free_trial: ``M'_r``, with some blocks keeping their activations.
+        kept: These blocks.
+        in_flight: Micro-batches that each stage holds.
+
+    Returns:
+        Bytes, not negative; 0 for a kind of which no stage has kept a block.
+
+    Raises:
+        ConfigError: The numbers of stages differ.
+
+    Example:
+        >>> estimate_block_bytes([50, 60], [30, 56], [Blocks(2, 0), Blocks(0, 1)], in_flight=[2, 1])
+        BlockBytes(vision=5.0, llm=4.0)
+    """
+    if len({len(free_recomputed), len(free_trial), len(kept), len(in_flight)}) != 1:
+        raise ConfigError(
+            "measurements must be of equally many stages, got "
+            f"{len(free_recomputed)}, {len(free_trial)}, {len(kept)} and {len(in_flight)}"
+        )
+    counts = np.array([[held * blocks.vision, held * blocks.llm] for held, blocks in zip(in_flight, kept, strict=True)])
+    (vision, llm), _ = nnls(counts, np.subtract(free_recomputed, free_trial))
+    return BlockBytes(float(vision), float(llm))
+
+
+def keep_most(
+    free_recomputed: Sequence[float],
+    blocks: Sequence[Blocks],
+    block_bytes: BlockBytes,
+    in_flight: Sequence[int],
+    *,
+    reserve_bytes: float = 0,
+) -> tuple[Blocks, ...]:
+    """Step 4: the largest number of each stage's blocks that may keep their activations.
+
+    Args:
+        free_recomputed: ``M_r`` of each stage.
+        blocks: What each stage holds.
+        block_bytes: ``M_v`` and ``M_t``.
+        in_flight: Micro-batches that each stage holds.
+        reserve_bytes: What must stay free.
+
+    Returns:
+        Blocks that keep, of equally many those with the fewest bytes; all others recompute.
+    """
+    return tuple(
+        _most_within((free - reserve_bytes) / held, there, block_bytes)
+        for free, there, held in zip(free_recomputed, blocks, in_flight, strict=True)
+    )
+
+
+def retreat(
+    kept: Sequence[Blocks], missing_bytes: Sequence[float], block_bytes: BlockBytes, in_flight: Sequence[int]
+) -> tuple[Blocks, ...]:
+    """After a failed trial: let just enough blocks recompute again.
+
+    Args:
+        kept: Blocks that kept their activations in the trial.
+        missing_bytes: By how much each stage exceeded its memory; at most 0 where it did not.
+        block_bytes: ``M_v`` and ``M_t``.
+        in_flight: Micro-batches that each stage holds.
+
+    Returns:
+        For each stage the most of its kept blocks that free what was missing; at least one fewer where something was.
+    """
+    result = []
+    for blocks, missing, held in zip(kept, missing_bytes, in_flight, strict=True):
+        left = _most_within(block_bytes.of(blocks) - missing / held, blocks, block_bytes) if missing > 0 else blocks
+        if missing > 0 and left == blocks:
+            left = Blocks(blocks.vision, blocks.llm - 1) if blocks.llm else Blocks(max(blocks.vision - 1, 0), 0)
+        result.append(left)
+    return tuple(result)
+
+
+def levels_of(kept: Sequence[Blocks], kinds: Sequence[str], partition: Partition) -> tuple[Level, ...]:
+    """A level for each layer: in every stage the first blocks of a kind recompute, the last ones keep.
+
+    Layers that are no blocks keep their activations.
+
+    Example:
+        >>> levels_of([Blocks(1, 0)], ["vision_block", "vision_block", "decoder_block", "head"], Partition((0, 4)))
+        ('full', 'none', 'full', 'none')
+    """
+    levels: list[Level] = ["none"] * len(kinds)
+    for blocks, (a, b) in zip(kept, pairwise(partition.boundaries), strict=True):
+        for kind, count in ((VISION_KIND, blocks.vision), (LLM_KIND, blocks.llm)):
+            places = [layer for layer in range(a, b) if kinds[layer] == kind]
+            for layer in places[: len(places) - count]:
+                levels[layer] = "full"
+    return tuple(levels)
+
+
+def _most_within(room: float, blocks: Blocks, block_bytes: BlockBytes) -> Blocks:
+    """The most of a stage's blocks whose bytes keep to the room."""
+    choices = (Blocks(v, t) for v in range(blocks.vision + 1) for t in range(blocks.llm + 1))
+    fitting = [choice for choice in choices if block_bytes.of(choice) <= room]
+    return max(fitting, key=lambda c: (c.vision + c.llm, -block_bytes.of(c)), default=Blocks(0, 0))

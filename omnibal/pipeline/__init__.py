@@ -1,0 +1,1 @@
+"""What each layer of a model costs, and where the pipeline is cut."""

@@ -1,0 +1,94 @@
+"""Where a pipeline is cut: the record that every part of the package shares."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from omnibal.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The cut of a model's layers into pipeline stages.
+
+    Args:
+        boundaries: ``num_stages + 1`` layer indices: stage ``s`` holds layers ``boundaries[s] : boundaries[s + 1]``.
+
+    Raises:
+        ConfigError: The boundaries do not start at 0 or do not increase (a stage without a layer).
+
+    Example:
+        >>> cut = Partition((0, 3, 4))
+        >>> cut.num_stages, cut.num_layers, cut.stage_of(2), list(cut.layers(1))
+        (2, 4, 0, [3])
+    """
+
+    boundaries: tuple[int, ...]
+
+    def __init__(self, boundaries: Sequence[int]) -> None:
+        cut = tuple(int(boundary) for boundary in boundaries)
+        if cut != tuple(boundaries):
+            raise ConfigError(f"boundaries must be integers, got {tuple(boundaries)}")
+        if len(cut) < 2 or cut[0] != 0 or any(left >= right for left, right in pairwise(cut)):
+            raise ConfigError(f"boundaries must start at 0 and increase from stage to stage, got {cut}")
+        object.__setattr__(self, "boundaries", cut)
+
+    @classmethod
+    def uniform(cls, num_layers: int, num_stages: int) -> Partition:
+        """Stages of equally many layers, the first ones holding one more where that does not work out.
+
+        This is DeepSpeed's ``partition_method="uniform"``.
+
+        Raises:
+            ConfigError: There are fewer layers than stages, or no stage.
+
+        Example:
+            >>> Partition.uniform(num_layers=10, num_stages=4).boundaries
+            (0, 3, 6, 8, 10)
+        """
+        check_num_stages(num_layers, num_stages)
+        size, larger = divmod(num_layers, num_stages)
+        return cls([stage * size + min(stage, larger) for stage in range(num_stages + 1)])
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.boundaries) - 1
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the whole model."""
+        return self.boundaries[-1]
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage.
+
+        Raises:
+            ConfigError: There is no such stage.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise ConfigError(f"stage must lie in [0, {self.num_stages}), got {stage}")
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that holds a layer.
+
+        Raises:
+            ConfigError: There is no such layer.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ConfigError(f"layer must lie in [0, {self.num_layers}), got {layer}")
+        return bisect_right(self.boundaries, layer) - 1
+
+
+def check_num_stages(num_layers: int, num_stages: int) -> None:
+    """Refuse a number of stages that cannot each hold a layer.
+
+    Raises:
+        ConfigError: ``num_stages`` is not in ``[1, num_layers]``.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ConfigError(f"num_stages must lie in [1, {num_layers}] (each stage holds a layer), got {num_stages}")

@@ -1,0 +1,129 @@
+"""Partitions by dynamic programming over the costs of possible stages.
+
+Costs are arrays of shape (stages, layers + 1, layers + 1): entry ``[s, a, b]`` is the cost of stage ``s`` if it holds
+layers ``a`` to ``b - 1``. Entries that are no stage (``a >= b``) are ignored.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnibal.errors import InfeasibleError
+
+Boundaries = tuple[int, ...]
+FloatArray = NDArray[np.float64]
+
+_STEP = 1.01
+"""Ratio of one limit on the slowest stage to the next: the model's optimum is met within 1 %."""
+_EVENNESS = 1e-3
+"""Share of the passage that evener stages may cost: they decide among partitions that the model finds about equal."""
+_ROUNDING = 1 + 1e-12
+
+
+def least_maximum(costs: FloatArray) -> tuple[float, Boundaries]:
+    """The partition whose most expensive stage is cheapest: exact, O(stages × layers²).
+
+    Returns:
+        The cost of its most expensive stage, and its boundaries; of equal ones the smallest.
+
+    Raises:
+        InfeasibleError: Every partition has a stage of infinite cost.
+
+    Example:
+        >>> seconds = np.array([[0, 1, 3, 6], [0, 0, 2, 5], [0, 0, 0, 3], [0, 0, 0, 0]], dtype=float)
+        >>> least_maximum(np.stack([seconds, seconds]))
+        (3.0, (0, 2, 3))
+    """
+    value, boundaries = _solve(costs, np.maximum)
+    if not np.isfinite(value):
+        raise InfeasibleError("a partition must have stages of finite cost only, got none that has")
+    return value, boundaries
+
+
+def _solve(costs: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
+    """The partition with the least sum (``np.add``) or maximum (``np.maximum``) of its stages' costs."""
+    num_stages, size, _ = costs.shape
+    choices = np.zeros((num_stages, size), dtype=int)
+    rest = _last_boundary(size)
+    for stage in reversed(range(num_stages)):
+        combined = np.where(_stages(size), combine(costs[stage], rest), np.inf)
+        choices[stage] = combined.argmin(axis=1)
+        rest = combined.min(axis=1)
+    return float(rest[0]), _follow(choices)
+
+
+def model_optima(pace_seconds: FloatArray, passing_seconds: FloatArray, micro_batches: int) -> list[Boundaries]:
+    """Partitions that a closed formula for a pipeline's makespan finds best, one for each limit on its pace.
+
+    The model: one micro-batch passes all stages and links there and back, then the pipeline delivers the others at
+    its pace, ``Σ p + (micro_batches - 1) T``. The pace ``T`` is that of the slowest stage, or of a round trip shared by
+    the micro-batches in flight: the greatest ``(Σ p from stage s on) / (stages - s)``.
+
+    Args:
+        pace_seconds: Costs of possible stages: how long one is busy with a micro-batch.
+        passing_seconds: How long a micro-batch needs through the stage and to the next one, there and back.
+        micro_batches: Per step.
+
+    Returns:
+        Different partitions, that with the fastest pace first, the best by the model among them (within 1 %).
+        O(limits × stages × layers²); there are as many limits as a slower pace may pay for a shorter passage.
+
+    Raises:
+        InfeasibleError: Every partition has a stage of infinite cost.
+    """
+    shortest, loosest = _solve(passing_seconds, np.add)
+    last_limit = _pace(loosest, pace_seconds, passing_seconds) * _STEP  # beyond it no passage gets shorter
+    limit = max(least_maximum(pace_seconds)[0], shortest / len(pace_seconds))
+    best, found = np.inf, dict[Boundaries, None]()
+    while limit <= last_limit and shortest + (micro_batches - 1) * limit < best:
+        boundaries = _within(limit, pace_seconds, passing_seconds)
+        if boundaries:
+            found[boundaries] = None
+            best = min(best, _costs(boundaries, passing_seconds).sum() + (micro_batches - 1) * limit)
+        limit *= _STEP
+    return list(found)
+
+
+def _within(limit: float, pace_seconds: FloatArray, passing_seconds: FloatArray) -> Boundaries:
+    """The partition of shortest passage whose pace keeps to a limit, or () if none does."""
+    num_stages, size, _ = pace_seconds.shape
+    allowed = _stages(size) & (pace_seconds <= limit * _ROUNDING)
+    # A passage hardly longer for evener stages: to choose among partitions that the model finds equally good.
+    scores = passing_seconds * (1 + _EVENNESS * passing_seconds / max(passing_seconds[0, 0, -1], 1e-300))
+    choices = np.zeros((num_stages, size), dtype=int)
+    score, passage = _last_boundary(size), _last_boundary(size)
+    for stage in reversed(range(num_stages)):
+        candidates = np.where(allowed[stage], scores[stage] + score, np.inf)
+        choices[stage] = candidates.argmin(axis=1)
+        passage = passing_seconds[stage, np.arange(size), choices[stage]] + passage[choices[stage]]
+        keeps = passage / (num_stages - stage) <= limit * _ROUNDING
+        score = np.where(keeps, candidates.min(axis=1), np.inf)
+    return _follow(choices) if np.isfinite(score[0]) else ()
+
+
+def _pace(boundaries: Boundaries, pace_seconds: FloatArray, passing_seconds: FloatArray) -> float:
+    trips = np.cumsum(_costs(boundaries, passing_seconds)[::-1]) / np.arange(1, len(boundaries))
+    return float(max(_costs(boundaries, pace_seconds).max(), trips.max()))
+
+
+def _costs(boundaries: Boundaries, costs: FloatArray) -> FloatArray:
+    stages: FloatArray = costs[np.arange(len(costs)), boundaries[:-1], boundaries[1:]]
+    return stages
+
+
+def _stages(size: int) -> NDArray[np.bool_]:
+    """Which entries of a cost matrix are stages."""
+    return np.triu(np.ones((size, size), dtype=bool), k=1)
+
+
+def _last_boundary(size: int) -> FloatArray:
+    """Cost of no stage at all, by where it starts: nothing at the end of the model, impossible elsewhere."""
+    return np.where(np.arange(size) == size - 1, 0.0, np.inf)
+
+
+def _follow(choices: NDArray[np.int_]) -> Boundaries:
+    boundaries = [0]
+    for choice in choices:
+        boundaries.append(int(choice[boundaries[-1]]))
+    return tuple(boundaries)

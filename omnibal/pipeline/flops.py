@@ -1,0 +1,208 @@
+"""Analytic costs: from a family's layer records and a device, without the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omnibal.cost import CostModel
+from omnibal.errors import ConfigError
+from omnibal.families.base import LayerRecord
+from omnibal.pipeline.devices import Device
+from omnibal.pipeline.profile import LayerCost, ModelProfile
+
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_FLOAT32_BYTES = 4
+_TOKEN_BYTES = 16
+"""input_ids and position_ids, which every cut sends along, per LLM token."""
+_ATTENTION_BACKWARD = 2.5
+"""Backward of fused attention, which computes the scores again, in forward passes."""
+
+
+def analytic_profile(
+    records: Sequence[LayerRecord],
+    device: Device,
+    *,
+    dtype: str = "bfloat16",
+    tensor_parallel: int = 1,
+    frozen: Collection[str] = (),
+) -> ModelProfile:
+    """Costs of a model's layers by counting operations and bytes.
+
+    Matrix products run at ``device.fraction`` of its peak, whatever their sizes. Attention is counted within samples,
+    and causal in the language model. Norms and activation functions are thought of as part of the fraction; embeddings
+    and the loss, which are all memory traffic, are counted. Kept bytes are those of transformers' modules on fused
+    attention. AdamW keeps two moments in float32, and a master copy of 16-bit parameters.
+
+    Args:
+        records: The layers, from ``omnibal.families``.
+        device: What they run on, such as one of ``omnibal.pipeline.devices.DEVICES``.
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        tensor_parallel: Degree, a divisor of all costs but of what is sent; its own communication is not counted.
+        frozen: Kinds of layers that are not trained.
+
+    Raises:
+        ConfigError: A kind of layer is unknown, a frozen kind does not occur, the dtype is unknown, or the degree is
+            not positive.
+    """
+    _check(records, dtype, tensor_parallel, frozen)
+    unit = _Unit(device, _ELEMENT_BYTES[dtype], tensor_parallel)
+    works = [_WORK[record.kind](record.sizes) for record in records]
+    before = [None, *works[:-1]]
+    layers = [
+        _layer_cost(record, work, previous, unit, trainable=record.kind not in frozen)
+        for record, work, previous in zip(records, works, before, strict=True)
+    ]
+    name = device.name if tensor_parallel == 1 else f"{tensor_parallel} x {device.name}"
+    return ModelProfile(tuple(layers), device=name, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a layer does for a micro-batch, per unit of its load."""
+
+    products: CostModel = field(default_factory=CostModel)
+    """Operations of products with weights, forward; backward to the inputs and to the weights take as many each."""
+    attention: CostModel = field(default_factory=CostModel)
+    """Operations of products of activations, forward."""
+    traffic: CostModel = field(default_factory=CostModel)
+    """Elements read and written beside the products, forward; backward takes as many."""
+    saved: CostModel = field(default_factory=CostModel)
+    """Elements that autograd keeps."""
+    output: CostModel = field(default_factory=CostModel)
+    """Elements sent on."""
+
+
+class _Unit:
+    """What an operation and an element cost."""
+
+    def __init__(self, device: Device, element_bytes: int, tensor_parallel: int) -> None:
+        rate = device.flops_per_second * device.fraction
+        self.operation_seconds = element_bytes / 2 / rate
+        self.byte_seconds = 1 / device.memory_bytes_per_second
+        self.element_bytes = element_bytes
+        self.share = 1 / tensor_parallel
+
+
+def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _Unit, *, trainable: bool) -> LayerCost:
+    operation, element = unit.operation_seconds * unit.share, unit.element_bytes * unit.share
+    traffic = unit.byte_seconds * element * work.traffic
+    backward = operation * (work.products + _ATTENTION_BACKWARD * work.attention) + traffic
+    parameters = record.sizes["parameters"] * unit.share
+    trained = parameters if trainable else 0.0
+    master_bytes = _FLOAT32_BYTES if unit.element_bytes < _FLOAT32_BYTES else 0
+    optimizer_bytes = trained * (2 * _FLOAT32_BYTES + master_bytes)
+    return LayerCost(
+        record.name,
+        record.kind,
+        forward_seconds=operation * (work.products + work.attention) + traffic,
+        backward_seconds=backward if before is not None else CostModel(),  # pixels need no gradient
+        weight_seconds=operation * work.products if trainable else CostModel(),
+        output_bytes=unit.element_bytes * work.output + CostModel(llm_tokens=_TOKEN_BYTES),
+        # a recomputed layer keeps its input; the first one keeps nothing else anyway
+        saved_bytes={
+            "none": element * work.saved,
+            "full": unit.element_bytes * (before.output if before else work.saved),
+        },
+        parameter_bytes=round(parameters * unit.element_bytes),
+        gradient_bytes=round(trained * unit.element_bytes),
+        optimizer_bytes=round(optimizer_bytes),
+        # its state is read and written, the gradient read, the parameter written
+        optimizer_seconds=(2 * optimizer_bytes + 2 * trained * unit.element_bytes) * unit.byte_seconds,
+        trainable=trainable,
+        sizes=dict(record.sizes),
+        tied_key=record.tied_key,
+    )
+
+
+def _patch_embedding(sizes: Mapping[str, int]) -> _Work:
+    values = sizes["patches_per_tile"] * sizes["values_per_patch"]
+    return _Work(
+        products=CostModel(vision_units=2 * values * sizes["hidden"]),
+        saved=CostModel(vision_units=values),
+        output=CostModel(vision_units=sizes["tokens_per_tile"] * sizes["hidden"]),
+    )
+
+
+def _vision_block(sizes: Mapping[str, int]) -> _Work:
+    tokens, hidden, intermediate = sizes["tokens_per_tile"], sizes["hidden"], sizes["intermediate"]
+    return _Work(
+        products=CostModel(vision_units=2 * tokens * (4 * hidden**2 + 2 * hidden * intermediate)),
+        attention=CostModel(vision_units=4 * tokens**2 * hidden),
+        # input and output of two norms; queries, keys, values, attention's output; the MLP's activation and its input;
+        # the two residual branches, which are scaled
+        saved=CostModel(vision_units=tokens * (4 * hidden + 4 * hidden + 2 * intermediate + 2 * hidden)),
+        output=CostModel(vision_units=tokens * hidden),
+    )
+
+
+def _projector(sizes: Mapping[str, int]) -> _Work:
+    tokens, shuffled, hidden = sizes["image_tokens_per_tile"], sizes["shuffled"], sizes["hidden"]
+    return _Work(
+        products=CostModel(vision_units=2 * tokens * (shuffled * hidden + hidden**2)),
+        saved=CostModel(vision_units=tokens * (2 * shuffled + 2 * hidden)),
+        output=CostModel(vision_units=tokens * hidden),
+    )
+
+
+def _text_embedding(sizes: Mapping[str, int]) -> _Work:
+    # each token's row is read and written; the backward pass writes and reads a gradient of the whole table, which does
+    # not grow with the load and is small beside the blocks, so that it is not counted
+    return _Work(traffic=CostModel(llm_tokens=2 * sizes["hidden"]), output=CostModel(llm_tokens=sizes["hidden"]))
+
+
+def _decoder_block(sizes: Mapping[str, int]) -> _Work:
+    hidden, intermediate = sizes["hidden"], sizes["intermediate"]
+    query, key_value = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
+    return _Work(
+        products=CostModel(llm_tokens=2 * (2 * hidden * (query + key_value) + 3 * hidden * intermediate)),
+        attention=CostModel(llm_tokens_squared=2 * query),  # half of all pairs of tokens, 2 products, 2 operations each
+        # two norms (their input in float32, their output before and after the weight); queries, keys, values,
+        # attention's output; the MLP's gate, its activation, the other branch, their product
+        saved=CostModel(llm_tokens=8 * hidden + 2 * query + 2 * key_value + 4 * intermediate),
+        output=CostModel(llm_tokens=hidden),
+    )
+
+
+def _final_norm(sizes: Mapping[str, int]) -> _Work:
+    hidden = sizes["hidden"]
+    return _Work(
+        traffic=CostModel(llm_tokens=4 * hidden),
+        saved=CostModel(llm_tokens=3 * hidden),
+        output=CostModel(llm_tokens=hidden),
+    )
+
+
+def _head(sizes: Mapping[str, int]) -> _Work:
+    hidden, vocabulary = sizes["hidden"], sizes["vocab"]
+    return _Work(
+        products=CostModel(llm_tokens=2 * hidden * vocabulary),
+        traffic=CostModel(llm_tokens=6 * vocabulary),  # logits, in float32 too, and their logarithmic softmax
+        saved=CostModel(llm_tokens=hidden),  # what the loss keeps of the logits is not the layer's
+        output=CostModel(llm_tokens=vocabulary),
+    )
+
+
+_WORK: Mapping[str, Callable[[Mapping[str, int]], _Work]] = {
+    "patch_embedding": _patch_embedding,
+    "vision_block": _vision_block,
+    "projector": _projector,
+    "text_embedding": _text_embedding,
+    "decoder_block": _decoder_block,
+    "final_norm": _final_norm,
+    "head": _head,
+}
+
+
+def _check(records: Sequence[LayerRecord], dtype: str, tensor_parallel: int, frozen: Collection[str]) -> None:
+    kinds = {record.kind for record in records}
+    unknown = sorted(kinds - set(_WORK))
+    if unknown:
+        raise ConfigError(f"kind of a layer must be one of {', '.join(_WORK)}, got {unknown[0]!r}")
+    missing = sorted(set(frozen) - kinds)
+    if missing:
+        raise ConfigError(f"frozen must hold kinds of the model's layers, got {missing[0]!r}")
+    if dtype not in _ELEMENT_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(_ELEMENT_BYTES)}, got {dtype!r}")
+    if tensor_parallel < 1:
+        raise ConfigError(f"tensor_parallel must be positive, got {tensor_parallel}")

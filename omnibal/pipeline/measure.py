@@ -1,0 +1,188 @@
+"""Measure what a piece of a model costs: seconds of its passes, and bytes it keeps between them."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WARM_UP, STEPS = 2, 5
+"""Passes before the measured ones, and measured ones (the paper's number)."""
+
+
+class MeasurementWarning(UserWarning):
+    """A measurement that is not to be trusted."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a few repetitions."""
+
+    seconds: float
+    """Median."""
+    spread_seconds: float
+    """Between the quartiles."""
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Timing:
+        """Summarise repetitions.
+
+        Example:
+            >>> Timing.of([3.0, 1.0, 2.0, 2.0, 9.0])
+            Timing(seconds=2.0, spread_seconds=1.0)
+        """
+        first, median, third = np.quantile(list(seconds), [0.25, 0.5, 0.75])
+        return cls(float(median), float(third - first))
+
+    def __add__(self, other: Timing) -> Timing:
+        """Of two things, one after the other; spreads add up at worst."""
+        return Timing(self.seconds + other.seconds, self.spread_seconds + other.spread_seconds)
+
+    @property
+    def spread(self) -> float:
+        """As a share of the median."""
+        return self.spread_seconds / self.seconds if self.seconds else 0.0
+
+
+def time_passes(forward: Callable[[], Tensor], device: torch.device) -> tuple[Timing, Timing]:
+    """Seconds of a forward pass and of the backward pass after it.
+
+    Gradients accumulate as they do over the micro-batches of a step.
+
+    Args:
+        forward: Computes an output afresh. A backward pass is run where the output requires a gradient; otherwise it
+            takes no time.
+        device: What it runs on, to wait for.
+    """
+    seconds = [_one_pass(forward, device) for _ in range(WARM_UP + STEPS)][WARM_UP:]
+    return Timing.of(first for first, _ in seconds), Timing.of(second for _, second in seconds)
+
+
+def _one_pass(forward: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
+    _wait(device)
+    start = time.perf_counter()
+    output = forward()
+    _wait(device)
+    middle = time.perf_counter()
+    if not output.requires_grad:
+        return middle - start, 0.0
+    gradient = torch.ones_like(output)
+    _wait(device)
+    resumed = time.perf_counter()
+    output.backward(gradient)  # type: ignore[no-untyped-call]
+    _wait(device)
+    return middle - start, time.perf_counter() - resumed
+
+
+def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:
+    """Seconds of a step of AdamW on float32 copies of parameters, as a mixed-precision optimizer runs it."""
+    copies = [torch.ones_like(parameter, dtype=torch.float32, requires_grad=True) for parameter in parameters]
+    if not copies:
+        return Timing(0.0, 0.0)
+    for copy in copies:
+        copy.grad = torch.ones_like(copy)
+    optimizer, device, seconds = torch.optim.AdamW(copies), copies[0].device, []
+    for _ in range(WARM_UP + STEPS):
+        _wait(device)
+        start = time.perf_counter()
+        optimizer.step()
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return Timing.of(seconds[WARM_UP:])
+
+
+def kept_bytes(forward: Callable[[], Tensor], *, free: Iterable[Tensor] = ()) -> int:
+    """Bytes that stay alive after a forward pass because a backward pass needs them; exact on any device.
+
+    That is every storage that autograd saves, and every other one that was made during the pass and is still alive, as
+    the caches of selective recomputation are. Parts of one storage count once, as the whole storage.
+
+    Args:
+        forward: Computes an output; the output itself counts only if it is saved.
+        free: Tensors that are there anyway, such as parameters; what lies in their storages does not count.
+    """
+    excluded = {_address(tensor) for tensor in free}
+    saved: dict[int, Tensor] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        saved[_address(tensor)] = tensor
+        return tensor
+
+    with _young_garbage(), _Births() as births, saved_tensors_hooks(save, lambda tensor: tensor):
+        output = forward()
+    sizes = births.alive() | {address: tensor.untyped_storage().nbytes() for address, tensor in saved.items()}
+    if _address(output) not in saved:
+        sizes.pop(_address(output), None)
+    return sum(size for address, size in sizes.items() if address not in excluded)
+
+
+class _Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers every storage that an operator makes, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            if _address(tensor) not in given:
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._made[_address(tensor)] = reference, storage.nbytes()
+        return result
+
+    def alive(self) -> dict[int, int]:
+        return {
+            address: size
+            for address, (storage, size) in self._made.items()
+            if not storage.expired()  # type: ignore[no-untyped-call]
+        }
+
+
+@contextmanager
+def _young_garbage() -> Iterator[None]:
+    """Free at the end what is garbage by then, without a look at everything that was there before."""
+    was_enabled = gc.isenabled()
+    gc.collect(0)
+    gc.disable()
+    try:
+        yield
+        gc.collect(0)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def device_name(device: torch.device) -> str:
+    """What a profile measured on a device calls it: a GPU's model, or a CPU with the threads in use."""
+    if device.type == "cpu":
+        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

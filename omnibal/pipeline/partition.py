@@ -1,0 +1,168 @@
+"""Where to cut a model into pipeline stages: every method behind one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from omnibal.cost import Load
+from omnibal.errors import ConfigError
+from omnibal.pipeline.anchor import best_neighbours, greedy_anchor
+from omnibal.pipeline.balanced import balanced_boundaries
+from omnibal.pipeline.boundaries import Partition, check_num_stages
+from omnibal.pipeline.dynamic import Boundaries, least_maximum, model_optima
+from omnibal.pipeline.local_search import descend
+from omnibal.pipeline.problem import PartitionProblem
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.simulate import Mode
+from omnibal.pipeline.times import step_times
+
+__all__ = ["METHODS", "Candidate", "Partition", "PartitionSearch", "search_partition"]
+
+_PAPER_RADIUS, _PAPER_TOP = 3, 15
+"""The paper finds the optimum within three layers of its anchor, and tries 10 to 15 candidates."""
+_MODEL_STARTS = 4
+"""Partitions of the makespan model that the search starts from."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partition and its predicted step."""
+
+    partition: Partition
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class PartitionSearch:
+    """What a search found."""
+
+    method: str
+    """Which method of :func:`search_partition` it was."""
+    candidates: tuple[Candidate, ...]
+    """Best first, at least one."""
+    lower_bound_seconds: float
+    """No partition has a faster step."""
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate."""
+        return self.candidates[0]
+
+    @property
+    def gap(self) -> float:
+        """How far the best candidate may be from the optimum at most, as a share of the lower bound."""
+        return self.best.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
+
+
+def search_partition(
+    profile: ModelProfile,
+    loads: Iterable[Load],
+    num_stages: int,
+    *,
+    bandwidth_bytes_per_second: float,
+    method: str = "search",
+    mode: Mode = "rendezvous",
+    latency_seconds: float = 0.0,
+    reduce_bandwidth_bytes_per_second: float | None = None,
+    shard_optimizer: bool = False,
+    recompute: Sequence[str] | None = None,
+    top: int = 10,
+) -> PartitionSearch:
+    """Find the partition with the shortest 1F1B step.
+
+    Args:
+        profile: What the layers cost.
+        loads: One Load per replica, each with one entry per micro-batch.
+        num_stages: At most the number of layers.
+        bandwidth_bytes_per_second: Between neighbouring stages; infinity for free transfers.
+        method: ``"uniform"`` and ``"parameters"``: DeepSpeed's. ``"paper"``: OmniBal's (``anchor.py``), its best
+            candidates tried in the simulator. ``"slowest_stage"``: the slowest stage's time is least, exactly.
+            ``"model"``: optima of a closed formula for the makespan (``dynamic.py``). ``"bound"``: the least lower
+            bound (``bound.py``). ``"search"``: the results of all others, improved by local search in the simulator;
+            so it is never worse than any of them.
+        mode: Transfers as in :func:`omnibal.pipeline.simulate.simulate`.
+        latency_seconds: As in :func:`omnibal.pipeline.simulate.simulate_step`, like the following three.
+        reduce_bandwidth_bytes_per_second: Between replicas.
+        shard_optimizer: ZeRO stage 1.
+        recompute: A level for each layer.
+        top: The most candidates to return.
+
+    Raises:
+        ConfigError: There are fewer layers than stages, the method is unknown, or the step cannot be simulated.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+    check_num_stages(len(profile.layers), num_stages)
+    times = step_times(
+        profile, loads, bandwidth_bytes_per_second=bandwidth_bytes_per_second, latency_seconds=latency_seconds,
+        reduce_bandwidth_bytes_per_second=reduce_bandwidth_bytes_per_second, shard_optimizer=shard_optimizer,
+        recompute=recompute,
+    )  # fmt: skip
+    problem = PartitionProblem(profile, times, num_stages, mode)
+    seconds = _search(problem) if method == "search" else _simulate(problem, _PROPOSALS[method](problem))
+    ranking = sorted(seconds, key=lambda boundaries: (seconds[boundaries], boundaries))[: max(1, top)]
+    return PartitionSearch(
+        method=method,
+        candidates=tuple(Candidate(Partition(boundaries), seconds[boundaries]) for boundaries in ranking),
+        lower_bound_seconds=problem.lower_bound_seconds,
+    )
+
+
+def _uniform(problem: PartitionProblem) -> list[Boundaries]:
+    return [Partition.uniform(len(problem.profile.layers), problem.num_stages).boundaries]
+
+
+def _parameters(problem: PartitionProblem) -> list[Boundaries]:
+    weights = [layer.parameter_bytes if layer.trainable else 0 for layer in problem.profile.layers]
+    return [balanced_boundaries(weights, problem.num_stages)]
+
+
+def _paper(problem: PartitionProblem) -> list[Boundaries]:
+    anchor = greedy_anchor(problem.forward_seconds, problem.num_stages)
+    return best_neighbours(
+        anchor, problem.forward_seconds, problem.crossing_seconds, radius=_PAPER_RADIUS, top=_PAPER_TOP
+    )
+
+
+def _slowest_stage(problem: PartitionProblem) -> list[Boundaries]:
+    return [least_maximum(problem.stage_seconds)[1]]
+
+
+def _model(problem: PartitionProblem) -> list[Boundaries]:
+    return model_optima(problem.pace_seconds, problem.passing_seconds, problem.micro_batches)
+
+
+def _bound(problem: PartitionProblem) -> list[Boundaries]:
+    return [problem.least_bound]
+
+
+_PROPOSALS: dict[str, Callable[[PartitionProblem], list[Boundaries]]] = {
+    "uniform": _uniform,
+    "parameters": _parameters,
+    "paper": _paper,
+    "slowest_stage": _slowest_stage,
+    "model": _model,
+    "bound": _bound,
+}
+METHODS = (*_PROPOSALS, "search")
+"""Names of the methods of :func:`search_partition`, from the simplest to the best."""
+
+
+def _simulate(problem: PartitionProblem, partitions: list[Boundaries]) -> dict[Boundaries, float]:
+    return dict(zip(partitions, problem.evaluate(np.array(partitions)).tolist(), strict=True))
+
+
+def _search(problem: PartitionProblem) -> dict[Boundaries, float]:
+    seconds: dict[Boundaries, float] = {}
+    starts: list[Boundaries] = []
+    for method, propose in _PROPOSALS.items():
+        proposed = _simulate(problem, propose(problem))
+        seconds |= proposed
+        starts += sorted(proposed, key=proposed.__getitem__)[: _MODEL_STARTS if method == "model" else 1]
+    return descend(starts, seconds, problem.evaluate, problem.bound)

@@ -1,0 +1,244 @@
+"""What each layer of a model costs: the records that measuring writes and solving reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from omnibal.cost import CostModel
+from omnibal.errors import ConfigError
+from omnibal.families.base import LayerRecord
+
+VERSION = 1
+_COST_MODELS = ("forward_seconds", "backward_seconds", "weight_seconds", "output_bytes")
+_COST_MODELS_BY_LEVEL = ("saved_bytes", "recompute_seconds")
+_NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one pipeline layer costs.
+
+    Raises:
+        ConfigError: A cost is negative or not finite, or a recompute level lacks its bytes.
+    """
+
+    name: str
+    """As in the family's layer record, such as ``"vision_block.3"``."""
+    kind: str
+    """As in the family's layer record."""
+    _: KW_ONLY
+    forward_seconds: CostModel
+    """Forward pass of a micro-batch."""
+    backward_seconds: CostModel
+    """Backward pass to the inputs."""
+    weight_seconds: CostModel = field(default_factory=CostModel)
+    """Backward pass to the weights; 1F1B runs it together with the one to the inputs. Nothing if frozen."""
+    output_bytes: CostModel
+    """What a cut after this layer sends, and receives as its gradient."""
+    saved_bytes: Mapping[str, CostModel]
+    """What autograd keeps from forward to backward, for each recompute level, ``"none"`` and ``"full"`` at least."""
+    recompute_seconds: Mapping[str, CostModel] = field(default_factory=dict)
+    """What a level adds to the backward pass; if not given, nothing for ``"none"`` and a forward pass for others."""
+    parameter_bytes: int = 0
+    """Parameters in the dtype of the forward pass."""
+    gradient_bytes: int = 0
+    """Gradients before any sharding; nothing if frozen."""
+    optimizer_bytes: int = 0
+    """Optimizer state and master weights before any sharding; nothing if frozen."""
+    optimizer_seconds: float = 0.0
+    """One optimizer step of these parameters, unsharded."""
+    trainable: bool = True
+    """Whether any parameter of this layer is trained."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """As in the family's layer record."""
+    tied_key: str | None = None
+    """Layers with the same key share their parameters."""
+    spread: float = 0.0
+    """Largest relative spread among the measurements behind these costs; 0 for analytic costs."""
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} of layer {self.name} must be finite and not negative, got {value!r}")
+        missing = {"none", "full"} - set(self.saved_bytes)
+        if missing:
+            raise ConfigError(f"saved_bytes of layer {self.name} must have the level {min(missing)!r}, got none")
+        seconds = {level: CostModel() if level == "none" else self.forward_seconds for level in self.saved_bytes}
+        unknown = set(self.recompute_seconds) - set(seconds)
+        if unknown:
+            raise ConfigError(
+                f"recompute_seconds of layer {self.name} must have levels of saved_bytes, got {min(unknown)!r}"
+            )
+        object.__setattr__(self, "recompute_seconds", seconds | dict(self.recompute_seconds))
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """The costs of every layer of a model, and what they hold for.
+
+    Args:
+        layers: One cost per pipeline layer, in order.
+        device: What the costs hold for, such as ``"A100-80GB"``.
+        dtype: Of the forward pass, such as ``"bfloat16"``.
+        versions: Versions of the software behind measured costs; empty for analytic ones.
+
+    Raises:
+        ConfigError: There is no layer, two have one name, or the whole model costs no time.
+    """
+
+    layers: tuple[LayerCost, ...]
+    _: KW_ONLY
+    device: str
+    dtype: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise ConfigError("a profile must have a layer, got none")
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"layers of a profile must have different names, got {twice!r} twice")
+        if all(layer.forward_seconds + layer.backward_seconds == CostModel() for layer in self.layers):
+            raise ConfigError("a model must cost some time, got a profile of zeros")
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of everything in the profile, the same wherever it was loaded."""
+        return _hash(self._content())
+
+    def check_matches(
+        self,
+        *,
+        records: Sequence[LayerRecord] | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        versions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Refuse to use the profile for another model, device, dtype or other software than it holds for.
+
+        Only what is given is compared; of ``versions`` only what the profile states too.
+
+        Raises:
+            ConfigError: Something differs; the message names every difference.
+        """
+        pairs = {"device": (self.device, device or self.device), "dtype": (self.dtype, dtype or self.dtype)}
+        for name, version in (versions or {}).items():
+            pairs[f"version of {name}"] = (self.versions.get(name, version), version)
+        differences = _differences(pairs)
+        if records is not None:
+            differences += _layer_differences(self.layers, records)
+        if differences:
+            raise ConfigError(f"profile must fit this run, got {'; '.join(differences)}; make the profile again")
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, equal neighbours as one entry with several names."""
+        content = self._content()
+        Path(path).write_text(json.dumps({**content, "hash": _hash(content)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelProfile:
+        """Read a profile.
+
+        Raises:
+            ConfigError: The file is missing, no JSON, of another version, changed by hand, or an entry is missing,
+                negative or not finite; the message names the file.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            return cls._from_content(content)
+        except OSError as error:
+            raise ConfigError(f"profile must be a readable file, got {path}: {error.strerror}") from error
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"profile must be JSON, got {path}, line {error.lineno}: {error.msg}") from error
+        except KeyError as error:
+            raise ConfigError(f"profile must have the key {error}, got none in {path}") from error
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"profile must have values of the right kinds, got {path}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def _content(self) -> dict[str, Any]:
+        groups = [list(group) for _, group in groupby(self.layers, key=lambda layer: replace(layer, name=""))]
+        return {
+            "version": VERSION,
+            "device": self.device,
+            "dtype": self.dtype,
+            "versions": dict(self.versions),
+            "layers": [{"names": [layer.name for layer in group], **_layer_content(group[0])} for group in groups],
+        }
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any]) -> ModelProfile:
+        if content["version"] != VERSION:
+            raise ConfigError(f"profile must be of version {VERSION}, got {content['version']}; make it again")
+        profile = cls(
+            tuple(layer for group in content["layers"] for layer in _layers_of(group)),
+            device=content["device"],
+            dtype=content["dtype"],
+            versions=content["versions"],
+        )
+        if profile.content_hash != content["hash"]:
+            raise ConfigError(f"profile must have the hash {content['hash']} it was saved with, got changed content")
+        return profile
+
+
+def _layer_content(layer: LayerCost) -> dict[str, Any]:
+    return {
+        "kind": layer.kind,
+        "sizes": dict(layer.sizes),
+        "tied_key": layer.tied_key,
+        "trainable": layer.trainable,
+        **{name: _coefficients(getattr(layer, name)) for name in _COST_MODELS},
+        **{
+            name: {level: _coefficients(model) for level, model in sorted(getattr(layer, name).items())}
+            for name in _COST_MODELS_BY_LEVEL
+        },
+        **{name: getattr(layer, name) for name in _NUMBERS},
+    }
+
+
+def _layers_of(group: dict[str, Any]) -> list[LayerCost]:
+    costs: dict[str, Any] = {name: CostModel(**group[name]) for name in _COST_MODELS}
+    for name in _COST_MODELS_BY_LEVEL:
+        costs[name] = {level: CostModel(**model) for level, model in group[name].items()}
+    plain = {name: group[name] for name in ("sizes", "tied_key", "trainable", *_NUMBERS)}
+    return [LayerCost(name, group["kind"], **costs, **plain) for name in group["names"]]
+
+
+def _coefficients(model: CostModel) -> dict[str, float]:
+    return {f.name: getattr(model, f.name) for f in fields(model) if getattr(model, f.name)}
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _differences(pairs: Mapping[str, tuple[object, object]]) -> list[str]:
+    return [f"{name} {own!r} where the run has {other!r}" for name, (own, other) in pairs.items() if own != other]
+
+
+def _layer_differences(layers: Sequence[LayerCost], records: Sequence[LayerRecord]) -> list[str]:
+    if len(layers) != len(records):
+        return [f"{len(layers)} layers where the model has {len(records)}"]
+    for layer, record in zip(layers, records, strict=True):
+        difference = _differences(
+            {
+                "layer": (layer.name, record.name),
+                f"kind of {layer.name}": (layer.kind, record.kind),
+                f"sizes of {layer.name}": (dict(layer.sizes), dict(record.sizes)),
+                f"tied_key of {layer.name}": (layer.tied_key, record.tied_key),
+            }
+        )
+        if difference:
+            return difference[:1]
+    return []

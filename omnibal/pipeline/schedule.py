@@ -1,0 +1,251 @@
+"""Pipeline schedules as plain data: for each stage the list of what it runs, in order.
+
+Letters: ``F`` forward; ``B`` backward to the inputs; ``W`` backward to the weights; ``BW`` both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnibal.errors import ConfigError
+
+
+class Operation(IntEnum):
+    """What a stage does with one micro-batch: four computations, and four transfers that follow from them."""
+
+    F = 0
+    """Forward."""
+    BW = 1
+    """Backward to the inputs and the weights."""
+    B = 2
+    """Backward to the inputs alone; the gradient can be sent upstream when it is done."""
+    W = 3
+    """Backward to the weights, some time after ``B``."""
+    SEND_ACTIVATION = 4
+    RECEIVE_ACTIVATION = 5
+    SEND_GRADIENT = 6
+    RECEIVE_GRADIENT = 7
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether this is a send or a receive."""
+        return self >= Operation.SEND_ACTIVATION
+
+
+class Instruction(NamedTuple):
+    """One entry of a table."""
+
+    operation: Operation
+    micro_batch: int
+
+
+class Table(NamedTuple):
+    """The lists of a schedule as padded arrays, for compiled code."""
+
+    operations: NDArray[np.int8]
+    """Shape (stages, longest list)."""
+    micro_batches: NDArray[np.int32]
+    """The same shape."""
+    lengths: NDArray[np.int32]
+    """Shape (stages,): how much of each row is used."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every stage of a pipeline runs in one step, computations only.
+
+    Args:
+        stages: For each stage its (operation, micro-batch) pairs in the order in which it runs them.
+        micro_batches: Micro-batches per step.
+
+    Raises:
+        ConfigError: A stage does not run each micro-batch's ``F``, then ``BW`` or ``B`` and ``W``, exactly once.
+
+    Example:
+        >>> print(one_f_one_b(num_stages=2, micro_batches=3))
+        F0 F1 BW0 F2 BW1 BW2
+        F0 BW0 F1 BW1 F2 BW2
+    """
+
+    stages: tuple[tuple[Instruction, ...], ...]
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.micro_batches < 1:
+            raise ConfigError(
+                f"a schedule must have a stage and a micro-batch, got {len(self.stages)} and {self.micro_batches}"
+            )
+        tables = tuple(tuple(Instruction(Operation(kind), m) for kind, m in stage) for stage in self.stages)
+        object.__setattr__(self, "stages", tables)
+        for stage, instructions in enumerate(tables):
+            _check_stage(stage, instructions, self.micro_batches)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read a schedule from its letters, one line per stage.
+
+        Raises:
+            ConfigError: A word is no letter of an operation followed by a number, or the schedule is not valid.
+
+        Example:
+            >>> Schedule.parse("F0 F1 BW0 BW1").micro_batches
+            2
+        """
+        stages = tuple(tuple(_parse_word(word) for word in line.split()) for line in text.strip().splitlines())
+        return cls(stages, micro_batches=1 + max((i.micro_batch for stage in stages for i in stage), default=-1))
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(f"{i.operation.name}{i.micro_batch}" for i in stage) for stage in self.stages)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.stages)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage the most forward passes that await their backward at one time."""
+        return tuple(int(self.occupancy(stage)[:, 0].max()) for stage in range(self.num_stages))
+
+    @cached_property
+    def pending_weights(self) -> tuple[int, ...]:
+        """For each stage the most ``B`` that await their ``W`` at one time; zero where ``BW`` runs both."""
+        return tuple(int(self.occupancy(stage)[:, 1].max()) for stage in range(self.num_stages))
+
+    def occupancy(self, stage: int) -> NDArray[np.int64]:
+        """How many micro-batches a stage holds after each of its operations.
+
+        Returns:
+            Shape (operations, 2): forward passes that await their backward, and ``B`` that await their ``W``.
+        """
+        change = {Operation.F: (1, 0), Operation.BW: (-1, 0), Operation.B: (-1, 1), Operation.W: (0, -1)}
+        return np.cumsum([change[instruction.operation] for instruction in self.stages[stage]], axis=0, dtype=np.int64)
+
+    @cached_property
+    def blocking(self) -> tuple[tuple[Instruction, ...], ...]:
+        """Each stage's computations with the sends and receives that belong to them, as DeepSpeed orders them.
+
+        Transfers block both sides, so their order matters. A stage first sends what it has just computed and then
+        receives what it needs next. Only between a forward and a backward, where both go to the next stage, that
+        stage's own order decides: if it runs the backward first, the gradient is received before the activation is
+        sent. For :func:`one_f_one_b` this is DeepSpeed's ``TrainSchedule``. A schedule that moves other work in
+        between (``W``) may deadlock with blocking transfers; the simulator says so.
+        """
+        return tuple(_with_transfers(self, stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def table(self) -> Table:
+        """``stages`` as arrays."""
+        return _table(self.stages)
+
+    @cached_property
+    def blocking_table(self) -> Table:
+        """``blocking`` as arrays."""
+        return _table(self.blocking)
+
+
+@lru_cache(maxsize=64)
+def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
+    """One forward, one backward: DeepSpeed's ``TrainSchedule``.
+
+    Stage ``s`` runs ``min(num_stages - s, micro_batches)`` forward passes, then a backward and a forward in turn,
+    then the remaining backward passes. Backward passes run unsplit.
+
+    Raises:
+        ConfigError: There is no stage or no micro-batch.
+
+    Source: Narayanan et al., PipeDream, SOSP 2019, in its synchronous form.
+    """
+    return Schedule(tuple(_one_f_one_b_stage(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches)
+
+
+def _one_f_one_b_stage(depth: int, micro_batches: int) -> tuple[Instruction, ...]:
+    warm_up = min(depth, micro_batches)
+    instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
+    for m in range(micro_batches):
+        instructions.append(Instruction(Operation.BW, m))
+        if m + warm_up < micro_batches:
+            instructions.append(Instruction(Operation.F, m + warm_up))
+    return tuple(instructions)
+
+
+def _parse_word(word: str) -> Instruction:
+    letters = word.rstrip("0123456789")
+    if letters not in ("F", "BW", "B", "W") or letters == word:
+        raise ConfigError(f"an entry of a schedule must be F, BW, B or W and a micro-batch, got {word!r}")
+    return Instruction(Operation[letters], int(word[len(letters) :]))
+
+
+def _check_stage(stage: int, instructions: Sequence[Instruction], micro_batches: int) -> None:
+    runs: list[list[Operation]] = [[] for _ in range(micro_batches)]
+    for operation, micro_batch in instructions:
+        if not 0 <= micro_batch < micro_batches or operation.is_transfer:
+            raise ConfigError(
+                f"stage {stage} must run computations of micro-batches 0 to {micro_batches - 1}, "
+                f"got {operation.name} {micro_batch}"
+            )
+        runs[micro_batch].append(operation)
+    for micro_batch, run in enumerate(runs):
+        if run not in ([Operation.F, Operation.BW], [Operation.F, Operation.B, Operation.W]):
+            letters = " ".join(operation.name for operation in run) or "nothing"
+            raise ConfigError(f"stage {stage} must run F BW or F B W for micro-batch {micro_batch}, got {letters}")
+
+
+def _table(stages: Sequence[Sequence[Instruction]]) -> Table:
+    lengths = np.array([len(stage) for stage in stages], dtype=np.int32)
+    cells = np.zeros((len(stages), lengths.max(), 2), dtype=np.int32)
+    for row, stage in zip(cells, stages, strict=True):
+        row[: len(stage)] = stage
+    return Table(cells[..., 0].astype(np.int8), np.ascontiguousarray(cells[..., 1]), lengths)
+
+
+def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
+    own = schedule.stages[stage]
+    is_last = stage == schedule.num_stages - 1
+    order = {} if is_last else {entry: position for position, entry in enumerate(schedule.stages[stage + 1])}
+    result: list[Instruction] = []
+    before: Instruction | None = None
+    for entry in own:
+        sends = [] if before is None else _send(before, is_first=stage == 0, is_last=is_last)
+        receives = _receive(entry, is_first=stage == 0, is_last=is_last)
+        if before is not None and not is_last and _gradient_comes_first(before, entry, order):
+            result += receives + sends
+        else:
+            result += sends + receives
+        result.append(entry)
+        before = entry
+    return (*result, *_send(own[-1], is_first=stage == 0, is_last=is_last))
+
+
+def _send(done: Instruction, *, is_first: bool, is_last: bool) -> list[Instruction]:
+    if done.operation == Operation.F and not is_last:
+        return [Instruction(Operation.SEND_ACTIVATION, done.micro_batch)]
+    if done.operation in (Operation.BW, Operation.B) and not is_first:
+        return [Instruction(Operation.SEND_GRADIENT, done.micro_batch)]
+    return []
+
+
+def _receive(coming: Instruction, *, is_first: bool, is_last: bool) -> list[Instruction]:
+    if coming.operation == Operation.F and not is_first:
+        return [Instruction(Operation.RECEIVE_ACTIVATION, coming.micro_batch)]
+    if coming.operation in (Operation.BW, Operation.B) and not is_last:
+        return [Instruction(Operation.RECEIVE_GRADIENT, coming.micro_batch)]
+    return []
+
+
+def _gradient_comes_first(done: Instruction, coming: Instruction, order_downstream: dict[Instruction, int]) -> bool:
+    if done.operation != Operation.F or coming.operation not in (Operation.BW, Operation.B):
+        return False
+    return order_downstream[_backward_of(coming.micro_batch, order_downstream)] < order_downstream[done]
+
+
+def _backward_of(micro_batch: int, order: dict[Instruction, int]) -> Instruction:
+    unsplit = Instruction(Operation.BW, micro_batch)
+    return unsplit if unsplit in order else Instruction(Operation.B, micro_batch)

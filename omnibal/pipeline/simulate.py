@@ -1,0 +1,249 @@
+"""Event simulation of a pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from omnibal.cost import Load
+from omnibal.errors import ConfigError
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.execution import run_blocking, run_overlapped
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import Operation, Schedule, Table, one_f_one_b
+from omnibal.pipeline.times import check_partition, durations_of, step_times, transfers_of
+
+FloatArray = NDArray[np.float64]
+Mode = Literal["rendezvous", "overlap"]
+
+
+class Event(NamedTuple):
+    """One instruction of one stage, as it ran."""
+
+    stage: int
+    operation: Operation
+    micro_batch: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """When each stage ran what.
+
+    Args:
+        schedule: What was run.
+        table: The instructions that were run, transfers among them in mode ``"rendezvous"``.
+        starts: Seconds since the start of the step, shape of the table.
+        ends: The same.
+    """
+
+    schedule: Schedule
+    table: Table
+    starts: FloatArray
+    ends: FloatArray
+
+    @property
+    def finish_seconds(self) -> FloatArray:
+        """When each stage has done its last instruction; shape (stages,)."""
+        finish: FloatArray = self.ends[np.arange(len(self.ends)), self.table.lengths - 1]
+        return finish
+
+    @property
+    def makespan_seconds(self) -> float:
+        """From the first forward to the last backward."""
+        return float(self.finish_seconds.max())
+
+    @property
+    def busy_seconds(self) -> FloatArray:
+        """How long each stage computes; shape (stages,)."""
+        computes = self.table.operations < Operation.SEND_ACTIVATION
+        busy: FloatArray = np.where(computes, self.ends - self.starts, 0).sum(axis=1)
+        return busy
+
+    @property
+    def idle_seconds(self) -> FloatArray:
+        """How long each stage does not compute until the last one is done, transfers counted; shape (stages,)."""
+        return self.makespan_seconds - self.busy_seconds
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of all stages' time that is idle."""
+        makespan = self.makespan_seconds
+        return float(self.idle_seconds.mean() / makespan) if makespan else 0.0
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage the most forward passes that await their backward at one time."""
+        return self.schedule.in_flight
+
+    @property
+    def events(self) -> list[Event]:
+        """Every instruction, stage by stage in the order in which it ran."""
+        return [
+            Event(stage, Operation(int(self.table.operations[stage, i])), int(self.table.micro_batches[stage, i]),
+                  float(self.starts[stage, i]), float(self.ends[stage, i]))
+            for stage, length in enumerate(self.table.lengths)
+            for i in range(length)
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class StepSimulation:
+    """One optimizer step of all replicas.
+
+    Args:
+        replicas: The pipeline of each replica.
+        reduce_seconds: All-reduce of each stage's gradients over the replicas; shape (stages,).
+        optimizer_seconds: Each stage's optimizer step; shape (stages,).
+    """
+
+    replicas: tuple[Simulation, ...]
+    reduce_seconds: FloatArray
+    optimizer_seconds: FloatArray
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """Makespan of the slowest replica."""
+        return max(replica.makespan_seconds for replica in self.replicas)
+
+    @property
+    def step_seconds(self) -> float:
+        """Until the slowest replica, the all-reduce and the optimizer are done.
+
+        A stage reduces when it is done in every replica; the optimizers start when all stages have reduced, since
+        they need the norm of all gradients.
+        """
+        finish = np.max([replica.finish_seconds for replica in self.replicas], axis=0)
+        return float((finish + self.reduce_seconds).max() + self.optimizer_seconds.max())
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of all stages' time in all replicas that is idle until the slowest replica is done."""
+        busy = np.mean([replica.busy_seconds for replica in self.replicas])
+        return float(1 - busy / self.pipeline_seconds) if self.pipeline_seconds else 0.0
+
+
+def simulate(
+    schedule: Schedule,
+    forward_seconds: ArrayLike,
+    backward_seconds: ArrayLike,
+    weight_seconds: ArrayLike | None = None,
+    transfer_seconds: ArrayLike | None = None,
+    *,
+    mode: Mode = "rendezvous",
+) -> Simulation:
+    """Run a schedule on given durations.
+
+    Args:
+        schedule: What each stage runs.
+        forward_seconds: Shape (micro-batches, stages).
+        backward_seconds: The same shape; without the weights' part where that is given apart.
+        weight_seconds: The same shape: backward to the weights. ``BW`` takes both, ``B`` and ``W`` one each.
+        transfer_seconds: Shape (micro-batches, stages - 1): what an activation takes from stage ``s`` to ``s + 1``, and
+            its gradient back; by default nothing.
+        mode: ``"rendezvous"``: transfers block both sides, in DeepSpeed's order (``Schedule.blocking``).
+            ``"overlap"``: transfers run beside the computations, one at a time on each link and direction.
+
+    Raises:
+        ConfigError: A shape does not fit the schedule, a time is negative or not finite, the mode is unknown, a split
+            backward has no ``weight_seconds``, or the schedule deadlocks.
+
+    Example:
+        >>> from omnibal.pipeline.schedule import one_f_one_b
+        >>> result = simulate(one_f_one_b(2, 4), np.ones((4, 2)), 2 * np.ones((4, 2)))
+        >>> result.makespan_seconds, result.idle_seconds, round(result.bubble_ratio, 3)
+        (15.0, array([3., 3.]), 0.2)
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+    shape = (schedule.micro_batches, schedule.num_stages)
+    forward = _seconds("forward_seconds", forward_seconds, shape)
+    backward = _seconds("backward_seconds", backward_seconds, shape)
+    if weight_seconds is None and any(schedule.pending_weights):
+        raise ConfigError("weight_seconds must be given for a schedule with B and W, got none")
+    weight = np.zeros(shape) if weight_seconds is None else _seconds("weight_seconds", weight_seconds, shape)
+    links = (shape[0], shape[1] - 1)
+    transfer = np.zeros(links) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, links)
+    return run(schedule, np.stack([forward, backward + weight, backward, weight]), transfer, mode)
+
+
+def simulate_step(
+    profile: ModelProfile,
+    partition: Partition,
+    loads: Iterable[Load],
+    *,
+    bandwidth_bytes_per_second: float,
+    latency_seconds: float = 0.0,
+    reduce_bandwidth_bytes_per_second: float | None = None,
+    shard_optimizer: bool = False,
+    recompute: Sequence[str] | None = None,
+    schedule: Schedule | None = None,
+    mode: Mode = "rendezvous",
+) -> StepSimulation:
+    """Predict one optimizer step.
+
+    Args:
+        profile: What the layers cost.
+        partition: Which layers each stage holds.
+        loads: One Load per replica, each with one entry per micro-batch in the order in which they run.
+        bandwidth_bytes_per_second: Between neighbouring stages; infinity for free transfers.
+        latency_seconds: What each transfer costs whatever its size.
+        reduce_bandwidth_bytes_per_second: Between replicas, for the gradients; by default the same as between stages.
+        shard_optimizer: Whether each replica updates its share of the parameters only (ZeRO stage 1).
+        recompute: A level for each layer; by default ``"none"``.
+        schedule: By default 1F1B.
+        mode: As in :func:`simulate`.
+
+    Raises:
+        ConfigError: The partition, the levels or the schedule do not fit, loads are not one per replica and equally
+            long, a bandwidth is not positive, or the schedule deadlocks.
+    """
+    check_partition(profile, partition)
+    times = step_times(
+        profile, loads, bandwidth_bytes_per_second=bandwidth_bytes_per_second, latency_seconds=latency_seconds,
+        reduce_bandwidth_bytes_per_second=reduce_bandwidth_bytes_per_second, shard_optimizer=shard_optimizer,
+        recompute=recompute,
+    )  # fmt: skip
+    num_replicas, micro_batches, _ = times.forward.shape
+    schedule = schedule or one_f_one_b(partition.num_stages, micro_batches)
+    if (schedule.num_stages, schedule.micro_batches) != (partition.num_stages, micro_batches):
+        raise ConfigError(
+            f"schedule must be for {partition.num_stages} stages and {micro_batches} micro-batches, "
+            f"got {schedule.num_stages} and {schedule.micro_batches}"
+        )
+    boundaries = np.array(partition.boundaries)
+    replicas = tuple(
+        run(schedule, durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries), mode)
+        for replica in range(num_replicas)
+    )
+    return StepSimulation(replicas, np.diff(times.reduce[boundaries]), np.diff(times.optimizer[boundaries]))
+
+
+def run(schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode) -> Simulation:
+    """:func:`simulate` on checked arrays: seconds of F, BW, B, W, shape (4, micro-batches, stages), and of transfers.
+
+    Raises:
+        ConfigError: The schedule deadlocks.
+    """
+    table = schedule.blocking_table if mode == "rendezvous" else schedule.table
+    starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
+    kernel = run_blocking if mode == "rendezvous" else run_overlapped
+    if not kernel(table, durations, transfers, starts, ends):
+        remedy = '; try mode="overlap"' if mode == "rendezvous" else ""
+        raise ConfigError(f"a schedule must come to an end, got one that deadlocks in mode {mode!r}{remedy}")
+    return Simulation(schedule, table, starts, ends)
+
+
+def _seconds(name: str, values: ArrayLike, shape: tuple[int, int]) -> FloatArray:
+    seconds = np.ascontiguousarray(values, dtype=np.float64)
+    if seconds.shape != shape:
+        raise ConfigError(f"{name} must have the shape {shape} of the schedule, got {seconds.shape}")
+    wrong = ~(np.isfinite(seconds) & (seconds >= 0))
+    if wrong.any():
+        raise ConfigError(f"{name} must be finite and not negative, got {seconds[wrong][0]:g}")
+    return seconds

@@ -1,0 +1,159 @@
+"""Seconds of a whole step, layer by layer: what every partition of it is computed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from omnibal.cost import CostModel, Load
+from omnibal.errors import ConfigError
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.profile import ModelProfile
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class StepTimes(NamedTuple):
+    """Sums over layers: entry ``i`` of the last axis belongs to the layers before boundary ``i``.
+
+    What layers ``a`` to ``b`` of one stage take is the difference of entries ``b`` and ``a``.
+    """
+
+    forward: FloatArray
+    """Seconds, shape (replicas, micro-batches, layers + 1)."""
+    backward: FloatArray
+    """To the inputs, recomputation included; the same shape."""
+    first_backward: FloatArray
+    """The same in the first stage, where frozen layers before the first trainable one run no backward pass."""
+    weight: FloatArray
+    """Backward to the weights; the same shape."""
+    crossing: FloatArray
+    """No sum: seconds of a transfer if the model is cut at boundary ``i``, zero at both ends; the same shape."""
+    reduce: FloatArray
+    """All-reduce of gradients over the replicas, shape (layers + 1,)."""
+    optimizer: FloatArray
+    """Optimizer step, shape (layers + 1,)."""
+
+
+def step_times(
+    profile: ModelProfile,
+    loads: Iterable[Load],
+    *,
+    bandwidth_bytes_per_second: float,
+    latency_seconds: float = 0.0,
+    reduce_bandwidth_bytes_per_second: float | None = None,
+    shard_optimizer: bool = False,
+    recompute: Sequence[str] | None = None,
+) -> StepTimes:
+    """Seconds of every layer for every micro-batch of every replica.
+
+    Arguments and errors as in :func:`omnibal.pipeline.simulate.simulate_step`. In stages after the first, backward
+    passes run through frozen layers too: every activation received there requires a gradient. A ring all-reduce moves
+    ``2 (replicas - 1) / replicas`` times the gradients.
+    """
+    load = _stack(loads)
+    num_replicas = load.shape[0]
+    _check_positive("bandwidth_bytes_per_second", bandwidth_bytes_per_second)
+    reduce_bandwidth = reduce_bandwidth_bytes_per_second
+    if reduce_bandwidth is None:
+        reduce_bandwidth = bandwidth_bytes_per_second
+    _check_positive("reduce_bandwidth_bytes_per_second", reduce_bandwidth)
+    if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
+        raise ConfigError(f"latency_seconds must be finite and not negative, got {latency_seconds!r}")
+    levels = _levels(profile, recompute)
+    layers = profile.layers
+    backward = _evaluate(
+        [c.backward_seconds + c.recompute_seconds[k] for c, k in zip(layers, levels, strict=True)], load
+    )
+    trained = np.array([layer.trainable for layer in layers])
+    after_frozen = np.where(np.logical_or.accumulate(trained), backward, 0)
+    crossing = _evaluate([layer.output_bytes for layer in layers[:-1]], load) / bandwidth_bytes_per_second
+    share = 2 * (num_replicas - 1) / num_replicas / reduce_bandwidth
+    owners = num_replicas if shard_optimizer else 1
+    return StepTimes(
+        forward=_summed(_evaluate([layer.forward_seconds for layer in layers], load)),
+        backward=_summed(backward),
+        first_backward=_summed(after_frozen),
+        weight=_summed(_evaluate([layer.weight_seconds for layer in layers], load)),
+        crossing=np.pad(crossing + latency_seconds, ((0, 0), (0, 0), (1, 1))),
+        reduce=_summed(np.array([layer.gradient_bytes * share for layer in layers])),
+        optimizer=_summed(np.array([layer.optimizer_seconds / owners for layer in layers])),
+    )
+
+
+@njit(cache=True)
+def durations_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
+    """Seconds of F, BW, B and W on every stage of a partition, shape (4, micro-batches, stages)."""
+    num_stages, micro_batches = len(boundaries) - 1, times.forward.shape[1]
+    result = np.empty((4, micro_batches, num_stages))
+    for m in range(micro_batches):
+        for stage in range(num_stages):
+            first, last = boundaries[stage], boundaries[stage + 1]
+            backward = times.first_backward if stage == 0 else times.backward
+            result[0, m, stage] = times.forward[replica, m, last] - times.forward[replica, m, first]
+            result[2, m, stage] = backward[replica, m, last] - backward[replica, m, first]
+            result[3, m, stage] = times.weight[replica, m, last] - times.weight[replica, m, first]
+            result[1, m, stage] = result[2, m, stage] + result[3, m, stage]
+    return result
+
+
+@njit(cache=True)
+def transfers_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
+    """Seconds of every micro-batch's transfer over every cut, shape (micro-batches, stages - 1)."""
+    crossing: FloatArray = times.crossing[replica][:, boundaries[1:-1]]
+    return crossing
+
+
+def check_partition(profile: ModelProfile, partition: Partition) -> None:
+    """Refuse a partition of another number of layers.
+
+    Raises:
+        ConfigError: The numbers of layers differ.
+    """
+    if partition.num_layers != len(profile.layers):
+        raise ConfigError(
+            f"partition must be of the profile's {len(profile.layers)} layers, got one of {partition.num_layers}"
+        )
+
+
+def _stack(loads: Iterable[Load]) -> Load:
+    load = Load.stack(loads)
+    if len(load.shape) != 2 or 0 in load.shape:
+        raise ConfigError(
+            f"loads must be one Load per replica with one entry per micro-batch each, got shape {load.shape} of all"
+        )
+    return load
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{name} must be positive, got {value!r}")
+
+
+def _levels(profile: ModelProfile, recompute: Sequence[str] | None) -> Sequence[str]:
+    if recompute is None:
+        return ["none"] * len(profile.layers)
+    if len(recompute) != len(profile.layers):
+        raise ConfigError(f"recompute must have a level for each of {len(profile.layers)} layers, got {len(recompute)}")
+    for layer, level in zip(profile.layers, recompute, strict=True):
+        if level not in layer.saved_bytes:
+            raise ConfigError(
+                f"recompute must be one of {', '.join(layer.saved_bytes)} for {layer.name}, got {level!r}"
+            )
+    return recompute
+
+
+def _evaluate(models: Sequence[CostModel], load: Load) -> FloatArray:
+    """Shape of the load and one more axis over the models; equal models are evaluated once."""
+    values = {model: model(load) for model in set(models)}
+    return np.stack([values[model] for model in models], axis=-1) if models else np.zeros((*load.shape, 0))
+
+
+def _summed(layers: FloatArray) -> FloatArray:
+    return np.concatenate([np.zeros((*layers.shape[:-1], 1)), np.cumsum(layers, axis=-1)], axis=-1)

@@ -1,0 +1,188 @@
+"""The plan: pack limits, partition and recompute levels as one small JSON file."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import LEVELS, Level, StageMemory
+from omnibal.pipeline.boundaries import Partition
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """What one stage is predicted to do. Seconds are those of an average micro-batch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """Recomputation included."""
+    recompute_seconds: float
+    """The share of the backward pass that only repeats the forward pass."""
+    idle_ratio: float
+    """Share of the step's pipeline time in which the stage does not compute."""
+    memory: StageMemory
+    """At its peak, if a micro-batch is as large as the limits allow."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is predicted to take."""
+
+    step_seconds: float
+    samples_per_step: float
+    """On average, over all replicas."""
+    bubble_ratio: float
+    """Share of all stages' time that is idle."""
+    stages: tuple[StagePrediction, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does to data, model and memory.
+
+    Args:
+        limits: The most a pack may hold.
+        micro_batches: Micro-batches per step and replica.
+        partition: Which layers each stage holds.
+        recompute: One level per layer: ``"none"``, ``"selective"`` or ``"full"``.
+        predicted: What the step will be like; None for a plan that nobody predicted.
+        made_from: What the plan was made from: profile hash, versions, options.
+
+    Raises:
+        ConfigError: A level is unknown, there is not one for each layer, or the prediction is of other stages.
+
+    Example:
+        >>> plan = Plan(PackLimits(9, 4096), 8, Partition((0, 3, 5)), ("full", "none", "none", "none", "none"))
+        >>> plan.num_stages
+        2
+    """
+
+    limits: PackLimits
+    micro_batches: int
+    partition: Partition
+    recompute: tuple[Level, ...]
+    predicted: Prediction | None = None
+    made_from: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.recompute) != self.partition.num_layers:
+            raise ConfigError(
+                f"recompute must have a level for each of {self.partition.num_layers} layers, got {len(self.recompute)}"
+            )
+        unknown = sorted(set(self.recompute) - set(LEVELS))
+        if unknown:
+            raise ConfigError(f"recompute must be one of {', '.join(LEVELS)} for each layer, got {unknown[0]!r}")
+        if self.micro_batches < 1:
+            raise ConfigError(f"micro_batches must be positive, got {self.micro_batches}")
+        if self.predicted is not None and len(self.predicted.stages) != self.num_stages:
+            raise ConfigError(
+                f"predicted must be of the plan's {self.num_stages} stages, got {len(self.predicted.stages)}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return self.partition.num_stages
+
+    def to_record(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "version": VERSION,
+            "limits": asdict(self.limits),
+            "micro_batches": self.micro_batches,
+            "partition": list(self.partition.boundaries),
+            "recompute": [_words(self.recompute[a:b]) for a, b in pairwise(self.partition.boundaries)],
+            "predicted": None if self.predicted is None else asdict(self.predicted),
+            "made_from": dict(self.made_from),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, one line per key and per stage; its folder is made."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(_readable(self.to_record()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan.
+
+        Raises:
+            ConfigError: The file is missing, no JSON, of another version, or a key is missing or wrong; the message
+                names file and key.
+        """
+        try:
+            return cls._from_content(json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise ConfigError(f"plan must be a readable file, got {path}: {error.strerror}") from error
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"plan must be JSON, got {path}, line {error.lineno}: {error.msg}") from error
+        except KeyError as error:
+            raise ConfigError(f"plan must have the key {error}, got none in {path}") from error
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"plan must have values of the right kinds, got {path}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any]) -> "Plan":
+        if content["version"] != VERSION:
+            raise ConfigError(f"plan must be of version {VERSION}, got {content['version']}; make it again")
+        partition, predicted = Partition(content["partition"]), content["predicted"]
+        return cls(
+            limits=PackLimits(**content["limits"]),
+            micro_batches=content["micro_batches"],
+            partition=partition,
+            recompute=_levels(content["recompute"], partition),
+            predicted=None if predicted is None else _prediction(predicted),
+            made_from=content["made_from"],
+        )
+
+
+def _words(levels: Iterable[Level]) -> str:
+    """A stage's levels as people read them.
+
+    >>> _words(("full", "full", "none"))
+    '2 full, 1 none'
+    """
+    return ", ".join(f"{len(list(group))} {level}" for level, group in groupby(levels))
+
+
+def _levels(stages: Sequence[str], partition: Partition) -> tuple[Level, ...]:
+    if len(stages) != partition.num_stages:
+        raise ConfigError(f"recompute must have an entry for each of {partition.num_stages} stages, got {len(stages)}")
+    levels: list[Level] = []
+    for stage, words in enumerate(stages):
+        found = [level for entry in words.split(",") for level in _repeated(entry)]
+        if len(found) != len(partition.layers(stage)):
+            raise ConfigError(
+                f"recompute of stage {stage} must count its {len(partition.layers(stage))} layers, "
+                f"such as '2 full, 1 none', got {words!r}"
+            )
+        levels += found
+    return tuple(levels)
+
+
+def _repeated(entry: str) -> list[Level]:
+    count, _, word = entry.strip().partition(" ")
+    return [level for level in LEVELS if level == word] * int(count) if count.isdecimal() else []
+
+
+def _prediction(content: dict[str, Any]) -> Prediction:
+    stages = (StagePrediction(**stage | {"memory": StageMemory(**stage["memory"])}) for stage in content["stages"])
+    return Prediction(**content | {"stages": tuple(stages)})
+
+
+def _readable(value: Any, indent: str = "") -> str:
+    """JSON with a line for each key of mappings that hold lists or mappings, and for each entry of such lists."""
+    inner = indent + "  "
+    if isinstance(value, dict) and any(isinstance(entry, list | tuple | dict) for entry in value.values()):
+        lines = [f"{inner}{json.dumps(key)}: {_readable(entry, inner)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list | tuple) and any(isinstance(entry, str | dict) for entry in value):
+        return "[\n" + ",\n".join(inner + json.dumps(entry) for entry in value) + f"\n{indent}]"
+    return json.dumps(value)

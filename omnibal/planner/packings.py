@@ -1,0 +1,143 @@
+"""Pack limits worth trying, each with the number of micro-batches that keeps the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.cost import Load
+from omnibal.data.epoch import Epoch, arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limit_search import search_limits
+from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.errors import ConfigError
+from omnibal.planner.request import PlanRequest
+
+LEAST_SAMPLES = 8192
+"""As many samples at least are packed to learn what packs are like."""
+MOST_PACKINGS = 10
+"""Numbers of micro-batches that are tried, in about equal ratios."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What micro-batches are like under some limits."""
+
+    limits: PackLimits
+    micro_batches: int
+    """Per step and replica."""
+    samples_per_step: float
+    """Mean over an epoch, all replicas."""
+    steps: tuple[tuple[Load, ...], ...]
+    """Steps spread over an epoch: for each replica its micro-batches."""
+    largest: Load
+    """A micro-batch that none within the limits exceeds."""
+    target_share: float
+    """The largest share of a micro-batch's tokens that can carry loss."""
+
+    @property
+    def all_loads(self) -> Load:
+        """Every micro-batch of the steps, shape (steps, replicas, micro-batches)."""
+        return Load.stack(Load.stack(step) for step in self.steps)
+
+
+def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) -> list[Packing]:
+    """Packings to choose from: those under the request's limits, or first the paper's, then others that waste little.
+
+    Smaller packs make more micro-batches and smaller bubbles; larger ones are better balanced and waste less. For each
+    number of micro-batches there is one pair of limits, the one that wastes least.
+
+    Raises:
+        ConfigError: There are fewer samples than the global batch needs.
+    """
+    if len(lengths) < request.global_batch:
+        raise ConfigError(f"lengths must hold a step of {request.global_batch} samples, got {len(lengths)}")
+    needed = max(LEAST_SAMPLES, (request.steps + 1) * request.global_batch)
+    chosen = np.random.default_rng(request.seed).permutation(len(lengths))[:needed]
+    task = _Task(lengths, lengths.take(np.sort(chosen)), request, num_replicas)
+    if request.limits is not None:
+        return [task.pack(request.limits)]
+    found = [task.pack(paper_limits(lengths))]
+    for packing in map(task.pack, task.spread_limits()):
+        known = {other.micro_batches for other in found}
+        if packing.micro_batches not in known and task.keeps_batch(packing.samples_per_step):
+            found.append(packing)
+    return found
+
+
+def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
+    """A micro-batch that none within the limits exceeds in any size; squares are largest in the longest samples."""
+    longest = min(lengths.summary.max_llm_tokens, limits.llm_tokens)
+    per_unit = 0.0
+    if lengths.vision_squared is not None:
+        per_unit = float((lengths.vision_squared / np.maximum(lengths.vision_units, 1)).max(initial=0))
+    return Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens * longest, limits.vision_units * per_unit)
+
+
+def largest_target_share(lengths: SampleLengths) -> float:
+    """The largest share of a pack's tokens that can carry loss: 1 where nothing is known."""
+    if lengths.target_tokens is None:
+        return 1.0
+    return float((lengths.target_tokens / np.maximum(lengths.llm_tokens, 1)).max(initial=0))
+
+
+@dataclass(frozen=True)
+class _Task:
+    lengths: SampleLengths
+    part: SampleLengths
+    """A random part of the lengths."""
+    request: PlanRequest
+    num_replicas: int
+
+    def pack(self, limits: PackLimits) -> Packing:
+        """Pack with the number of micro-batches that comes nearest to the global batch."""
+        micro_batches = self._micro_batches(self._samples_per_pack(self._arrange(limits, micro_batches=1)))
+        epoch = self._arrange(limits, micro_batches)
+        load = epoch.packs.load(self.part)
+        whole = max(epoch.num_steps - 1, 1)  # only the last step may be short of samples
+        numbers = np.unique(np.linspace(0, whole - 1, self.request.steps).round().astype(int))
+        return Packing(
+            limits=limits,
+            micro_batches=micro_batches,
+            samples_per_step=self._samples_per_pack(epoch) * self.num_replicas * micro_batches,
+            steps=tuple(tuple(load[packs] for packs in epoch.steps[number]) for number in numbers),
+            largest=largest_load(self.lengths, limits),
+            target_share=largest_target_share(self.lengths),
+        )
+
+    def spread_limits(self) -> Iterator[PackLimits]:
+        """For some numbers of micro-batches the limits that waste least among those that keep the global batch."""
+        best: dict[int, PackLimits] = {}
+        for scored in search_limits(self.part, self._ceiling(), num_replicas=self.num_replicas, method="isf"):
+            count = self._micro_batches(scored.samples_per_pack)
+            if self.keeps_batch(scored.samples_per_pack * self.num_replicas * count):
+                best.setdefault(count, scored.limits)
+        counts = sorted(best)
+        places = np.unique(np.geomspace(1, max(len(counts), 1), MOST_PACKINGS).round().astype(int) - 1)
+        return (best[counts[place]] for place in places if counts)
+
+    def keeps_batch(self, samples_per_step: float) -> bool:
+        """Whether steps of so many samples are as good as the global batch."""
+        return abs(samples_per_step / self.request.global_batch - 1) <= self.request.batch_tolerance
+
+    def _arrange(self, limits: PackLimits, micro_batches: int) -> Epoch:
+        return arrange_epoch(
+            self.part, limits, num_replicas=self.num_replicas, micro_batches=micro_batches,
+            method=self.request.method, seed=self.request.seed,
+        )  # fmt: skip
+
+    def _samples_per_pack(self, epoch: Epoch) -> float:
+        return len(self.part) / int((epoch.packs.sizes > 0).sum())
+
+    def _micro_batches(self, samples_per_pack: float) -> int:
+        return max(1, round(self.request.global_batch / (samples_per_pack * self.num_replicas)))
+
+    def _ceiling(self) -> PackLimits:
+        """What a pack holds on average if a step has one micro-batch; at least the largest sample."""
+        summary, samples = self.lengths.summary, self.request.global_batch / self.num_replicas
+        return PackLimits(
+            max(summary.max_vision_units, round(samples * summary.total_vision_units / len(self.lengths))),
+            max(summary.max_llm_tokens, round(samples * summary.total_llm_tokens / len(self.lengths)), 1),
+        )

@@ -1,0 +1,105 @@
+"""What a plan is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from omnibal.data.limits import PackLimits
+from omnibal.data.policies import Method
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import TrainingSetup
+from omnibal.pipeline.simulate import Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Hardware, batch and freedom of a plan.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    num_devices: int
+    """Stages × replicas; devices that share layers (tensor parallelism) count as one."""
+    global_batch: int
+    """Samples per optimizer step: kept whatever the packs are like."""
+    budget_bytes: int | tuple[int, ...]
+    """Memory of a device, or of a device of each stage (then ``num_stages`` is fixed)."""
+    bandwidth_bytes_per_second: float
+    """Between neighbouring stages."""
+    num_stages: int | None = None
+    """None: any divisor of ``num_devices``."""
+    limits: PackLimits | None = None
+    """None: those that make the fastest step."""
+    head_room: float = 0.05
+    """Share of the budget that stays free: for fragments, and for what the prediction misses."""
+    batch_tolerance: float = 0.05
+    """By what share the mean number of samples in a step may differ from ``global_batch``, if limits are free."""
+    zero_stage: int = 1
+    overhead_bytes: int = 0
+    accumulate_float32: bool = False
+    latency_seconds: float = 0.0
+    reduce_bandwidth_bytes_per_second: float | None = None
+    mode: Mode = "rendezvous"
+    method: Method = "balanced"
+    steps: int = 4
+    """Steps of the sampler's packs that a plan is simulated on."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "global_batch", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("head_room", "batch_tolerance"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.num_stages is not None and (self.num_stages < 1 or self.num_devices % self.num_stages):
+            raise ConfigError(f"num_stages must divide the {self.num_devices} devices, got {self.num_stages}")
+        if isinstance(self.budget_bytes, tuple) and len(self.budget_bytes) != self.num_stages:
+            raise ConfigError(
+                f"budget_bytes must be one for each of {self.num_stages} stages, got {len(self.budget_bytes)}"
+            )
+        if min(self.budgets(1)) < 1:
+            raise ConfigError(f"budget_bytes must be positive, got {self.budget_bytes}")
+
+    def stage_counts(self, num_layers: int) -> list[int]:
+        """Numbers of stages to try, rising.
+
+        Raises:
+            ConfigError: The model has fewer layers than the stages that were asked for.
+        """
+        if self.num_stages is None:
+            return [count for count in range(1, num_layers + 1) if self.num_devices % count == 0]
+        if self.num_stages > num_layers:
+            raise ConfigError(f"num_stages must be at most the model's {num_layers} layers, got {self.num_stages}")
+        return [self.num_stages]
+
+    def budgets(self, num_stages: int) -> tuple[int, ...]:
+        """What a device of each stage may hold: its memory without the head room."""
+        given = self.budget_bytes if isinstance(self.budget_bytes, tuple) else (self.budget_bytes,) * num_stages
+        return tuple(int(budget * (1 - self.head_room)) for budget in given)
+
+    def setup(self, num_replicas: int, target_share: float) -> TrainingSetup:
+        """What decides about memory beside model and pipeline."""
+        return TrainingSetup(
+            num_replicas=num_replicas,
+            zero_stage=self.zero_stage,
+            overhead_bytes=self.overhead_bytes,
+            accumulate_float32=self.accumulate_float32,
+            target_share=target_share,
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """The request as JSON values."""
+        return asdict(self)
+
+    @property
+    def links(self) -> dict[str, Any]:
+        """Arguments of the simulator."""
+        return {
+            "bandwidth_bytes_per_second": self.bandwidth_bytes_per_second,
+            "latency_seconds": self.latency_seconds,
+            "reduce_bandwidth_bytes_per_second": self.reduce_bandwidth_bytes_per_second,
+            "shard_optimizer": self.zero_stage == 1,
+        }

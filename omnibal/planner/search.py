@@ -1,0 +1,98 @@
+"""Partition and recompute levels for one packing: together, and one after the other as the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.cost import FloatArray
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.dynamic import Boundaries, model_optima
+from omnibal.pipeline.local_search import Evaluate, descend
+from omnibal.planner.step_model import StepModel
+
+_FAR = 1e3
+_STARTS = 4
+"""Optima of the closed formula that local search starts from."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A partition of one packing's step."""
+
+    model: StepModel
+    boundaries: Boundaries
+    step_seconds: float
+    """Mean over the packing's steps."""
+
+    @property
+    def partition(self) -> Partition:
+        """The boundaries as a record."""
+        return Partition(self.boundaries)
+
+    @property
+    def sample_seconds(self) -> float:
+        """Seconds per sample: what choices of different packings are compared by."""
+        return self.step_seconds / self.model.packing.samples_per_step
+
+
+def propose(model: StepModel) -> Choice:
+    """The best of the partitions that a closed formula for the step finds, recomputation included.
+
+    The formula's optima are found by dynamic programming over stages whose cost contains the least recompute that makes
+    them fit (:mod:`omnibal.pipeline.dynamic`).
+
+    Raises:
+        InfeasibleError: No partition fits.
+    """
+    return _best(model, _formula(model, model.recompute, model.step_seconds))
+
+
+def improve(model: StepModel, starts: Iterable[Boundaries] = ()) -> Choice:
+    """The best partition that local search with the simulator finds, from the formula's optima and other starts.
+
+    Raises:
+        InfeasibleError: No partition fits.
+    """
+    return _best(model, _search(model, model.recompute, model.step_seconds, model.bound, starts))
+
+
+def two_phases(model: StepModel) -> Choice:
+    """The best partition for a machine of unbounded memory, and then the least recompute that makes it fit.
+
+    Raises:
+        InfeasibleError: The partition does not fit.
+    """
+    nothing = np.zeros_like(model.recompute)
+    blind = _best(model, _search(model, nothing, model.blind_seconds, model.blind_bound, ()))
+    model.levels(blind.boundaries)  # says what is missing
+    return Choice(model, blind.boundaries, float(model.step_seconds(np.array([blind.boundaries]))[0]))
+
+
+def _search(
+    model: StepModel, recompute: FloatArray, evaluate: Evaluate, bound: Evaluate, starts: Iterable[Boundaries]
+) -> dict[Boundaries, float]:
+    seconds = _formula(model, recompute, evaluate)
+    best = sorted(seconds, key=seconds.__getitem__)[:_STARTS]
+    more = [start for start in starts if start not in seconds]
+    if more:
+        seconds |= dict(zip(more, evaluate(np.array(more)).tolist(), strict=True))
+    return descend([*best, *more], seconds, evaluate, bound)
+
+
+def _formula(model: StepModel, recompute: FloatArray, evaluate: Evaluate) -> dict[Boundaries, float]:
+    """Seconds of the formula's optima."""
+    average = model.average
+    whole = average.passing_seconds[0, 0, -1]
+    # Stages that do not fit have an infinite pace; their passage is finite, but never on the shortest way.
+    passing = average.passing_seconds + np.where(np.isfinite(recompute), recompute, _FAR * whole)
+    passing[0, 0, -1] = whole  # no stage, but what the formula measures evenness by
+    optima = model_optima(average.pace_seconds + recompute, passing, model.packing.micro_batches)
+    return dict(zip(optima, evaluate(np.array(optima)).tolist(), strict=True))
+
+
+def _best(model: StepModel, seconds: dict[Boundaries, float]) -> Choice:
+    boundaries = min(seconds, key=lambda found: (seconds[found], found))
+    return Choice(model, boundaries, seconds[boundaries])

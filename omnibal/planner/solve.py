@@ -1,0 +1,130 @@
+"""Make a plan: weigh packings and numbers of stages, and predict the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.errors import InfeasibleError
+from omnibal.memory.recompute import in_gib
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.plan import Plan
+from omnibal.planner.packings import packings
+from omnibal.planner.prediction import predict
+from omnibal.planner.request import PlanRequest
+from omnibal.planner.search import Choice, improve, propose, two_phases
+from omnibal.planner.step_model import StepModel
+
+_FINALISTS = 3
+"""Packings that go through local search; the proposals for the others are slower than for these."""
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A plan and how it came about."""
+
+    plan: Plan
+    choice: Choice
+    two_phase: Choice | None
+    """What planning data, model and memory one after the other gives; None where that does not fit."""
+    two_phase_failure: str
+    """Why it does not, or nothing."""
+    tried: tuple[Choice, ...]
+    """A choice for every packing and number of stages that fits, fastest per sample first."""
+
+    @property
+    def gain(self) -> float:
+        """Share of the two-phase plan's time that a sample takes less; 0 where that plan does not fit."""
+        return 1 - self.choice.sample_seconds / self.two_phase.sample_seconds if self.two_phase else 0.0
+
+
+def make_plan(
+    profile: ModelProfile,
+    lengths: SampleLengths,
+    request: PlanRequest,
+    *,
+    report: Callable[[str], object] = lambda doing: None,
+) -> PlanResult:
+    """Find pack limits, partition and recompute levels (and the number of stages) of the fastest step that fits.
+
+    For every number of stages and every packing that keeps the global batch, dynamic programming proposes partitions
+    whose stages recompute as little as they must; the packings with the fastest proposals go through local search with
+    the simulator. The two-phase plan takes the paper's limits, the best partition for unbounded memory, and then the
+    least recompute. The result is never slower: it is searched from there too.
+
+    Args:
+        profile: What the layers cost.
+        lengths: What samples hold.
+        request: Hardware, batch and freedom.
+        report: Called with what is being done.
+
+    Raises:
+        ConfigError: The request does not fit the model or the data.
+        InfeasibleError: Nothing fits; the message says how many bytes are missing.
+    """
+    models, first_models = [], []
+    for num_stages in request.stage_counts(len(profile.layers)):
+        report(f"packing for {num_stages} stages")
+        found = packings(lengths, request, request.num_devices // num_stages)
+        new = [StepModel(profile, packing, num_stages, request) for packing in found]
+        models += new
+        first_models.append(new[0])
+    proposals: dict[StepModel, Choice] = {}
+    for model in models:
+        report(f"proposing partitions: {model}")
+        if model.missing[0] == 0:
+            proposals[model] = propose(model)
+    if not proposals:
+        raise _infeasible(models)
+    baselines, failure = _baselines(first_models, report)
+    finalists = sorted(proposals, key=lambda model: proposals[model].sample_seconds)[:_FINALISTS]
+    for model in dict.fromkeys([*finalists, *baselines]):
+        report(f"searching partitions: {model}")
+        starts = [baselines[model].boundaries] if model in baselines else []
+        proposals[model] = improve(model, starts)
+    tried = tuple(sorted(proposals.values(), key=lambda choice: choice.sample_seconds))
+    two_phase = min(baselines.values(), key=lambda choice: choice.sample_seconds, default=None)
+    plan = _plan(tried[0], profile, lengths, request)
+    return PlanResult(plan, tried[0], two_phase, "" if two_phase else failure, tried)
+
+
+def _baselines(models: Sequence[StepModel], report: Callable[[str], object]) -> tuple[dict[StepModel, Choice], str]:
+    """The two-phase choice of every model for which it fits, and the reason of the last one that does not."""
+    found: dict[StepModel, Choice] = {}
+    failure = ""
+    for model in models:
+        report(f"planning in two phases: {model}")
+        try:
+            found[model] = two_phases(model)
+        except InfeasibleError as error:
+            failure = str(error)
+    return found, failure
+
+
+def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
+    """An error about the model that is short of the fewest bytes."""
+    best = min(models, key=lambda model: model.missing[0])
+    missing, boundaries = best.missing
+    return InfeasibleError(
+        f"memory must hold every stage, got {in_gib(max(best.budgets))} a device beside the head room: for {best}, "
+        f"{missing} bytes ({in_gib(missing)}) are missing even with as much recomputed as possible and the partition "
+        f"{boundaries}; use more or larger devices, or smaller packs"
+    )
+
+
+def _plan(choice: Choice, profile: ModelProfile, lengths: SampleLengths, request: PlanRequest) -> Plan:
+    model = choice.model
+    return Plan(
+        limits=model.packing.limits,
+        micro_batches=model.packing.micro_batches,
+        partition=choice.partition,
+        recompute=model.levels(choice.boundaries),
+        predicted=predict(choice),
+        made_from={
+            "profile": profile.content_hash,
+            "device": profile.device,
+            "lengths": lengths.content_hash,
+            "request": request.to_record(),
+        },
+    )

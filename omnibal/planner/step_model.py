@@ -1,0 +1,164 @@
+"""Seconds of a step under any partition, with the least recompute that makes every stage fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnibal.cost import FloatArray, Load
+from omnibal.errors import InfeasibleError
+from omnibal.memory.footprint import LEVELS, Footprint, Level
+from omnibal.memory.recompute import choose_levels, recompute_seconds
+from omnibal.memory.stage_table import StageTable
+from omnibal.pipeline.dynamic import Boundaries, least_maximum
+from omnibal.pipeline.problem import PartitionProblem
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.pipeline.times import step_times
+from omnibal.planner.packings import Packing
+from omnibal.planner.request import PlanRequest
+
+IntArray = NDArray[np.int64]
+
+
+class StepModel:
+    """One packing on so many stages.
+
+    Args:
+        profile: What the layers cost.
+        packing: What the micro-batches hold.
+        num_stages: At most the number of layers.
+        request: Hardware.
+    """
+
+    def __init__(self, profile: ModelProfile, packing: Packing, num_stages: int, request: PlanRequest) -> None:
+        self.profile, self.packing, self.num_stages, self.request = profile, packing, num_stages, request
+        self.budgets = request.budgets(num_stages)
+        num_replicas = len(packing.steps[0])
+        schedule = one_f_one_b(num_stages, packing.micro_batches)
+        setup = request.setup(num_replicas, packing.target_share)
+        self.footprint = Footprint(profile, packing.largest, schedule, setup)
+        self._loads = [load for step in packing.steps for load in step]
+        self.steps = [self._problem(loads) for loads in packing.steps]
+        """A problem per step of the packing, without recomputation."""
+        self.average = self._problem(self._loads)
+        """All steps at once, as if they were replicas: for means over micro-batches."""
+        loads = packing.all_loads
+        first, later = (recompute_seconds(profile, loads, stage) for stage in (0, 1))
+        self.recompute_seconds = [first] + [later] * (num_stages - 1)
+        self._chosen: dict[tuple[int, int, int], tuple[Level, ...]] = {}
+
+    def __str__(self) -> str:
+        limits, replicas = self.packing.limits, len(self.packing.steps[0])
+        return (
+            f"{self.num_stages} stages × {replicas} replicas, {self.packing.micro_batches} micro-batches of at most "
+            f"{limits.vision_units} vision units and {limits.llm_tokens} tokens"
+        )
+
+    @cached_property
+    def recompute(self) -> FloatArray:
+        """The least recompute seconds of every possible stage, shape (stages, layers + 1, layers + 1).
+
+        Infinite where a stage cannot fit.
+        """
+        return self._table.least_seconds(self.recompute_seconds)
+
+    @cached_property
+    def missing(self) -> tuple[int, Boundaries]:
+        """The bytes that the best partition is short of with as much recomputed as possible, and that partition.
+
+        0 where one fits.
+        """
+        missing, boundaries = least_maximum(self._table.missing_bytes().astype(np.float64))
+        return int(missing), boundaries
+
+    @cached_property
+    def lower_bound_seconds(self) -> float:
+        """Mean seconds that a step takes at least under any partition that fits."""
+        busy = self.packing.micro_batches * least_maximum(self.average.stage_seconds + self.recompute)[0]
+        return max(busy, fmean(problem.lower_bound_seconds for problem in self.steps))
+
+    def levels(self, boundaries: Boundaries) -> tuple[Level, ...]:
+        """The levels of all layers that cost least and fit.
+
+        Raises:
+            InfeasibleError: A stage does not fit; the message says how many bytes are missing.
+        """
+        return tuple(level for stage in range(self.num_stages) for level in self._levels(stage, boundaries))
+
+    def recompute_of(self, stage: int, boundaries: Boundaries) -> float:
+        """What a stage recomputes in a backward pass at its levels, in mean seconds."""
+        layers = range(boundaries[stage], boundaries[stage + 1])
+        columns = [LEVELS.index(level) for level in self._levels(stage, boundaries)]
+        return float(self.recompute_seconds[stage][layers, columns].sum())
+
+    def step_seconds(self, partitions: IntArray) -> FloatArray:
+        """Mean seconds of a step under each partition and its levels, shape (partitions, stages + 1) -> (partitions,).
+
+        Infinite where a stage does not fit.
+        """
+        return np.array([self._fitting_seconds(tuple(boundaries)) for boundaries in partitions.tolist()])
+
+    def blind_seconds(self, partitions: IntArray) -> FloatArray:
+        """The same as if memory were no matter and nothing recomputed."""
+        return _mean(problem.evaluate(partitions) for problem in self.steps)
+
+    def bound(self, partitions: IntArray) -> FloatArray:
+        """Seconds that a step takes at least, infinite where a stage does not fit; the same shapes.
+
+        A stage is busy with every micro-batch, recomputation included.
+        """
+        stages = (np.arange(self.num_stages), partitions[:, :-1], partitions[:, 1:])
+        recompute = self.recompute[stages]
+        busy = self.packing.micro_batches * (self.average.stage_seconds[stages] + recompute).max(axis=1)
+        bound: FloatArray = np.maximum(busy, self.blind_bound(partitions))
+        return bound
+
+    def blind_bound(self, partitions: IntArray) -> FloatArray:
+        """The same without memory and recomputation."""
+        return _mean(problem.bound(partitions) for problem in self.steps)
+
+    def with_levels(self, levels: tuple[Level, ...]) -> list[PartitionProblem]:
+        """The problem of each step with recomputation."""
+        times = step_times(self.profile, self._loads, recompute=levels, **self.request.links)
+        backward, first_backward = (
+            np.split(array, len(self.steps)) for array in (times.backward, times.first_backward)
+        )
+        return [
+            replace(problem, times=problem.times._replace(backward=later, first_backward=first))
+            for problem, later, first in zip(self.steps, backward, first_backward, strict=True)
+        ]
+
+    def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
+        return PartitionProblem(
+            self.profile, step_times(self.profile, loads, **self.request.links), self.num_stages, self.request.mode
+        )
+
+    def _levels(self, stage: int, boundaries: Boundaries) -> tuple[Level, ...]:
+        a, b = boundaries[stage], boundaries[stage + 1]
+        if (stage, a, b) not in self._chosen:
+            seconds, budget = self.recompute_seconds[stage], self.budgets[stage]
+            self._chosen[stage, a, b] = choose_levels(self.footprint, stage, range(a, b), seconds, budget)
+        return self._chosen[stage, a, b]
+
+    def _fitting_seconds(self, boundaries: Boundaries) -> float:
+        try:
+            levels = self.levels(boundaries)
+        except InfeasibleError:
+            return np.inf
+        row = np.array([boundaries])
+        return float(np.mean([problem.evaluate(row)[0] for problem in self.with_levels(levels)]))
+
+    @cached_property
+    def _table(self) -> StageTable:
+        return StageTable(self.footprint, self.budgets)
+
+
+def _mean(steps: Iterable[FloatArray]) -> FloatArray:
+    mean: FloatArray = np.mean(list(steps), axis=0)
+    return mean

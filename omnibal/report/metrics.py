@@ -1,0 +1,109 @@
+"""The log of a training run: one JSON line per step and per evaluation."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SMOOTHING = 0.9
+"""Weight of the past in the figures that are shown while training."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """A run's log, as it was read: a record per training step, and one per evaluation."""
+
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a log."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return Metrics(
+        steps=[record for record in records if "loss" in record],
+        evaluations=[record for record in records if "held_out_loss" in record],
+    )
+
+
+class MetricsLog:
+    """Appends to the log, and renders the line a progress bar shows.
+
+    Args:
+        path: The JSON Lines file; its folder is made.
+        first_step: Steps that the run has done before; what the file says of later ones is dropped (they will be
+            trained again), and with 0 the file starts anew.
+    """
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        self._path = path
+        self._rates: dict[str, float] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        # A run that was killed may have left half a line.
+        whole = (line for line in lines if line.endswith("}\n"))
+        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= first_step))
+
+    def training_step(
+        self,
+        step: int,
+        *,
+        epoch: int,
+        loss: float,
+        learning_rate: float,
+        seconds: float,
+        samples: int,
+        llm_tokens: int,
+        balance: Mapping[str, float],
+    ) -> str:
+        """Log a training step.
+
+        Args:
+            step: Steps done.
+            epoch: The epoch it lies in, from 0.
+            loss: Mean loss of a target token.
+            learning_rate: After the step.
+            seconds: It took.
+            samples: In all packs of the step.
+            llm_tokens: In all packs of the step.
+            balance: Mean load over largest load, for each kind of load.
+
+        Returns:
+            The line for the progress bar; rates are smoothed over the last steps.
+        """
+        self._append(
+            step=step,
+            epoch=epoch,
+            loss=loss,
+            learning_rate=learning_rate,
+            seconds=seconds,
+            samples=samples,
+            llm_tokens=llm_tokens,
+            balance=dict(balance),
+        )
+        shown = {
+            "loss": self._smooth("loss", loss),
+            "seconds": self._smooth("seconds", seconds),
+            "samples": self._smooth("samples", samples),
+            "llm_tokens": self._smooth("llm_tokens", llm_tokens),
+        }
+        balances = " ".join(f"{name} {value:.2f}" for name, value in balance.items())
+        return (
+            f"loss {shown['loss']:.3f}, {shown['samples'] / shown['seconds']:.1f} samples/s, "
+            f"{shown['llm_tokens'] / shown['seconds']:,.0f} tokens/s, balance {balances}"
+        )
+
+    def evaluation(self, step: int, *, loss: float, accuracy: float, samples: int) -> str:
+        """Log an evaluation on held-out samples, and render it as a line."""
+        self._append(step=step, held_out_loss=loss, held_out_accuracy=accuracy, held_out_samples=samples)
+        return f"step {step}: held-out loss {loss:.3f}, answers right {accuracy:.1%} of {samples}"
+
+    def _append(self, **record: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _smooth(self, name: str, value: float) -> float:
+        before = self._rates.get(name, value)
+        self._rates[name] = SMOOTHING * before + (1 - SMOOTHING) * value
+        return self._rates[name]

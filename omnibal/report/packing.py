@@ -1,0 +1,174 @@
+"""How full packs are and how alike the ranks' loads: an arrangement in figures."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.cost import CostModel, Load
+from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio, min_packs, pad_ratio, source_mix, step_randomness
+from omnibal.data.packs import Packs
+from omnibal.data.scales import DEFAULT_COST
+
+LENGTH_CLASSES: Final = 8
+"""Classes of token lengths that stand for sources where there is but one."""
+
+
+@dataclass(frozen=True)
+class RankMeans:
+    """What the micro-batches of each rank hold on average, one entry per rank; cost is relative to the mean."""
+
+    vision_units: tuple[float, ...]
+    llm_tokens: tuple[float, ...]
+    llm_cost: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The most that a micro-batch holds: what memory must hold."""
+
+    vision_units: int
+    llm_tokens: int
+    llm_tokens_squared: int
+
+
+@dataclass(frozen=True)
+class PackingFigures:
+    """An arrangement in figures.
+
+    Attributes:
+        method: What made it.
+        samples: Samples that are in a pack.
+        packs: Packs that hold a sample.
+        empty_packs: Packs that hold none.
+        fewest_packs: A number of packs that no method can do without.
+        steps: Steps of every rank.
+        pad_ratio: Padding as a share of the tokens that the LLM works on; the mean over packs.
+        pad_ratio_if_padded: The same if the samples of a pack were padded to the longest one.
+        dist_ratio_vision: Dist Ratio of the vision units.
+        dist_ratio_tokens: Dist Ratio of the LLM tokens.
+        dist_ratio_cost: Dist Ratio of what the micro-batches cost the LLM.
+        randomness: χ² per degree of freedom of the steps' mixes: 1 is as random as shuffling, more is sorted. NaN where
+            there is nothing to compare.
+        largest: The largest micro-batch in each respect.
+        rank_means: The ranks' micro-batches on average.
+        lost: Samples in no pack, those aside that were left out on purpose.
+        repeated: Samples in a pack beyond the first time.
+        over_limit: Packs of several samples that exceed a limit.
+        seconds: It took to plan.
+    """
+
+    method: str
+    samples: int
+    packs: int
+    empty_packs: int
+    fewest_packs: int
+    steps: int
+    pad_ratio: float
+    pad_ratio_if_padded: float
+    dist_ratio_vision: float
+    dist_ratio_tokens: float
+    dist_ratio_cost: float
+    randomness: float
+    largest: Largest
+    rank_means: RankMeans
+    lost: int
+    repeated: int
+    over_limit: int
+    seconds: float
+
+    @property
+    def packs_over_fewest(self) -> float:
+        """Packs beyond the fewest possible, as a share of those."""
+        return self.packs / self.fewest_packs - 1 if self.fewest_packs else 0.0
+
+    @property
+    def samples_per_pack(self) -> float:
+        """Mean number of samples in a pack that holds any."""
+        return self.samples / self.packs if self.packs else 0.0
+
+    def to_record(self) -> dict[str, Any]:
+        """All figures as JSON values, a missing one as None."""
+        record = asdict(self) | {
+            "packs_over_fewest": self.packs_over_fewest,
+            "samples_per_pack": self.samples_per_pack,
+        }
+        return record | {"randomness": None if math.isnan(self.randomness) else self.randomness}
+
+
+def measure_packing(
+    method: str,
+    lengths: SampleLengths,
+    limits: PackLimits,
+    packs: Packs,
+    steps: npt.NDArray[np.int64],
+    *,
+    seconds: float,
+    load: Load | None = None,
+    cost: CostModel = DEFAULT_COST,
+    left_out: int = 0,
+) -> PackingFigures:
+    """Work out the figures of an arrangement.
+
+    Args:
+        method: What made it.
+        lengths: Loads of every sample.
+        limits: The most a pack may hold.
+        packs: The packs.
+        steps: Pack numbers by (step, rank, micro-batch).
+        seconds: It took to plan.
+        load: What each pack brings to the device; by default what its samples hold. Padding makes it more.
+        cost: What a micro-batch costs the LLM.
+        left_out: Samples that are left out on purpose, all of them over a limit.
+    """
+    brought = packs.load(lengths)
+    load = brought if load is None else load
+    by_rank = {"vision": load.vision_units[steps], "tokens": load.llm_tokens[steps], "cost": cost(load)[steps]}
+    times = np.bincount(packs.samples, minlength=len(lengths))
+    filled = packs.sizes > 0
+    over = (load.vision_units > limits.vision_units) | (load.llm_tokens > limits.llm_tokens)
+    return PackingFigures(
+        method=method,
+        samples=int((times > 0).sum()),
+        packs=int(filled.sum()),
+        empty_packs=int((~filled).sum()),
+        fewest_packs=min_packs(lengths, limits) - left_out,
+        steps=len(steps),
+        pad_ratio=float(1 - (brought.llm_tokens[filled] / np.maximum(load.llm_tokens[filled], 1)).mean()),
+        pad_ratio_if_padded=pad_ratio(lengths, packs),
+        dist_ratio_vision=dist_ratio(by_rank["vision"]),
+        dist_ratio_tokens=dist_ratio(by_rank["tokens"]),
+        dist_ratio_cost=dist_ratio(by_rank["cost"]),
+        randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
+        largest=Largest(*(int(column.max(initial=0)) for column in _memory_columns(load))),
+        rank_means=_rank_means(**by_rank),
+        lost=int((times == 0).sum()) - left_out,
+        repeated=int(np.maximum(times - 1, 0).sum()),
+        over_limit=int((over & (packs.sizes > 1)).sum()),
+        seconds=seconds,
+    )
+
+
+def mix_labels(lengths: SampleLengths) -> IntArray:
+    """What the randomness of steps is measured on: each sample's source or, with a single source, class of length."""
+    if lengths.source is not None and int(lengths.source.max(initial=0)) > 0:
+        return lengths.source
+    bounds = np.quantile(lengths.llm_tokens, np.arange(1, LENGTH_CLASSES) / LENGTH_CLASSES)
+    return np.searchsorted(bounds, lengths.llm_tokens, side="right")
+
+
+def _memory_columns(load: Load) -> Sequence[npt.NDArray[np.float64]]:
+    return load.vision_units, load.llm_tokens, load.llm_tokens_squared
+
+
+def _rank_means(
+    vision: npt.NDArray[np.float64], tokens: npt.NDArray[np.float64], cost: npt.NDArray[np.float64]
+) -> RankMeans:
+    means = [values.mean(axis=(0, 2)) for values in (vision, tokens, cost)]
+    relative = means[2] / max(means[2].mean(), np.finfo(float).tiny)
+    return RankMeans(tuple(means[0].tolist()), tuple(means[1].tolist()), tuple(relative.tolist()))

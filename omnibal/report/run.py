@@ -1,0 +1,43 @@
+"""What a run is about to do: its data, its steps, and what each stage holds."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.families.base import LayerRecord
+from omnibal.plan import Plan
+
+VISION_KINDS = ("patch_embedding", "vision_block", "projector")
+
+
+def run_table(plan: Plan, records: Sequence[LayerRecord], sampler: BalancedBatchSampler) -> Table:
+    """The data's arrangement, and the layers of each stage.
+
+    Args:
+        plan: What the run follows.
+        records: The model's layers.
+        sampler: Any rank's.
+    """
+    table = Table(title="plan", show_header=False, title_justify="left")
+    packs = sampler.num_replicas * sampler.micro_batches
+    table.add_row("samples", f"{len(sampler.lengths):,}; {sampler.oversized_report}")
+    table.add_row("a pack holds at most", f"{plan.limits.vision_units} tiles, {plan.limits.llm_tokens} LLM tokens")
+    table.add_row("a step", f"{packs} packs: {sampler.num_replicas} replicas × {sampler.micro_batches} micro-batches")
+    table.add_row("an epoch", f"{sampler.num_steps:,} steps")
+    for stage in range(plan.num_stages):
+        table.add_row(f"stage {stage}", _stage(plan, records, stage))
+    return table
+
+
+def _stage(plan: Plan, records: Sequence[LayerRecord], stage: int) -> str:
+    layers = plan.partition.layers(stage)
+    kinds = Counter("vision" if records[layer].kind in VISION_KINDS else "language" for layer in layers)
+    parameters = sum(records[layer].sizes["parameters"] for layer in layers)
+    recomputed = sum(plan.recompute[layer] != "none" for layer in layers)
+    held = " + ".join(f"{kinds[kind]} {kind}" for kind in ("vision", "language") if kinds[kind])
+    return (
+        f"{records[layers[0]].name} … {records[layers[-1]].name}: {held} layers, {parameters / 1e6:,.1f} M parameters, "
+        f"{recomputed} recomputed"
+    )

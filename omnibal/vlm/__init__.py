@@ -1,0 +1,6 @@
+"""Hugging Face vision-language models as lists of pipeline layers."""
+
+from omnibal.vlm.families import load_model
+from omnibal.vlm.layers import Payload, VisionLanguageModel
+
+__all__ = ["Payload", "VisionLanguageModel", "load_model"]

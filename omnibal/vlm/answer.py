@@ -1,0 +1,73 @@
+"""Ask a Hugging Face model about images: what a person tries first with a model that they have trained."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Rendered, Turn
+from omnibal.data.sources.encode import encode
+from omnibal.data.sources.formats import open_format
+from omnibal.data.sources.images import image_size, load_image
+from omnibal.errors import DataError
+
+
+class Answerer:
+    """An InternVL folder as transformers itself loads it: nothing of the pipeline is involved.
+
+    Args:
+        folder: Config, weights, tokenizer and preprocessor.
+        device: Where the model runs.
+
+    Raises:
+        ConfigError: The folder does not hold such a model.
+    """
+
+    def __init__(self, folder: str | Path, *, device: str = "cpu") -> None:
+        from transformers import InternVLForConditionalGeneration
+
+        self._format = open_format(folder)
+        models: Any = InternVLForConditionalGeneration  # untyped in transformers
+        self._model = models.from_pretrained(folder).to(device).eval()
+
+    def answer(self, question: str, images: Sequence[Path] = (), *, max_new_tokens: int = 64) -> str:
+        """The likeliest answer, token by token.
+
+        Args:
+            question: May hold one ``<image>`` for each image; without any, images come before the question.
+            images: Image files.
+            max_new_tokens: The longest answer.
+
+        Raises:
+            DataError: An image cannot be read, or the marks are not as many as the images.
+        """
+        if IMAGE_MARK not in question:
+            question = f"{IMAGE_MARK}\n" * len(images) + question
+        marks = question.count(IMAGE_MARK)
+        if marks != len(images):
+            raise DataError(f"question must hold one {IMAGE_MARK} per image, got {marks} for {len(images)} images")
+        try:
+            prompt, pixels = self._prompt(question, tuple(images))
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        device = self._model.device
+        answered = self._model.generate(
+            input_ids=prompt.to(device),
+            attention_mask=torch.ones_like(prompt, device=device),
+            max_new_tokens=max_new_tokens,
+            **({} if pixels is None else {"pixel_values": pixels.to(device, self._model.dtype)}),
+            do_sample=False,
+        )
+        return str(self._format.tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
+
+    def _prompt(self, question: str, images: tuple[Path, ...]) -> tuple[Tensor, Tensor | None]:
+        """Token ids (1, tokens) up to where the answer begins, and the images' pixels."""
+        asked = self._format.render(Conversation((Turn("user", question), Turn("assistant", "")), images))
+        answer_begins = asked.targets[0][0]
+        (encoded,) = encode(self._format.tokenizer, [Rendered(asked.text[:answer_begins], ())])
+        loads = [self._format.image_load(image_size(path)) for path in images]
+        ids = encoded.expanded(self._format.image_token_id, [load.llm_tokens for load in loads]).ids
+        pixels = self._format.pixel_values([load_image(path) for path in images]) if images else None
+        return torch.from_numpy(ids)[None], pixels

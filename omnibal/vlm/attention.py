@@ -1,0 +1,238 @@
+"""Causal attention over packs, registered with transformers as ``"omnibal_packed"``.
+
+A pack is one sequence of samples laid one after another; ``cu_seq_lens`` (int32, samples + 1) holds where each starts
+and the last ends. On CUDA torch's variable-length kernel sees these bounds; elsewhere, and for what the kernel lacks
+(float32, dropout), each sample goes through ``scaled_dot_product_attention`` on its own. Neither ever builds a mask of
+the pack's size squared.
+
+Any transformers model can use it: ``attn_implementation="omnibal_packed"`` and ``attention_kwargs(cu_seq_lens)`` as
+keyword arguments of its forward. Without them, bounds are read off position ids that restart, as transformers' flash
+attention does; batches, masks and caches take transformers' own "sdpa" path.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from omnibal.errors import ConfigError, DataError
+
+PACKED_ATTENTION = "omnibal_packed"
+
+
+def attention_kwargs(cu_seq_lens: Tensor) -> dict[str, Any]:
+    """The keyword arguments by which transformers' layers hand a pack's bounds to their attention function.
+
+    Args:
+        cu_seq_lens: Bounds of the samples, int32 of shape (samples + 1,); do not change it in place afterwards.
+
+    >>> attention_kwargs(torch.tensor([0, 3, 5], dtype=torch.int32))["max_length_q"]
+    3
+    """
+    longest = max(sample_lengths(cu_seq_lens))
+    return {
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def sample_lengths(cu_seq_lens: Tensor) -> tuple[int, ...]:
+    """Tokens of each sample of a pack, on the host.
+
+    A GPU is asked once per tensor, not once per layer: the answer is kept on the tensor.
+
+    >>> sample_lengths(torch.tensor([0, 3, 5], dtype=torch.int32))
+    (3, 2)
+    """
+    if cu_seq_lens.device.type == "cpu":
+        return tuple(cu_seq_lens.diff().tolist())
+    known: tuple[int, ...] | None = getattr(cu_seq_lens, "_omnibal_lengths", None)
+    if known is None:
+        known = tuple(cu_seq_lens.diff().tolist())
+        cu_seq_lens._omnibal_lengths = known  # type: ignore[attr-defined]
+    return known
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within each sample of a pack, in the form that transformers' attention modules call.
+
+    Args:
+        module: The calling attention module; its ``is_causal`` counts where the argument is None.
+        query: Of shape (1, heads, tokens, head_dim).
+        key: Of shape (1, kv_heads, tokens, head_dim); ``kv_heads`` divides ``heads``.
+        value: As ``key``.
+        attention_mask: None for packs; anything else goes to transformers' "sdpa".
+        dropout: Probability of dropping an attention weight.
+        scaling: Factor before the softmax; None for ``head_dim ** -0.5``.
+        is_causal: Whether a token sees only itself and the tokens before it.
+        sliding_window: How many tokens a token sees, itself included; None for all.
+        cu_seq_lens_q: Bounds of the samples; keys have the same ones.
+        kwargs: ``position_ids`` gives the bounds where ``cu_seq_lens_q`` does not; the rest is for "sdpa".
+
+    Returns:
+        The mixed values, contiguous, of shape (1, tokens, heads, head_dim), and None in place of weights.
+
+    Raises:
+        ConfigError: For a mask beside ``cu_seq_lens_q``, or a kind of attention that this function does not compute.
+        DataError: If ``cu_seq_lens_q`` does not end with the number of tokens.
+    """
+    _refuse_unknown_terms(kwargs)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if query.numel() == 0:
+        return _nothing(query, key, value), None
+    if cu_seq_lens_q is None and causal:
+        cu_seq_lens_q = _bounds_from_positions(query, key, attention_mask, kwargs.get("position_ids"))
+    elif cu_seq_lens_q is not None and attention_mask is not None:
+        raise ConfigError("attention_mask must be None beside cu_seq_lens_q, got a tensor; packs have no padding")
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
+        )
+    if not causal:
+        raise ConfigError("attention over packs must be causal, got is_causal=False")
+    return _attend(query, key, value, cu_seq_lens_q, dropout=dropout, scaling=scaling, window=sliding_window), None
+
+
+def _refuse_unknown_terms(kwargs: dict[str, Any]) -> None:
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(f"attention must be plain scaled dot products for {PACKED_ATTENTION}, got {name}")
+
+
+def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What attention gives a ViT without tiles, with (zero) gradients for everyone; transformers' "sdpa" fails here."""
+    return (query + key.sum() + value.sum()).transpose(1, 2)
+
+
+def _bounds_from_positions(
+    query: Tensor, key: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Tensor | None:
+    """Bounds of one unmasked sequence: a sample starts where positions do not go on; None for batches and caches."""
+    num_tokens = query.shape[2]
+    if attention_mask is not None or query.shape[0] != 1 or key.shape[2] != num_tokens:
+        return None
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=query.device)
+    if position_ids is None or position_ids.ndim != 2:
+        return bounds
+    (breaks,) = torch.where(position_ids[0].diff() != 1)
+    return torch.cat((bounds[:1], breaks.to(torch.int32) + 1, bounds[1:]))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    *,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    lengths = sample_lengths(cu_seq_lens)
+    if query.shape[0] != 1 or sum(lengths) != query.shape[2]:
+        raise DataError(
+            f"cu_seq_lens must end with the number of tokens of one sequence, got {sum(lengths)} "
+            f"for {query.shape[0]} x {query.shape[2]} tokens"
+        )
+    window = None if window is None or window >= max(lengths) else window
+    if _kernel_serves(query, dropout):
+        return _varlen(query, key, value, cu_seq_lens, longest=max(lengths), scaling=scaling, window=window)
+    return _per_sample(query, key, value, lengths, dropout=dropout, scaling=scaling, window=window)
+
+
+def _kernel_serves(query: Tensor, dropout: float) -> bool:
+    head_dim, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and dropout == 0 and head_dim <= 256 and head_dim % 8 == 0
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    *,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    mixed = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens,
+        cu_seq_lens,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed.contiguous()[None]
+
+
+def _per_sample(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    *,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    queries, keys, values = (torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value))
+    mixed = [
+        functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if window is None else _band(q.shape[2], window, q.device),
+            dropout_p=dropout,
+            is_causal=window is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        for q, k, v in zip(queries, keys, values, strict=True)
+    ]
+    return torch.cat(mixed, dim=2).transpose(1, 2).contiguous()
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Which of ``length`` tokens see which: the ``window`` newest up to themselves."""
+    position = torch.arange(length, device=device)
+    behind = position[:, None] - position
+    return (behind >= 0) & (behind < window)
+
+
+def packed_mask(*, batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+    """No mask for one sequence without padding, which may be a pack; else transformers' mask for "sdpa"."""
+    if batch_size == 1 and q_length == kv_length and attention_mask is None:
+        return None
+    return sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs
+    )
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, packed_mask)

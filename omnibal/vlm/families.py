@@ -1,0 +1,60 @@
+"""From a Hugging Face folder or configuration to its pipeline layers."""
+
+import json
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from omnibal.errors import ConfigError
+from omnibal.vlm.internvl import internvl
+from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.weights import has_weights, ties_are_broken
+
+FAMILIES: Mapping[str, Callable[[Any], VisionLanguageModel]] = MappingProxyType({"internvl": internvl})
+"""From ``model_type`` to the function that makes a family's model from its configuration."""
+
+
+def load_model(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
+    """The pipeline layers of a Hugging Face model; no weight is read or made yet.
+
+    Args:
+        model: A folder with ``config.json``, or a configuration (which is copied).
+
+    Raises:
+        ConfigError: If there is no configuration, no family knows it, or the family refuses it.
+    """
+    if isinstance(model, PreTrainedConfig):
+        return _from_config(deepcopy(model))
+    folder = Path(model)
+    _check_family(_model_type(folder))
+    config = AutoConfig.from_pretrained(folder)
+    loaded = _from_config(config)
+    if has_weights(folder) and ties_are_broken(loaded, folder):
+        config.tie_word_embeddings = False
+        return _from_config(config)
+    return loaded
+
+
+def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
+    return FAMILIES[_check_family(config.model_type)](config)
+
+
+def _check_family(model_type: str) -> str:
+    if model_type not in FAMILIES:
+        raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}")
+    return model_type
+
+
+def _model_type(folder: Path) -> str:
+    """Read here, since transformers would ask whether to run code that comes with a model it does not know."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model must be a Hugging Face folder or a configuration, got {folder} without config.json")
+    try:
+        return str(json.loads(path.read_text())["model_type"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} must be JSON with a model_type, got {error!r}") from error

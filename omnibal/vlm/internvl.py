@@ -1,0 +1,110 @@
+"""InternVL as pipeline layers, around transformers' own modules."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+from omnibal.families.internvl import layer_records
+from omnibal.vlm.attention import PACKED_ATTENTION
+from omnibal.vlm.layers import LayerRecipe, Payload, VisionLanguageModel
+from omnibal.vlm.text import text_recipes
+
+DISK_PREFIXES = {
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+}
+
+
+class PatchEmbedding(nn.Module):
+    """Pixels to patch embeddings with CLS and positions."""
+
+    def __init__(self, config: Any, embeddings: nn.Module) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        if embeddings.mask_token is not None:
+            embeddings.mask_token.requires_grad_(False)  # for masked image modelling; here it never gets a gradient
+
+    def forward(self, payload: Payload) -> Payload:
+        """From pixels (tiles, channels, height, width) to (tiles, tokens_per_tile, width)."""
+        pixels, *rest = payload
+        return self.embeddings(pixels).contiguous(), rest[0], rest[1], rest[2]
+
+
+class VisionBlock(nn.Module):
+    """One block of the ViT."""
+
+    def __init__(self, config: Any, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (tiles, tokens_per_tile, width) to the same."""
+        hidden, *rest = payload
+        return self.block(hidden).contiguous(), rest[0], rest[1], rest[2]
+
+
+class Projector(nn.Module):
+    """The ViT's final norm where it has one, then from patches to what the language model reads."""
+
+    def __init__(self, config: Any, norm: nn.Module, projector: nn.Module) -> None:
+        super().__init__()
+        self.shuffle = round(1 / config.downsample_ratio)
+        self.norm = norm
+        self.projector = projector
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (tiles, tokens_per_tile, vision width) to (image tokens of all tiles, language model's width)."""
+        hidden, *rest = payload
+        patches = self.norm(hidden)[:, 1:]
+        features = self.projector(pixel_shuffle(patches, self.shuffle)).flatten(0, 1)
+        return features.contiguous(), rest[0], rest[1], rest[2]
+
+
+def pixel_shuffle(patches: Tensor, factor: int) -> Tensor:
+    """Join each square of ``factor × factor`` neighbouring patches into one wide patch, as InternVL does.
+
+    Args:
+        patches: Of shape (tiles, side², width), any number of tiles, none included; ``factor`` divides ``side``.
+        factor: How many patches, in each direction, become one.
+
+    Returns:
+        Of shape (tiles, (side / factor)², width × factor²).
+    """
+    tiles, area, width = patches.shape
+    side = round(area**0.5)
+    squares = patches.reshape(tiles, side // factor, factor, side // factor, factor, width)
+    return squares.transpose(2, 3).reshape(tiles, area // factor**2, factor**2 * width)
+
+
+def internvl(config: InternVLConfig) -> VisionLanguageModel:
+    """An InternVL model as pipeline layers.
+
+    Raises:
+        ConfigError: If the configuration has a setting that the layers do not serve.
+    """
+    records = layer_records(config.to_dict())
+    with torch.device("meta"):
+        skeleton: Any = InternVLForConditionalGeneration
+        skeleton = skeleton._from_config(config, attn_implementation=PACKED_ATTENTION)
+    kinds = [record.kind for record in records]
+    recipes = (
+        LayerRecipe(PatchEmbedding, {"embeddings": "model.vision_tower.embeddings"}),
+        *(
+            LayerRecipe(VisionBlock, {"block": f"model.vision_tower.encoder.layer.{i}"})
+            for i in range(kinds.count("vision_block"))
+        ),
+        LayerRecipe(Projector, {"norm": "model.vision_tower.layernorm", "projector": "model.multi_modal_projector"}),
+        *text_recipes(
+            kinds.count("decoder_block"),
+            tied=records[-1].tied_key is not None,
+            language_model="model.language_model",
+            head="lm_head",
+        ),
+    )
+    vision: Any = config.vision_config
+    pixel_shape = (vision.num_channels, *vision.image_size)
+    return VisionLanguageModel(skeleton, records, recipes, disk_prefixes=DISK_PREFIXES, pixel_shape=pixel_shape)

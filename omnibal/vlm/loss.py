@@ -1,0 +1,31 @@
+"""The loss of next-token prediction over packs."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from omnibal.data.collate import IGNORED
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of each token given the tokens before it; this is the one place where labels are shifted.
+
+    Only the rows that predict a target are turned to float32 and through the softmax, so memory beyond the logits
+    grows with the targets, not with the pack. Since each sample's first label is ``IGNORED``, no sample predicts the
+    next one's first token.
+
+    Args:
+        logits: Of shape (1, tokens, vocab), any floating type.
+        labels: Of shape (1, tokens), int64, not shifted, ``IGNORED`` where there is no target.
+
+    Returns:
+        Of shape (tokens,), float32: at ``t`` the loss of token ``t`` (predicted by row ``t - 1``), 0 without a target.
+        Sum it for the pack's loss; a pack without targets still sends (zero) gradients.
+
+    >>> token_losses(torch.zeros(1, 3, 4), torch.tensor([[-100, 2, -100]]))
+    tensor([0.0000, 1.3863, 0.0000])
+    """
+    targets = labels[0, 1:]
+    (rows,) = torch.where(targets != IGNORED)
+    losses = functional.cross_entropy(logits[0].index_select(0, rows).float(), targets[rows], reduction="none")
+    return torch.zeros(labels.shape[1], device=losses.device).index_put((rows + 1,), losses)

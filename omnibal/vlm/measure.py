@@ -1,0 +1,228 @@
+"""Measure a model's layers, one of each kind at several pack sizes, and fit a profile of costs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from omnibal.cost import CostModel, Load
+from omnibal.data.collate import IGNORED
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
+from omnibal.families.base import LayerRecord
+from omnibal.memory.footprint import LEVELS
+from omnibal.pipeline.measure import MeasurementWarning, Timing, device_name, time_optimizer
+from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.vlm.layer_trial import LayerOnPack, LayerTrial
+from omnibal.vlm.layers import Payload, VisionLanguageModel
+from omnibal.vlm.trial_packs import TrialPack, trial_packs
+
+MAX_SPREAD = 0.1
+"""Differences between repetitions, as a share of the median, above which a profile comes with a warning."""
+_TOKEN_BYTES = 16
+"""input_ids and position_ids, which every cut sends along, per LLM token."""
+_MOMENTS_BYTES, _MASTER_BYTES = 8, 4
+
+
+def measure_profile(
+    model: VisionLanguageModel,
+    limits: PackLimits,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    frozen: Collection[str] = (),
+    target_share: float = 1.0,
+    max_spread: float = MAX_SPREAD,
+    seed: int = 0,
+    report: Callable[[str], object] = lambda name: None,
+) -> ModelProfile:
+    """Measure on this machine what the layers of a model cost.
+
+    Of layers of one kind and size the first is measured, at packs of a quarter, a half and all of the limits, and the
+    last is compared with it. A time is the median of 5 passes after 2 warm-up passes; costs are fitted to the times.
+    The backward pass to the weights takes what a whole backward pass takes longer than one with frozen weights. The
+    last layer's times contain the loss. Optimizer steps are those of torch's AdamW.
+
+    Args:
+        model: Its layers are built one at a time, with initial weights.
+        limits: The most a pack may hold.
+        dtype: Of parameters and activations.
+        device: What to measure on.
+        frozen: Kinds of layers that are not trained.
+        target_share: Share of the tokens that carry loss.
+        max_spread: See Warns.
+        seed: Of weights and inputs.
+        report: Called with the name of each layer before it is measured.
+
+    Raises:
+        ConfigError: A frozen kind does not occur in the model.
+
+    Warns:
+        MeasurementWarning: Repetitions, or layers of one kind, differ by more than ``max_spread``: other programs are
+            running, or the clock is not stable.
+    """
+    unknown = set(frozen) - {record.kind for record in model.records}
+    if unknown:
+        raise ConfigError(f"frozen must hold kinds of the model's layers, got {min(unknown)!r}")
+    bench = _Bench(model, trial_packs(model, limits), dtype, torch.device(device), frozen, target_share, seed)
+    measured = bench.measure_all(report)
+    for message in _doubts(bench, measured, max_spread):
+        warnings.warn(message, MeasurementWarning, stacklevel=2)
+    costs = [replace(measured[_group(r)].cost, name=r.name, tied_key=r.tied_key) for r in model.records]
+    return ModelProfile(
+        tuple(costs),
+        device=device_name(bench.device),
+        dtype=str(dtype).removeprefix("torch."),
+        versions=measured_versions(),
+    )
+
+
+def measured_versions() -> dict[str, str]:
+    """The software that measured times depend on, for ``ModelProfile.check_matches``."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A group of layers that cost the same."""
+
+    cost: LayerCost
+    largest_input: Payload
+    largest: Timing
+    """Forward and backward of the largest pack."""
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What all measurements of a profile have in common."""
+
+    model: VisionLanguageModel
+    packs: list[TrialPack]
+    dtype: torch.dtype
+    device: torch.device
+    frozen: Collection[str]
+    target_share: float
+    seed: int
+
+    def measure_all(self, report: Callable[[str], object]) -> dict[str, _Measured]:
+        """Measure the first layer of each group, on what the layers before it put out."""
+        measured: dict[str, _Measured] = {}
+        payloads = [p.payload(self.model, dtype=self.dtype, device=self.device, seed=self.seed) for p in self.packs]
+        for index, record in enumerate(self.model.records):
+            if _group(record) in measured:
+                continue
+            report(record.name)
+            layer = self._build(index)
+            loads = [self._load(index, pack) for pack in self.packs]
+            distinct = {repr(load): (load, payload) for load, payload in zip(loads, payloads, strict=True)}
+            rows = [(load, self._trial(index, layer, payload).measure()) for load, payload in distinct.values()]
+            _, largest = rows[-1]
+            cost = _fit(record, layer, rows, trainable=record.kind not in self.frozen)
+            measured[_group(record)] = _Measured(cost, payloads[-1], largest.forward + largest.backward)
+            with torch.no_grad():
+                payloads = [layer(payload) for payload in payloads]
+        return measured
+
+    def time_largest(self, index: int, payload: Payload) -> Timing:
+        """Forward and backward of one layer."""
+        forward, backward = self._trial(index, self._build(index), payload).time_passes()
+        return forward + backward
+
+    def _build(self, index: int) -> nn.Module:
+        layer = self.model.build_layer(index, seed=self.seed, dtype=self.dtype, device=self.device)
+        if self.model.records[index].kind in self.frozen:
+            layer.requires_grad_(False)
+        return layer
+
+    def _trial(self, index: int, layer: nn.Module, payload: Payload) -> LayerTrial:
+        is_last = index == len(self.model.records) - 1
+        return LayerTrial(layer, payload, from_pixels=index == 0, labels=self._labels(payload) if is_last else None)
+
+    def _labels(self, payload: Payload) -> Tensor:
+        labels = payload[1].clone()
+        labels[:, : round((1 - self.target_share) * labels.shape[1])] = IGNORED
+        return labels
+
+    def _load(self, index: int, pack: TrialPack) -> Load:
+        """What of a pack a layer's costs depend on: tiles before the text embedding, tokens after it."""
+        record, load = self.model.records[index], pack.load
+        merge = [other.kind for other in self.model.records].index("text_embedding")
+        if index < merge:
+            return Load(load.vision_units, 0)
+        squared = load.llm_tokens_squared if "heads" in record.sizes else 0
+        return Load(load.vision_units if index == merge else 0, load.llm_tokens, squared)
+
+
+def _fit(
+    record: LayerRecord, layer: nn.Module, measured: Sequence[tuple[Load, LayerOnPack]], *, trainable: bool
+) -> LayerCost:
+    loads, rows = Load.stack(load for load, _ in measured), [row for _, row in measured]
+    without_attention = Load(loads.vision_units, loads.llm_tokens)  # which has no weights
+
+    def seconds(of: Callable[[LayerOnPack], float], loads: Load = loads) -> CostModel:
+        return CostModel.fit(loads, [max(of(row), 0.0) for row in rows])
+
+    def byte_count(of: Callable[[LayerOnPack], int]) -> CostModel:
+        fitted = CostModel.fit(loads, [of(row) for row in rows])
+        # what is left of whole numbers after the fit's rounding
+        return CostModel(**{name: round(coefficient, 6) for name, coefficient in vars(fitted).items()})
+
+    parameters = list(layer.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    numbers = sum(parameter.numel() for parameter in trained)
+    master_bytes = _MASTER_BYTES if parameters[0].itemsize < _MASTER_BYTES else 0
+    return LayerCost(
+        record.name,
+        record.kind,
+        forward_seconds=seconds(lambda row: row.forward.seconds),
+        backward_seconds=seconds(lambda row: min(row.backward_frozen.seconds, row.backward.seconds)),
+        weight_seconds=seconds(lambda row: row.backward.seconds - row.backward_frozen.seconds, without_attention),
+        output_bytes=byte_count(lambda row: row.sent_bytes) + CostModel(llm_tokens=_TOKEN_BYTES),
+        saved_bytes={level: byte_count(lambda row: row.kept_bytes[level]) for level in LEVELS},  # noqa: B023  # at once
+        recompute_seconds={
+            level: seconds(lambda row: row.backward_by_level[level].seconds - row.backward.seconds)  # noqa: B023
+            for level in LEVELS
+            if level != "none"
+        },
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        optimizer_bytes=numbers * (_MOMENTS_BYTES + master_bytes),
+        optimizer_seconds=time_optimizer(trained).seconds,
+        trainable=trainable,
+        sizes=dict(record.sizes),
+        spread=max((row.forward + row.backward).spread for row in rows),
+    )
+
+
+def _group(record: LayerRecord) -> str:
+    """The same for layers that cost the same."""
+    return f"{record.kind} {sorted(record.sizes.items())}"
+
+
+def _doubts(bench: _Bench, measured: Mapping[str, _Measured], max_spread: float) -> Iterator[str]:
+    """What speaks against the measurements."""
+    records = bench.model.records
+    total = Timing(0.0, 0.0)
+    for record in records:
+        total += measured[_group(record)].largest
+    if total.spread > max_spread:
+        yield (
+            f"repeated passes should differ by at most {max_spread:.0%}, got {total.spread:.0%} over all layers; "
+            f"stop other programs and measure again"
+        )
+    for last, record in {_group(record): (index, record) for index, record in enumerate(records)}.values():
+        first = measured[_group(record)]
+        if first.cost.name == record.name:
+            continue
+        again = bench.time_largest(last, first.largest_input)
+        difference = abs(again.seconds / first.largest.seconds - 1)
+        if difference > max_spread + first.largest.spread + again.spread:
+            yield (
+                f"layers of one kind should take the same time, got {first.largest.seconds:.2g} s for "
+                f"{first.cost.name} and {again.seconds:.2g} s for {record.name}; stop other programs and measure again"
+            )

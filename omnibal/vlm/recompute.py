@@ -1,0 +1,64 @@
+"""Run a pipeline layer under a recompute level."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from omnibal.memory.footprint import Level
+from omnibal.vlm.layers import Payload
+
+_EXPENSIVE = {
+    f"aten::{name}"
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+} | {"torch_attn::_varlen_attn"}
+"""Operators whose results ``"selective"`` keeps: the products of matrices and attention, nearly all of the work."""
+
+
+def run_layer(layer: nn.Module, payload: Payload, level: Level) -> Payload:
+    """Run a layer forward, keeping for its backward pass what the level says.
+
+    Outputs and gradients are the same bits at every level: recomputation repeats the same operations, dropout with the
+    same random numbers.
+
+    Args:
+        layer: A pipeline layer.
+        payload: Its input.
+        level: ``"none"`` keeps what autograd wants; ``"selective"`` the input and the results of matrix products
+            and attention, and recomputes the cheap rest; ``"full"`` the input alone.
+    """
+    if level == "none" or not torch.is_grad_enabled():
+        return layer(payload)  # type: ignore[no-any-return]
+    options: dict[str, Any] = {}
+    if level == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    # Tensor by tensor: what checkpoint is given in a tuple, it keeps out of autograd's sight.
+    return checkpoint(_run, layer, *payload, use_reentrant=False, **options)  # type: ignore[no-any-return]
+
+
+def _run(layer: nn.Module, *payload: Any) -> Payload:
+    return layer(payload)  # type: ignore[no-any-return]
+
+
+def _policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    if operator.name().split(".")[0] in _EXPENSIVE:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

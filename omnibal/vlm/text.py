@@ -1,0 +1,160 @@
+"""The language model's pipeline layers, shared by all families, around transformers' own modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from omnibal.errors import DataError
+from omnibal.vlm.attention import attention_kwargs
+from omnibal.vlm.layers import LayerRecipe, Payload
+
+
+class TextEmbedding(nn.Module):
+    """Embeds the tokens and puts the image features where the image tokens stand."""
+
+    def __init__(self, config: Any, embed_tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.image_token_id: int = config.image_token_id
+        self.longest = _longest_sample(config.text_config)
+        self.embed_tokens = embed_tokens
+
+    def forward(self, payload: Payload) -> Payload:
+        """From features (image_tokens, width) to hidden states (1, tokens, width).
+
+        Raises:
+            DataError: If there are not as many image tokens as features, or a sample is too long.
+        """
+        features, input_ids, position_ids, cu_seq_lens = payload
+        embedded: Tensor = self.embed_tokens(input_ids)
+        image = input_ids == self.image_token_id
+        if int(image.sum()) != len(features):
+            raise DataError(
+                f"image tokens must be as many as image features, got {int(image.sum())} image tokens in input_ids "
+                f"and {len(features)} features"
+            )
+        if self.longest is not None and int(position_ids.max()) >= self.longest:
+            raise DataError(
+                f"samples must have at most max_position_embeddings ({self.longest}) tokens under dynamic rotary "
+                f"embeddings, got {int(position_ids.max()) + 1}"
+            )
+        merged = embedded.masked_scatter(image[..., None], features.to(embedded.dtype))
+        return merged.contiguous(), input_ids, position_ids, cu_seq_lens
+
+
+class TiedEmbedding(TextEmbedding):
+    """Embedding and head in one module, for models that tie them; its input says which of the two it is.
+
+    A pipeline engine ties whole modules, and calls the same module at both ends of the model.
+    """
+
+    tied_weights = ("embed_tokens.weight",)
+
+    def forward(self, payload: Payload) -> Payload:
+        """Embed 2-D image features; turn 3-D hidden states into logits (1, tokens, vocab)."""
+        hidden, *rest = payload
+        if hidden.dim() == 2:
+            return super().forward(payload)
+        logits = functional.linear(hidden, self.embed_tokens.weight)
+        return logits, rest[0], rest[1], rest[2]
+
+
+class DecoderBlock(nn.Module):
+    """One decoder layer of the language model, over packs."""
+
+    def __init__(self, config: Any, block: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.rotary = ExactRotary(rotary)
+
+    def forward(self, payload: Payload) -> Payload:
+        """From hidden states (1, tokens, width) to the same."""
+        hidden, input_ids, position_ids, cu_seq_lens = payload
+        hidden = self.block(
+            hidden,
+            position_ids=position_ids,
+            position_embeddings=self.rotary(hidden, position_ids),
+            **attention_kwargs(cu_seq_lens),
+        )
+        return hidden.contiguous(), input_ids, position_ids, cu_seq_lens
+
+
+class FinalNorm(nn.Module):
+    """The norm after the last decoder layer."""
+
+    def __init__(self, config: Any, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, payload: Payload) -> Payload:
+        """From hidden states (1, tokens, width) to the same."""
+        hidden, *rest = payload
+        return self.norm(hidden).contiguous(), rest[0], rest[1], rest[2]
+
+
+class Head(nn.Module):
+    """The head of a model that does not tie it to its embedding.
+
+    It computes the logits of every row, also of those without a target, since it does not know the labels.
+    """
+
+    def __init__(self, config: Any, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.lm_head = lm_head
+
+    def forward(self, payload: Payload) -> Payload:
+        """From hidden states (1, tokens, width) to logits (1, tokens, vocab)."""
+        hidden, *rest = payload
+        return self.lm_head(hidden).contiguous(), rest[0], rest[1], rest[2]
+
+
+class ExactRotary(nn.Module):
+    """Rotary tables from frequencies that stay float32 and do not depend on what else is in the pack."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        if "dynamic" in rotary.rope_type:
+            # transformers asks the device for the largest position, in every layer, and stretches all samples'
+            # frequencies once it reaches max_position_embeddings. TextEmbedding refuses such positions, and below
+            # them "dynamic" equals "default".
+            rotary.rope_type = "default"
+        self.rotary = rotary
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each (1, tokens, head_dim), in the type of ``hidden``."""
+        cosines, sines = self.rotary(hidden, position_ids)
+        return cosines, sines
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExactRotary":
+        """Follow the model to its device, but not to bfloat16, in which far positions become indistinguishable."""
+        before = dict(self.rotary.named_buffers())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, now in list(self.rotary.named_buffers()):
+            if now.dtype != before[name].dtype:
+                setattr(self.rotary, name, before[name].to(now.device))
+        return self
+
+
+def _longest_sample(text_config: Any) -> int | None:
+    dynamic = "dynamic" in text_config.rope_parameters["rope_type"]
+    return int(text_config.max_position_embeddings) if dynamic else None
+
+
+def text_recipes(num_blocks: int, *, tied: bool, language_model: str, head: str) -> tuple[LayerRecipe, ...]:
+    """Recipes of the layers from text embedding to head.
+
+    Args:
+        num_blocks: Decoder layers.
+        tied: Whether embedding and head share their weight.
+        language_model: Path of the language model in the Hugging Face model.
+        head: Path of the head.
+    """
+    embed_tokens = {"embed_tokens": f"{language_model}.embed_tokens"}
+    rotary = {"rotary": f"{language_model}.rotary_emb"}
+    return (
+        LayerRecipe(TiedEmbedding if tied else TextEmbedding, embed_tokens),
+        *(LayerRecipe(DecoderBlock, {"block": f"{language_model}.layers.{i}"} | rotary) for i in range(num_blocks)),
+        LayerRecipe(FinalNorm, {"norm": f"{language_model}.norm"}),
+        LayerRecipe(TiedEmbedding, embed_tokens) if tied else LayerRecipe(Head, {"lm_head": head}),
+    )

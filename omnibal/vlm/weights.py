@@ -1,0 +1,210 @@
+"""Read and write Hugging Face folders of weights, layer by layer."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from omnibal.errors import ConfigError
+from omnibal.vlm.layers import VisionLanguageModel
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class Stored(NamedTuple):
+    """Where a tensor is: a safetensors file, and its name there."""
+
+    file: Path
+    name: str
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU."""
+        with _opened(self.file) as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds safetensors under Hugging Face's names."""
+    return (Path(folder) / INDEX_FILE).is_file() or (Path(folder) / SINGLE_FILE).is_file()
+
+
+def load_layer(model: VisionLanguageModel, index: int, module: nn.Module, folder: str | Path) -> None:
+    """Fill one layer with its weights from a Hugging Face folder, reading no other tensor.
+
+    The names of all tensors are checked against the whole model, so a wrong folder fails alike on every rank.
+
+    Args:
+        model: The model that the layer belongs to.
+        index: Which layer.
+        module: What ``model.build_layer(index, …)`` gave; its dtype and device stay.
+        folder: With ``model.safetensors``, or with shards and their index.
+
+    Raises:
+        ConfigError: If the folder has no weights, or a tensor is missing, unexpected or of another shape.
+    """
+    stored = _stored_weights(model, Path(folder))
+    targets = module.state_dict()
+    for name, disk_name in model.weight_names(index).items():
+        tensor, target = stored[disk_name].read(), targets[name]
+        if tensor.shape != target.shape:
+            raise ConfigError(
+                f"{stored[disk_name].name} must have shape {tuple(target.shape)}, got {tuple(tensor.shape)} "
+                f"in {stored[disk_name].file}"
+            )
+        with torch.no_grad():
+            target.copy_(tensor)
+
+
+def ties_are_broken(model: VisionLanguageModel, folder: str | Path) -> bool:
+    """Whether a folder stores weights that ``model`` ties, and stores them with different values.
+
+    transformers does not tie such weights, whatever the configuration says.
+    """
+    stored = _read_names(model, Path(folder))
+    pairs = [
+        (stored[name], stored[source]) for name, source in model.tied_names.items() if {name, source} <= set(stored)
+    ]
+    return any(not torch.equal(one.read(), other.read()) for one, other in pairs)
+
+
+def save_model(
+    model: VisionLanguageModel,
+    state_of: Callable[[int], Mapping[str, Tensor]],
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a Hugging Face folder: ``config.json`` and safetensors, in shards with an index if more than one.
+
+    At most one shard and one layer are in memory at a time. A tied head is not written twice. Files of weights from
+    an earlier save are removed.
+
+    Args:
+        model: Whose layers are written.
+        state_of: From a layer's index to its ``state_dict()``; called once per layer, in order.
+        folder: Is made if need be.
+        max_shard_bytes: Of tensors in one file; a tensor larger than that gets a file of its own.
+
+    Raises:
+        ConfigError: If a state lacks a tensor of its layer, or holds one of another name.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = _ShardWriter(folder, max_shard_bytes)
+    for index in range(len(model.records)):
+        if model.first_tied(index) == index:
+            for name, tensor in _renamed(model, index, state_of(index)).items():
+                writer.add(name, tensor)
+    writer.close()
+    config = deepcopy(model.config)
+    config.architectures, config.dtype = [type(model.skeleton).__name__], writer.dtype
+    config.save_pretrained(folder)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ConfigError(f"{path} must be a whole safetensors file, got {error}") from error
+
+
+def _read_names(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
+    """All tensors of a folder, by their names on disk; files that use the names in memory are understood too."""
+    if (folder / SINGLE_FILE).is_file():
+        with _opened(folder / SINGLE_FILE) as single:
+            files = dict.fromkeys(single.keys(), SINGLE_FILE)
+    elif (folder / INDEX_FILE).is_file():
+        files = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        for file in sorted(set(files.values())):
+            if not (folder / file).is_file():
+                raise ConfigError(f"{folder / INDEX_FILE} must name files that exist, got {file}")
+    else:
+        raise ConfigError(
+            f"{folder} must hold {SINGLE_FILE} or {INDEX_FILE}, got neither; "
+            "ask for random weights to train a model from scratch"
+        )
+    return {model.disk_name(name): Stored(folder / file, name) for name, file in files.items()}
+
+
+def _stored_weights(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
+    """The tensors of a folder that has exactly the model's."""
+    stored = _read_names(model, folder)
+    for name, source in model.tied_names.items():
+        head = stored.pop(name, None)
+        if head is not None:
+            stored.setdefault(source, head)
+    expected = {name for index in range(len(model.records)) for name in model.weight_names(index).values()}
+    missing = sorted(expected - stored.keys())
+    unexpected = sorted(name for name in stored.keys() - expected if not name.endswith("rotary_emb.inv_freq"))
+    if missing:
+        raise ConfigError(f"{folder} must hold every weight of the model, got no {_some(missing)}")
+    if unexpected:
+        files = sorted({stored[name].file.name for name in unexpected})
+        raise ConfigError(f"{folder} must hold no weight but the model's, got {_some(unexpected)} in {_some(files)}")
+    return stored
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _renamed(model: VisionLanguageModel, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = model.weight_names(index)
+    if state.keys() != names.keys():
+        raise ConfigError(f"the state of {model.records[index].name} must hold {sorted(names)}, got {sorted(state)}")
+    return {names[name]: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+class _ShardWriter:
+    """Collects tensors, writes a file whenever it is full, and names the files once their number is known."""
+
+    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+        self.dtype: torch.dtype | None = None
+        self._folder = folder
+        self._max_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and _num_bytes(*self._pending.values(), tensor) > self._max_bytes:
+            self._flush()
+        self._pending[name] = tensor
+        self._total_bytes += _num_bytes(tensor)
+        self.dtype = self.dtype or tensor.dtype
+
+    def close(self) -> None:
+        self._flush()
+        count = len(self._shards)
+        for old in self._folder.glob("model*.safetensors*"):
+            old.unlink()
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE_FILE]
+        for i, name in enumerate(names):
+            self._temporary(i).rename(self._folder / name)
+        if count > 1:
+            weight_map = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._temporary(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending = {}
+
+    def _temporary(self, shard: int) -> Path:
+        return self._folder / f"shard{shard}.partial"
+
+
+def _num_bytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

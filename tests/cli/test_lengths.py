@@ -1,0 +1,109 @@
+import json
+
+import numpy as np
+import pytest
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.data.sources.llava import LlavaDataset
+from omnibal.demo import write_demo
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return write_demo(tmp_path_factory.mktemp("demo"), samples=60, held_out=20, seed=3, max_tiles=4)
+
+
+def test_a_dataset_is_measured_and_saved(omnibal, demo, tmp_path):
+    result = omnibal("lengths", demo.meta, tmp_path / "out", "--model", demo.model, "--json")
+    record = json.loads(result.stdout)
+    expected = InternVLDataset(demo.meta, demo.model).lengths()
+    saved = SampleLengths.load(tmp_path / "out")
+    assert saved.content_hash == expected.content_hash == record["content_hash"]
+    assert set(record) == {"folder", "content_hash", "all", "sources", "broken", "plots"}
+    assert [source["name"] for source in record["sources"]] == list(json.loads(demo.meta.read_text()))
+    assert sum(source["samples"] for source in record["sources"]) == record["all"]["samples"] == 60
+    assert record["all"]["llm_tokens"] == {
+        "total": expected.llm_tokens.sum(),
+        "mean": expected.llm_tokens.mean(),
+        "p50": np.median(expected.llm_tokens),
+        "p99": np.percentile(expected.llm_tokens, 99),
+        "max": expected.llm_tokens.max(),
+    }
+    assert record["all"]["with_image"] == (expected.vision_units > 0).sum()
+
+
+def test_the_folder_is_what_pack_reads_with_the_names_of_sources(omnibal, demo, tmp_path):
+    omnibal("lengths", demo.meta, tmp_path / "out", "--model", demo.model)
+    text = omnibal("lengths", tmp_path / "out", tmp_path / "again").stdout
+    assert all(name in text for name in json.loads(demo.meta.read_text()))
+    record = json.loads(omnibal("pack", tmp_path / "out", "--method", "isf", "--json").stdout)
+    assert record["samples"] == 60
+
+
+def test_fewer_tiles_make_shorter_samples(omnibal, demo, tmp_path):
+    totals = [
+        json.loads(
+            omnibal("lengths", demo.meta, tmp_path, "--model", demo.model, "--max-tiles", most, "--json").stdout
+        )["all"]["vision_units"]["total"]
+        for most in (1, 4)
+    ]
+    assert totals[0] < totals[1]
+
+
+@pytest.mark.parametrize("as_array", [True, False])
+def test_annotations_in_llavas_format_are_measured(omnibal, demo, tmp_path, as_array):
+    annotations = next((demo.meta.parent / "train").glob("*.jsonl"))
+    lines = annotations.read_text().splitlines()
+    source = tmp_path / ("llava.json" if as_array else "llava.jsonl")
+    source.write_text(f"[{','.join(lines)}]" if as_array else "\n".join(lines))
+    root = demo.meta.parent / json.loads(demo.meta.read_text())[annotations.stem]["root"]
+    options = ["--model", demo.model, "--images", root, "--json"]
+    record = json.loads(omnibal("lengths", source, tmp_path / "out", *options).stdout)
+    expected = LlavaDataset(annotations, root, demo.model).lengths()
+    assert record["content_hash"] == expected.content_hash
+    assert [entry["name"] for entry in record["sources"]] == ["llava"]
+
+
+def test_a_cache_answers_the_second_run(omnibal, demo, tmp_path):
+    options = ["--model", demo.model, "--cache", tmp_path / "cache", "--json"]
+    first, second = (
+        json.loads(omnibal("lengths", demo.meta, tmp_path / name, *options).stdout) for name in ("first", "second")
+    )
+    assert first["content_hash"] == second["content_hash"]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_json_lists_become_a_folder(omnibal, token_lengths, tmp_path):
+    text = omnibal("lengths", token_lengths[0], tmp_path / "out", "--plot", tmp_path / "plots").stdout
+    assert "llava_mix" in text
+    assert SampleLengths.load(tmp_path / "out").summary == SampleLengths.from_token_lengths(token_lengths[0]).summary
+    assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def broken(demo, tmp_path):
+    """A meta file with two usable samples and two that are not."""
+    good = (demo.meta.parent / "train" / next(iter(json.loads(demo.meta.read_text())))).with_suffix(".jsonl")
+    lines = good.read_text().splitlines()[:2]
+    (tmp_path / "some.jsonl").write_text("\n".join([lines[0], "{", lines[1], '{"conversations": []}']) + "\n")
+    root = json.loads(demo.meta.read_text())[good.stem]["root"]
+    meta = tmp_path / "meta.json"
+    meta.write_text(json.dumps({"some": {"root": str(demo.meta.parent / root), "annotation": "some.jsonl"}}))
+    return meta
+
+
+def test_broken_samples_are_refused_in_one_report(omnibal, demo, broken, tmp_path):
+    result = omnibal("lengths", broken, tmp_path / "out", "--model", demo.model, exit_code=2)
+    assert "2 of 4 items cannot be used" in result.stderr
+    assert f"{broken.parent / 'some.jsonl'}, line 2: " in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_broken_samples_are_left_out_and_listed(omnibal, demo, broken, tmp_path):
+    options = [broken, tmp_path / "out", "--model", demo.model, "--broken", "skip"]
+    record = json.loads(omnibal("lengths", *options, "--json").stdout)
+    assert record["all"]["samples"] == 2
+    assert [problem["line"] for problem in record["broken"]] == [2, 4]
+    assert json.loads((tmp_path / "out" / "broken.json").read_text()) == record["broken"]
+    assert "2 items cannot be used and are left out" in omnibal("lengths", *options).stdout

@@ -1,0 +1,201 @@
+import json
+from typing import get_args
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omnibal.cli.partition import Method
+from omnibal.cost import Load
+from omnibal.data.limits import PackLimits
+from omnibal.engine import trials as trials_module
+from omnibal.engine.trials import Trial
+from omnibal.memory.footprint import Footprint, TrainingSetup
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import METHODS, search_partition
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.plan import Plan
+from tests.pipeline.profiles import fixed_profile
+
+SECONDS = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Six layers of equal parameters; stages of 1 + 2 + 3 + 4 and 5 + 6 seconds are nearest to each other."""
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    fixed_profile(SECONDS).save(path)
+    return path
+
+
+@pytest.fixture
+def ds_config(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 3, "omnibal": {"model": {"path": "models/mine"}}}))
+    return path
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Stands in for the real engine: the partition in ``fails`` does not run, the one in ``fastest`` wins."""
+
+    class Engine:
+        fails, fastest, calls = (0, 4, 6), (0, 3, 6), []
+
+        def __call__(self, config, plans, *, launcher_options, steps=3, on_trial):
+            self.calls.append((config, plans, launcher_options))
+            trials = [self._trial(plan) for plan in plans]
+            for trial in trials:
+                on_trial(trial)
+            return sorted(trials, key=lambda trial: trial.median_seconds)
+
+        def _trial(self, plan):
+            if plan.partition.boundaries == self.fails:
+                return Trial(plan, (), (), "OutOfMemoryError: no")
+            return Trial(plan, (1.0 if plan.partition.boundaries == self.fastest else 9.0,), (2**30, 0), None)
+
+    stand_in = Engine()
+    stand_in.calls = []
+    monkeypatch.setattr(trials_module, "run_trials", stand_in)
+    return stand_in
+
+
+def test_the_best_partition_comes_with_a_bound(omnibal, saved):
+    options = ("--num-stages", 2, "--micro-batches", 4, "--bandwidth", 1, "--top", 3)
+    record = json.loads(omnibal("partition", saved, *options, "--json").stdout)
+    loads = [Load([9] * 4, [4096] * 4)]
+    found = search_partition(fixed_profile(SECONDS), loads, 2, bandwidth_bytes_per_second=1e9, top=3)
+    assert record["chosen"] == list(found.best.partition.boundaries) == [0, 4, 6]
+    assert record["lower_bound_seconds"] == found.lower_bound_seconds
+    search = record["methods"]["search"]
+    assert search["gap"] == found.gap
+    assert [entry["step_seconds"] for entry in search["candidates"]] == [c.step_seconds for c in found.candidates]
+    assert search["step_seconds"] == pytest.approx(found.best.step_seconds)
+    assert len(search["candidates"]) == 3
+    assert [(row["vision_layers"], row["language_layers"]) for row in search["stages"]] == [(0, 4), (0, 2)]
+    text = omnibal("partition", saved, *options).stdout
+    assert "chosen: 0 4 6" in text
+    bound, best = 1e3 * found.lower_bound_seconds, 1e3 * found.best.step_seconds
+    assert f"predicted step {best:,.1f} ms; no partition is below {bound:,.1f} ms" in " ".join(text.split())
+
+
+def test_methods_are_compared_side_by_side(omnibal, saved):
+    options = ("partition", saved, "--num-stages", 3, "--bandwidth", 1, "--compare")
+    record = json.loads(omnibal(*options, "--json").stdout)
+    assert list(record["methods"]) == list(METHODS)
+    assert record["methods"]["uniform"]["boundaries"] == [0, 2, 4, 6]
+    best = min(entry["step_seconds"] for entry in record["methods"].values())
+    assert record["methods"]["search"]["step_seconds"] == best
+    assert record["micro_batches"] == 12
+    text = omnibal(*options).stdout
+    assert all(f" {method} " in text for method in METHODS)
+    assert "0 2 4 6" in text
+    assert "(lower bound)" in text
+
+
+def test_another_method_is_chosen_by_name(omnibal, saved):
+    options = ("--num-stages", 2, "--bandwidth", 1, "--method", "uniform", "--json")
+    record = json.loads(omnibal("partition", saved, *options).stdout)
+    assert record["chosen"] == [0, 3, 6]
+    assert list(record["methods"]) == ["uniform"]
+    assert record["methods"]["uniform"]["gap"] > 0
+
+
+def test_a_plan_and_a_picture_are_written(omnibal, saved, tmp_path):
+    output, plot = tmp_path / "new" / "plan.json", tmp_path / "new" / "stages.png"
+    options = ("--num-stages", 2, "--bandwidth", 1, "--num-replicas", 2, "--micro-batches", 4, "--vision-units", 5)
+    record = json.loads(
+        omnibal(
+            "partition", saved, *options, "--recompute", "full", "--output", output, "--plot", plot, "--json"
+        ).stdout
+    )
+    assert record["written"] == [str(output), str(plot)]
+    assert list(record["methods"]) == ["uniform", "parameters", "paper", "search"]
+    plan = Plan.load(output)
+    assert (plan.partition, plan.micro_batches) == (Partition((0, 4, 6)), 4)
+    assert plan.limits == PackLimits(5, 4096)
+    assert plan.recompute == ("full",) * 6
+    predicted = plan.predicted
+    assert predicted.step_seconds == pytest.approx(record["methods"]["search"]["step_seconds"])
+    assert predicted.samples_per_step == 8
+    # forward, input and weight gradients take as long each, and the forward pass runs again
+    assert [stage.forward_seconds for stage in predicted.stages] == [10, 11]
+    assert [stage.backward_seconds for stage in predicted.stages] == [30, 33]
+    assert [stage.recompute_seconds for stage in predicted.stages] == [10, 11]
+    profile = ModelProfile.load(saved)
+    pack = Load(5, 4096, 4096**2)
+    footprint = Footprint(profile, pack, one_f_one_b(2, 4), TrainingSetup(num_replicas=2))
+    memory = footprint.stages(plan.partition, plan.recompute)
+    assert tuple(stage.memory for stage in predicted.stages) == memory
+    assert [row["memory_bytes"] for row in record["methods"]["search"]["stages"]] == [m.total for m in memory]
+    assert plan.made_from["profile"]["hash"] == profile.content_hash
+    assert plan.made_from["method"] == "search"
+    with Image.open(plot) as picture:
+        assert np.asarray(picture).std() > 0
+
+
+def test_candidates_are_tried_and_the_fastest_is_kept(omnibal, saved, ds_config, engine, tmp_path):
+    options = ("--num-stages", 2, "--bandwidth", 1, "--num-replicas", 2, "--trials", 3, "--config", ds_config)
+    result = omnibal("partition", saved, *options, "--output", tmp_path / "plan.json")
+    ((config, plans, launcher),) = engine.calls
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["omnibal"]["model"]["path"] == "models/mine"
+    assert launcher == ["--num_gpus", "4"]
+    assert len(plans) == 3
+    assert {plan.micro_batches for plan in plans} == {3}
+    assert plans[0].partition.boundaries == (0, 4, 6)
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("trial 1 of 3: 0 4 6: predicted ")
+    assert lines[0].endswith("failed: OutOfMemoryError: no")
+    assert "measured 1,000.0 ms" in result.stderr
+    assert "failed: OutOfMemoryError: no" in " ".join(result.stdout.split())
+    assert Plan.load(tmp_path / "plan.json").partition.boundaries == (0, 3, 6)
+
+
+def test_trials_are_rows_of_the_record(omnibal, saved, ds_config, engine):
+    options = ("--num-stages", 2, "--bandwidth", 1, "--trials", 3, "--config", ds_config, "--launcher", "-H hosts")
+    record = json.loads(omnibal("partition", saved, *options, "--json").stdout)
+    assert engine.calls[0][2] == ["-H", "hosts"]
+    assert record["chosen"] == [0, 3, 6]
+    assert [row["measured_seconds"] for row in record["trials"]] == [1.0, 9.0, None]
+    assert record["trials"][2]["error"] == "OutOfMemoryError: no"
+    assert record["trials"][0]["predicted_seconds"] == next(
+        entry["step_seconds"] for entry in record["methods"]["search"]["candidates"] if entry["boundaries"] == [0, 3, 6]
+    )
+
+
+def test_without_any_candidate_that_runs_nothing_is_chosen(omnibal, saved, ds_config, engine, tmp_path):
+    options = ("--num-stages", 2, "--bandwidth", 1, "--trials", 1, "--config", ds_config)
+    result = omnibal("partition", saved, *options, "--output", tmp_path / "plan.json", exit_code=2)
+    assert "a candidate must run, got 1 failures; the first: OutOfMemoryError: no" in result.stderr
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--num-stages", 7, "--bandwidth", 1), "num_stages must lie in [1, 6]"),
+        (("--num-stages", 2), "--bandwidth must be given for 'test'"),
+        (("--num-stages", 2, "--bandwidth", 1, "--trials", 2), "--config must name a ds_config for --trials 2, got"),
+        (("--num-stages", 2, "--bandwidth", 1, "--recompute", "selective"), "recompute must be one of full, none"),
+    ],
+)
+def test_wrong_options_are_refused(omnibal, saved, options, message):
+    assert message in omnibal("partition", saved, *options, exit_code=2).stderr.replace("\n", " ")
+
+
+def test_the_ds_config_says_the_micro_batches(omnibal, saved, ds_config):
+    options = ("partition", saved, "--num-stages", 2, "--bandwidth", 1, "--config", ds_config)
+    assert json.loads(omnibal(*options, "--json").stdout)["micro_batches"] == 3
+    refused = omnibal(*options, "--micro-batches", 4, exit_code=2)
+    assert "--micro-batches must be 3 as the ds_config says, got 4" in refused.stderr
+
+
+def test_a_profile_or_a_model_and_a_device_are_needed(omnibal):
+    result = omnibal("partition", "--num-stages", 2, "--device", "a100", exit_code=2)
+    assert "costs must come from a PROFILE, or from --model and --device" in result.stderr
+
+
+def test_the_choices_are_the_methods():
+    assert get_args(Method) == METHODS

@@ -1,0 +1,115 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.plan import Plan
+from omnibal.planner import PlanRequest, make_plan
+from tests.planner.test_solve import PROFILE
+
+OPTIONS = [
+    *("--num-stages", 4, "--num-replicas", 2, "--global-batch", 128, "--bandwidth", 100),
+    *("--overhead", 0, "--head-room", 0, "--method", "isf", "--steps", 2),
+]
+
+
+@pytest.fixture
+def profile(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    return tmp_path / "profile.json"
+
+
+@pytest.fixture
+def arguments(profile, token_lengths, tmp_path):
+    lengths = [argument for path in token_lengths for argument in ("--lengths", path)]
+    return [profile, *lengths, "--out", tmp_path / "out" / "plan.json", *OPTIONS]
+
+
+def test_the_plan_is_written_and_fits(omnibal, arguments, tmp_path):
+    record = json.loads(omnibal("plan", *arguments, "--budget", "3.0", "--json").stdout)
+    plan = Plan.load(tmp_path / "out" / "plan.json")
+    assert record["plan"] == json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert plan.num_stages == 4
+    assert max(stage.memory.total for stage in plan.predicted.stages) <= 3 * 2**30
+    assert record["lower_bound_seconds"] <= plan.predicted.step_seconds
+    best = min(record["tried"], key=lambda entry: entry["step_seconds"] / entry["samples_per_step"])
+    assert best["partition"] == list(plan.partition.boundaries)
+    assert best["micro_batches"] == plan.micro_batches
+    if record["two_phase"]:
+        baseline = record["two_phase"]["step_seconds"] / record["two_phase"]["samples_per_step"]
+        assert plan.predicted.step_seconds / plan.predicted.samples_per_step <= baseline * (1 + 1e-5)
+
+
+def test_explained_and_drawn(omnibal, arguments, tmp_path):
+    folder = tmp_path / "plots"
+    output = omnibal("plan", *arguments, "--budget", "3.0", "--explain", "--plot", folder).output
+    for word in ("V+L", "recompute ms", "weights", "samples/s", "two phases", "written"):
+        assert word in output, word
+    assert {path.name for path in folder.iterdir()} == {"memory.png", "timeline.png"}
+
+
+def test_budgets_may_differ_by_stage(omnibal, arguments, tmp_path):
+    omnibal("plan", *arguments, "--budget", "2.6,6,6,6")
+    plan = Plan.load(tmp_path / "out" / "plan.json")
+    assert plan.predicted.stages[0].memory.total <= 2.6 * 2**30
+    assert plan.made_from["request"]["budget_bytes"] == [int(2.6 * 2**30), *[6 * 2**30] * 3]
+
+
+def test_what_does_not_fit_is_one_line_with_the_bytes(omnibal, arguments):
+    result = omnibal("plan", *arguments, "--budget", "0.2", exit_code=2)
+    assert result.stderr.startswith("error: memory must hold every stage, got 0.20 GiB")
+    assert "bytes" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_limits_can_be_fixed(omnibal, arguments, tmp_path):
+    omnibal("plan", *arguments, "--budget", "6", "--vision-units", 12, "--llm-tokens", 5000)
+    limits = Plan.load(tmp_path / "out" / "plan.json").limits
+    assert (limits.vision_units, limits.llm_tokens) == (12, 5000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "lots"], "--budget must be GiB such as 80 or 80,80,40, got 'lots'"),
+        ([], "--budget must be given for 'test', got none"),
+        (["--budget", "3", "--vision-units", 9], "limits must be given as both"),
+        (["--budget", "3", "--num-devices", 8], "--num-replicas must be left out beside --num-devices, got 2"),
+        (["--budget", "3,3"], "budget_bytes must be one for each of 4 stages, got 2"),
+    ],
+)
+def test_wrong_options(omnibal, arguments, options, message):
+    assert message in omnibal("plan", *arguments, *options, exit_code=2).stderr
+
+
+def test_lengths_and_devices_must_be_named(omnibal, profile, token_lengths):
+    given = [profile, "--budget", 3, "--bandwidth", 100]
+    assert "--lengths must name sample lengths" in omnibal("plan", *given, "--num-devices", 8, exit_code=2).stderr
+    result = omnibal("plan", *given, "--lengths", token_lengths[0], exit_code=2)
+    assert "devices must be given as --num-devices" in result.stderr
+
+
+def test_devices_that_share_layers_count_as_one(omnibal, arguments, tmp_path):
+    replace(PROFILE, device="2 x A100-80GB").save(tmp_path / "shared.json")
+    options = ["--num-devices", 16, "--num-stages", 4, "--method", "isf", "--json"]
+    given = [tmp_path / "shared.json", *arguments[1 : -len(OPTIONS)], *options]
+    request = json.loads(omnibal("plan", *given).stdout)["plan"]["made_from"]["request"]
+    assert request["num_devices"] == 8
+    assert request["budget_bytes"] == 80 * 2**30
+    assert request["bandwidth_bytes_per_second"] == 300e9
+
+
+def test_a_plan_says_which_step_it_predicts(omnibal, arguments, tmp_path):
+    """Its prediction comes back from the public simulator on the same packs."""
+    omnibal("plan", *arguments, "--budget", "3.0")
+    plan = Plan.load(tmp_path / "out" / "plan.json")
+    request = PlanRequest(**plan.made_from["request"])
+    lengths = SampleLengths.from_token_lengths([arguments[i + 1] for i, a in enumerate(arguments) if a == "--lengths"])
+    again = make_plan(PROFILE, lengths, request)
+    assert again.plan.predicted == plan.predicted
+    steps = [
+        simulate_step(PROFILE, plan.partition, loads, recompute=plan.recompute, **request.links).step_seconds
+        for loads in again.choice.model.packing.steps
+    ]
+    assert sum(steps) / len(steps) == pytest.approx(plan.predicted.step_seconds, rel=1e-5)

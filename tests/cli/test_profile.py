@@ -1,0 +1,93 @@
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+from omnibal.cost import Load
+from omnibal.pipeline.devices import DEVICES
+from omnibal.pipeline.flops import analytic_profile
+from omnibal.pipeline.measure import MeasurementWarning
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.vlm import load_model
+from omnibal.vlm import measure as measure_module
+from tests.engine.small import small_config
+from tests.pipeline.profiles import fixed_profile
+
+KINDS = ["patch_embedding", "vision_block", "projector", "text_embedding", "decoder_block", "final_norm", "head"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    small_config().save_pretrained(folder)
+    return folder
+
+
+def test_costs_are_counted_for_a_device_that_is_not_there(omnibal, model, tmp_path):
+    out = tmp_path / "new" / "profile.json"
+    record = json.loads(omnibal("profile", model, out, "--device", "a100", "--json").stdout)
+    expected = analytic_profile(load_model(model).records, DEVICES["A100-80GB"])
+    assert ModelProfile.load(out) == expected
+    assert record["hash"] == expected.content_hash
+    assert (record["device"], record["dtype"]) == ("A100-80GB", "bfloat16")
+    assert [row["kind"] for row in record["kinds"]] == KINDS
+    assert [row["layers"] for row in record["kinds"]] == [1, 3, 1, 1, 2, 1, 1]
+    assert sum(row["share"] for row in record["kinds"]) == pytest.approx(1)
+    pack = Load(9, 4096, 4096**2)
+    assert [row["forward_seconds"] for row in record["kinds"]][1] == expected.layers[1].forward_seconds(pack)
+    assert record["pack"] == {"vision units": 9, "LLM tokens": 4096}
+
+
+def test_the_table_has_a_row_for_each_kind(omnibal, model, tmp_path):
+    text = omnibal(
+        "profile", model, tmp_path / "p.json", "--device", "H100", "--vision-units", 3, "--llm-tokens", 99,
+        "--frozen", "vision_block", "--frozen", "projector", "--dtype", "float32", "--tensor-parallel", 2,
+    ).stdout  # fmt: skip
+    assert "2 x H100-80GB (float32), a pack of 3 vision units" in text
+    assert all(kind[:11] in text for kind in KINDS)
+    assert text.count("frozen") == 2
+    profile = ModelProfile.load(tmp_path / "p.json")
+    assert [layer.trainable for layer in profile.layers] == [True, *[False] * 4, *[True] * 5]
+
+
+def test_costs_are_measured_here(omnibal, model, tmp_path):
+    options = ("--measure", "--dtype", "float32", "--vision-units", 2, "--llm-tokens", 24)
+    record = json.loads(omnibal("profile", model, tmp_path / "p.json", *options, "--json").stdout)
+    profile = ModelProfile.load(tmp_path / "p.json")
+    profile.check_matches(records=load_model(model).records, dtype="float32")
+    assert "torch" in profile.versions
+    assert [row["kind"] for row in record["kinds"]] == KINDS
+    assert all(row["forward_seconds"] > 0 for row in record["kinds"])
+    assert isinstance(record["warnings"], list)
+
+
+def test_doubtful_measurements_are_said(omnibal, model, tmp_path, monkeypatch):
+    def doubtful(*arguments, **options):
+        warnings.warn("repeated passes differ by 40%", MeasurementWarning, stacklevel=2)
+        return fixed_profile(np.ones(3))
+
+    monkeypatch.setattr(measure_module, "measure_profile", doubtful)
+    text = omnibal("profile", model, tmp_path / "p.json", "--measure").stdout
+    assert "warning: repeated passes differ by 40%" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "costs must come from either --device or --measure, got neither"),
+        (("--device", "a100", "--measure"), "either --device or --measure, got both"),
+        (("--device", "tpu"), "--device must be how one of A100-40GB, A100-80GB, H100-80GB, H200-141GB starts, got"),
+        (("--device", "a100", "--frozen", "vision"), "frozen must hold kinds of the model's layers, got 'vision'"),
+        (("--measure", "--tensor-parallel", 2), "--tensor-parallel must come with --device, got 2 with --measure"),
+    ],
+)
+def test_wrong_options_are_refused(omnibal, model, tmp_path, options, message):
+    result = omnibal("profile", model, tmp_path / "p.json", *options, exit_code=2)
+    assert message in result.stderr
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_folder_without_a_model_is_refused(omnibal, tmp_path):
+    result = omnibal("profile", tmp_path, tmp_path / "p.json", "--device", "a100", exit_code=2)
+    assert "without config.json" in result.stderr

@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+
+from omnibal.data.sources.chat import Conversation, Turn, parse_conversation, render_chatml
+
+ROOT = Path("/data")
+
+
+def record(*turns, **more):
+    return {"conversations": [{"from": side, "value": value} for side, value in turns], **more}
+
+
+def test_conversation_with_system_and_images():
+    turns = [
+        ("system", "Be kind."),
+        ("human", "<image> or <image>?"),
+        ("gpt", "One."),
+        ("human", "Why?"),
+        ("gpt", "So."),
+    ]
+    parsed = parse_conversation(record(*turns, image=["a.png", "/b.png"]), ROOT)
+    assert parsed.images == (Path("/data/a.png"), Path("/b.png"))
+    assert [turn.role for turn in parsed.turns] == ["system", "user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize("image", [{}, {"image": []}, {"image": None}, {"image": ""}])
+def test_no_image(image):
+    assert parse_conversation(record(("human", "Hi"), ("gpt", "Hi"), **image), ROOT).images == ()
+
+
+def test_chatml_and_its_targets_which_are_answers_with_their_end():
+    turns = (Turn("system", "S <image>"), Turn("user", "<image><image>Q"), Turn("assistant", "A <image>"))
+    conversation = Conversation((*turns, Turn("user", "R"), Turn("assistant", "B")), (ROOT, ROOT))
+    rendered = render_chatml(conversation, "[image]", start="<s>")
+    assert rendered.text == (
+        "<s><|im_start|>system\nS <image><|im_end|>\n<|im_start|>user\n[image][image]Q<|im_end|>\n"
+        "<|im_start|>assistant\nA <image><|im_end|>\n"
+        "<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
+    )
+    targets = [rendered.text[start:stop] for start, stop in rendered.targets]
+    assert targets == ["A <image><|im_end|>", "B<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({}, "conversations is missing"),
+        ({"conversations": "Hi"}, "conversations must be a list of turns, got 'Hi'"),
+        (record(), "alternate human, gpt"),
+        (record(("human", "Hi")), r"end with gpt, got \['user'\]"),
+        (record(("gpt", "Hi"), ("human", "Hi")), "alternate"),
+        (record(("human", "Hi"), ("gpt", "Hi"), ("system", "Hi")), "alternate"),
+        (record(("human", "Hi"), ("gpt", " \n")), r"conversations\[1\] must hold an answer, got an empty one"),
+        (record(("human", "Hi"), ("model", "Hi")), r"conversations\[1\] must have from \(system, human, gpt\)"),
+        (record(("human", 3), ("gpt", "Hi")), r"conversations\[0\] must have from .* and value"),
+        (record(("human", "Hi"), ("gpt", "Hi"), image="a.png"), "one <image> per image, got 0 for 1 image"),
+        (record(("human", "<image>"), ("gpt", "Hi")), "got 1 for 0 image"),
+        (record(("human", "<image>"), ("gpt", "<image>"), image=["a", "b"]), "got 1 for 2 image"),
+        (record(("human", "Hi"), ("gpt", "Hi"), image={"path": "a"}), "image must be a path or a list of paths"),
+        (record(("human", "Hi"), ("gpt", "Hi"), video="a.mp4"), "got a video"),
+    ],
+)
+def test_what_is_wrong_is_said(broken, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse_conversation(broken, ROOT)

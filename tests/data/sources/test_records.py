@@ -1,0 +1,97 @@
+import json
+import pickle
+
+import pytest
+
+from omnibal.data.sources import records
+from omnibal.data.sources.records import Records
+from omnibal.errors import DataError
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n \n"])
+def test_lines_are_read_by_number_whatever_ends_the_file(tmp_path, end):
+    lines = Records(write(tmp_path / "a.jsonl", b'{"a": 1}\r\n{"a": "\xc3\xa4"}\n{}' + end))
+    assert [lines[index] for index in range(len(lines))] == [{"a": 1}, {"a": "ä"}, {}]
+    assert lines.line(1) == 2
+
+
+def test_lines_may_span_the_blocks_of_a_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "BLOCK_BYTES", 5)
+    lines = Records(write(tmp_path / "a.jsonl", b'{"a": 1}\n\n{"b": 22222}\n{}\n'))
+    assert [len(lines), lines[0], lines[2], lines[3]] == [4, {"a": 1}, {"b": 22222}, {}]
+    with pytest.raises(ValueError, match="entry must be JSON"):
+        lines[1]
+
+
+def test_pickles_without_its_content(tmp_path):
+    lines = Records(write(tmp_path / "a.jsonl", b'{"a": "' + b"x" * 10_000 + b'"}\n'))
+    packed = pickle.dumps(lines)
+    assert len(packed) < 1000
+    assert pickle.loads(packed)[0] == lines[0]
+
+
+@pytest.mark.parametrize("line", [b"{broken", b"[1, 2]", b'"text"', b'{"a": "\xff"}'])
+def test_a_broken_line_is_refused_when_it_is_read(tmp_path, line):
+    lines = Records(write(tmp_path / "a.jsonl", b"{}\n" + line + b"\n{}\n"))
+    assert lines[0] == lines[2] == {}
+    with pytest.raises(ValueError, match="entry must be"):
+        lines[1]
+
+
+def test_a_missing_or_empty_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"nothing\.jsonl"):
+        Records(tmp_path / "nothing.jsonl")
+    with pytest.raises(DataError, match=r"at least one entry, got none in .*empty\.jsonl"):
+        Records(write(tmp_path / "empty.jsonl", b"\n \n"))
+
+
+PRETTY = b"""
+[
+  {"id": 1, "text": "] } , \\\\ \\" [ {"},
+  {
+    "id": 2, "list": [{"a": [1, 2]}, []]
+  }, {"id": 3},
+
+  {"id": 4}
+]
+"""
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
+def test_a_json_array_is_read_entry_by_entry_whatever_the_blocks(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(records, "BLOCK_BYTES", block)
+    read = Records(write(tmp_path / "a.json", PRETTY.lstrip()))
+    assert [read[index] for index in range(len(read))] == json.loads(PRETTY)
+    assert [read.line(index) for index in range(len(read))] == [2, 3, 5, 7]
+
+
+def test_what_stands_in_an_array_may_be_anything_until_it_is_read(tmp_path):
+    read = Records(write(tmp_path / "a.json", b'[{"a": 1}, 2, "x,]y", {broken}, {"b": null}]'))
+    assert len(read) == 5
+    assert [read[0], read[4]] == [{"a": 1}, {"b": None}]
+    for index in (1, 2, 3):
+        with pytest.raises(ValueError, match="entry must be"):
+            read[index]
+
+
+def test_an_array_that_does_not_end_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"whole JSON array, got .*a\.json: .*entry that begins on line 2"):
+        Records(write(tmp_path / "a.json", b'[{"a": 1},\n {"a": "'))
+
+
+def test_an_empty_array_is_refused(tmp_path):
+    with pytest.raises(DataError, match="at least one entry"):
+        Records(write(tmp_path / "a.json", b"[ ]\n"))
+
+
+def test_hash_tells_contents_apart(tmp_path):
+    first, same, other = (
+        Records(write(tmp_path / name, content)).content_hash
+        for name, content in (("a", b"{}\n"), ("b", b"{}\n"), ("c", b"{ }\n"))
+    )
+    assert first == same != other

@@ -1,0 +1,138 @@
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError, DataError
+from tests.data.strategies import pack_limits, sample_lengths
+
+METHODS = ("balanced", "isf", "random")
+
+
+def check_epoch(epoch, lengths, limits, samples):
+    """What every epoch of every method promises."""
+    num_packs = epoch.num_steps * epoch.num_replicas * epoch.micro_batches
+    packs = epoch.packs
+    assert len(packs) == num_packs
+    assert sorted(packs.samples.tolist()) == sorted(samples)
+    over = (packs.vision_units(lengths) > limits.vision_units) | (packs.llm_tokens(lengths) > limits.llm_tokens)
+    assert (packs.sizes[over] == 1).all()
+    assert (packs.sizes == 0).sum() == max(num_packs - len(samples), 0)
+    last_step = num_packs - epoch.num_replicas * epoch.micro_batches
+    assert (packs.sizes[: max(last_step, 0)] > 0).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(
+    lengths=sample_lengths(),
+    limits=pack_limits(),
+    num_replicas=st.integers(1, 5),
+    micro_batches=st.integers(1, 3),
+    seed=st.integers(0, 9),
+    number=st.integers(0, 3),
+    oversized=st.sampled_from(["alone", "drop"]),
+)
+@settings(max_examples=150)
+@example(SampleLengths([], []), PackLimits(9, 4096), 2, 1, 0, 1, "alone")
+@example(SampleLengths([9] * 17, [10] * 17), PackLimits(9, 10), 16, 1, 0, 0, "alone")  # each sample fills a pack
+def test_every_sample_once_within_limits_and_no_rank_without_work(
+    method, lengths, limits, num_replicas, micro_batches, seed, number, oversized
+):
+    epoch = arrange_epoch(
+        lengths,
+        limits,
+        num_replicas=num_replicas,
+        micro_batches=micro_batches,
+        method=method,
+        seed=seed,
+        epoch=number,
+        oversized=oversized,
+    )
+    left_out = limits.oversized(lengths).tolist() if oversized == "drop" else []
+    check_epoch(epoch, lengths, limits, sorted(set(range(len(lengths))) - set(left_out)))
+
+
+@pytest.fixture
+def mixed_lengths():
+    generator = np.random.default_rng(5)
+    vision = generator.choice([0, 1, 3, 5], size=600)
+    return SampleLengths(vision, 256 * vision + generator.integers(20, 200, size=600))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_epochs_differ_in_their_packs_and_agree_in_their_number_of_steps(method, mixed_lengths):
+    first = arrange_epoch(mixed_lengths, PackLimits(9, 4096), num_replicas=4, method=method, seed=3)
+    others = [first.at(number) for number in range(1, 6)]
+    assert {epoch.num_steps for epoch in others} == {first.num_steps}
+    together = [{frozenset(pack.tolist()) for pack in epoch.packs} for epoch in (first, *others)]
+    assert all(len(a & b) < len(a) / 4 for i, a in enumerate(together) for b in together[:i])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_seed_decides_everything(method, mixed_lengths):
+    def arranged(seed, number):
+        packs = arrange_epoch(
+            mixed_lengths, PackLimits(9, 4096), num_replicas=4, method=method, seed=seed, epoch=number
+        ).packs
+        return packs.samples.tolist(), packs.starts.tolist()
+
+    assert arranged(3, 2) == arranged(3, 2)
+    assert arranged(3, 2) != arranged(4, 2)
+    epoch = arrange_epoch(mixed_lengths, PackLimits(9, 4096), num_replicas=4, method=method, seed=3)
+    assert arranged(3, 2)[0] == epoch.at(2).packs.samples.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_windows_are_the_epoch_in_parts(method, mixed_lengths):
+    epoch = arrange_epoch(mixed_lengths, PackLimits(9, 4096), num_replicas=2, micro_batches=3, method=method)
+    assert epoch.steps.shape == (epoch.num_steps, 2, 3)
+    step = 0
+    for window in epoch:
+        assert window.first_step == step
+        for own, ranks in enumerate(window.steps):
+            for rank, mine in enumerate(ranks):
+                for micro_batch, pack in enumerate(mine):
+                    expected = epoch.packs[epoch.steps[step + own, rank, micro_batch]].tolist()
+                    assert window.packs[pack].tolist() == expected
+                    assert window.pack(step + own, rank, micro_batch).tolist() == expected
+        step += window.num_steps
+    assert step == epoch.num_steps
+    for first_step in (0, 1, epoch.num_steps - 1):
+        window = next(epoch.windows(first_step))
+        assert window.first_step <= first_step < window.first_step + window.num_steps
+        expected = epoch.packs[epoch.steps[first_step, 1, 2]].tolist()
+        assert window.pack(first_step, 1, 2).tolist() == expected
+    assert list(epoch.windows(epoch.num_steps)) == []
+
+
+def test_oversized_samples_can_be_refused():
+    lengths = SampleLengths([1, 10, 2, 11], [5, 6, 7, 8])
+    with pytest.raises(DataError, match=r"got 10 and 6 for sample 1 \(2 samples in all\)"):
+        arrange_epoch(lengths, PackLimits(9, 100), num_replicas=2, method="isf", oversized="error")
+    fitting = arrange_epoch(lengths, PackLimits(11, 100), num_replicas=2, method="isf", oversized="error")
+    assert sorted(fitting.packs.samples) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
+        ({"num_replicas": 2, "micro_batches": 1.5}, "micro_batches must be an integer, got 1.5"),
+        ({"num_replicas": 2, "seed": -1}, "seed must be at least 0, got -1"),
+        ({"num_replicas": 2, "epoch": True}, "epoch must be an integer, got True"),
+        ({"num_replicas": 2, "method": "best"}, "method must be one of .*, got 'best'"),
+        ({"num_replicas": 2, "oversized": "keep"}, "oversized must be one of .*, got 'keep'"),
+    ],
+)
+def test_wrong_arguments(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        arrange_epoch(SampleLengths([1], [1]), PackLimits(1, 1), **{"method": "isf", **wrong})
+
+
+def test_steps_outside_the_epoch():
+    epoch = arrange_epoch(SampleLengths([1], [1]), PackLimits(1, 1), num_replicas=1, method="isf")
+    with pytest.raises(ConfigError, match="first_step must lie between 0 and 1, got 2"):
+        epoch.windows(2)

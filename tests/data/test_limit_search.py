@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+
+from omnibal.cost import CostModel, Load
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limit_search import MemoryCeiling, search_limits
+from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio, volume_bound
+from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.errors import ConfigError, InfeasibleError
+from tests.data.real_lengths import needs_real_lengths, real_lengths
+
+LENGTHS = tiled_lengths(4000)
+
+
+def test_scores_are_those_of_an_epoch_under_the_limits():
+    found = search_limits(LENGTHS, PackLimits(11, 6000), num_replicas=4, method="isf", seed=3)
+    assert {scored.limits.vision_units for scored in found} == set(range(5, 12))
+    scored = found[0]
+    epoch = arrange_epoch(LENGTHS, scored.limits, num_replicas=4, method="isf", seed=3)
+    assert scored.packs_over_volume == len(epoch.packs) / volume_bound(LENGTHS, scored.limits) - 1
+    assert scored.dist_ratio_vision == dist_ratio(epoch.packs.vision_units(LENGTHS)[epoch.steps])
+    assert scored.dist_ratio_tokens == dist_ratio(epoch.packs.llm_tokens(LENGTHS)[epoch.steps])
+    assert scored.samples_per_pack == 4000 / len(epoch.packs)
+    assert [one.waste for one in found] == sorted((one.waste for one in found), key=lambda waste: round(waste, 4))
+
+
+def test_no_limits_above_the_ceiling_nor_below_the_largest_sample():
+    for scored in search_limits(LENGTHS, PackLimits(20, 5000), method="isf", num_samples=500):
+        assert 5 <= scored.limits.vision_units <= 20
+        assert LENGTHS.summary.max_llm_tokens <= scored.limits.llm_tokens <= 5000
+
+
+def test_every_pack_keeps_a_ceiling_in_bytes():
+    lengths = patch_lengths(2000)
+    bytes_of = CostModel(fixed=1e9, vision_units=2e5, llm_tokens=1e6, llm_tokens_squared=50, vision_squared=2)
+    ceiling = MemoryCeiling(bytes_of, most_bytes=40e9)
+    found = search_limits(lengths, ceiling, method="isf", num_samples=400)
+    assert found
+    for scored in found:
+        packs = arrange_epoch(lengths, scored.limits, num_replicas=1, method="isf").packs
+        assert bytes_of(packs.load(lengths)).max() <= 40e9
+    largest = max(scored.limits.llm_tokens for scored in found)
+    assert bytes_of(Load(0, 2 * largest)) > 30e9  # the ceiling was used
+
+
+def test_a_ceiling_below_the_largest_sample_is_infeasible():
+    with pytest.raises(InfeasibleError, match=r"largest sample \(5 vision units, 3509 LLM tokens\), got 4 and 9000"):
+        search_limits(LENGTHS, PackLimits(4, 9000))
+    with pytest.raises(InfeasibleError, match=r"3509 LLM tokens: 0\.33 GiB\), got 0\.10 GiB"):
+        search_limits(LENGTHS, MemoryCeiling(CostModel(llm_tokens=1e5), 0.1 * 2**30))
+
+
+def test_samples_without_images_need_token_limits_only():
+    lengths = SampleLengths([0] * 500, np.arange(1, 501))
+    found = search_limits(lengths, PackLimits(10, 4000), method="isf")
+    assert {scored.limits.vision_units for scored in found} == {0}
+    assert {scored.limits.llm_tokens for scored in found} >= {500, 4000}
+
+
+def test_at_least_one_sample():
+    with pytest.raises(ConfigError, match="at least one sample"):
+        search_limits(SampleLengths([], []), PackLimits(9, 4096))
+
+
+@needs_real_lengths
+def test_the_search_avoids_the_traps_of_real_lengths():
+    found = search_limits(real_lengths(), PackLimits(18, 6000), method="isf", num_samples=8000)
+    assert found[0].trap is None
+    assert {scored.limits.vision_units for scored in found if scored.trap} >= {9, 12, 17}
+    at_12 = min(scored.packs_over_volume for scored in found if scored.limits.vision_units == 12)
+    at_16 = min(scored.packs_over_volume for scored in found if scored.limits.vision_units == 16)
+    assert at_12 > 0.1
+    assert at_16 < 0.05

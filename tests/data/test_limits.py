@@ -1,0 +1,69 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.errors import ConfigError
+from tests.data.strategies import pack_limits, sample_lengths
+
+
+def test_full_marks_by_default():
+    assert dataclasses.astuple(PackLimits(9, 4096)) == (9, 4096, 9, 3968)
+    assert dataclasses.astuple(PackLimits(0, 101)) == (0, 101, 1, 51)
+    assert dataclasses.astuple(PackLimits(9, 4096, full_vision_units=8, full_llm_tokens=4000)) == (9, 4096, 8, 4000)
+
+
+def test_equal_limits_are_equal_and_survive_a_dictionary():
+    limits = PackLimits(np.int32(9), 4096)
+    assert limits == PackLimits(9, 4096)
+    assert PackLimits(**dataclasses.asdict(limits)) == limits
+    assert type(limits.vision_units) is int
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vision_units": -1, "llm_tokens": 1}, "vision_units must be at least 0, got -1"),
+        ({"vision_units": 1, "llm_tokens": 0}, "llm_tokens must be at least 1, got 0"),
+        ({"vision_units": 1.5, "llm_tokens": 1}, "vision_units must be an integer, got 1.5"),
+        ({"vision_units": True, "llm_tokens": 1}, "vision_units must be an integer, got True"),
+        (
+            {"vision_units": 3, "llm_tokens": 9, "full_vision_units": 4},
+            "full_vision_units must be between 1 and 3, got 4",
+        ),
+        ({"vision_units": 3, "llm_tokens": 9, "full_llm_tokens": 0}, "full_llm_tokens must be between 1 and 9, got 0"),
+    ],
+)
+def test_bad_limits_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        PackLimits(**arguments)
+
+
+@given(sample_lengths(), pack_limits())
+def test_oversized_samples(lengths, limits):
+    loads = zip(lengths.vision_units.tolist(), lengths.llm_tokens.tolist(), strict=True)
+    expected = [s for s, (v, t) in enumerate(loads) if v > limits.vision_units or t > limits.llm_tokens]
+    assert limits.oversized(lengths).tolist() == expected
+
+
+def test_no_sample_is_read_where_the_summary_rules_oversized_ones_out(tmp_path):
+    SampleLengths([1, 5], [300, 1400]).save(tmp_path)
+    lengths = SampleLengths.load(tmp_path)
+    lengths.vision_units = lengths.llm_tokens = None
+    assert PackLimits(5, 1400).oversized(lengths).tolist() == []
+
+
+def test_the_rule_of_the_paper():
+    # 455 tokens to a tile and 4096 to the longest sample, as in InternVL-1.2M.
+    assert paper_limits(SampleLengths([9, 1, 5], [4096, 455, 2275])) == PackLimits(9, 4096, full_llm_tokens=4096 - 128)
+    # A sample with more tiles than the ratio asks for still fits.
+    assert paper_limits(SampleLengths([7, 1], [910, 5000])).vision_units == 7
+    assert paper_limits(SampleLengths([0, 0], [40, 30])) == PackLimits(0, 40)
+
+
+@given(sample_lengths())
+def test_no_sample_is_over_the_limits_of_the_paper(lengths):
+    assert paper_limits(lengths).oversized(lengths).tolist() == []

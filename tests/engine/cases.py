@@ -1,0 +1,237 @@
+"""What the processes of the distributed tests run; each function returns plain data."""
+
+from itertools import cycle, islice
+from pathlib import Path
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+
+from omnibal.cost import Load
+from omnibal.data.collate import pack_samples
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.engine import module as module_file
+from omnibal.engine.config import complete_deepspeed_config, read_config
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.initialize import build_engine, initialize
+from omnibal.engine.step import Step
+from omnibal.errors import DataError, OmnibalError
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
+from omnibal.vlm import load_model
+from tests.engine.small import PIXEL_SHAPE, small_samples
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+class FixedPacks:
+    """A loader that gives the same packs again and again."""
+
+    steps_per_epoch = 1
+
+    def __init__(self, packs, replica, reads):
+        self.micro_batches = len(packs[replica])
+        samples = small_samples()
+        self._batches = [
+            pack_samples([samples[index] for index in pack], pad_token_id=0, pixel_shape=PIXEL_SHAPE)
+            for pack in packs[replica]
+        ]
+        self._reads = reads
+        self._num_samples = sum(len(pack) for packs_of_rank in packs for pack in packs_of_rank)
+
+    def next_step(self):
+        step = Step(0, 0, self._num_samples, Load([1], [1]))
+        return step, list(self._batches) if self._reads else []
+
+
+def engine_of(case):
+    num_stages = len(case.boundaries) - 1
+    num_replicas = dist.get_world_size() // num_stages
+    stage, replica = divmod(dist.get_rank(), num_replicas)
+    micro_batches = len(case.packs[0])
+    content = {
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": SGD,
+        "zero_optimization": {"stage": case.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "omnibal": {"model": {"path": case.model}},
+    } | case.extra
+    deepspeed_config, section = read_config(content)
+    config = complete_deepspeed_config(
+        deepspeed_config, num_stages=num_stages, num_replicas=num_replicas, total_steps=case.steps
+    )
+    vlm = load_model(case.model)
+    recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
+    plan = Plan(PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute)
+    loader = FixedPacks(case.packs, replica, reads=stage in (0, num_stages - 1))
+    return build_engine(config, section, vlm, plan, loader, Path(case.model))
+
+
+def gradients_of(engine):
+    """This stage's gradients by their names on disk."""
+    return _named(engine, lambda parameter: parameter.grad)
+
+
+def weights_of(engine):
+    """This stage's weights by their names on disk."""
+    return _named(engine, lambda parameter: parameter.detach())
+
+
+def _named(engine, value_of):
+    module, found = engine.module, {}
+    for position, layer in enumerate(module.forward_funcs):
+        names = module.vlm.weight_names(module._local_start + position)
+        for name, parameter in layer.named_parameters():
+            if name in names and value_of(parameter) is not None:
+                found[names[name]] = value_of(parameter).clone()
+    return found
+
+
+def one_step(cases):
+    """Loss and gradients of the first step of each case, as this rank has them."""
+    return [_first_step(case) for case in cases]
+
+
+def _first_step(case):
+    engine = engine_of(case)
+    captured = {}
+
+    def capture(engine, **kwargs):
+        captured.update(gradients_of(engine))
+        OmnibalEngine._exec_optimizer_step(engine, **kwargs)
+
+    engine._INSTRUCTION_MAP = {**OmnibalEngine._INSTRUCTION_MAP, schedule.OptimizerStep: capture}
+    loss = engine.train_batch().item()
+    return {"loss": loss, "gradients": captured, "samples": engine.global_samples}
+
+
+class SmallDataset:
+    """The small samples, several times over, as initialize takes a dataset."""
+
+    def __init__(self, copies=4, broken=None):
+        self._samples = small_samples() * copies
+        self._broken = broken
+        self.decoded = 0
+
+    def __len__(self):
+        return len(self._samples)
+
+    def __getitem__(self, index):
+        if index == self._broken:
+            raise DataError(f"image must be decodable, got picture.png (train.jsonl, line {index + 1})")
+        self.decoded += self._samples[index]["pixel_values"] is not None
+        return self._samples[index]
+
+    def text(self, index):
+        return {**self._samples[index], "pixel_values": None}
+
+    def lengths(self):
+        tiles = [0 if s["pixel_values"] is None else len(s["pixel_values"]) for s in self._samples]
+        return SampleLengths(tiles, [len(s["input_ids"]) for s in self._samples])
+
+
+def settings(model, *, num_stages, zero_stage=1, extra=None):
+    """A ds_config as a user would write it."""
+    return {
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+        },
+        "zero_optimization": {"stage": zero_stage},
+        "gradient_clipping": 1.0 if zero_stage else 0.0,
+        "omnibal": {
+            "model": {"path": str(model), "seed": 3},
+            "data": {"workers": 0},
+            "packing": {"vision_units": 4, "llm_tokens": 48, "method": "isf"},
+            "pipeline": {"num_stages": num_stages, "recompute": "full"},
+            "run": {"epochs": 3},
+        },
+    } | (extra or {})
+
+
+def changed(config, section, **values):
+    """A configuration with some keys of one part of its section changed."""
+    omnibal = config["omnibal"]
+    return config | {"omnibal": omnibal | {section: omnibal.get(section, {}) | values}}
+
+
+def train(config, first_step, last_step, folder, save_at=None):
+    """Train from one step to another; losses, learning rates, weights, and what the last evaluation said."""
+    dataset = SmallDataset()
+    engine, _, loader, scheduler = initialize(config=config, dataset=dataset)
+    if first_step:
+        engine.load_checkpoint(folder)
+    assert engine.global_steps == first_step
+    losses, rates, samples = [], [], []
+    while engine.global_steps < last_step:
+        losses.append(engine.train_batch().item())
+        rates.append(scheduler.get_last_lr()[0])
+        samples.append((engine.last_step.epoch, engine.last_step.index, engine.last_step.num_samples))
+        if engine.global_steps == save_at:
+            engine.save_checkpoint(folder)
+    engine.eval_return_logits = True
+    held_out = engine.evaluate(engine.held_out_loader(dataset))
+    engine.save_checkpoint(folder / "end")
+    return {
+        "logits": [value.clone() for value in engine.outputs] if engine.is_last_stage() else None,
+        "losses": losses,
+        "rates": rates,
+        "samples": samples,
+        "weights": weights_of(engine),
+        "held_out": held_out,
+        "seen": engine.global_samples,
+        "decoded": dataset.decoded,
+        "steps_per_epoch": loader.steps_per_epoch,
+    }
+
+
+def train_all(configs, *arguments):
+    """As train, for several configurations after another."""
+    return [train(config, *steps, Path(folder), *arguments) for config, *steps, folder in configs]
+
+
+def refusals(configs):
+    """What initialize says to each configuration, as this rank hears it; None where it accepts."""
+    return [_refusal(lambda config=config: initialize(config=config, dataset=SmallDataset())) for config in configs]
+
+
+def broken_sample(config, index):
+    """What train_batch says about a sample that cannot be read, as this rank hears it, and after how many steps."""
+    engine, _, loader, _ = initialize(config=config, dataset=SmallDataset(broken=index))
+    message = _refusal(lambda: [engine.train_batch() for _ in range(loader.steps_per_epoch)])
+    return message, engine.global_steps
+
+
+def foreign_checkpoint(config, other_config, folder):
+    """What load_checkpoint says to a checkpoint of another partition, and where there is none."""
+    engine, *_ = initialize(config=config, dataset=SmallDataset())
+    engine.save_checkpoint(folder)
+    other, *_ = initialize(config=other_config, dataset=SmallDataset())
+    return _refusal(lambda: other.load_checkpoint(folder)), _refusal(lambda: other.load_checkpoint(Path(folder) / "no"))
+
+
+def levels_used(config):
+    """Which levels this rank's layers ran under in a step's packs, by the packs' tokens."""
+    used = {}
+    run_layer = module_file.run_layer
+
+    def recorded(layer, payload, level):
+        used.setdefault(payload[1].shape[1], set()).add(level)
+        return run_layer(layer, payload, level)
+
+    module_file.run_layer = recorded
+    engine, _, loader, _ = initialize(config=config, dataset=SmallDataset())
+    for _ in range(loader.steps_per_epoch):
+        engine.train_batch()
+    return used
+
+
+def _refusal(work):
+    try:
+        work()
+    except OmnibalError as error:
+        return f"{type(error).__name__}: {error}"
+    return None

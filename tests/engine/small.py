@@ -1,0 +1,134 @@
+"""A small InternVL, samples for it, and what plain transformers makes of them."""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig, Qwen2Config
+
+from omnibal.vlm import load_model
+
+IMAGE_TOKEN, TOKENS_PER_TILE, TILE, VOCABULARY = 3, 4, 28, 61
+PIXEL_SHAPE = (3, TILE, TILE)
+NUM_LAYERS = 10
+# Tiles of the images of each sample, and text tokens around them.
+SHAPES = [((1,), 7), ((), 5), ((2, 1), 9), ((3,), 4), ((), 12), ((1, 1), 6), ((1,), 3), ((), 2)]
+
+
+@dataclass
+class Case:
+    """One training step: the cut, the packs of every replica (lists of sample indices), and the settings."""
+
+    boundaries: tuple
+    packs: list  # [replica][micro_batch] -> samples
+    model: str = ""
+    recompute: tuple = ("none",)  # repeated over the layers
+    zero_stage: int = 0
+    steps: int = 1
+    extra: dict = field(default_factory=dict)
+
+
+def small_config(*, tied=False, dropout=0.0):
+    vision = InternVLVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=TILE,
+        patch_size=7,
+        initializer_range=0.2,
+        layer_scale_init_value=0.7,
+        hidden_dropout_prob=dropout,
+        attention_dropout=dropout,
+    )
+    text = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        attention_dropout=dropout,
+    )
+    return InternVLConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=IMAGE_TOKEN,
+        image_seq_length=TOKENS_PER_TILE,
+        downsample_ratio=0.5,
+        tie_word_embeddings=tied,
+    )
+
+
+def small_samples(shapes=SHAPES):
+    """Samples with one to three images or none; about a third of the text tokens carry loss."""
+    generator = torch.Generator().manual_seed(5)
+    return [_sample(tiles, tokens, generator) for tiles, tokens in shapes]
+
+
+def _sample(tiles, tokens, generator):
+    parts, labels = [], []
+    for count in tiles:
+        image = torch.full((count * TOKENS_PER_TILE,), IMAGE_TOKEN)
+        parts.append(image)
+        labels.append(torch.full_like(image, -100))
+    text = torch.randint(4, VOCABULARY, (tokens,), generator=generator)
+    parts.append(text)
+    labels.append(torch.where(torch.arange(tokens) >= tokens // 2, text, -100))
+    pixels = torch.randn(sum(tiles), *PIXEL_SHAPE, generator=generator) if tiles else None
+    return {"input_ids": torch.cat(parts), "labels": torch.cat(labels), "pixel_values": pixels}
+
+
+def save_small_model(folder, *, tied=False, dropout=0.0, seed=1):
+    """Write a Hugging Face folder with weights."""
+    torch.manual_seed(seed)
+    model = InternVLForConditionalGeneration(small_config(tied=tied, dropout=dropout))
+    for parameter in model.parameters():
+        parameter.data.add_(0.02 * torch.randn_like(parameter))  # no weight is zero, so every gradient counts
+    model.save_pretrained(folder)
+
+
+def plain_gradients(folder, samples):
+    """Loss and gradients of plain transformers: samples one by one, unpadded, averaged over all target tokens."""
+    model = InternVLForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+    targets = sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)
+    total = 0.0
+    for sample in samples:
+        logits = model(input_ids=sample["input_ids"][None], pixel_values=sample["pixel_values"]).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], sample["labels"][1:], reduction="sum") / targets
+        loss.backward()
+        total += loss.item()
+    return total, _by_disk_name(folder, model)
+
+
+@torch.no_grad()
+def plain_results(model, samples):
+    """Mean loss of a target token, share of samples answered exactly, and logits of each sample."""
+    losses, exact, all_logits = [], [], []
+    for sample in samples:
+        logits = model(input_ids=sample["input_ids"][None], pixel_values=sample["pixel_values"]).logits[0]
+        has_target = sample["labels"][1:] != -100
+        predicting, targets = logits[:-1][has_target], sample["labels"][1:][has_target]
+        losses.append(torch.nn.functional.cross_entropy(predicting, targets, reduction="none"))
+        exact.append(bool((predicting.argmax(-1) == targets).all()))
+        all_logits.append(logits)
+    return torch.cat(losses).mean().item(), sum(exact) / len(exact), all_logits
+
+
+def _by_disk_name(folder, model):
+    """Gradients under the names that the parameters have on disk, as the layers' own table gives them."""
+    layers = load_model(folder)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {}
+    for index in range(len(layers.records)):
+        for disk_name in layers.weight_names(index).values():
+            for prefix in ("model.vision_tower", "model.multi_modal_projector", "model.language_model", "lm_head"):
+                on_disk = {"model.language_model": "language_model.model", "lm_head": "language_model.lm_head"}
+                disk_prefix = on_disk.get(prefix, prefix.removeprefix("model."))
+                name = prefix + disk_name.removeprefix(disk_prefix)
+                if disk_name.startswith(disk_prefix + ".") and name in gradients:
+                    found[disk_name] = gradients[name]
+    assert len(found) == len(gradients)
+    return found

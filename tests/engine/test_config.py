@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from omnibal.engine.config import complete_deepspeed_config, read_config
+from omnibal.errors import ConfigError
+
+BF16 = {"bf16": {"enabled": True}}
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+
+
+def complete(config, *, num_stages=2, num_replicas=3, total_steps=200):
+    return complete_deepspeed_config(config, num_stages=num_stages, num_replicas=num_replicas, total_steps=total_steps)
+
+
+def test_section_is_split_from_what_deepspeed_reads(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "omnibal": {"packing": {"llm_tokens": 4096}}}))
+    deepspeed_config, section = read_config(path)
+    assert deepspeed_config == BF16
+    assert section.packing.llm_tokens == 4096
+    assert section.pipeline.num_stages == "auto"
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"packing": {"llm_token": 1}}, "omnibal.packing.llm_token must be a known key.*did you mean 'llm_tokens'"),
+        ({"pipelines": {}}, "omnibal.pipelines must be a known key.*did you mean 'pipeline'"),
+        ({"run": {"zzz": 1}}, "known keys are output, epochs"),
+        ({"packing": {"llm_tokens": 0}}, "omnibal.packing.llm_tokens: input should be greater than.*got 0"),
+        ({"packing": {"method": "sorted"}}, "omnibal.packing.method.*got 'sorted'"),
+        ({"pipeline": {"recompute": "some"}}, "omnibal.pipeline.recompute"),
+        ([], "omnibal: input should be"),
+    ],
+)
+def test_wrong_keys_and_values_are_named(section, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config({"omnibal": section})
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"ds_config must be a readable file, got .*none\.json"):
+        read_config(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text('{\n"a": 1,\n}')
+    with pytest.raises(ConfigError, match=r"broken\.json, line 3"):
+        read_config(broken)
+    broken.write_text("[]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        read_config(broken)
+
+
+def test_batch_sizes_follow_from_the_pipeline():
+    filled = complete(ZERO_1 | {"gradient_accumulation_steps": 4, "train_batch_size": "auto"})
+    assert filled["train_micro_batch_size_per_gpu"] == 1
+    assert filled["train_batch_size"] == 12
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ZERO_1 | {"train_micro_batch_size_per_gpu": 2}, "train_micro_batch_size_per_gpu must be 1"),
+        (ZERO_1 | {"train_batch_size": 7}, "train_batch_size must be 3"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be a positive integer"),
+        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps must be a positive integer"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage must be 0 or 1 with a pipeline, got 2"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage must be 0 or 1 with a pipeline, got 3"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping must be 0 with fp32, ZeRO stage 0 and 2 pipeline stages"),
+        ({}, r"got none \(DeepSpeed then clips at 1.0\)"),
+    ],
+)
+def test_what_a_pipeline_forbids_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        complete(config)
+
+
+@pytest.mark.parametrize("config", [ZERO_1, BF16, {"gradient_clipping": 0}])
+def test_right_clipping_is_accepted(config):
+    complete(config)
+
+
+def test_one_stage_clips_right():
+    complete({}, num_stages=1)
+
+
+def test_schedule_follows_the_true_number_of_steps():
+    parameters = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    filled = complete(ZERO_1 | {"scheduler": {"type": "WarmupCosineLR", "params": parameters}})
+    assert filled["scheduler"]["params"] == {"total_num_steps": 200, "warmup_num_steps": 10, "warmup_type": "linear"}

@@ -1,0 +1,84 @@
+"""Wrong input ends on all ranks, with a message that says what is wrong; nothing hangs."""
+
+import re
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from omnibal.data.limits import PackLimits
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
+from tests.engine.cases import changed, settings
+from tests.engine.launch import launch
+from tests.engine.small import save_small_model
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_small_model(folder)
+    return folder
+
+
+def test_configurations_that_cannot_work(model, tmp_path):
+    good = settings(model, num_stages=2)
+    plan = tmp_path / "plan.json"
+    Plan(PackLimits(4, 48), 7, Partition((0, 4, 10)), ("none",) * 10).save(plan)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    misfit = shutil.copytree(model, tmp_path / "misfit")
+    tensors = load_file(misfit / "model.safetensors")
+    save_file(
+        {name: tensor[:7] if "lm_head" in name else tensor for name, tensor in tensors.items()},
+        misfit / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    cases = [
+        (good | {"zero_optimization": {"stage": 2}}, "zero_optimization.stage must be 0 or 1 with a pipeline, got 2"),
+        (settings(model, num_stages=2, zero_stage=0) | {"gradient_clipping": 1.0}, "gradient_clipping must be 0"),
+        (settings(model, num_stages=3), "num_stages must divide the 2 processes, got 3"),
+        (changed(good, "pipeline", partition=[0, 4, 9]), "layers of the partition must be 10.*got 9"),
+        (changed(good, "pipeline", partition=[0, 3, 5, 10]), "stages of the partition must be 2.*got 3"),
+        (changed(good, "pipeline", partition=[0, 12, 10]), "boundaries must start at 0 and increase"),
+        (changed(good, "pipeline", recompute=["full"]), "recompute must have a level for each of 10 layers, got 1"),
+        (
+            changed(good, "pipeline", plan=str(plan)),
+            "micro_batches of the plan must be 2 as the model and the ds_config say, got 7",
+        ),
+        (changed(good, "pipeline", plan=str(tmp_path / "none.json")), "plan must be a readable file"),
+        (changed(good, "packing", llm_token=3), "did you mean 'llm_tokens'"),
+        (changed(good, "packing", llm_tokens=10, oversized="error"), "DataError: rank 0.*samples must keep the limits"),
+        (changed(good, "model", path=str(empty)), "without config.json"),
+        (changed(good, "model", path=None), "model must be given, got none"),
+        (changed(good, "model", path=str(misfit)), "rank 1, stage 1.*lm_head.* must have shape"),
+        (good, None),
+    ]
+    by_rank = launch(2, "tests.engine.cases:refusals", [config for config, _ in cases])
+    for messages in by_rank:
+        for (config, expected), message in zip(cases, messages, strict=True):
+            if expected is None:
+                assert message is None
+            else:
+                assert message, f"accepted: {config}"
+                assert re.search(expected, message), message
+    assert by_rank[0] == by_rank[1]
+
+
+def test_a_sample_that_cannot_be_read_stops_all_ranks(model):
+    by_rank = launch(2, "tests.engine.cases:broken_sample", settings(model, num_stages=2), 13)
+    assert by_rank[0] == by_rank[1]
+    message, _ = by_rank[0]
+    assert message == "DataError: rank 0, stage 0: image must be decodable, got picture.png (train.jsonl, line 14)"
+
+
+def test_a_checkpoint_of_another_partition_is_refused(model, tmp_path):
+    config = settings(model, num_stages=2)
+    other = changed(config, "pipeline", partition=[0, 6, 10])
+    by_rank = launch(2, "tests.engine.cases:foreign_checkpoint", config, other, str(tmp_path / "checkpoints"))
+    for foreign, missing in by_rank:
+        assert "partition must be that of the checkpoint" in foreign
+        assert "got [0, 6, 10]" in foreign
+        assert "checkpoints must hold a file 'latest'" in missing

@@ -1,0 +1,65 @@
+import pytest
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.engine.config import OmnibalSection
+from omnibal.engine.resolve import resolve_plan, stages_of
+from omnibal.errors import ConfigError
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
+from omnibal.vlm import load_model
+from tests.engine.small import NUM_LAYERS, small_config
+
+LENGTHS = SampleLengths([1, 3, 5, 1], [300, 900, 1400, 290])
+
+
+@pytest.fixture(scope="module")
+def vlm():
+    return load_model(small_config())
+
+
+def section(**parts):
+    return OmnibalSection.model_validate(parts)
+
+
+def plan_of(vlm, num_stages=2, **parts):
+    return resolve_plan(section(**parts), vlm, LENGTHS, num_stages, micro_batches=4)
+
+
+def test_number_of_stages():
+    assert stages_of(section(), 10, 8) == 8
+    assert stages_of(section(pipeline={"num_stages": 4}), 10, 8) == 4
+    with pytest.raises(ConfigError, match="num_stages must divide the 8 processes, got 3"):
+        stages_of(section(pipeline={"num_stages": 3}), 10, 8)
+    with pytest.raises(ConfigError, match="num_stages must be at most the model's 10 layers, got 16"):
+        stages_of(section(), 10, 16)
+
+
+def test_limits_are_given_or_ruled(vlm):
+    ruled = paper_limits(LENGTHS)
+    assert plan_of(vlm).limits == ruled
+    assert plan_of(vlm, packing={"vision_units": 9}).limits == PackLimits(9, ruled.llm_tokens)
+    assert plan_of(vlm, packing={"vision_units": 9, "llm_tokens": 4096}).limits == PackLimits(9, 4096)
+
+
+def test_partitions(vlm):
+    assert plan_of(vlm, pipeline={"partition": "uniform"}).partition == Partition.uniform(NUM_LAYERS, 2)
+    assert plan_of(vlm, pipeline={"partition": [0, 3, NUM_LAYERS]}).partition.boundaries == (0, 3, NUM_LAYERS)
+    parameters = [record.sizes["parameters"] for record in vlm.records]
+    (_, cut, _) = plan_of(vlm, pipeline={"partition": "parameters"}).partition.boundaries
+    sums = [abs(sum(parameters[:boundary]) - sum(parameters[boundary:])) for boundary in range(1, NUM_LAYERS)]
+    assert sums[cut - 1] == min(sums)
+
+
+def test_recompute_levels(vlm):
+    assert plan_of(vlm).recompute == ("none",) * NUM_LAYERS
+    assert plan_of(vlm, pipeline={"recompute": "full"}).recompute == ("full",) * NUM_LAYERS
+    levels = ["full", "none"] * (NUM_LAYERS // 2)
+    assert plan_of(vlm, pipeline={"recompute": levels}).recompute == tuple(levels)
+
+
+def test_a_plan_file_takes_the_place_of_all(vlm, tmp_path):
+    plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none", "full") * (NUM_LAYERS // 2))
+    plan.save(tmp_path / "plan.json")
+    found = plan_of(vlm, pipeline={"plan": str(tmp_path / "plan.json"), "partition": "uniform"})
+    assert found == plan

@@ -1,0 +1,98 @@
+"""A run that stops and goes on is the run that never stopped; what it exports computes what it computed."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import InternVLForConditionalGeneration
+
+from omnibal.engine.checkpoint import export, latest_checkpoint
+from tests.engine.cases import SmallDataset, settings
+from tests.engine.launch import launch
+from tests.engine.small import plain_results, save_small_model, small_samples
+
+pytestmark = pytest.mark.distributed
+LAST_STEP, SAVED_AT, KILLED_AT = 11, 6, 8
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two stages and two replicas, tied and untied, with dropout: uninterrupted, and resumed in new processes."""
+    configs, folders = [], []
+    for tied, num_stages, zero_stage, extra in (
+        (True, 2, 1, {}),
+        (False, 1, 1, {}),
+        (True, 2, 0, {}),
+        (False, 2, 1, BF16),
+    ):
+        model = tmp_path_factory.mktemp("model")
+        save_small_model(model, tied=tied, dropout=0.1)
+        configs.append(settings(model, num_stages=num_stages, zero_stage=zero_stage, extra=extra))
+        folders.append(tmp_path_factory.mktemp("checkpoints"))
+
+    def run(first, last, *save_at):
+        steps = [(config, first, last, str(folder)) for config, folder in zip(configs, folders, strict=True)]
+        return launch(2, "tests.engine.cases:train_all", steps, *save_at)
+
+    whole = run(0, LAST_STEP)
+    run(0, KILLED_AT, SAVED_AT)
+    return whole, run(SAVED_AT, LAST_STEP), folders
+
+
+def test_resumed_runs_are_bit_identical(runs):
+    whole_by_rank, resumed_by_rank, _ = runs
+    for whole_of_rank, resumed_of_rank in zip(whole_by_rank, resumed_by_rank, strict=True):
+        for whole, resumed in zip(whole_of_rank, resumed_of_rank, strict=True):
+            for key in ("losses", "rates", "samples"):
+                assert whole[key][SAVED_AT:] == resumed[key]
+            assert whole["seen"] == resumed["seen"] == sum(samples for _, _, samples in whole["samples"])
+            assert whole["weights"].keys() == resumed["weights"].keys()
+            assert all(torch.equal(weight, resumed["weights"][name]) for name, weight in whole["weights"].items())
+
+
+def test_epochs_follow_one_another_and_show_every_sample(runs):
+    whole, _, _ = runs
+    for run in whole[0]:
+        steps = run["steps_per_epoch"]
+        assert 1 < steps < LAST_STEP
+        assert [step[:2] for step in run["samples"]] == [divmod(step, steps) for step in range(LAST_STEP)]
+        assert sum(samples for epoch, _, samples in run["samples"] if epoch == 0) == len(SmallDataset())
+
+
+def test_only_the_first_stage_decodes_images(runs):
+    whole, _, _ = runs
+    assert whole[0][0]["decoded"] > 0
+    assert whole[1][0]["decoded"] == 0
+    assert whole[1][1]["decoded"] > 0  # the second replica of one stage
+
+
+def test_the_schedule_spans_the_run(runs):
+    whole, _, _ = runs
+    rates = whole[0][0]["rates"]
+    assert max(rates) == pytest.approx(0.01, rel=0.01)
+    assert rates[-1] < rates[1]
+
+
+def test_evaluation_and_export_equal_plain_transformers(runs):
+    _, resumed, folders = runs
+    samples = small_samples()
+    for number, folder in enumerate(folders):
+        export(latest_checkpoint(folder / "end"), folder / "exported")
+        model = InternVLForConditionalGeneration.from_pretrained(folder / "exported", dtype=torch.float32)
+        is_half = number == 3
+        run = resumed[-1][number]
+        loss, accuracy, logits = plain_results(model, samples)
+        assert run["held_out"] == resumed[0][number]["held_out"]
+        assert run["held_out"].loss == pytest.approx(loss, rel=2e-2 if is_half else 1e-5)
+        assert run["held_out"].samples == len(SmallDataset())
+        if not is_half:
+            assert run["held_out"].accuracy == pytest.approx(accuracy)
+        packed_logits, input_ids, _, bounds = run["logits"]
+        for start, stop in pairwise(bounds.tolist()):
+            ids = input_ids[0, start:stop]
+            (sample,) = [i for i, sample in enumerate(samples) if torch.equal(sample["input_ids"], ids)]
+            tolerance = 0.3 if is_half else 1e-4
+            torch.testing.assert_close(
+                packed_logits[0, start:stop].float(), logits[sample], rtol=tolerance, atol=tolerance
+            )

@@ -1,0 +1,99 @@
+"""The quickstart as a user runs it, only smaller: launcher, training script, resume after a kill, export, questions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from omnibal.cli.main import app
+from omnibal.report.metrics import read_metrics
+from tests.engine.launch import free_port
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's data, and a ds_config for a short run on it."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = CliRunner().invoke(app, ["demo", str(folder / "data"), "--samples", "60", "--held-out", "20", "--json"])
+    assert done.exit_code == 0, done.output
+    config = json.loads((ROOT / "ds_configs" / "quickstart.json").read_text())
+    config["csv_monitor"]["output_path"] = str(folder / "monitor")
+    section = config["omnibal"]
+    section["model"]["path"] = str(folder / "data" / "model")
+    section["data"] |= {
+        "train": str(folder / "data" / "train.json"),
+        "held_out": str(folder / "data" / "held_out.json"),
+    }
+    section["run"] |= {"output": str(folder), "epochs": 3, "save_every": 2, "keep": 2, "evaluate_every": 3}
+    section["packing"] |= {"vision_units": 12, "llm_tokens": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def start(folder, *options):
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
+    script = ["launch/train.py", "--deepspeed_config", str(folder / "config.json"), *options]
+    log = (folder / "log.txt").open("w")
+    return subprocess.Popen(
+        [*command, *script], cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def test_train_kill_resume_export_ask(demo):
+    process = start(demo)
+    while not list(demo.glob("checkpoints/*/omnibal.json")) or not (demo / "checkpoints" / "latest").exists():
+        assert process.poll() is None, (demo / "log.txt").read_text()
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert start(demo, "--resume").wait() == 0, (demo / "log.txt").read_text()
+
+    output = (demo / "log.txt").read_text()
+    assert "held-out answers right" in output
+    metrics = read_metrics(demo / "metrics.jsonl")
+    steps = [record["step"] for record in metrics.steps]
+    assert steps == list(range(1, len(steps) + 1))
+    assert sum(record["samples"] for record in metrics.steps) == 3 * 60
+    assert {record["epoch"] for record in metrics.steps} == {0, 1, 2}
+    assert len(list((demo / "checkpoints").glob("global_step*"))) == 2
+    assert (demo / "loss.png").exists()
+    monitored = {path.name for path in (demo / "monitor").rglob("*.csv")}
+    assert {"Train_Balance_vision.csv", "Train_Balance_llm.csv", "Train_Samples_train_loss.csv"} <= monitored
+
+    again = CliRunner().invoke(app, ["export", str(demo / "checkpoints"), str(demo / "again"), "--json"])
+    assert again.exit_code == 0, again.output
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "preprocessor_config.json"):
+        assert (demo / "again" / name).read_bytes() == (demo / "model" / name).read_bytes()
+
+    asked = CliRunner().invoke(
+        app, ["ask", str(demo / "model"), "--meta", str(demo / "data" / "held_out.json"), "--count", "20", "--json"]
+    )
+    assert asked.exit_code == 0, asked.output
+    answers = [json.loads(line) for line in asked.stdout.splitlines()]
+    assert len(answers) > 10
+    assert all(sorted(answer) == ["answer", "images", "question", "right"] for answer in answers)
+    assert {len(answer["images"]) for answer in answers} == {0, 1, 2}
+
+
+def test_broken_data_is_named_before_training_starts(demo):
+    annotation = demo / "data" / "train" / "stories.jsonl"
+    lines = annotation.read_text().splitlines()
+    try:
+        annotation.write_text("\n".join([*lines[:4], lines[4][:-3], *lines[5:]]) + "\n")
+        assert start(demo).wait() != 0
+    finally:
+        annotation.write_text("\n".join(lines) + "\n")
+    output = (demo / "log.txt").read_text()
+    assert "DataError" in output
+    assert "stories.jsonl, line 5" in output
+    assert "step/s" not in output

@@ -1,0 +1,57 @@
+"""Slow, obvious solvers of recompute problems."""
+
+from itertools import product
+
+from omnibal.memory.footprint import LEVELS
+from omnibal.memory.frontier import NOT_OFFERED
+
+
+def all_levels(layers):
+    """Every choice of levels that the layers offer."""
+    return product(*[[level for level in LEVELS if level in layer.saved_bytes] for layer in layers])
+
+
+def fastest_levels(footprint, stage, layers, seconds, budget_bytes):
+    """Least seconds of all choices whose footprint keeps to the budget, infinity if none does."""
+    best = float("inf")
+    for levels in all_levels(footprint.profile.layers[layers.start : layers.stop]):
+        if footprint.stage(stage, layers, levels).total <= budget_bytes:
+            best = min(best, total_seconds(seconds, layers, levels))
+    return best
+
+
+def least_total(footprint, stage, layers):
+    """Least bytes of all choices."""
+    choices = all_levels(footprint.profile.layers[layers.start : layers.stop])
+    return min(footprint.stage(stage, layers, levels).total for levels in choices)
+
+
+def total_seconds(seconds, layers, levels):
+    return sum(seconds[layer, LEVELS.index(level)] for layer, level in zip(layers, levels, strict=True))
+
+
+def fastest_columns(kept, transient, seconds, *, room_bytes, **options):
+    """Least seconds over all columns, as least_recompute means it."""
+    return min(
+        (
+            sum(seconds[layer, column] for layer, column in enumerate(columns))
+            for columns in offered_columns(kept)
+            if peak_bytes(kept, transient, columns, **options) <= room_bytes
+        ),
+        default=float("inf"),
+    )
+
+
+def offered_columns(kept):
+    """Every choice of columns."""
+    return product(*[[k for k, size in enumerate(row) if size < NOT_OFFERED] for row in kept.tolist()])
+
+
+def peak_bytes(kept, transient, columns, *, held, least_transient):
+    """The peak, by running the layers backward one by one and freeing what each has kept."""
+    alive = held * sum(int(kept[layer, column]) for layer, column in enumerate(columns))
+    peak = alive + least_transient
+    for layer, column in reversed(list(enumerate(columns))):
+        peak = max(peak, alive + int(transient[layer, column]))
+        alive -= int(kept[layer, column])
+    return peak

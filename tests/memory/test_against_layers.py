@@ -1,0 +1,55 @@
+"""Predicted bytes against those of real layers: whole stages of a tiny model, at every level and mixed."""
+
+from functools import cache, partial
+from itertools import cycle, islice
+
+import pytest
+
+from omnibal.cost import Load
+from omnibal.data.limits import PackLimits
+from omnibal.memory.footprint import LEVELS, Footprint, TrainingSetup
+from omnibal.pipeline.measure import kept_bytes
+from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.vlm import load_model
+from omnibal.vlm.measure import measure_profile
+from omnibal.vlm.recompute import run_layer
+from tests.vlm.models import build_layers, make_pack, make_sample, tiny_config
+
+LIMITS = PackLimits(6, 60)
+SAMPLES = [make_sample(1, tiles=(2, 1)), make_sample(2, question=9), make_sample(3, tiles=(1,), question=7)]
+
+
+@cache
+def measured():
+    model = load_model(tiny_config())
+    return model, measure_profile(model, LIMITS, max_spread=float("inf"))
+
+
+def load_of(pack):
+    lengths = pack["cu_seq_lens"].diff()
+    return Load(len(pack["pixel_values"]), int(lengths.sum()), int((lengths.long() ** 2).sum()))
+
+
+def run_stage(layers, levels, payload):
+    for layer, level in zip(layers, levels, strict=True):
+        payload = run_layer(layer, payload, level)
+    return payload[0]
+
+
+@pytest.mark.parametrize("mix", [*LEVELS, "mixed"])
+@pytest.mark.parametrize("stage", [(0, 2), (1, 5), (2, 6), (5, 7), (4, 9), (0, 9)])
+def test_kept_bytes_of_a_stage_are_predicted_within_a_per_cent(stage, mix):
+    model, profile = measured()
+    a, b = stage
+    pack = make_pack(SAMPLES)
+    footprint = Footprint(profile, load_of(pack), one_f_one_b(1, 1), TrainingSetup())
+    levels = list(islice(cycle(LEVELS if mix == "mixed" else [mix]), b - a))
+    layers = build_layers(model)
+    payload = (pack["pixel_values"], pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"])
+    for layer in layers[:a]:
+        payload = layer(payload)
+    hidden = payload[0].detach().requires_grad_(a > 0)
+    free = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+    found = kept_bytes(partial(run_stage, layers[a:b], levels, (hidden, *payload[1:])), free=[*free, *payload[1:]])
+    predicted = footprint.kept_bytes(1)[range(a, b), [LEVELS.index(level) for level in levels]].sum()
+    assert predicted == pytest.approx(found, rel=0.01)

@@ -1,0 +1,146 @@
+import numpy as np
+import pytest
+
+from omnibal.cost import CostModel, Load
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import Footprint, StageMemory, TrainingSetup
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.schedule import Schedule, one_f_one_b
+from tests.memory.models import block, model
+
+LOAD = Load(9, 4096)
+PLAIN = TrainingSetup()
+
+
+def footprint(layers, schedule, *, setup=PLAIN, **options):
+    return Footprint(model(layers, **options), LOAD, schedule, setup)
+
+
+def four_blocks(**options):
+    return [block(f"block.{i}", **options) for i in range(4)]
+
+
+def test_each_term_by_hand():
+    weights = {"parameter_bytes": 20, "gradient_bytes": 40, "optimizer_bytes": 120}
+    layers = four_blocks(none=100, full=16, output=8, **weights)
+    setup = TrainingSetup(num_replicas=2, overhead_bytes=7, target_share=0.5)
+    found = footprint(layers, one_f_one_b(2, 8), setup=setup).stages(
+        Partition((0, 2, 4)), ["full", "none", "none", "none"]
+    )
+    # Stage 0 holds two micro-batches: each keeps its pixels (16, as layer 0 keeps when it recomputes) and its output;
+    # one gradient of the output comes back. The first layer brings back 84 bytes when the second has freed 100;
+    # the gradients within the second are a third of that.
+    first = StageMemory(40, 80, 120, 2 * (16 + 100), 2 * (16 + 8) + 8, 33, 0, 7)
+    # Stage 1 holds one: its input three times (kept, arriving, as a gradient); 8 bytes of logits twice.
+    last = StageMemory(40, 80, 120, 2 * 100, 3 * 8, 33, 2 * 8, 7)
+    assert found == (first, last)
+    assert first.total == 40 + 80 + 120 + 232 + 56 + 33 + 7
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "bytes_per_logit"),
+    [
+        ("bfloat16", 1.0, 12),  # in the softmax
+        ("bfloat16", 0.5, 2 * 2 + 0.5 * (4 + 2)),  # behind it: two gradients of all logits, a float32 and a cast one
+        ("float32", 0.5, 2 * 4 + 0.5 * 4),
+        ("float32", 0.0, 2 * 4),
+    ],
+)
+def test_the_loss_needs_most_in_the_softmax_or_behind_it(dtype, share, bytes_per_logit):
+    element_bytes = {"bfloat16": 2, "float32": 4}[dtype]
+    memory = footprint(
+        [block("head", output=80)], one_f_one_b(1, 1), setup=TrainingSetup(target_share=share), dtype=dtype
+    )
+    assert memory.loss_bytes == 80 / element_bytes * bytes_per_logit
+    assert memory.stage(0, range(1), ["none"]).transient == max(memory.loss_bytes, 80)
+
+
+def test_micro_batches_are_counted_on_the_table():
+    layers = four_blocks()
+    assert footprint(layers, one_f_one_b(4, 8)).held == (4, 3, 2, 1)
+    assert footprint(layers, one_f_one_b(4, 2)).held == (2, 2, 2, 1)
+
+
+def test_a_postponed_weight_gradient_holds_on_to_activations():
+    split = Schedule.parse("F0 F1 B0 B1 W0 W1\nF0 B0 F1 B1 W0 W1")
+    assert footprint(four_blocks(), split).held == (2, 2)
+
+
+def test_bytes_grow_with_the_load():
+    layer = block("block.0", saved={"none": 0, "full": 0})
+    object.__setattr__(layer, "saved_bytes", {"none": CostModel(llm_tokens=3.5), "full": CostModel(vision_units=2)})
+    memory = Footprint(model([layer, block("head")]), LOAD, one_f_one_b(1, 1), PLAIN)
+    assert memory.stage(0, range(1), ["none"]).activations == 4096 * 3.5
+    assert memory.stage(0, range(1), ["full"]).activations == 18
+
+
+@pytest.mark.parametrize(("zero_stage", "expected"), [(0, 120), (1, 40)])
+def test_zero_shares_the_optimizer(zero_stage, expected):
+    layers = [block("block.0", optimizer_bytes=120)]
+    setup = TrainingSetup(num_replicas=3, zero_stage=zero_stage)
+    assert footprint(layers, one_f_one_b(1, 1), setup=setup).stage(0, range(1), ["none"]).optimizer == expected
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 40 + 80), ("float32", 40)])
+def test_float32_sums_of_gradients_come_on_top(dtype, expected):
+    layers = [block("block.0", gradient_bytes=40)]
+    setup = TrainingSetup(accumulate_float32=True)
+    memory = footprint(layers, one_f_one_b(1, 1), setup=setup, dtype=dtype)
+    assert memory.stage(0, range(1), ["none"]).gradients == expected
+
+
+def test_tied_layers_share_their_weights_where_they_meet():
+    tied = {"parameter_bytes": 30, "gradient_bytes": 30, "optimizer_bytes": 30, "tied_key": "embedding"}
+    layers = [block("embedding", **tied), block("block.0", parameter_bytes=5), block("head", **tied)]
+    whole = footprint(layers, one_f_one_b(1, 1)).stage(0, range(3), ["none"] * 3)
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (35, 30, 30)
+    cut = footprint(layers, one_f_one_b(2, 1)).stages(Partition((0, 1, 3)), ["none"] * 3)
+    assert [stage.parameters for stage in cut] == [30, 35]
+
+
+def test_frozen_layers_at_the_start_of_the_pipeline_keep_nothing():
+    layers = [
+        block("block.0", trainable=False),
+        block("block.1", trainable=False),
+        block("block.2"),
+        block("block.3", trainable=False),
+    ]
+    memory = footprint(layers, one_f_one_b(2, 1))
+    assert memory.stage(0, range(3), ["none"] * 3).activations == 100
+    assert memory.stage(1, range(1, 4), ["none"] * 3).activations == 300
+
+
+def test_matrices_over_stages_agree_with_each_stage():
+    layers = [block(f"block.{i}", output=3 + i, parameter_bytes=i, optimizer_bytes=7 * i) for i in range(5)]
+    memory = footprint(layers, one_f_one_b(3, 4), setup=TrainingSetup(num_replicas=2, overhead_bytes=11))
+    for stage, (a, b) in enumerate([(0, 2), (1, 4), (2, 5)]):
+        found = memory.stage(stage, range(a, b), ["full"] * (b - a))
+        assert memory.fixed_bytes(stage)[a, b] == found.total - found.activations - found.transient
+        assert memory.kept_bytes(stage)[a:b, 2].sum() * memory.held[stage] == found.activations
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: TrainingSetup(zero_stage=2), "zero_stage must be 0 or 1 under a pipeline, got 2"),
+        (lambda: TrainingSetup(num_replicas=0), "num_replicas must be positive, got 0"),
+        (lambda: TrainingSetup(target_share=1.5), "target_share must lie in"),
+        (lambda: TrainingSetup(overhead_bytes=-1), "overhead_bytes must not be negative, got -1"),
+        (lambda: footprint(four_blocks(), one_f_one_b(1, 1), dtype="int8"), "dtype of the profile must be one of"),
+        (
+            lambda: Footprint(model(four_blocks()), Load([1, 2], [3, 4]), one_f_one_b(1, 1), PLAIN),
+            "load must be of a single micro-batch",
+        ),
+        (
+            lambda: footprint(four_blocks(), one_f_one_b(1, 1)).stage(0, range(4), ["none", "selective"] * 2),
+            "level that the profile has for block.1, got 'selective'",
+        ),
+    ],
+)
+def test_refusals(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        wrong()
+
+
+def test_total_is_the_sum_of_the_terms():
+    assert StageMemory(*np.arange(1, 9).tolist()).total == 36

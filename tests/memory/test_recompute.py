@@ -1,0 +1,132 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnibal.cost import CostModel, Load
+from omnibal.errors import InfeasibleError
+from omnibal.memory.footprint import LEVELS, Footprint, TrainingSetup
+from omnibal.memory.frontier import NOT_OFFERED
+from omnibal.memory.recompute import choose_levels, least_bytes, least_recompute, recompute_seconds
+from omnibal.pipeline.schedule import one_f_one_b
+from tests.memory.models import block, generator, model, random_model
+from tests.memory.oracles import fastest_columns, fastest_levels, least_total, peak_bytes, total_seconds
+
+LOADS = Load([3, 5], [100, 200])
+
+
+def problem(seed):
+    rng = generator(seed)
+    profile = random_model(rng, max_blocks=3)
+    num_stages = int(rng.integers(1, 4))
+    schedule = one_f_one_b(num_stages, int(rng.integers(1, 5)))
+    setup = TrainingSetup(num_replicas=int(rng.integers(1, 4)), target_share=0.1)
+    footprint = Footprint(profile, LOADS[1], schedule, setup)
+    stage = int(rng.integers(num_stages))
+    a = 0 if stage == 0 else int(rng.integers(stage, len(profile.layers) - 1))
+    b = len(profile.layers) if stage == num_stages - 1 else int(rng.integers(a + 1, len(profile.layers) + 1))
+    return rng, footprint, stage, range(a, b), recompute_seconds(profile, LOADS, stage)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_choice_that_fits_is_faster(seed):
+    rng, footprint, stage, layers, seconds = problem(seed)
+    least = least_total(footprint, stage, layers)
+    most = footprint.stage(stage, layers, ["none"] * len(layers)).total
+    budget = int(rng.integers(least, most + 2))
+    levels = choose_levels(footprint, stage, layers, seconds, budget)
+    assert footprint.stage(stage, layers, levels).total <= budget
+    best = fastest_levels(footprint, stage, layers, seconds, budget)
+    assert total_seconds(seconds, layers, levels) == pytest.approx(best, abs=1e-9)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_one_byte_less_than_the_least_is_refused(seed):
+    _, footprint, stage, layers, seconds = problem(seed)
+    least = least_total(footprint, stage, layers)
+    levels = choose_levels(footprint, stage, layers, seconds, least)
+    assert footprint.stage(stage, layers, levels).total == least
+    with pytest.raises(InfeasibleError, match=rf"stage {stage} must fit .*\(5 bytes are missing\)"):
+        choose_levels(footprint, stage, layers, seconds, least - 5)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_columns_against_brute_force(seed):
+    rng = generator(seed)
+    shape = (int(rng.integers(1, 6)), int(rng.integers(1, 4)))
+    kept, transient = rng.integers(0, 40, shape), rng.integers(0, 60, shape)
+    seconds = rng.integers(0, 9, shape).astype(float)
+    absent = rng.random(shape) < 0.2
+    absent[:, 0] = False
+    kept[absent] = transient[absent] = NOT_OFFERED
+    given_ = {"held": int(rng.integers(1, 4)), "least_transient": int(rng.integers(0, 50))}
+    room = int(rng.integers(0, 300))
+    best = fastest_columns(kept, transient, seconds, room_bytes=room, **given_)
+    chosen = least_recompute(kept, transient, seconds, room_bytes=room, **given_)
+    assert (chosen is None) == (best == np.inf) == (least_bytes(kept, transient, **given_) > room)
+    if chosen is not None:
+        rows = np.arange(len(kept))
+        assert seconds[rows, chosen].sum() == best
+        assert peak_bytes(kept, transient, chosen, **given_) <= room
+
+
+def test_nothing_recomputes_where_everything_fits():
+    footprint = Footprint(model([block(f"block.{i}") for i in range(4)]), LOADS[0], one_f_one_b(1, 1), TrainingSetup())
+    seconds = recompute_seconds(footprint.profile, LOADS, 0)
+    assert choose_levels(footprint, 0, range(4), seconds, 10**6) == ("none",) * 4
+
+
+def four_blocks_and_a_head(**options):
+    layers = [block(f"block.{i}", none=99, full=9, output=0, **options) for i in range(4)]
+    layers.append(block("head", none=0, full=0, output=0))
+    return Footprint(model(layers), LOADS[0], one_f_one_b(1, 1), TrainingSetup())
+
+
+@pytest.mark.parametrize("count", range(4))  # the last one alone would bring back what it saves
+def test_of_equal_layers_the_first_recompute(count):
+    footprint = four_blocks_and_a_head()
+    expected = ("full",) * count + ("none",) * (5 - count)
+    budget = footprint.stage(0, range(5), expected).total
+    seconds = recompute_seconds(footprint.profile, LOADS, 0)
+    assert choose_levels(footprint, 0, range(5), seconds, budget) == expected
+
+
+def test_what_the_first_layers_bring_back_finds_room_that_the_last_ones_have_freed():
+    footprint = four_blocks_and_a_head()
+
+    def total(*levels):
+        return footprint.stage(0, range(5), (*levels, "none")).total
+
+    # Gradients are a third of 99 bytes; recomputing the first layer brings back 90 when 297 have been freed.
+    assert total("full", "none", "none", "none") == total("none", "none", "none", "none") - 90
+    # Recomputing the last one brings back all it had saved.
+    assert total("none", "none", "none", "full") == total("none", "none", "none", "none")
+
+
+def test_a_transient_that_does_not_fit_forbids_its_level():
+    # Recomputing the wide layer, the last one, would need 800 bytes at once; the narrow ones give way instead.
+    layers = [*(block(f"narrow.{i}", output=0) for i in range(3)), block("wide", none=1000, full=200, output=0)]
+    footprint = Footprint(model(layers), LOADS[0], one_f_one_b(1, 1), TrainingSetup())
+    seconds = np.array([[0.0, 0.0, 1.1]] * 3 + [[0.0, 0.0, 2.0]])
+    budget = footprint.stage(0, range(4), ["full", "full", "none", "none"]).total
+    assert footprint.stage(0, range(4), ["none", "none", "none", "full"]).total > budget
+    assert choose_levels(footprint, 0, range(4), seconds, budget) == ("full", "full", "none", "none")
+
+
+def test_seconds_are_the_mean_over_micro_batches():
+    layer = block("block.0", selective=50, forward=3.0)
+    object.__setattr__(layer, "recompute_seconds", layer.recompute_seconds | {"full": CostModel(llm_tokens=0.01)})
+    assert recompute_seconds(model([layer]), LOADS, 0).tolist() == [[0.0, 1.0, 1.5]]
+
+
+def test_frozen_layers_at_the_start_cost_nothing_to_recompute():
+    profile = model([block("block.0", trainable=False), block("block.1")])
+    assert recompute_seconds(profile, LOADS, 0)[:, 2].tolist() == [0.0, 1.0]
+    assert recompute_seconds(profile, LOADS, 1)[:, 2].tolist() == [1.0, 1.0]
+
+
+def test_levels_are_ordered_from_most_to_least_kept():
+    assert LEVELS == ("none", "selective", "full")

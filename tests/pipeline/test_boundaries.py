@@ -1,0 +1,50 @@
+import pytest
+from deepspeed.runtime.utils import partition_uniform
+
+from omnibal.errors import ConfigError
+from omnibal.pipeline.partition import Partition
+
+
+@pytest.mark.parametrize("boundaries", [(), (0,), (1, 2), (0, 2, 2), (0, 3, 1), (0, -1), (-1, 3)])
+def test_boundaries_that_do_not_increase_from_zero_are_refused(boundaries):
+    with pytest.raises(ConfigError, match="boundaries must start at 0 and increase"):
+        Partition(boundaries)
+
+
+def test_boundaries_that_are_no_integers_are_refused():
+    with pytest.raises(ConfigError, match="boundaries must be integers"):
+        Partition((0, 1.5, 3))
+
+
+def test_every_layer_has_the_stage_that_holds_it():
+    cut = Partition([0, 1, 4, 9])
+    assert cut.boundaries == (0, 1, 4, 9)
+    assert [cut.stage_of(layer) for layer in range(9)] == [0, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert [layer for stage in range(cut.num_stages) for layer in cut.layers(stage)] == list(range(cut.num_layers))
+
+
+def test_unknown_stages_and_layers_are_refused():
+    cut = Partition((0, 1, 4))
+    for stage in (-1, 2):
+        with pytest.raises(ConfigError, match=r"stage must lie in \[0, 2\)"):
+            cut.layers(stage)
+    for layer in (-1, 4):
+        with pytest.raises(ConfigError, match=r"layer must lie in \[0, 4\)"):
+            cut.stage_of(layer)
+
+
+def test_partitions_compare_by_their_boundaries():
+    assert Partition([0, 2, 4]) == Partition((0, 2, 4))
+    assert len({Partition([0, 2, 4]), Partition((0, 2, 4)), Partition((0, 1, 4))}) == 2
+
+
+@pytest.mark.parametrize("num_stages", range(1, 8))
+@pytest.mark.parametrize("num_layers", [8, 9, 15, 17, 48])
+def test_uniform_is_deepspeeds(num_layers, num_stages):
+    assert list(Partition.uniform(num_layers, num_stages).boundaries) == partition_uniform(num_layers, num_stages)
+
+
+@pytest.mark.parametrize("num_stages", [0, 6])
+def test_each_stage_needs_a_layer(num_stages):
+    with pytest.raises(ConfigError, match=r"num_stages must lie in \[1, 5\]"):
+        Partition.uniform(5, num_stages)

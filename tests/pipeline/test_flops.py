@@ -1,0 +1,157 @@
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from omnibal.cost import CostModel, Load
+from omnibal.errors import ConfigError
+from omnibal.families.base import LayerRecord
+from omnibal.families.internvl import layer_records
+from omnibal.pipeline.devices import DEVICES, Device
+from omnibal.pipeline.flops import analytic_profile
+
+# 1 operation per second in 16 bits and 1 byte per second: seconds count operations and bytes
+COUNTER = Device("counter", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+CONFIG = {
+    "model_type": "internvl",
+    "downsample_ratio": 0.5,
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "image_size": 56, "patch_size": 14,
+    },
+    "text_config": {
+        "model_type": "qwen2", "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 1000,
+    },
+}  # fmt: skip
+RECORDS = layer_records(CONFIG)
+LOAD = Load(vision_units=3, llm_tokens=50, llm_tokens_squared=1300)
+
+
+def costs(**options):
+    return {layer.kind: layer for layer in analytic_profile(RECORDS, COUNTER, **options).layers}
+
+
+def test_each_weight_costs_two_operations_a_token_forward_and_as_many_twice_backward():
+    for kind, tokens, weights in (
+        ("vision_block", 3 * 17, 4 * 64**2 + 2 * 64 * 128),
+        ("projector", 3 * 4, 256 * 96 + 96**2),
+        ("decoder_block", 50, 96 * 96 + 2 * 96 * 32 + 96 * 96 + 3 * 96 * 192),
+    ):
+        cost = costs()[kind]
+        assert cost.weight_seconds(LOAD) == 2 * tokens * weights
+    decoder = costs()["decoder_block"]
+    # two products of half the pairs, two operations for each of 96 elements
+    assert decoder.forward_seconds(LOAD) - decoder.weight_seconds(LOAD) == 2 * 2 * 1300 / 2 * 96
+    assert decoder.backward_seconds(LOAD) - decoder.weight_seconds(LOAD) == 2.5 * 2 * 2 * 1300 / 2 * 96
+    vision = costs()["vision_block"]
+    assert vision.forward_seconds(LOAD) - vision.weight_seconds(LOAD) == 3 * 4 * 17**2 * 64
+
+
+def test_counted_weights_are_the_parameters_that_multiply():
+    for record, layer in zip(RECORDS, analytic_profile(RECORDS, COUNTER).layers, strict=True):
+        if record.kind in ("decoder_block", "head"):
+            per_token = layer.weight_seconds.llm_tokens / 2
+            assert per_token <= record.sizes["parameters"] <= 1.02 * per_token
+
+
+def test_a_cut_sends_what_the_layer_before_it_puts_out():
+    sent = {kind: layer.output_bytes(LOAD) - 16 * 50 for kind, layer in costs().items()}
+    vision = 2 * 3 * 17 * 64
+    text = 2 * 50 * 96
+    assert sent == {
+        "patch_embedding": vision, "vision_block": vision, "projector": 2 * 3 * 4 * 96,
+        "text_embedding": text, "decoder_block": text, "final_norm": text, "head": 2 * 50 * 1000,
+    }  # fmt: skip
+
+
+def test_a_recomputed_layer_keeps_its_input():
+    layers = analytic_profile(RECORDS, COUNTER).layers
+    assert layers[0].saved_bytes["full"] == CostModel(vision_units=2 * 3 * 56**2)
+    for before, layer in pairwise(layers):
+        # the token ids that a cut sends along are kept once for all layers
+        assert layer.saved_bytes["full"](LOAD) == before.output_bytes(LOAD) - 16 * 50
+        if layer.kind.endswith("block"):
+            assert layer.saved_bytes["full"](LOAD) < layer.saved_bytes["none"](LOAD)
+
+
+def test_the_first_layer_has_no_input_gradient():
+    first = costs()["patch_embedding"]
+    assert first.backward_seconds == CostModel()
+    assert first.weight_seconds == first.forward_seconds
+
+
+def test_parameters_gradients_and_optimizer_in_bytes():
+    for record, layer in zip(RECORDS, analytic_profile(RECORDS, COUNTER).layers, strict=True):
+        number = record.sizes["parameters"]
+        assert (layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_bytes) == (
+            2 * number, 2 * number, 12 * number,
+        )  # fmt: skip
+        assert layer.optimizer_seconds == 28 * number
+    single = analytic_profile(RECORDS, COUNTER, dtype="float32").layers[1]
+    number = RECORDS[1].sizes["parameters"]
+    assert (single.parameter_bytes, single.gradient_bytes, single.optimizer_bytes) == (
+        4 * number,
+        4 * number,
+        8 * number,
+    )
+
+
+def test_frozen_layers_have_no_weight_gradient():
+    frozen = costs(frozen=["vision_block"])["vision_block"]
+    assert frozen.weight_seconds == CostModel()
+    assert frozen.backward_seconds == costs()["vision_block"].backward_seconds
+    assert frozen.gradient_bytes == frozen.optimizer_bytes == frozen.optimizer_seconds == 0
+    assert not frozen.trainable
+    assert costs(frozen=["vision_block"])["head"].trainable
+
+
+def test_tensor_parallelism_divides_all_but_what_is_sent():
+    one, four = costs(), costs(tensor_parallel=4)
+    for kind, layer in four.items():
+        for name in ("forward_seconds", "backward_seconds", "weight_seconds"):
+            np.testing.assert_allclose(getattr(layer, name)(LOAD), getattr(one[kind], name)(LOAD) / 4)
+        assert layer.optimizer_bytes == pytest.approx(one[kind].optimizer_bytes / 4, abs=1)
+        assert layer.optimizer_seconds == pytest.approx(one[kind].optimizer_seconds / 4)
+        assert layer.output_bytes == one[kind].output_bytes
+        np.testing.assert_allclose(layer.saved_bytes["none"](LOAD), one[kind].saved_bytes["none"](LOAD) / 4)
+
+
+def test_the_profile_fits_the_records_and_names_the_device():
+    made = analytic_profile(RECORDS, DEVICES["A100-80GB"], tensor_parallel=2)
+    made.check_matches(records=RECORDS, device="2 x A100-80GB", dtype="bfloat16")
+
+
+def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
+    # InternLM2-20B: hidden 6144, 48 layers; an A100 at half its peak
+    record = LayerRecord("decoder_block.0", "decoder_block", {
+        "hidden": 6144, "intermediate": 16384, "heads": 48, "kv_heads": 8, "head_dim": 128, "parameters": 390_000_000,
+    })  # fmt: skip
+    cost = analytic_profile([record], DEVICES["A100-80GB"]).layers[0]
+    seconds = cost.forward_seconds(Load(0, 4096, 4 * 1024**2))
+    assert 0.020 < seconds < 0.023
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"records": [LayerRecord("a", "magic", {})]},
+            "kind of a layer must be one of patch_embedding, .* got 'magic'",
+        ),
+        ({"frozen": ["vision"]}, "frozen must hold kinds of the model's layers, got 'vision'"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be positive, got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        analytic_profile(**{"records": RECORDS, "device": COUNTER, **change})
+
+
+@pytest.mark.parametrize(("field", "value"), [("fraction", 0.0), ("memory_bytes", float("nan")), ("fraction", 1.1)])
+def test_impossible_devices_are_refused(field, value):
+    with pytest.raises(ConfigError, match=f"{field} of device A100-80GB must be"):
+        replace(DEVICES["A100-80GB"], **{field: value})

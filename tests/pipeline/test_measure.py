@@ -1,0 +1,119 @@
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from omnibal.pipeline.measure import STEPS, WARM_UP, Timing, device_name, kept_bytes, time_optimizer, time_passes
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that stands still unless it is told to go on."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+class Slow(torch.autograd.Function):
+    """Takes seconds of a clock, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, value, clock, forward_seconds, backward_seconds):
+        ctx.clock, ctx.backward_seconds = clock, backward_seconds
+        clock.now += forward_seconds
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.now += ctx.backward_seconds
+        return gradient, None, None, None
+
+
+def test_times_are_medians_of_the_passes_after_the_warm_up(monkeypatch):
+    clock = Clock(monkeypatch)
+    seconds = iter([(50, 60), (40, 70), (1, 10), (2, 30), (3, 20), (4, 20), (9, 90)])
+    weight = torch.ones(3, requires_grad=True)
+    forward, backward = time_passes(lambda: Slow.apply(weight, clock, *next(seconds)), CPU)
+    assert forward == Timing(seconds=3.0, spread_seconds=2.0)
+    assert backward == Timing(seconds=20.0, spread_seconds=10.0)
+    assert backward.spread == 0.5
+    # gradients accumulate, as over micro-batches
+    assert weight.grad.tolist() == [WARM_UP + STEPS] * 3
+
+
+def test_without_gradients_there_is_no_backward_pass(monkeypatch):
+    clock = Clock(monkeypatch)
+    forward, backward = time_passes(lambda: Slow.apply(torch.ones(3), clock, 2, 5), CPU)
+    assert (forward.seconds, backward.seconds) == (2.0, 0.0)
+
+
+def test_timings_add_up():
+    assert Timing(1.0, 0.5) + Timing(2.0, 0.25) == Timing(3.0, 0.75)
+    assert Timing(0.0, 0.0).spread == 0.0
+
+
+def test_an_optimizer_step_is_timed_on_copies():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    assert time_optimizer([weight]).seconds > 0
+    assert weight.tolist() == [1.0] * 4
+    assert time_optimizer([]) == Timing(0.0, 0.0)
+
+
+def floats(*shape):
+    return torch.rand(*shape, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda x: x + 1, 0),
+        (lambda x: x.exp(), 4 * 100),  # saves its output
+        (lambda x: x.exp() + 0, 4 * 100),
+        (lambda x: x.sin(), 4 * 100),  # saves its input
+        (lambda x: x.sin() + x.cos(), 4 * 100),  # the same input
+        (lambda x: x.exp().sin(), 4 * 100),  # output of one, input of the other
+        (lambda x: x.sin().sin(), 2 * 4 * 100),
+        (lambda x: x.view(4, 25)[:2].sin(), 4 * 100),  # half of a storage keeps it whole
+        (lambda x: (x > 0.5).float() * x, 4 * 100 + 0),
+    ],
+)
+def test_kept_bytes_are_those_of_the_storages_that_autograd_saves(make, expected):
+    x = floats(100)
+    assert kept_bytes(lambda: make(x)) == expected
+
+
+def test_what_is_there_anyway_does_not_count():
+    layer, x = nn.Linear(10, 20), floats(5, 10)
+    assert kept_bytes(lambda: layer(x), free=layer.parameters()) == 4 * 50
+    assert kept_bytes(lambda: layer(x)) == 4 * (50 + 200)
+
+
+def test_a_recomputed_layer_keeps_its_input():
+    layer, x = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 10)), floats(5, 10)
+    free = list(layer.parameters())
+    assert kept_bytes(lambda: layer(x), free=free) == 4 * (50 + 100 + 100)
+    assert kept_bytes(lambda: checkpoint(layer, x, use_reentrant=False), free=free) == 4 * 50
+
+
+def test_nothing_is_kept_without_gradients():
+    with torch.no_grad():
+        assert kept_bytes(lambda: floats(100).sin()) == 0
+
+
+def test_what_lives_on_outside_of_autograd_counts():
+    cache = []
+
+    def forward():
+        x = torch.ones(50)
+        cache.append(x * 2)
+        return x + 1
+
+    assert kept_bytes(forward) == 4 * 50
+
+
+def test_a_cpu_is_named_with_its_threads():
+    assert device_name(CPU).endswith(f"CPU, {torch.get_num_threads()} threads")

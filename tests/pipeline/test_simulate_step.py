@@ -1,0 +1,142 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from omnibal.cost import CostModel, Load
+from omnibal.errors import ConfigError
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.schedule import Schedule, one_f_one_b
+from omnibal.pipeline.simulate import simulate, simulate_step
+from omnibal.pipeline.trace import chrome_trace
+from tests.pipeline.profiles import fixed_profile, layer, profile
+
+FREE = {"bandwidth_bytes_per_second": np.inf}
+
+
+def packs(micro_batches=4, replicas=1):
+    return [Load(np.ones(micro_batches), np.ones(micro_batches))] * replicas
+
+
+def test_a_step_of_one_replica_is_its_pipeline():
+    # forward, input gradient and weight gradient cost the same
+    step = simulate_step(fixed_profile([1, 2, 3]), Partition((0, 2, 3)), packs(), **FREE)
+    assert step.step_seconds == step.pipeline_seconds == (4 + 1) * 9
+    assert step.bubble_ratio == pytest.approx(step.replicas[0].bubble_ratio) == pytest.approx(1 / 5)
+
+
+def test_seconds_follow_each_micro_batchs_load():
+    vision = layer("vision")
+    vision = replace(vision, forward_seconds=CostModel(vision_units=1), backward_seconds=CostModel(vision_units=2),
+                     weight_seconds=CostModel(), output_bytes=CostModel(vision_units=10))  # fmt: skip
+    text = replace(
+        vision, name="text", forward_seconds=CostModel(llm_tokens=1), backward_seconds=CostModel(llm_tokens=2)
+    )
+    units, tokens = np.array([3, 0, 5]), np.array([1, 7, 2])
+    for mode in ("rendezvous", "overlap"):
+        step = simulate_step(
+            profile([vision, text]), Partition((0, 1, 2)), [Load(units, tokens)],
+            bandwidth_bytes_per_second=20, latency_seconds=0.25, mode=mode,
+        )  # fmt: skip
+        forward = np.stack([units, tokens], axis=1)
+        transfers = 0.25 + units[:, None] / 2
+        expected = simulate(one_f_one_b(2, 3), forward, 2 * forward, transfer_seconds=transfers, mode=mode)
+        assert step.step_seconds == pytest.approx(expected.makespan_seconds)
+
+
+def test_the_slowest_replica_the_all_reduce_and_the_optimizer_end_the_step():
+    cost = layer("a", gradient_bytes=100, optimizer_seconds=8.0)
+    cost = replace(cost, forward_seconds=CostModel(llm_tokens=1))
+    model, cut = profile([cost, replace(cost, name="b", gradient_bytes=300, optimizer_seconds=4.0)]), Partition((0, 2))
+    loads = [Load(0, [1, 1]), Load(0, [5, 6])]
+    step = simulate_step(model, cut, loads, bandwidth_bytes_per_second=50)
+    assert step.pipeline_seconds == 2 * 11 + 2 * 4
+    # a ring moves 2 (2 - 1) / 2 = 1 times the 400 bytes
+    np.testing.assert_allclose(step.reduce_seconds, [8.0])
+    assert step.step_seconds == pytest.approx(30 + 8 + 12)
+    sharded = simulate_step(model, cut, loads, bandwidth_bytes_per_second=50, shard_optimizer=True,
+                            reduce_bandwidth_bytes_per_second=100)  # fmt: skip
+    assert sharded.step_seconds == pytest.approx(30 + 4 + 6)
+
+
+def test_a_later_stage_reduces_while_earlier_ones_still_run():
+    model = profile([layer("a", gradient_bytes=0), layer("b", gradient_bytes=2)])
+    step = simulate_step(model, Partition((0, 1, 2)), packs(1, replicas=2), bandwidth_bytes_per_second=1)
+    # stage 1 is done 2 s before stage 0 and then reduces for 2 s
+    np.testing.assert_allclose(step.reduce_seconds, [0, 2])
+    assert step.step_seconds == step.pipeline_seconds == 6
+
+
+def frozen_then_trained():
+    vision = [layer(f"vision.{i}", weight=0.0, trainable=False) for i in range(2)]
+    return profile([*vision, layer("projector"), layer("text", weight=0.0, trainable=False)])
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "seconds"),
+    [
+        # forward 4, backward of the projector 2 and of the frozen text layer after it 1
+        ((0, 4), [7]),
+        # the second vision layer received its input, which requires a gradient
+        ((0, 1, 4), [1, 3 + 4]),
+        ((0, 2, 4), [2, 2 + 3]),
+    ],
+)
+def test_frozen_layers_run_backward_after_the_first_stage_and_after_a_trained_layer(boundaries, seconds):
+    step = simulate_step(frozen_then_trained(), Partition(boundaries), packs(1), **FREE)
+    np.testing.assert_allclose(step.replicas[0].busy_seconds, seconds)
+
+
+def test_recomputation_repeats_the_forward_pass_before_the_backward():
+    model, cut = fixed_profile([1, 2, 3]), Partition((0, 1, 3))
+    step = simulate_step(model, cut, packs(1), recompute=["none", "full", "none"], **FREE)
+    np.testing.assert_allclose(step.replicas[0].busy_seconds, [3, 15 + 2])
+
+
+def test_frozen_layers_without_backward_do_not_recompute():
+    step = simulate_step(frozen_then_trained(), Partition((0, 4)), packs(1), recompute=["full"] * 4, **FREE)
+    np.testing.assert_allclose(step.replicas[0].busy_seconds, [7 + 2])
+
+
+def test_any_schedule_can_be_simulated():
+    schedule = Schedule.parse("F0 F1 B0 W0 B1 W1\nF0 B0 F1 B1 W0 W1")
+    step = simulate_step(
+        fixed_profile([1, 1]), Partition((0, 1, 2)), packs(2), schedule=schedule, mode="overlap", **FREE
+    )
+    assert step.step_seconds < simulate_step(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(2), **FREE).step_seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"partition": Partition((0, 2))}, "partition must be of the profile's 3 layers, got one of 2"),
+        ({"loads": Load([1, 1], [1, 1])}, "loads must be one Load per replica with one entry per micro-batch"),
+        ({"loads": []}, "loads must be one or more of one shape"),
+        ({"loads": [Load([1], [1]), Load([1, 2], [1, 2])]}, "loads must be one or more of one shape"),
+        ({"loads": [Load([], [])]}, r"got shape \(1, 0\)"),
+        ({"bandwidth_bytes_per_second": 0}, "bandwidth_bytes_per_second must be positive, got 0"),
+        ({"reduce_bandwidth_bytes_per_second": 0}, "reduce_bandwidth_bytes_per_second must be positive, got 0"),
+        ({"bandwidth_bytes_per_second": float("nan")}, "must be positive, got nan"),
+        ({"latency_seconds": -1}, "latency_seconds must be finite and not negative, got -1"),
+        ({"recompute": ["none"]}, "recompute must have a level for each of 3 layers, got 1"),
+        ({"recompute": ["none", "half", "none"]}, "recompute must be one of none, full for block.1, got 'half'"),
+        ({"schedule": one_f_one_b(2, 3)}, "schedule must be for 2 stages and 4 micro-batches, got 2 and 3"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    arguments = {"partition": Partition((0, 1, 3)), "loads": packs(), "bandwidth_bytes_per_second": 1.0, **change}
+    with pytest.raises(ConfigError, match=message):
+        simulate_step(fixed_profile([1, 1, 1]), arguments.pop("partition"), arguments.pop("loads"), **arguments)
+
+
+def test_a_trace_shows_every_instruction_in_microseconds():
+    step = simulate_step(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(2, replicas=2), **FREE)
+    events = chrome_trace(step.replicas)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == sum(len(replica.events) for replica in step.replicas)
+    assert {(event["pid"], event["tid"]) for event in slices} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert slices[0] == {
+        "name": "F 0", "cat": "F", "ph": "X", "ts": 0.0, "dur": 1e6, "pid": 0, "tid": 0, "args": {"micro_batch": 0},
+    }  # fmt: skip
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["replica 0", "stage 0", "stage 1", "replica 1", "stage 0", "stage 1"]

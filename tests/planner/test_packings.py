@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.packs import Packs
+from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.errors import ConfigError
+from omnibal.planner.packings import largest_load, largest_target_share, packings
+from tests.planner.test_request import request
+
+LENGTHS = tiled_lengths(9000, seed=3)
+
+
+def test_the_papers_limits_come_first_and_every_other_packing_keeps_the_global_batch():
+    task = request(global_batch=256, batch_tolerance=0.04, method="isf")
+    found = packings(LENGTHS, task, num_replicas=4)
+    assert found[0].limits == paper_limits(LENGTHS)
+    assert len(found) >= 4
+    for packing in found[1:]:
+        assert abs(packing.samples_per_step / 256 - 1) <= 0.04
+    counts = [packing.micro_batches for packing in found]
+    assert len(set(counts)) == len(counts)
+
+
+def test_steps_are_whole_and_spread_over_the_epoch():
+    packing = packings(LENGTHS, request(global_batch=256, method="isf", steps=3), num_replicas=4)[0]
+    assert len(packing.steps) == 3
+    for step in packing.steps:
+        assert len(step) == 4
+        for load in step:
+            assert len(load) == packing.micro_batches
+            assert (load.llm_tokens > 0).all()
+    assert packing.all_loads.shape == (3, 4, packing.micro_batches)
+    mean = packing.samples_per_step / (4 * packing.micro_batches) * LENGTHS.llm_tokens.mean()
+    assert packing.all_loads.llm_tokens.mean() == pytest.approx(mean, rel=0.1)
+
+
+def test_given_limits_are_kept():
+    limits = PackLimits(7, 5000)
+    (found,) = packings(LENGTHS, request(global_batch=100, limits=limits, method="isf"), num_replicas=2)
+    assert found.limits == limits
+    assert found.micro_batches == round(100 / (2 * found.samples_per_step / (2 * found.micro_batches)))
+
+
+def test_a_global_batch_beyond_the_data_is_refused():
+    with pytest.raises(ConfigError, match="lengths must hold a step of 100 samples, got 50"):
+        packings(LENGTHS.take(np.arange(50)), request(global_batch=100), num_replicas=1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6))
+def test_no_pack_within_the_limits_exceeds_the_largest_load(seed):
+    rng = np.random.default_rng(seed)
+    lengths = tiled_lengths(200, seed=seed) if seed % 2 else patch_lengths(200, seed=seed)
+    limits = PackLimits(int(rng.integers(1, 30_000)), int(rng.integers(1, 9000)))
+    starts = np.unique(np.concatenate([[0, 200], rng.integers(0, 201, 120)]))
+    packs = Packs(rng.permutation(200), starts)
+    load, largest = packs.load(lengths), largest_load(lengths, limits)
+    within = (load.vision_units <= limits.vision_units) & (load.llm_tokens <= limits.llm_tokens)
+    for name in ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared"):
+        assert (getattr(load, name)[within] <= getattr(largest, name) * (1 + 1e-12)).all()
+    share = packs.sums(lengths.target_tokens) / np.maximum(load.llm_tokens, 1)
+    assert (share <= largest_target_share(lengths) + 1e-12).all()
+
+
+def test_all_tokens_may_carry_loss_where_nothing_is_known():
+    assert largest_target_share(SampleLengths([1], [10])) == 1.0

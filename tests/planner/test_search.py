@@ -1,0 +1,103 @@
+"""Joint search against every partition of small models, each with every choice of levels."""
+
+import numpy as np
+import pytest
+
+from omnibal.errors import InfeasibleError
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.planner.search import improve, propose, two_phases
+from tests.memory.oracles import fastest_levels, least_total
+from tests.planner.problems import partitions, random_step_model
+
+SEEDS = range(24)
+
+
+def everything(model):
+    """Mean step seconds of every partition under the fastest levels that fit, by the public simulator."""
+    seconds = {}
+    for partition in partitions(len(model.profile.layers), model.num_stages):
+        try:
+            levels = model.levels(partition.boundaries)
+        except InfeasibleError:
+            continue
+        steps = [
+            simulate_step(
+                model.profile, partition, loads, recompute=levels, mode=model.request.mode, **model.request.links
+            )
+            for loads in model.packing.steps
+        ]
+        seconds[partition.boundaries] = np.mean([step.step_seconds for step in steps])
+    return seconds
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_joint_search_is_within_two_per_cent_of_the_best_of_all(seed):
+    model = random_step_model(seed)
+    best = min(everything(model).values())
+    found = improve(model)
+    assert best * (1 - 1e-12) <= found.step_seconds <= 1.02 * best
+    assert found.step_seconds >= model.lower_bound_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_model_of_a_step_agrees_with_the_public_simulator(seed):
+    model = random_step_model(seed)
+    expected = everything(model)
+    found = model.step_seconds(np.array(list(expected)))
+    assert found == pytest.approx(list(expected.values()))
+    bounds = model.bound(np.array(list(expected)))
+    assert (bounds <= found * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_plan_fits_and_recomputes_no_more_than_it_must(seed):
+    model = random_step_model(seed, max_blocks=3)
+    for choice in (propose(model), improve(model)):
+        levels = model.levels(choice.boundaries)
+        for stage, memory in enumerate(model.footprint.stages(choice.partition, levels)):
+            assert memory.total <= model.budgets[stage]
+            layers = choice.partition.layers(stage)
+            seconds = model.recompute_seconds[stage]
+            best = fastest_levels(model.footprint, stage, layers, seconds, model.budgets[stage])
+            assert model.recompute_of(stage, choice.boundaries) == pytest.approx(best, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_joint_is_never_slower_than_two_phases_and_fits_where_those_do_not(seed):
+    model = random_step_model(seed, tightness=0.15)
+    try:
+        baseline = two_phases(model)
+    except InfeasibleError as error:
+        assert "bytes are missing" in str(error)
+        assert np.isfinite(improve(model).step_seconds)
+    else:
+        assert improve(model, [baseline.boundaries]).step_seconds <= baseline.step_seconds
+
+
+def test_some_of_these_problems_do_not_fit_in_two_phases():
+    failures = 0
+    for seed in SEEDS:
+        try:
+            two_phases(random_step_model(seed, tightness=0.15))
+        except InfeasibleError:
+            failures += 1
+    assert 3 <= failures < len(SEEDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_missing_bytes_are_exact(seed):
+    model = random_step_model(seed, max_blocks=3, tightness=-0.2)
+    needs = [
+        max(
+            least_total(model.footprint, stage, partition.layers(stage)) - model.budgets[stage]
+            for stage in range(model.num_stages)
+        )
+        for partition in partitions(len(model.profile.layers), model.num_stages)
+    ]
+    assert model.missing[0] == min(needs) > 0
+    assert random_step_model(seed, max_blocks=3, tightness=0.0).missing[0] == 0
+
+
+def test_unbounded_memory_leaves_nothing_to_recompute():
+    model = random_step_model(3, tightness=1.0)
+    assert set(model.levels(improve(model).boundaries)) == {"none"}

@@ -1,0 +1,57 @@
+import matplotlib.image
+import numpy as np
+from rich.console import Console
+
+from omnibal.data.limits import PackLimits
+from omnibal.memory.footprint import StageMemory
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan, Prediction, StagePrediction
+from omnibal.report.memory import memory_table, plot_memory, stage_plan_table
+from omnibal.report.style import SERIES, VERMILION
+
+GIB = 2**30
+MEMORY = [StageMemory(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB, 6 * GIB, 7 * GIB, 2 * GIB) for _ in range(2)]
+KINDS = ["vision_block", "projector", "text_embedding", "decoder_block", "decoder_block"]
+PLAN = Plan(
+    PackLimits(9, 4096),
+    8,
+    Partition((0, 2, 5)),
+    ("full", "none", "selective", "full", "full"),
+    Prediction(1.0, 8.0, 0.1, (StagePrediction(0.1234, 0.3, 0.05, 0.125, MEMORY[0]),) * 2),
+)
+
+
+def rows_of(table):
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.split() for line in captured.get().splitlines()[3:] if line.split()]
+
+
+def test_stages_count_layers_by_part_and_level():
+    assert rows_of(stage_plan_table(PLAN, KINDS)) == [
+        ["0", "2+0", "1+0", "0+0", "123.4", "300.0", "50.0", "12.5%"],
+        ["1", "0+3", "0+2", "0+1", "123.4", "300.0", "50.0", "12.5%"],
+    ]
+
+
+def test_memory_term_by_term():
+    rows = rows_of(memory_table(MEMORY, (60 * GIB, 40 * GIB)))
+    terms = ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "7.0", "2.0", "30.0"]
+    assert rows == [["0", *terms, "50.0%"], ["1", *terms, "75.0%"]]
+
+
+def test_tables_fit_a_terminal_of_80_columns():
+    for table in (stage_plan_table(PLAN, KINDS), memory_table(MEMORY, (60 * GIB, 40 * GIB))):
+        console = Console(width=80)
+        with console.capture() as captured:
+            console.print(table)
+        assert "…" not in captured.get()
+
+
+def test_the_picture_shows_every_term_and_the_budget(tmp_path):
+    plot_memory({"all recomputed": MEMORY, "plan": MEMORY}, (60 * GIB, 40 * GIB), tmp_path / "new" / "memory.png")
+    image = matplotlib.image.imread(tmp_path / "new" / "memory.png")[..., :3]
+    for colour in (*SERIES[:5], SERIES[6], SERIES[7], SERIES[8], VERMILION):
+        rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        assert (np.abs(image - rgb).max(axis=-1) < 0.01).mean() > 1e-4, colour

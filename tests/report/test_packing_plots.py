@@ -1,0 +1,79 @@
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnibal.cost import Load
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.report.length_plots import plot_lengths
+from omnibal.report.pack_fill import BINS, bin_edges, plot_fill
+from omnibal.report.rank_loads import Arranged, plot_rank_loads
+
+
+def arranged_of(lengths, limits, **options):
+    epoch = arrange_epoch(lengths, limits, method="isf", **options)
+    return Arranged(epoch.packs.load(lengths), epoch.steps)
+
+
+def ink(path):
+    """Share of pixels that are not white: what is drawn."""
+    image = matplotlib.image.imread(path)[..., :3]
+    return float((image.min(axis=-1) < 0.98).mean())
+
+
+def test_micro_batches_that_run_at_the_same_time_share_a_row():
+    arranged = Arranged(Load(np.arange(8), np.arange(8)), np.arange(8).reshape(2, 2, 2))
+    assert arranged.by_rank(arranged.load.vision_units).tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limits"),
+    [
+        (tiled_lengths(500, seed=1), PackLimits(16, 4096)),
+        (patch_lengths(200, seed=1), PackLimits(20_000, 8192)),
+        (tiled_lengths(50, seed=1, text_share=1.0), PackLimits(0, 4096)),
+        (SampleLengths([3], [50]), PackLimits(2, 40)),
+    ],
+)
+def test_plots_are_drawn_of_any_lengths(tmp_path, lengths, limits):
+    arranged = {"one": arranged_of(lengths, limits, num_replicas=2, micro_batches=2)}
+    plot_rank_loads(arranged, tmp_path / "loads.png")
+    plot_fill({"one": arranged["one"].load, "two": arranged["one"].load}, limits, tmp_path / "fill.png")
+    names = [f"source {number}" for number in range(9)]
+    plot_lengths(lengths, names, tmp_path / "folder" / "lengths.png")
+    for name in ("loads.png", "fill.png", "folder/lengths.png"):
+        assert ink(tmp_path / name) > 0.01
+
+
+def test_more_methods_make_a_wider_picture(tmp_path):
+    lengths, limits = tiled_lengths(300, seed=2), PackLimits(16, 4096)
+    entry = arranged_of(lengths, limits, num_replicas=4)
+    for count in (1, 2, 3):
+        plot_rank_loads({f"method {number}": entry for number in range(count)}, tmp_path / f"{count}.png")
+    widths = [matplotlib.image.imread(tmp_path / f"{count}.png").shape[1] for count in (1, 2, 3)]
+    assert widths == [widths[0], 2 * widths[0], 3 * widths[0]]
+
+
+def test_more_sources_than_colours_are_drawn_together(tmp_path):
+    lengths = tiled_lengths(600, seed=3)
+    many = SampleLengths(lengths.vision_units, lengths.llm_tokens, source=np.arange(600) % 14)
+    plot_lengths(many, [f"source {number}" for number in range(14)], tmp_path / "lengths.png")
+    assert ink(tmp_path / "lengths.png") > 0.05
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_a_limit_is_the_end_of_a_bin_and_all_packs_are_in_one(limit, most):
+    edges = bin_edges(limit, most)
+    assert limit + 0.5 in edges
+    assert edges[0] <= -0.5 < edges[-1]
+    assert edges[-1] > max(limit, most)
+    assert len(np.unique(np.diff(edges))) == 1
+    assert (edges <= limit + 0.5).sum() <= BINS + 1
+
+
+def test_a_bin_for_each_number_of_tiles():
+    assert bin_edges(3, 2).tolist() == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5]

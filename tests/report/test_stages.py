@@ -1,0 +1,93 @@
+from dataclasses import replace
+from io import StringIO
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from omnibal.cost import CostModel, Load
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.report import stage_plots
+from omnibal.report.stage_plots import plot_stages
+from omnibal.report.stages import PartitionFigures, slowest_replica, stage_table
+from tests.pipeline.profiles import fixed_profile, layer, profile
+
+
+@pytest.fixture
+def model():
+    layers = [layer(f"vision_block.{i}", kind="vision_block", output=4) for i in range(3)]
+    layers += [layer(f"decoder_block.{i}", kind="decoder_block", output=4, optimizer_seconds=2) for i in range(2)]
+    return profile(layers)
+
+
+def figures_of(model, partition, micro_batches=2, **options):
+    loads = [Load([1] * micro_batches, [1] * micro_batches)]
+    step = simulate_step(model, Partition(partition), loads, bandwidth_bytes_per_second=8, **options)
+    return PartitionFigures.of(model, Partition(partition), step, [2**30] * (len(partition) - 1)), step
+
+
+def test_figures_of_stages(model):
+    figures, step = figures_of(model, (0, 2, 5))
+    first, second = figures.stages
+    assert (first.first_layer, first.last_layer) == ("vision_block.0", "vision_block.1")
+    assert (second.vision_layers, second.language_layers) == (1, 2)
+    assert (first.forward_seconds, first.backward_seconds) == (2, 4)
+    # two activations and two gradients of 4 bytes at 8 bytes a second
+    assert first.transfer_seconds == second.transfer_seconds == pytest.approx(2)
+    assert first.idle_seconds == pytest.approx(figures.pipeline_seconds - 12)
+    assert first.idle_ratio == pytest.approx(1 - 12 / figures.pipeline_seconds)
+    assert [stage.in_flight for stage in figures.stages] == [2, 1]
+    assert second.optimizer_seconds == 4
+    assert figures.step_seconds == pytest.approx(figures.pipeline_seconds + 4) == step.step_seconds
+
+
+def test_no_transfer_costs_stage_time_where_they_overlap(model):
+    figures, _ = figures_of(model, (0, 2, 5), mode="overlap")
+    assert [stage.transfer_seconds for stage in figures.stages] == [0, 0]
+
+
+def test_figures_are_of_the_slowest_replica():
+
+    costs = replace(layer("a"), forward_seconds=CostModel(llm_tokens=1))
+    model = profile([costs, replace(costs, name="b")])
+    cut = Partition((0, 1, 2))
+    step = simulate_step(model, cut, [Load(0, [1]), Load(0, [7]), Load(0, [3])], bandwidth_bytes_per_second=1)
+    assert slowest_replica(step) == 1
+    assert [stage.forward_seconds for stage in PartitionFigures.of(model, cut, step, [0, 0]).stages] == [7, 7]
+
+
+def test_the_table_has_a_row_per_stage(model):
+    console = Console(width=100, file=StringIO(), record=True)
+    figures, _ = figures_of(model, (0, 1, 3, 5))
+    console.print(stage_table(figures.stages))
+    rows = [line.split() for line in console.export_text().splitlines() if line.strip()[:1].isdecimal()]
+    assert [row[:4] for row in rows] == [
+        ["0", "vision_block.0", "1+0", "1.0"],
+        ["1", "vision_block.1", "2+0", "1.0"],
+        ["2", "decoder_block.0", "0+2", "1.0"],
+    ]
+
+
+def test_bars_add_up_to_the_step(model, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(stage_plots, "save", lambda figure, path: drawn.append(figure))
+    ours, theirs = figures_of(model, (0, 2, 5))[0], figures_of(model, (0, 4, 5))[0]
+    plot_stages({"ours": ours, "theirs": theirs}, 20.0, "unused")
+    for panel, figures in zip(drawn[0].axes, (ours, theirs), strict=True):
+        ends = {}
+        for bar in panel.patches:
+            ends[bar.get_y()] = max(ends.get(bar.get_y(), 0), bar.get_x() + bar.get_width())
+        np.testing.assert_allclose([*ends.values()], figures.step_seconds)
+        assert panel.get_title(loc="left").startswith(("ours: ", "theirs: "))
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        "forward", "backward", "transfer", "waiting", "gradients and optimizer", "no partition is faster",
+    ]  # fmt: skip
+
+
+def test_the_picture_is_written(tmp_path):
+    figures, _ = figures_of(fixed_profile([1, 1, 1]), (0, 1, 3))
+    plot_stages({"a": figures}, 1.0, tmp_path / "new" / "stages.png")
+    with Image.open(tmp_path / "new" / "stages.png") as picture:
+        assert np.asarray(picture).std() > 0

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Sets up what the tests need, then runs ruff, mypy, import-linter and pytest.
+# Arguments go to pytest: ./tests/run.sh tests/data -k isf
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh test
+
+ruff check .
+ruff format --check .
+mypy
+lint-imports
+exec python -m pytest "$@"

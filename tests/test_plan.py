@@ -1,0 +1,128 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import LEVELS, StageMemory
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan, Prediction, StagePrediction
+
+MEMORY = StageMemory(8, 16, 96, 1000, 20, 30, 0, 7)
+STAGE = StagePrediction(0.1, 0.25, 0.05, 0.125, MEMORY)
+PLAN = Plan(
+    PackLimits(9, 4096, full_llm_tokens=4000),
+    16,
+    Partition((0, 3, 5)),
+    ("full", "full", "none", "selective", "none"),
+    Prediction(1.5, 70.5, 0.125, (STAGE, STAGE)),
+    {"profile": "0123456789abcdef", "options": {"global_batch": 64, "budget_bytes": [10, 20]}},
+)
+
+
+def test_a_plan_reads_well(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    stage = (
+        '{"forward_seconds": 0.1, "backward_seconds": 0.25, "recompute_seconds": 0.05, "idle_ratio": 0.125, "memory": '
+        '{"parameters": 8, "gradients": 16, "optimizer": 96, "activations": 1000, "buffers": 20, "transient": 30, '
+        '"logits": 0, "overhead": 7}}'
+    )
+    expected = f"""{{
+  "version": 1,
+  "limits": {{"vision_units": 9, "llm_tokens": 4096, "full_vision_units": 9, "full_llm_tokens": 4000}},
+  "micro_batches": 16,
+  "partition": [0, 3, 5],
+  "recompute": [
+    "2 full, 1 none",
+    "1 selective, 1 none"
+  ],
+  "predicted": {{
+    "step_seconds": 1.5,
+    "samples_per_step": 70.5,
+    "bubble_ratio": 0.125,
+    "stages": [
+      {stage},
+      {stage}
+    ]
+  }},
+  "made_from": {{
+    "profile": "0123456789abcdef",
+    "options": {{
+      "global_batch": 64,
+      "budget_bytes": [10, 20]
+    }}
+  }}
+}}
+"""
+    assert (tmp_path / "plan.json").read_text() == expected
+
+
+def test_a_plan_comes_back_as_it_was_saved(tmp_path):
+    for plan in (PLAN, Plan(PackLimits(0, 7), 1, Partition((0, 1)), ("full",))):
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@given(st.lists(st.lists(st.sampled_from(LEVELS), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_any_levels_come_back(tmp_path_factory, stages):
+    boundaries = [0]
+    for stage in stages:
+        boundaries.append(boundaries[-1] + len(stage))
+    plan = Plan(PackLimits(1, 1), 1, Partition(boundaries), tuple(level for stage in stages for level in stage))
+    path = tmp_path_factory.getbasetemp() / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "plan must be of version 1, got 2; make it again"),
+        ({"partition": None}, "plan must have values of the right kinds"),
+        ({"partition": [0, 3, 3]}, "boundaries must start at 0 and increase"),
+        ({"recompute": ["3 full"]}, "recompute must have an entry for each of 2 stages, got 1"),
+        ({"recompute": ["2 full", "2 none"]}, "recompute of stage 0 must count its 3 layers.* got '2 full'"),
+        ({"recompute": ["3 some", "2 none"]}, "recompute of stage 0 must count its 3 layers.* got '3 some'"),
+        ({"recompute": ["3 full", "none"]}, "recompute of stage 1 must count its 2 layers.* got 'none'"),
+        ({"micro_batches": 0}, "micro_batches must be positive, got 0"),
+        ({"limits": {"vision_units": 9}}, "plan must have values of the right kinds"),
+        ({"predicted": {"step_seconds": 1, "samples_per_step": 1, "bubble_ratio": 0, "stages": []}}, "predicted must"),
+    ],
+)
+def test_a_wrong_key_is_an_error_that_names_the_file(tmp_path, change, message):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=message) as caught:
+        Plan.load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["version", "limits", "micro_batches", "partition", "recompute", "predicted"])
+def test_a_missing_key_is_named(tmp_path, key):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    content = json.loads(path.read_text())
+    del content[key]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"plan must have the key '{key}', got none in {path}"):
+        Plan.load(path)
+
+
+def test_no_file_and_no_json(tmp_path):
+    with pytest.raises(ConfigError, match="plan must be a readable file"):
+        Plan.load(tmp_path / "nowhere.json")
+    (tmp_path / "broken.json").write_text('{\n "version": }')
+    with pytest.raises(ConfigError, match=r"plan must be JSON, got .*broken\.json, line 2"):
+        Plan.load(tmp_path / "broken.json")
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [(("none",), "recompute must have a level for each of 5 layers, got 1"), (("some",) * 5, "got 'some'")],
+)
+def test_levels_must_fit_the_partition(levels, message):
+    with pytest.raises(ConfigError, match=message):
+        Plan(PackLimits(1, 1), 1, Partition((0, 3, 5)), levels)

@@ -1,0 +1,240 @@
+"""The layers of a model together are plain transformers on each sample alone."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from omnibal.errors import ConfigError, DataError
+from omnibal.vlm import load_model
+from tests.vlm.models import (
+    build_layers,
+    disk_state,
+    make_pack,
+    make_sample,
+    pack_loss,
+    plain_gradients,
+    plain_logits,
+    plain_loss,
+    plain_model,
+    run_layers,
+    tiny_config,
+)
+
+ONE_IMAGE, TWO_IMAGES, TEXT = make_sample(1, tiles=(2,)), make_sample(2, tiles=(1, 3)), make_sample(3, answer=5)
+SHORT = make_sample(4, question=1, answer=1)
+PACKS = {
+    "mixed": [TEXT, TWO_IMAGES, SHORT, ONE_IMAGE],
+    "text only": [TEXT, SHORT, make_sample(5)],
+    "one sample": [ONE_IMAGE],
+}
+CONFIGS = {
+    "qwen2": tiny_config(),
+    "qwen2 tied": tiny_config(tied=True),
+    "llama tied": tiny_config(tied=True, text="llama", text_options={"attention_bias": True, "mlp_bias": True}),
+    "mistral": tiny_config(text="mistral", text_options={"sliding_window": None}),
+    "qwen3": tiny_config(text="qwen3"),
+    "sliding window": tiny_config(
+        text_options={"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "num_hidden_layers": 2}
+    ),
+    "dynamic rotary": tiny_config(
+        text_options={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    ),
+    "llama 3 rotary": tiny_config(
+        text="llama",
+        text_options={
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
+    "other ViT": tiny_config(
+        vision_options={
+            "use_mean_pooling": False,
+            "norm_type": "rms_norm",
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "use_mask_token": True,
+            "use_absolute_position_embeddings": False,
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("samples", PACKS.values(), ids=PACKS.keys())
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_packs_give_the_logits_loss_and_gradients_of_plain_transformers(config, samples):
+    model = load_model(config)
+    layers = build_layers(model)
+    plain, pack = plain_model(model, layers), make_pack(samples)
+
+    logits = run_layers(layers, pack)
+    expected = torch.cat([plain_logits(plain, sample) for sample in samples])
+    assert_close(logits[0], expected, rtol=1e-5, atol=2e-6)
+
+    loss, plain_sum = pack_loss(layers, pack), plain_loss(plain, samples)
+    assert_close(loss, plain_sum, rtol=1e-6, atol=0)
+    loss.backward()
+    plain_sum.backward()
+    ours, theirs = disk_state(model, layers, gradients=True), plain_gradients(model, plain)
+    assert ours.keys() == theirs.keys()
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        assert parameter.requires_grad == (parameter.grad is not None)
+    for name, gradient in theirs.items():
+        if name.endswith("mask_token"):
+            assert ours[name] is None
+        elif gradient is None:  # plain transformers never ran the ViT
+            assert ours[name].count_nonzero() == 0, name
+        else:
+            assert_close(ours[name], gradient, rtol=1e-4, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_comparison_would_notice_attention_across_samples():
+    model = load_model(tiny_config())
+    layers, pack = build_layers(model), make_pack([TEXT, SHORT])
+    together = pack | {"cu_seq_lens": torch.tensor([0, pack["input_ids"].shape[1]], dtype=torch.int32)}
+    difference = run_layers(layers, pack) - run_layers(layers, together)
+    assert difference[0, : len(TEXT["input_ids"])].abs().max() == 0
+    assert difference.abs().max() > 1e-2
+
+
+def muted(sample):
+    """The sample without targets."""
+    return sample | {"labels": torch.full_like(sample["labels"], -100)}
+
+
+def test_a_sample_does_not_notice_what_its_neighbours_say():
+    model = load_model(tiny_config())
+    layers = build_layers(model)
+    results = []
+    for before, after in ((11, 12), (13, 14)):
+        pack = make_pack([muted(make_sample(before, tiles=(1,))), TWO_IMAGES, muted(make_sample(after, tiles=(1,)))])
+        start, stop = pack["cu_seq_lens"][1:3].tolist()
+        for layer in layers:
+            layer.zero_grad()
+        pack_loss(layers, pack).backward()
+        gradients = {name: grad.clone() for name, grad in disk_state(model, layers, gradients=True).items()}
+        results.append((run_layers(layers, pack)[0, start:stop], gradients))
+    (logits, gradients), (other_logits, other_gradients) = results
+    assert torch.equal(logits, other_logits)
+    for name, gradient in gradients.items():
+        assert_close(gradient, other_gradients[name], rtol=0, atol=1e-7, msg=name)
+
+
+def test_a_samples_gradient_is_the_same_alone_and_in_company():
+    model = load_model(tiny_config(tied=True))
+    gradients = []
+    for samples in ([ONE_IMAGE], [TEXT, ONE_IMAGE, TWO_IMAGES]):
+        layers = build_layers(model)
+        pack = make_pack([sample if sample is ONE_IMAGE else muted(sample) for sample in samples])
+        pack_loss(layers, pack).backward()
+        gradients.append(disk_state(model, layers, gradients=True))
+    for name, gradient in gradients[0].items():
+        assert_close(gradients[1][name], gradient, rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("samples", [PACKS["mixed"], PACKS["text only"]], ids=["mixed", "text only"])
+def test_recompute_gives_the_same_bits(samples, dropout):
+    model = load_model(
+        tiny_config(
+            vision_options={
+                "hidden_dropout_prob": dropout,
+                "attention_dropout": dropout,
+                "projection_dropout": dropout,
+            },
+            text_options={"attention_dropout": dropout},
+        )
+    )
+    pack, gradients = make_pack(samples), []
+    for recompute in (False, True):
+        layers = build_layers(model)
+        torch.manual_seed(0)
+        called = [(lambda p, layer=x: checkpoint(layer, p, use_reentrant=False)) if recompute else x for x in layers]
+        pack_loss(called, pack).backward()
+        gradients.append(disk_state(model, layers, gradients=True))
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+@pytest.mark.parametrize("samples", PACKS.values(), ids=PACKS.keys())
+def test_between_layers_one_contiguous_float_then_the_same_integers(samples):
+    model, pack = load_model(tiny_config(vision_options={"use_mean_pooling": False})), make_pack(samples)
+    payload = (pack["pixel_values"], pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"])
+    tiles, tokens = len(pack["pixel_values"]), pack["input_ids"].shape[1]
+    shapes = {
+        "patch_embedding": (tiles, 17, 24),
+        "vision_block": (tiles, 17, 24),
+        "projector": (4 * tiles, 32),
+        "text_embedding": (1, tokens, 32),
+        "decoder_block": (1, tokens, 32),
+        "final_norm": (1, tokens, 32),
+        "head": (1, tokens, 61),
+    }
+    for record, layer in zip(model.records, build_layers(model), strict=True):
+        before, payload = payload, layer(payload)
+        assert payload[0].shape == shapes[record.kind] and payload[0].is_contiguous(), record.name
+        assert all(now is then for now, then in zip(payload[1:], before[1:], strict=True))
+
+
+def test_a_pack_without_images_sends_zero_gradients_through_every_boundary():
+    model, pack = load_model(tiny_config()), make_pack([TEXT])
+    layers = build_layers(model)
+    payload = (pack["pixel_values"], pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"])
+    passed = []
+    for layer in layers:  # as stages do: each float received is a leaf that requires a gradient
+        hidden = payload[0].detach().requires_grad_()
+        payload = layer((hidden, *payload[1:]))
+        passed.append((hidden, payload[0]))
+    gradient = torch.ones_like(payload[0])
+    for hidden, output in reversed(passed):
+        output.backward(gradient)
+        gradient = hidden.grad
+        assert gradient is not None and gradient.shape == hidden.shape
+    for record, layer in zip(model.records, layers, strict=True):
+        silent = record.kind in ("patch_embedding", "vision_block", "projector")
+        assert all(parameter.grad is not None for parameter in layer.parameters()), record.name
+        if silent:
+            assert all(parameter.grad.count_nonzero() == 0 for parameter in layer.parameters()), record.name
+
+
+def test_bfloat16_goes_through_whole():
+    model, pack = load_model(tiny_config()), make_pack([ONE_IMAGE, TEXT])
+    exact, rounded = (run_layers(build_layers(model, dtype=dtype), pack) for dtype in (torch.float32, torch.bfloat16))
+    assert rounded.dtype == torch.bfloat16
+    assert_close(rounded.float(), exact, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_wrong_number_of_image_tokens_names_both_counts(tied):
+    layers, pack = build_layers(load_model(tiny_config(tied=tied))), make_pack([ONE_IMAGE])
+    pack["pixel_values"] = pack["pixel_values"][:1]
+    with pytest.raises(DataError, match="got 8 image tokens in input_ids and 4 features"):
+        run_layers(layers, pack)
+
+
+def test_dynamic_rotary_refuses_samples_that_would_change_their_neighbours():
+    layers = build_layers(load_model(CONFIGS["dynamic rotary"]))
+    assert run_layers(layers, make_pack([make_sample(0, question=60), make_sample(1, question=110)])).isfinite().all()
+    run_layers(layers, make_pack([make_sample(0, question=125)]))
+    with pytest.raises(DataError, match=r"max_position_embeddings \(128\).*got 129"):
+        run_layers(layers, make_pack([make_sample(0, question=126)]))
+
+
+def test_dynamic_rotary_tables_never_change():
+    layers = build_layers(load_model(CONFIGS["dynamic rotary"]))
+    rotary, hidden = layers[-3].rotary, torch.zeros(1, 2, 32)
+    near, far = (rotary(hidden, torch.tensor([[5, last]]))[0] for last in (6, 5000))
+    assert torch.equal(near[:, 0], far[:, 0])
+
+
+def test_longrope_is_refused():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    rope["original_max_position_embeddings"] = 64
+    with pytest.raises(ConfigError, match="longrope"):
+        load_model(tiny_config(text="llama", text_options={"rope_parameters": rope}))

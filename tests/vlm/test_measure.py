@@ -1,0 +1,136 @@
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+from omnibal.cost import CostModel
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import LEVELS
+from omnibal.pipeline import measure
+from omnibal.pipeline.measure import MeasurementWarning, device_name, kept_bytes
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.vlm import load_model
+from omnibal.vlm.measure import measure_profile, measured_versions
+from omnibal.vlm.recompute import run_layer
+from omnibal.vlm.trial_packs import TrialPack
+from tests.vlm.models import build_layers, tiny_config
+
+MODEL = load_model(tiny_config())
+LIMITS = PackLimits(4, 60)
+FROZEN = ("patch_embedding", "vision_block")
+
+
+def quick_profile(**options):
+    """One pass of each kind: enough for everything but the times themselves."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(measure, "WARM_UP", 0)
+        patch.setattr(measure, "STEPS", 1)
+        warnings.simplefilter("ignore", MeasurementWarning)
+        return measure_profile(MODEL, LIMITS, **options)
+
+
+@pytest.fixture(scope="module")
+def reported():
+    return []
+
+
+@pytest.fixture(scope="module")
+def profile(reported):
+    return quick_profile(report=reported.append)
+
+
+@pytest.fixture(scope="module")
+def frozen_profile():
+    return quick_profile(frozen=FROZEN, dtype=torch.bfloat16)
+
+
+def test_a_profile_fits_its_model_machine_and_software(profile, tmp_path):
+    profile.save(tmp_path / "profile.json")
+    loaded = ModelProfile.load(tmp_path / "profile.json")
+    loaded.check_matches(
+        records=MODEL.records,
+        device=device_name(torch.device("cpu")),
+        dtype="float32",
+        versions=measured_versions(),
+    )
+    assert loaded == profile
+
+
+def test_layers_of_one_kind_are_measured_once(profile, reported):
+    assert reported == [
+        "patch_embedding", "vision_block.0", "projector", "text_embedding", "decoder_block.0", "final_norm", "head",
+    ]  # fmt: skip
+    assert profile.layers[1].forward_seconds == profile.layers[2].forward_seconds
+
+
+def test_every_pass_takes_time_and_depends_on_what_the_layer_sees(profile):
+    load = TrialPack(3, (40,)).load
+    merge = next(i for i, layer in enumerate(profile.layers) if layer.kind == "text_embedding")
+    for index, layer in enumerate(profile.layers):
+        for cost in (layer.forward_seconds, layer.backward_seconds, layer.weight_seconds):
+            assert cost.llm_tokens == cost.llm_tokens_squared == 0 or index >= merge
+            assert cost.vision_units == 0 or index <= merge
+            assert cost.llm_tokens_squared == 0 or layer.kind == "decoder_block"
+        assert layer.forward_seconds(load) > 0
+        assert layer.backward_seconds(load) + layer.weight_seconds(load) > 0
+        assert layer.optimizer_seconds > 0
+
+
+def test_pixels_need_no_gradient(profile):
+    assert profile.layers[0].backward_seconds == CostModel()
+
+
+@pytest.mark.parametrize("pack", [TrialPack(3, (20, 17)), TrialPack(0, (9, 9, 9, 9)), TrialPack(7, (100,))])
+def test_bytes_are_predicted_for_packs_that_were_not_measured(profile, pack):
+    payload = pack.payload(MODEL, dtype=torch.float32)
+    for index, (layer, cost) in enumerate(zip(build_layers(MODEL), profile.layers, strict=True)):
+        hidden = payload[0].detach().requires_grad_(index > 0)
+        run = partial(run_layer, layer, (hidden, *payload[1:]))
+        free = [*layer.parameters(), *layer.buffers(), *payload[1:]]
+        for level in LEVELS:
+            kept = kept_bytes(lambda run=run, level=level: run(level)[0], free=free)
+            assert cost.saved_bytes[level](pack.load) == pytest.approx(kept, rel=0.01, abs=4), (cost.name, level)
+        payload = tuple(tensor.detach() for tensor in run("none"))
+        sent = sum(tensor.nbytes for tensor in payload[:3])
+        assert cost.output_bytes(pack.load) == pytest.approx(sent, rel=1e-6)
+
+
+def test_parameters_in_bytes(profile, frozen_profile):
+    layers = build_layers(MODEL)
+    for layer, single, half in zip(layers, profile.layers, frozen_profile.layers, strict=True):
+        number = sum(parameter.numel() for parameter in layer.parameters())
+        trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+        assert (single.parameter_bytes, half.parameter_bytes) == (4 * number, 2 * number)
+        assert (single.gradient_bytes, single.optimizer_bytes) == (4 * trained, 8 * trained)
+        if half.trainable:
+            assert (half.gradient_bytes, half.optimizer_bytes) == (2 * trained, 12 * trained)
+
+
+def test_frozen_layers_run_backward_to_their_inputs_only(profile, frozen_profile):
+    load = TrialPack(3, (40,)).load
+    for layer, trained in zip(frozen_profile.layers, profile.layers, strict=True):
+        assert layer.trainable == (layer.kind not in FROZEN)
+        if not layer.trainable:
+            assert layer.weight_seconds == CostModel()
+            assert layer.gradient_bytes == layer.optimizer_bytes == layer.optimizer_seconds == 0
+            assert (layer.backward_seconds(load) > 0) == (layer.kind == "vision_block")
+            assert layer.saved_bytes["none"](load) <= trained.saved_bytes["none"](load)
+    assert frozen_profile.dtype == "bfloat16"
+
+
+def test_doubtful_measurements_come_with_a_warning(monkeypatch):
+    monkeypatch.setattr(measure, "STEPS", 2)
+    with pytest.warns(MeasurementWarning) as warned:
+        measure_profile(MODEL, PackLimits(1, 20), max_spread=-9.0)
+    messages = [str(warning.message) for warning in warned]
+    assert "repeated passes should differ by at most -900%, got" in messages[0]
+    pairs = [re.search(r"for (\S+) and .* for (\S+);", message).groups() for message in messages[1:]]
+    assert pairs == [("vision_block.0", "vision_block.1"), ("decoder_block.0", "decoder_block.1")]
+
+
+def test_frozen_kinds_must_occur():
+    with pytest.raises(ConfigError, match="frozen must hold kinds of the model's layers, got 'vision'"):
+        measure_profile(MODEL, LIMITS, frozen=["vision"])

@@ -1,0 +1,126 @@
+"""Planning together against planning in two phases, on the paper's models; see README.md."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tqdm import tqdm
+
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.errors import InfeasibleError
+from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.planner.search import Choice
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import counted_profile
+
+GIB = 2**30
+LENGTHS = tiled_lengths(40_000, seed=1)
+LIMITS = PackLimits(9, 4096)
+MODELS = {"6B+20B": ("InternLM2-20B", 2), "6B+34B": ("Yi-34B", 2), "6B+70B": ("Llama3-70B", 4)}
+STAGES = (8, 16)
+REPLICAS = 2
+BUDGETS = (24, 28, 32, 40, 48, 64, 80)
+GLOBAL_BATCH = 256
+BANDWIDTH = 25e9
+OVERHEAD = 2 * GIB
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem and what came of it."""
+
+    model: str
+    stages: int
+    budget: int
+    levels: str
+    limits: str
+    result: PlanResult | InfeasibleError
+    seconds: float
+
+    def cells(self) -> list[str]:
+        """For the table."""
+        head = [self.model, f"{self.stages}", f"{self.budget}", self.levels, self.limits]
+        if isinstance(self.result, InfeasibleError):
+            missing = str(self.result).split(" bytes (")[1].split(")")[0]
+            return [*head, "–", f"missing {missing}", "", "", f"{self.seconds:.1f}"]
+        result = self.result
+        baseline = _missing(result) if result.two_phase is None else _describe(result.two_phase)
+        gain = "fits" if result.two_phase is None else f"{result.gain:.1%}"
+        return [*head, baseline, _describe(result.choice), gain, _recomputed(result.choice), f"{self.seconds:.1f}"]
+
+
+def rows() -> Iterator[Row]:
+    """Solve every problem."""
+    problems = [
+        (model, stages, budget, levels, limits)
+        for model in MODELS
+        for stages in STAGES
+        for levels in ("none, full", "all three")
+        for limits in (LIMITS, None)
+        for budget in BUDGETS
+    ]
+    for model, stages, budget, levels, limits in tqdm(problems):
+        language, tensor_parallel = MODELS[model]
+        profile = counted_profile(language, tensor_parallel, selective=levels == "all three")
+        request = PlanRequest(
+            num_devices=stages * REPLICAS, num_stages=stages, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
+            overhead_bytes=OVERHEAD, bandwidth_bytes_per_second=BANDWIDTH, limits=limits,
+        )  # fmt: skip
+        started = time.perf_counter()
+        result: PlanResult | InfeasibleError
+        try:
+            result = make_plan(profile, LENGTHS, request)
+        except InfeasibleError as error:
+            result = error
+        words = "free" if limits is None else f"{limits.vision_units}, {limits.llm_tokens}"
+        yield Row(model, stages, budget, levels, words, result, time.perf_counter() - started)
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    heads = ("model", "stages", "GiB", "levels", "limits", "two phases", "together", "gain", "recomputed", "s to plan")
+    solved = list(rows())
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for row in solved:
+        print(f"| {' | '.join(row.cells())} |")
+    _summarise(solved)
+
+
+def _summarise(solved: list[Row]) -> None:
+    results = [row.result for row in solved if isinstance(row.result, PlanResult)]
+    both = [result for result in results if result.two_phase is not None]
+    gains = sorted(result.gain for result in both)
+    print(f"\n{len(solved)} problems, {len(results)} fit together, {len(both)} in two phases.")
+    if gains:
+        print(
+            f"Where both fit, a sample takes {sum(gains) / len(gains):.1%} less time on average when planned together, "
+            f"{gains[len(gains) // 2]:.1%} in the median, at most {gains[-1]:.1%}, at least {gains[0]:.1%}."
+        )
+
+
+def _describe(choice: Choice) -> str:
+    packing = choice.model.packing
+    per_second = 1 / choice.sample_seconds
+    return f"{per_second:.1f}/s ({packing.limits.vision_units}, {packing.limits.llm_tokens}; {packing.micro_batches})"
+
+
+def _missing(result: PlanResult) -> str:
+    return f"missing {int(result.two_phase_failure.split('(')[1].split(' bytes')[0]) / GIB:.2f} GiB"
+
+
+def _recomputed(choice: Choice) -> str:
+    """Layers per stage that recompute fully + selectively."""
+    levels = choice.model.levels(choice.boundaries)
+    stages = [levels[a:b] for a, b in pairwise(choice.boundaries)]
+    if "selective" in levels:
+        return " ".join(f"{stage.count('full')}+{stage.count('selective')}" for stage in stages)
+    return " ".join(f"{stage.count('full')}" for stage in stages)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The OmniBal paper's Tables 5 and 9 beside ours, with counted A100 costs; see README.md."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.errors import InfeasibleError
+from omnibal.memory.footprint import Level
+from omnibal.memory.paper import Blocks, count_blocks, estimate_block_bytes, keep_most, levels_of
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.planner import PlanRequest, make_plan
+from omnibal.planner.step_model import StepModel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import counted_profile
+
+GIB = 2**30
+LENGTHS = tiled_lengths(40_000, seed=1)
+LIMITS = PackLimits(9, 4096)
+MEMORY = 80 * GIB
+OVERHEAD = 2 * GIB
+GLOBAL_BATCH = 256
+BANDWIDTH = 25e9
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the paper's Table 9 (its InternViT-6B rows)."""
+
+    language: str
+    tensor_parallel: int
+    replicas: int
+    layers: tuple[int, ...]
+    """Blocks of each stage, those of the ViT first."""
+    recomputed: tuple[int, ...]
+
+
+TABLE_9 = (
+    Published("Llama3-8B", 1, 8, (16, 17, 20, 24), (8, 7, 10, 24)),
+    Published("InternLM2-20B", 2, 4, (22, 23, 24, 24), (0, 0, 0, 0)),
+    Published("Yi-34B", 4, 2, (28, 29, 24, 24), (3, 2, 0, 0)),
+    Published("Llama3-70B", 4, 2, (22, 23, 13, 14, 14, 14, 13, 12), (11, 12, 8, 5, 3, 2, 0, 0)),
+    Published("Qwen1.5-110B", 8, 1, (21, 22, 13, 13, 14, 14, 14, 14), (6, 9, 1, 3, 0, 0, 0, 0)),
+)
+TABLE_5 = {
+    "everything recomputed (paper: + data & model balance)": (58.2, 56.2, 32.5, 32.7),
+    "nothing recomputed (paper: + memory balance)": (12.3, 21.7, 24.7, 30.0),
+}
+
+
+def boundaries_of(profile: ModelProfile, blocks: Sequence[int]) -> tuple[int, ...]:
+    """The paper's cut as layer numbers: embedding and projector belong to the ViT's stages, the rest to the LLM's.
+
+    The paper counts blocks alone and does not say which stage holds the layers between.
+    """
+    places = [i for i, layer in enumerate(profile.layers) if layer.kind in ("vision_block", "decoder_block")]
+    inner = []
+    for count in np.cumsum(blocks)[:-1]:
+        last = places[count - 1]
+        following = profile.layers[last + 1].kind
+        inner.append(last + (2 if following == "projector" else 1))
+    return (0, *inner, len(profile.layers))
+
+
+def paper_levels(profile: ModelProfile, partition: Partition, recomputed: Sequence[int]) -> tuple[Level, ...]:
+    """The first so many blocks of each stage recompute fully."""
+    levels: list[Level] = ["none"] * len(profile.layers)
+    for (a, b), count in zip(pairwise(partition.boundaries), recomputed, strict=True):
+        blocks = [layer for layer in range(a, b) if profile.layers[layer].kind in ("vision_block", "decoder_block")]
+        for layer in blocks[:count]:
+            levels[layer] = "full"
+    return tuple(levels)
+
+
+def step_model(row: Published, *, budget: int = MEMORY, selective: bool = False) -> StepModel:
+    """The row's model and cluster, at the paper's limits."""
+    profile = counted_profile(row.language, row.tensor_parallel, selective=selective)
+    return make_plan(profile, LENGTHS, request_of(row, budget)).choice.model
+
+
+def request_of(row: Published, budget: int = MEMORY) -> PlanRequest:
+    """Its cluster."""
+    return PlanRequest(
+        num_devices=len(row.layers) * row.replicas, num_stages=len(row.layers), global_batch=GLOBAL_BATCH,
+        budget_bytes=budget, head_room=0.05, overhead_bytes=OVERHEAD, bandwidth_bytes_per_second=BANDWIDTH,
+        limits=LIMITS,
+    )  # fmt: skip
+
+
+def four_steps(model: StepModel, partition: Partition) -> tuple[Level, ...]:
+    """The paper's method, with the footprint in the place of measurements."""
+    kinds = [layer.kind for layer in model.profile.layers]
+    blocks = count_blocks(kinds, partition)
+
+    def free(kept: Sequence[Blocks]) -> list[float]:
+        stages = model.footprint.stages(partition, levels_of(kept, kinds, partition))
+        return [budget - stage.total for budget, stage in zip(model.budgets, stages, strict=True)]
+
+    nothing = [Blocks(0, 0)] * len(blocks)
+    some = [Blocks(min(stage.vision, 2), min(stage.llm, 2)) for stage in blocks]
+    recomputed = free(nothing)
+    estimate = estimate_block_bytes(recomputed, free(some), some, model.footprint.held)
+    return levels_of(keep_most(recomputed, blocks, estimate, model.footprint.held), kinds, partition)
+
+
+def seconds_of(model: StepModel, boundaries: Sequence[int], levels: tuple[Level, ...]) -> float:
+    """Mean simulated step."""
+    row = np.array([boundaries])
+    return float(np.mean([problem.evaluate(row)[0] for problem in model.with_levels(levels)]))
+
+
+def overflow(model: StepModel, partition: Partition, levels: tuple[Level, ...]) -> str:
+    """Whether the levels fit a device's whole memory by our footprint, or by how much not."""
+    most = max(stage.total for stage in model.footprint.stages(partition, levels))
+    return "" if most <= MEMORY else f" ({(most - MEMORY) / GIB:+.1f} GiB)"
+
+
+def counts(levels: tuple[Level, ...], boundaries: Sequence[int]) -> str:
+    """Layers that recompute, by stage."""
+    return " ".join(f"{sum(level != 'none' for level in levels[a:b])}" for a, b in pairwise(boundaries))
+
+
+def blocks_text(profile: ModelProfile, boundaries: Sequence[int]) -> str:
+    """Blocks of each stage as V+L."""
+    stages = count_blocks([layer.kind for layer in profile.layers], Partition(boundaries))
+    return " ".join(f"{stage.vision}+{stage.llm}" if stage.vision and stage.llm else f"{stage.vision + stage.llm}"
+                    for stage in stages)  # fmt: skip
+
+
+def table_9() -> None:
+    """Cuts and recomputed layers side by side."""
+    print("| model, TP PP DP | plan | blocks of each stage | layers that recompute | step s |\n|---|---|---|---|---|")
+    for row in TABLE_9:
+        name = f"6B + {row.language}, {row.tensor_parallel} {len(row.layers)} {row.replicas}"
+        for selective in (False, True):
+            profile = counted_profile(row.language, row.tensor_parallel, selective=selective)
+            result = make_plan(profile, LENGTHS, request_of(row))
+            model = result.choice.model
+            if not selective:
+                _published_rows(name, row, model)
+            label = "ours, with selective" if selective else "ours"
+            levels = model.levels(result.choice.boundaries)
+            print(
+                f"| | {label} | {blocks_text(profile, result.choice.boundaries)} | "
+                f"{counts(levels, result.choice.boundaries)} | {result.choice.step_seconds:.2f} |"
+            )
+
+
+def _published_rows(name: str, row: Published, model: StepModel) -> None:
+    boundaries = boundaries_of(model.profile, row.layers)
+    partition = Partition(boundaries)
+    cut, published = blocks_text(model.profile, boundaries), paper_levels(model.profile, partition, row.recomputed)
+    print(f"| {name} | paper | {cut} | {counts(published, boundaries)} | "
+          f"{seconds_of(model, boundaries, published):.2f}{overflow(model, partition, published)} |")  # fmt: skip
+    everything = paper_levels(model.profile, partition, row.layers)
+    print(f"| | its cut, everything recomputed | {cut} | {counts(everything, boundaries)} | "
+          f"{seconds_of(model, boundaries, everything):.2f}{overflow(model, partition, everything)} |")  # fmt: skip
+    steps = four_steps(model, partition)
+    print(f"| | its cut, its four steps on our footprint | {cut} | {counts(steps, boundaries)} | "
+          f"{seconds_of(model, boundaries, steps):.2f}{overflow(model, partition, steps)} |")  # fmt: skip
+    try:
+        exact = model.levels(boundaries)
+    except InfeasibleError as error:
+        print(f"| | its cut, our levels | {cut} | {error} | – |")
+        return
+    print(f"| | its cut, our levels | {cut} | {counts(exact, boundaries)} | "
+          f"{seconds_of(model, boundaries, exact):.2f}{overflow(model, partition, exact)} |")  # fmt: skip
+
+
+def table_5() -> None:
+    """Free memory of each stage, under the paper's cut of 6B + 20B."""
+    row = TABLE_9[1]
+    model = step_model(row)
+    partition = Partition(boundaries_of(model.profile, row.layers))
+    print("| | stage 0 | stage 1 | stage 2 | stage 3 |\n|---|---|---|---|---|")
+    for (name, published), recomputed in zip(TABLE_5.items(), (row.layers, row.recomputed), strict=True):
+        memory = model.footprint.stages(partition, paper_levels(model.profile, partition, recomputed))
+        print(f"| {name}, free GB in the paper | {' | '.join(f'{value}' for value in published)} |")
+        print(f"| our footprint, free GiB | {' | '.join(f'{(MEMORY - stage.total) / GIB:.1f}' for stage in memory)} |")
+    for name in ("parameters", "gradients", "optimizer", "activations", "transient", "logits"):
+        sizes = " | ".join(f"{getattr(stage, name) / GIB:.1f}" for stage in memory)
+        print(f"| nothing recomputed: {name}, GiB | {sizes} |")
+
+
+if __name__ == "__main__":
+    print("## Table 5\n")
+    table_5()
+    print("\n## Table 9\n")
+    table_9()

@@ -1,0 +1,195 @@
+"""The footprint against reality: bytes that two CPU processes hold in a step of DeepSpeed's pipeline; see README.md."""
+
+import os
+import socket
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import InternVLConfig
+
+from omnibal.cost import Load
+from omnibal.data.collate import pack_samples
+from omnibal.data.limits import PackLimits
+from omnibal.errors import InfeasibleError
+from omnibal.memory.footprint import Footprint, Level, StageMemory, TrainingSetup
+from omnibal.memory.recompute import choose_levels, recompute_seconds
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.plan import Plan
+from omnibal.vlm import load_model
+from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.measure import measure_profile
+
+TILES, SAMPLES, TOKENS = 24, 6, 120
+IMAGE_TOKEN, TOKENS_PER_TILE, TILE = 3, 16, 56
+MICRO_BATCHES = 4
+CUTS = ((0, 9, 17), (0, 5, 17), (0, 12, 17))
+
+
+def model() -> VisionLanguageModel:
+    """Six blocks of each kind; activations far outweigh weights."""
+    vision = {
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "image_size": TILE,
+        "patch_size": 7,
+    }
+    text = {
+        "model_type": "qwen2",
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 503,
+        "max_position_embeddings": 1024,
+    }
+    return load_model(
+        InternVLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN, tie_word_embeddings=False)
+    )
+
+
+def pack() -> dict[str, torch.Tensor]:
+    """As large as any."""
+    generator, items = torch.Generator().manual_seed(0), []
+    for _ in range(SAMPLES):
+        tiles = TILES // SAMPLES
+        words = torch.randint(4, 503, (TOKENS - tiles * TOKENS_PER_TILE,), generator=generator)
+        ids = torch.cat([torch.full((tiles * TOKENS_PER_TILE,), IMAGE_TOKEN), words])
+        labels = torch.where(ids == IMAGE_TOKEN, -100, ids)
+        items.append({"input_ids": ids, "labels": labels, "pixel_values": torch.randn(tiles, 3, TILE, TILE)})
+    return pack_samples(items, pad_token_id=0, pixel_shape=(3, TILE, TILE))
+
+
+class SamePack:
+    """A loader of one pack, again and again."""
+
+    steps_per_epoch = 1
+    micro_batches = MICRO_BATCHES
+
+    def __init__(self) -> None:
+        # Made before anything is measured: on a GPU it would lie in the host's memory.
+        self._batches = [pack() for _ in range(MICRO_BATCHES)]
+
+    def next_step(self) -> tuple[object, list[dict[str, torch.Tensor]]]:
+        """A step of it."""
+        from omnibal.engine.step import Step
+
+        return Step(0, 0, SAMPLES * MICRO_BATCHES, Load([1], [1])), list(self._batches)
+
+
+class PeakMeter(TorchDispatchMode):
+    """The most bytes alive at one time, of all that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return result
+
+
+def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
+    """One process: train a step, then measure the next."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    import deepspeed
+
+    from omnibal.engine.config import complete_deepspeed_config, read_config
+    from omnibal.engine.initialize import build_engine
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    content = {
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 0},
+        "gradient_clipping": 0.0,
+        "omnibal": {"model": {"weights": "random"}},
+    }
+    config, section = read_config(content)
+    config = complete_deepspeed_config(config, num_stages=2, num_replicas=1, total_steps=2)
+    engine = build_engine(config, section, model(), Plan.load(plan_path), SamePack(), None)
+    engine.train_batch()
+    before = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
+    with PeakMeter() as meter:
+        engine.train_batch()
+    torch.save(before + meter.peak, Path(folder) / f"{rank}.pt")
+
+
+def measured_peaks(plan: Plan) -> list[int]:
+    """Of both stages."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+        found.close()
+        plan.save(Path(folder) / "plan.json")
+        torch.multiprocessing.spawn(measure, (str(Path(folder) / "plan.json"), port, folder), nprocs=2)
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+def dynamic(memory: StageMemory) -> int:
+    """What comes and goes within a step."""
+    return memory.total - memory.parameters - memory.optimizer - memory.overhead
+
+
+def variants(footprint: Footprint, profile: ModelProfile, partition: Partition) -> list[tuple[str, tuple[Level, ...]]]:
+    """Every level everywhere, and what half of the memory between none and full allows."""
+    size = len(profile.layers)
+    found: list[tuple[str, tuple[Level, ...]]] = [(level, (level,) * size) for level in ("none", "selective", "full")]
+    levels: tuple[Level, ...] = ()
+    ends = [footprint.stages(partition, (level,) * size) for level in ("none", "full")]
+    for stage, (a, b) in enumerate(pairwise(partition.boundaries)):
+        budget = (ends[0][stage].total + ends[1][stage].total) // 2
+        seconds = recompute_seconds(profile, Load([TILES], [SAMPLES * TOKENS], [SAMPLES * TOKENS**2]), stage)
+        try:
+            levels += choose_levels(footprint, stage, range(a, b), seconds, budget)
+        except InfeasibleError:
+            levels += ("full",) * (b - a)
+    return [*found, ("half the budget", levels)]
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    torch.set_num_threads(1)
+    profile = measure_profile(model(), PackLimits(TILES, SAMPLES * TOKENS), max_spread=float("inf"))
+    load = Load(TILES, SAMPLES * TOKENS, SAMPLES * TOKENS**2)
+    targets = 1 - TILES * TOKENS_PER_TILE / (SAMPLES * TOKENS)
+    setup = TrainingSetup(zero_stage=0, target_share=targets)
+    footprint = Footprint(profile, load, one_f_one_b(2, MICRO_BATCHES), setup)
+    print("| cut | levels | stage | predicted MiB | measured MiB | error |\n|---|---|---|---|---|---|")
+    errors = []
+    for boundaries in CUTS:
+        partition = Partition(boundaries)
+        for name, levels in variants(footprint, profile, partition):
+            plan = Plan(PackLimits(TILES, SAMPLES * TOKENS), MICRO_BATCHES, partition, levels)
+            predicted = [dynamic(memory) for memory in footprint.stages(partition, levels)]
+            for stage, (guess, found) in enumerate(zip(predicted, measured_peaks(plan), strict=True)):
+                errors.append(guess / found - 1)
+                row = (boundaries, name, stage, f"{guess / 2**20:.1f}", f"{found / 2**20:.1f}", f"{errors[-1]:+.1%}")
+                print("|", " | ".join(map(str, row)), "|", flush=True)
+    print(f"\nerrors from {min(errors):+.1%} to {max(errors):+.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Accuracy after training on balanced packs and on padded batches, side by side; see README.md."""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Annotated, Any
+
+import torch
+import typer
+from deepspeed.runtime.lr_schedules import WarmupCosineLR
+from rich.console import Console
+from rich.table import Table
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import InternVLForConditionalGeneration
+
+from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.demo import write_demo
+from omnibal.engine.config import complete_deepspeed_config
+from omnibal.report.metrics import read_metrics
+from omnibal.vlm import load_model
+from omnibal.vlm.weights import save_model
+
+ROOT = Path(__file__).parents[2]
+IGNORED = -100
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="How many pairs of runs.", min=1)] = 3,
+    epochs: Annotated[int, typer.Option(help="Times through the data; 0: as the quickstart.", min=0)] = 0,
+) -> None:
+    """Train pairs of models and compare what they know."""
+    rows = [compare(seed, epochs) for seed in range(seeds)]
+    (Path(__file__).parent / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
+    Console().print(table_of(rows))
+
+
+def compare(seed: int, epochs: int) -> dict[str, Any]:
+    """Held-out accuracy of both models of a seed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = write_demo(folder / "data", samples=6000, seed=seed)
+        start = initial_model(paths.model, folder / "start", seed)
+        config = run_config(folder, start, seed, epochs)
+        train_on_packs(config, folder)
+        steps = read_metrics(folder / "run" / "metrics.jsonl").steps
+        train = InternVLDataset(paths.meta, start)
+        padded = train_on_padded_batches(start, train, config, len(steps), seed)
+        packed = InternVLForConditionalGeneration.from_pretrained(folder / "run" / "model")
+        held_out = InternVLDataset(paths.held_out_meta, start)
+        samples = sum(step["samples"] for step in steps)
+        return {
+            "seed": seed,
+            "steps": len(steps),
+            "samples": samples,
+            "packed": accuracy(packed, held_out),
+            "padded": accuracy(padded, held_out),
+        }
+
+
+def initial_model(source: Path, folder: Path, seed: int) -> Path:
+    """A Hugging Face folder with the weights that a run from random weights begins with."""
+    shutil.copytree(source, folder)
+    model = load_model(source)
+    save_model(model, lambda index: dict(model.build_layer(index, seed=seed).state_dict()), folder)
+    return folder
+
+
+def run_config(folder: Path, start: Path, seed: int, epochs: int) -> dict[str, Any]:
+    """The quickstart's ds_config for this seed's data and weights."""
+    config: dict[str, Any] = json.loads((ROOT / "ds_configs" / "quickstart.json").read_text())
+    del config["csv_monitor"]
+    section = config["omnibal"]
+    section["model"] |= {"path": str(start), "weights": "load", "seed": seed}
+    section["packing"]["seed"] = seed
+    section["data"] |= {"train": str(folder / "data" / "train.json"), "held_out": None}
+    section["run"] |= {"output": str(folder / "run"), "save_every": 0, "evaluate_every": 0}
+    section["run"]["epochs"] = epochs or section["run"]["epochs"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def train_on_packs(config: dict[str, Any], folder: Path) -> None:
+    """Run launch/train.py on two processes."""
+    command = ["deepspeed", "--num_gpus", "2", "launch/train.py", "--deepspeed_config", str(folder / "config.json")]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def train_on_padded_batches(
+    start: Path, dataset: InternVLDataset, config: dict[str, Any], steps: int, seed: int
+) -> InternVLForConditionalGeneration:
+    """Train with plain transformers: as many steps, as many samples, padded."""
+    model = InternVLForConditionalGeneration.from_pretrained(start)
+    complete = complete_deepspeed_config(config, num_stages=1, num_replicas=1, total_steps=steps)
+    settings = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    schedule = WarmupCosineLR(optimizer, **complete["scheduler"]["params"])
+    epochs = config["omnibal"]["run"]["epochs"]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(len(dataset), generator=generator) for _ in range(epochs)])
+    model.train()
+    for chunk in tqdm(order.tensor_split(steps), desc="padded batches", unit="step"):
+        model(**padded_batch([dataset[index] for index in chunk.tolist()])).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model
+
+
+def padded_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Samples side by side, padded to the longest."""
+    pixels = [item["pixel_values"] for item in items if item["pixel_values"] is not None]
+    ids = [item["input_ids"] for item in items]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence([item["labels"] for item in items], batch_first=True, padding_value=IGNORED),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "pixel_values": torch.cat(pixels) if pixels else None,
+    }
+
+
+@torch.no_grad()
+def accuracy(model: InternVLForConditionalGeneration, dataset: InternVLDataset) -> float:
+    """Share of the samples whose answer greedy decoding would give exactly."""
+    model.eval()
+    right = 0
+    for index in tqdm(range(len(dataset)), desc="held out"):
+        item = dataset[index]
+        logits = model(input_ids=item["input_ids"][None], pixel_values=item["pixel_values"]).logits[0]
+        targets = item["labels"][1:]
+        right += bool(((logits[:-1].argmax(-1) == targets) | (targets == IGNORED)).all())
+    return right / len(dataset)
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """Accuracies by seed, and their mean and spread."""
+    table = Table("seed", "steps", "samples", "packs", "padded batches")
+    for row in rows:
+        table.add_row(
+            str(row["seed"]), str(row["steps"]), str(row["samples"]), f"{row['packed']:.1%}", f"{row['padded']:.1%}"
+        )
+    if len(rows) > 1:
+        shown = [
+            f"{mean(row[arm] for row in rows):.1%} ± {stdev(row[arm] for row in rows):.1%}"
+            for arm in ("packed", "padded")
+        ]
+        table.add_row("mean ± deviation", "", "", *shown)
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

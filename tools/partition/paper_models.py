@@ -1,0 +1,117 @@
+"""The OmniBal paper's models and its Tables 4 and 9, with costs counted for A100s."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from omnibal.families.internvl import layer_records
+from omnibal.pipeline.devices import DEVICES
+from omnibal.pipeline.flops import analytic_profile
+from omnibal.pipeline.profile import ModelProfile
+
+DEVICE = DEVICES["A100-80GB"]
+VISION_KINDS = ("patch_embedding", "vision_block", "projector")
+
+
+def _vision(hidden: int, layers: int, heads: int, intermediate: int, **others: Any) -> dict[str, Any]:
+    """Tiles of 448 pixels in patches of 14: 1025 tokens."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return sizes | {"intermediate_size": intermediate, "image_size": [448, 448], "patch_size": [14, 14]} | others
+
+
+def _language(hidden: int, layers: int, intermediate: int, heads: int, vocab: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate}
+    return sizes | {
+        "model_type": "llama", "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": vocab,
+    }  # fmt: skip
+
+
+VISION = {
+    "InternVL-6B": _vision(3200, 45, 25, 12800, use_qk_norm=True, norm_type="rms_norm"),
+    "EVA-CLIP-1B": _vision(1408, 40, 16, 6144),
+    "EVA-CLIP-4B": _vision(1792, 64, 16, 15360),
+    "EVA-CLIP-8B": _vision(4096, 32, 32, 20480),
+    "EVA-CLIP-18B": _vision(5120, 48, 40, 25600),
+}
+LANGUAGE = {
+    "Llama3-8B": _language(4096, 32, 14336, 32, 128256),
+    "InternLM2-20B": _language(6144, 48, 16384, 48, 92544),
+    "Yi-34B": _language(7168, 60, 20480, 56, 64000),
+    "Llama3-70B": _language(8192, 80, 28672, 64, 128256),
+    "Qwen1.5-110B": _language(8192, 80, 49152, 64, 152064),
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the paper's Table 9: blocks of each stage, those of the ViT first."""
+
+    vision: str
+    language: str
+    tensor_parallel: int
+    num_replicas: int
+    blocks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """As the table calls it."""
+        return f"{self.vision} + {self.language}"
+
+
+BASELINE = Published("InternVL-6B", "InternLM2-20B", 2, 4, (22, 23, 24, 24))
+TABLE_9 = (
+    Published("InternVL-6B", "Llama3-8B", 1, 8, (16, 17, 20, 24)),
+    BASELINE,
+    Published("InternVL-6B", "Yi-34B", 4, 2, (28, 29, 24, 24)),
+    Published("InternVL-6B", "Llama3-70B", 4, 2, (22, 23, 13, 14, 14, 14, 13, 12)),
+    Published("InternVL-6B", "Qwen1.5-110B", 8, 1, (21, 22, 13, 13, 14, 14, 14, 14)),
+    Published("EVA-CLIP-1B", "InternLM2-20B", 2, 4, (43, 16, 15, 14)),
+    Published("EVA-CLIP-4B", "InternLM2-20B", 2, 4, (39, 22, 21, 20)),
+    Published("EVA-CLIP-8B", "InternLM2-20B", 2, 4, (17, 18, 23, 22)),
+    Published("EVA-CLIP-18B", "InternLM2-20B", 4, 4, (18, 19, 25, 34)),
+)
+TABLE_4 = {
+    # spreads of parameters (B), layers and forward time (ms); what is sent beyond the first row (MB); GPU days
+    "parameters": (0.03, 13.4, 93.6, 0.0, 42.2),
+    "layers": (0.64, 1.2, 20.1, 8.2, 30.6),
+    "profile": (0.85, 2.1, 6.5, 16.6, 30.9),
+    "BMP": (0.83, 1.5, 12.2, -21.0, 29.0),
+}
+
+
+def counted_profile(row: Published, *, vision_factor: float = 1.0) -> ModelProfile:
+    """The row's model in bfloat16 on A100s.
+
+    Args:
+        row: Which model, on how many devices a layer.
+        vision_factor: How many times as long as counted a layer of the ViT takes.
+    """
+    config = {
+        "vision_config": VISION[row.vision], "text_config": LANGUAGE[row.language], "tie_word_embeddings": False,
+    }  # fmt: skip
+    profile = analytic_profile(layer_records(config), DEVICE, tensor_parallel=row.tensor_parallel)
+    layers = [
+        replace(
+            layer,
+            forward_seconds=vision_factor * layer.forward_seconds,
+            backward_seconds=vision_factor * layer.backward_seconds,
+            weight_seconds=vision_factor * layer.weight_seconds,
+            recompute_seconds={},
+        )
+        if layer.kind in VISION_KINDS
+        else layer
+        for layer in profile.layers
+    ]
+    return replace(profile, layers=tuple(layers))
+
+
+def block_places(profile: ModelProfile) -> list[int]:
+    """Layer numbers of what the paper counts: blocks of the ViT and of the LLM."""
+    return [i for i, layer in enumerate(profile.layers) if layer.kind in ("vision_block", "decoder_block")]
+
+
+def blocks_of(profile: ModelProfile, boundaries: Sequence[int]) -> tuple[int, ...]:
+    """Blocks of each stage."""
+    places = block_places(profile)
+    return tuple(sum(a <= place < b for place in places) for a, b in pairwise(boundaries))

@@ -1,0 +1,157 @@
+"""Samplers side by side on the same lengths; see README.md."""
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from data import mixed_lengths, real_lengths
+from measure import figures_of, plan_by_peers, plan_by_rule, plan_ours
+from paper import table_3, table_6
+from peers_environment import HERE, peers_python
+from picture import draw_tradeoff
+from rules import Task
+from tqdm import tqdm
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.report.packing import PackingFigures
+
+SETTINGS = ((PackLimits(9, 4096), 4), (PackLimits(16, 5120), 4), (PackLimits(33, 10240), 8))
+"""Limits, and the samples per micro-batch of methods that know none: the paper's, and two with little waste."""
+DRAWN = SETTINGS[1][0]
+RANKS = (8, 16)
+
+METHODS = {
+    "transformers_random": "random batches, padded (transformers)",
+    "transformers_group_by_length": "group_by_length, padded (transformers)",
+    "transformers_batch_rebalance": "batch_rebalance, padded (transformers)",
+    "length_grouped": "length-grouped, padded (LLaVA) ¹",
+    "device_grouped": "device-grouped, padded (OmniBal's Table 3) ¹",
+    "verl_karmarkar_karp": "Karmarkar–Karp per step, no limits (verl)",
+    "trl_best_fit": "best fit by tokens (trl)",
+    "axolotl_multipack": "first fit by tokens (axolotl)",
+    "binpacking_constant_volume": "to_constant_volume by tokens (binpacking, as ms-swift)",
+    "best_fit": "best fit in both dimensions ¹",
+    "best_fit_sorted": "best fit in both, packs sorted across steps ¹",
+    "published_isf": "ISF, 10 iterations, as published ¹",
+    "published_isf_50": "ISF, 50 iterations, as published ¹",
+    "random": "**omnibal random**",
+    "isf": "**omnibal isf**",
+    "balanced": "**omnibal balanced**",
+}
+OURS = ("random", "isf", "balanced")
+PEERS = ("transformers", "accelerate", "trl", "axolotl", "binpacking", "verl", "torch")
+
+LEGEND = """
+- DR: Dist Ratio, dp 8 / dp 16; the share of time that ranks wait for the slowest.
+- Cost: 24576·l + l², squares summed within samples: a decoder block of hidden size 4096.
+- χ²: of the steps' mixes of sources, per degree of freedom; 1 is as random as shuffling, more is sorted.
+- Over limit: share of micro-batches of several samples that exceed a limit; where there are any, packs cannot be
+  compared with the fewest.
+- Seconds: one process, after what is compiled has been compiled.
+- ¹ Our own statement of a published rule, with its time; all others run in their own packages."""
+
+Found = dict[str, list[PackingFigures]]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Where the Markdown goes.")] = HERE / "RESULTS.md",
+    peers_venv: Annotated[Path, typer.Option(help="The peers' environment; made if missing.")] = HERE / ".venv",
+    mix: Annotated[bool, typer.Option(help="Also measure the paper's tables on 1.3 million made-up samples.")] = True,
+) -> None:
+    """Compare samplers and write the result as Markdown."""
+    python = peers_python(peers_venv)
+    lengths, name = real_lengths()
+    parts = [_head(name)]
+    for limits, batch in SETTINGS:
+        found = _compare(lengths, limits, batch, python)
+        parts += _section(limits, batch, found)
+        if limits == DRAWN:
+            title = f"dp {RANKS[0]}, limits {limits.vision_units} vision units and {limits.llm_tokens} LLM tokens"
+            shown = {METHODS[key]: figures[0] for key, figures in found.items()}
+            draw_tradeoff(shown, title, out.with_name("tradeoff.png"))
+    for part, title in [(lengths, name), *([mixed_lengths()] if mix else [])]:
+        parts += _paper_section(part, title)
+    out.write_text("\n".join(parts) + "\n")
+    typer.echo(f"written: {out}")
+
+
+def _compare(lengths: SampleLengths, limits: PackLimits, batch: int, python: Path) -> Found:
+    """Figures of every method, one entry per number of ranks."""
+    found: Found = {key: [] for key in METHODS}
+    for ranks in tqdm(RANKS, desc=f"{limits.vision_units} / {limits.llm_tokens}"):
+        task = Task(lengths, limits, ranks, batch)
+        peers = plan_by_peers(task, python)
+        for key in METHODS:
+            plan = plan_ours if key in OURS else plan_by_rule
+            found[key].append(figures_of(key, peers[key] if key in peers else plan(key, task), task))
+    return found
+
+
+def _head(name: str) -> str:
+    versions = ", ".join(f"{package} {_peer_version(package)}" for package in PEERS)
+    return (
+        f"# Samplers side by side\n\n{date.today()}, {os.cpu_count()} cores ({platform.machine()}), "
+        f"Python {platform.python_version()}, numpy {version('numpy')}, numba {version('numba')}; peers: {versions}."
+        f"\n\n{name}; one micro-batch per rank and step.\n{LEGEND}"
+    )
+
+
+def _peer_version(package: str) -> str:
+    lines = (HERE / "requirements.txt").read_text() + (HERE / "requirements-bare.txt").read_text()
+    return next(line.split("==")[1] for line in lines.splitlines() if line.startswith(f"{package}=="))
+
+
+def _section(limits: PackLimits, batch: int, found: Found) -> Iterator[str]:
+    fewest = found["balanced"][0].fewest_packs
+    yield (
+        f"\n## Limits {limits.vision_units} vision units, {limits.llm_tokens} LLM tokens\n\n"
+        f"Fewest packs possible: {fewest:,}. Methods without limits: {batch} samples in a micro-batch on average.\n"
+    )
+    head = "method, packs, over fewest, samples per pack, Pad, DR vision, DR LLM, DR cost, χ², lost, repeated, "
+    yield from _table(
+        (head + "over limit, seconds").split(", "), [_row(METHODS[key], *figures) for key, figures in found.items()]
+    )
+
+
+def _row(label: str, eight: PackingFigures, sixteen: PackingFigures) -> Sequence[str]:
+    both = (eight, sixteen)
+    return (
+        label,
+        f"{eight.packs:,}",
+        "–" if eight.over_limit else f"{eight.packs_over_fewest:+.2%}",
+        f"{eight.samples_per_pack:.2f}",
+        f"{eight.pad_ratio:.3f}" if eight.pad_ratio else "0",
+        " / ".join(f"{entry.dist_ratio_vision:.4f}" for entry in both),
+        " / ".join(f"{entry.dist_ratio_tokens:.4f}" for entry in both),
+        " / ".join(f"{entry.dist_ratio_cost:.4f}" for entry in both),
+        " / ".join(f"{entry.randomness:.2f}" for entry in both),
+        " / ".join(str(entry.lost) for entry in both),
+        " / ".join(str(entry.repeated) for entry in both),
+        f"{eight.over_limit / eight.packs:.0%}" if eight.over_limit else "0",
+        f"{eight.seconds:.2f}",
+    )
+
+
+def _paper_section(lengths: SampleLengths, name: str) -> Iterator[str]:
+    yield f"\n## The paper's tables on {name}\n\nMeasured / the paper's figure; limits 9 and 4096, dp 8.\n\nTable 3:\n"
+    columns = ["method", "samples per micro-batch", "Pad Ratio", "DR vision", "DR LLM"]
+    yield from _table(columns, table_3(lengths))
+    yield "\nTable 6, ISF as published:\n"
+    yield from _table(["Q'v, Q't", "DR vision", "DR LLM", "packs"], table_6(lengths))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    typer.run(main)
