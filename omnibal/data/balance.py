@@ -15,18 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import CostModel
-from omnibal.data.layout import BLOCK, WINDOW, Layout
+from omnibal.data.balancing.layout import BLOCK, WINDOW, Layout
+from omnibal.data.balancing.planning import RELIEF_TRIES, Instructions, driving_shares, instruct, plan_steps
+from omnibal.data.balancing.scales import columns_of
+from omnibal.data.balancing.shuffle import shuffle_keys, shuffled
+from omnibal.data.balancing.sizing import FULL, RESERVE, packs_needed, survey
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.planning import RELIEF_TRIES, Instructions, driving_shares, instruct, plan_steps
-from omnibal.data.scales import DEFAULT_COST, columns_of
-from omnibal.data.shuffle import shuffle_keys, shuffled
-from omnibal.data.sizing import FULL, RESERVE, packs_needed, survey
+from omnibal.data.policies import DEFAULT_COST, EXCHANGE_STEPS
 from omnibal.errors import InfeasibleError
 
-EXCHANGE_STEPS: Final = 64
-"""Consecutive steps that may exchange samples, by default."""
 SURVEY: Final = 1 << 15
 """Samples that stand for all where there is more than a block of them."""
 TRIAL: Final = 1 << 13

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import CostModel
-from omnibal.data.balance import EXCHANGE_STEPS, BalancedPacks
+from omnibal.data.balance import BalancedPacks
 from omnibal.data.dealt import DealtPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.policies import Method, Oversized
+from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized
 from omnibal.errors import ConfigError, DataError
 
 

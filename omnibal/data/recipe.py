@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,9 @@ from omnibal.data.course import Course
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import Method, Oversized
+from omnibal.data.policies import Method, Oversized, TextOnly
 from omnibal.data.stream import PackStream, Population, Ranks
 from omnibal.errors import ConfigError, DataError
-
-TextOnly = Literal["mix", "together"]
-"""Where samples without an image go: anywhere, or into steps of their own that all ranks run at the same time."""
 
 MOST_NAMED = 10  # samples that a message names
 

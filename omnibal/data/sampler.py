@@ -8,8 +8,8 @@ from omnibal.data.agreement import check_agreement
 from omnibal.data.course import Course, StepPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import Method, Oversized
-from omnibal.data.recipe import Recipe, TextOnly
+from omnibal.data.policies import Method, Oversized, TextOnly
+from omnibal.data.recipe import Recipe
 from omnibal.data.stream import Ranks
 from omnibal.errors import ConfigError
 

@@ -13,7 +13,7 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, pad_ratio, source_mix, step_randomness
 from omnibal.data.packs import Packs
-from omnibal.data.scales import DEFAULT_COST
+from omnibal.data.policies import DEFAULT_COST
 
 LENGTH_CLASSES: Final = 8
 """Classes of token lengths that stand for sources where there is but one."""

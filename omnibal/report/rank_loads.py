@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from omnibal.cost import Load
 from omnibal.data.metrics import dist_ratio
-from omnibal.data.scales import DEFAULT_COST
+from omnibal.data.policies import DEFAULT_COST
 from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, new_figure, save, styled
 
 SHOWN: Final = 48

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.exchange import EXCESS, MOST_MEMBERS, MOST_WHOLE, exchange, list_subsets, make_scratch
-from tests.data.packing import check_tables, members_of, pack_table, sample_table
+from omnibal.data.balancing.exchange import EXCESS, MOST_MEMBERS, MOST_WHOLE, exchange, list_subsets, make_scratch
+from tests.data.balancing.tables import check_tables, members_of, pack_table, sample_table
 
 LIMITS = (30, 90)
 

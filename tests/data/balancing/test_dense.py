@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.data.dense import fill_packs_densely
-from tests.data.packing import check_tables, empty_packs, members_of, sample_table
+from omnibal.data.balancing.dense import fill_packs_densely
+from tests.data.balancing.tables import check_tables, empty_packs, members_of, sample_table
 
 LIMITS = (9, 40)
 WEIGHTS = (1000 // 9, 1000 // 40)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.division import StepRule, divide
-from omnibal.data.exchange import make_scratch
+from omnibal.data.balancing.division import StepRule, divide
+from omnibal.data.balancing.exchange import make_scratch
 
 MANY = 1 << 30
 

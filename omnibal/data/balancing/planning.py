@@ -6,9 +6,9 @@ import numpy as np
 from numba import njit
 
 from omnibal.cost import CostModel
-from omnibal.data.dense import fill_packs_densely
-from omnibal.data.division import StepRule, divide
-from omnibal.data.exchange import (
+from omnibal.data.balancing.dense import fill_packs_densely
+from omnibal.data.balancing.division import StepRule, divide
+from omnibal.data.balancing.exchange import (
     DIMENSIONS,
     EXCESS,
     FIRST,
@@ -20,14 +20,14 @@ from omnibal.data.exchange import (
     Int64Array,
     make_scratch,
 )
-from omnibal.data.filling import fill_packs, sort_within_steps
-from omnibal.data.levelling import Tolerance, level_steps
+from omnibal.data.balancing.filling import fill_packs, sort_within_steps
+from omnibal.data.balancing.levelling import Tolerance, level_steps
+from omnibal.data.balancing.relief import relieve
+from omnibal.data.balancing.scales import PACK, VISION_WEIGHT, Columns, Scales, capped_sizes, measure, scales_for
+from omnibal.data.balancing.shuffle import scrambled
+from omnibal.data.balancing.sizing import FULL, Survey
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.relief import relieve
-from omnibal.data.scales import PACK, VISION_WEIGHT, Columns, Scales, capped_sizes, measure, scales_for
-from omnibal.data.shuffle import scrambled
-from omnibal.data.sizing import FULL, Survey
 
 TIGHT: Final = 0.95
 """Share of the token limit in a mean pack from where on tokens are levelled, too."""

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from omnibal.data.filling import SIZE_LEVELS, fill_packs, sort_within_steps
-from tests.data.packing import check_tables, empty_packs, members_of, sample_table
+from omnibal.data.balancing.filling import SIZE_LEVELS, fill_packs, sort_within_steps
+from tests.data.balancing.tables import check_tables, empty_packs, members_of, sample_table
 
 LIMITS = (12, 40)
 

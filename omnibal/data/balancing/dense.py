@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from omnibal.data.exchange import (
+from omnibal.data.balancing.exchange import (
     COUNT,
     DIMENSIONS,
     EXCESS,
@@ -17,7 +17,7 @@ from omnibal.data.exchange import (
     Integer,
     prepend,
 )
-from omnibal.data.shuffle import scrambled
+from omnibal.data.balancing.shuffle import scrambled
 
 MOST_PACKS: Final = 1024
 """Packs that are filled together: each sample looks at all of them."""

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from omnibal.cost import CostModel
-from omnibal.data.exchange import DIMENSIONS, LOADS, NEXT, NOWHERE, SIZES, Int64Array
+from omnibal.data.balancing.exchange import DIMENSIONS, LOADS, NEXT, NOWHERE, SIZES, Int64Array
 from omnibal.data.lengths import IntArray, SampleLengths
 
 PACK: Final = 1 << 20
@@ -20,8 +20,6 @@ VISION_WEIGHT: Final = 3
 """A mean pack's vision units weigh this many ``PACK``: they come in few sizes and are to be even before all else."""
 MOST_LOAD: Final = 1 << 24
 """Largest load of a sample in any dimension: sums stay within 32 bits."""
-DEFAULT_COST: Final = CostModel(llm_tokens=24576, llm_tokens_squared=1)
-"""Forward operations of a decoder layer with 4096 hidden units and a fourfold MLP, 24 h² l + 4 h l², over 4 h."""
 
 
 class Columns(NamedTuple):
@@ -102,7 +100,7 @@ def measure(chosen: Int64Array, columns: Columns, scales: Scales) -> Any:
         scales: The units.
 
     Returns:
-        A row per sample as ``omnibal.data.exchange`` has them.
+        A row per sample as ``omnibal.data.balancing.exchange`` has them.
     """
     samples = np.empty((len(chosen), LOADS + DIMENSIONS), dtype=np.int32)
     per_vision, per_token, per_squared_token, per_squared_vision = scales.costs

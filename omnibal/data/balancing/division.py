@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numba import njit
 
-from omnibal.data.exchange import (
+from omnibal.data.balancing.exchange import (
     DIMENSIONS,
     LOADS,
     MASKS,

@@ -2,9 +2,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.exchange import make_scratch
-from omnibal.data.relief import relieve
-from tests.data.packing import check_tables, members_of, pack_table, sample_table
+from omnibal.data.balancing.exchange import make_scratch
+from omnibal.data.balancing.relief import relieve
+from tests.data.balancing.tables import check_tables, members_of, pack_table, sample_table
 
 LIMITS = (9, 40)
 

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.exchange import EXCESS, make_scratch
-from omnibal.data.levelling import Tolerance, level_steps
-from tests.data.packing import members_of, pack_table, sample_table
+from omnibal.data.balancing.exchange import EXCESS, make_scratch
+from omnibal.data.balancing.levelling import Tolerance, level_steps
+from tests.data.balancing.tables import members_of, pack_table, sample_table
 
 UNIT = 1000
 TOLERANCE = Tolerance(750, 5, 10)

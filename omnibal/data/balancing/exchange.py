@@ -24,7 +24,7 @@ Integer = Any
 """An integer of Python or NumPy: compiled code makes no difference."""
 
 DIMENSIONS: Final = 3
-"""Vision units, cost and tokens, each in units of its own: see ``omnibal.data.scales``."""
+"""Vision units, cost and tokens, each in units of its own: see ``omnibal.data.balancing.scales``."""
 NEXT: Final = 0
 SIZES: Final = 1
 LOADS: Final = 3

@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from omnibal.data.exchange import (
+from omnibal.data.balancing.exchange import (
     EXCESS,
     LOADS,
     MASKS,
@@ -19,7 +19,7 @@ from omnibal.data.exchange import (
     list_subsets,
     swap,
 )
-from omnibal.data.shuffle import scrambled
+from omnibal.data.balancing.shuffle import scrambled
 
 STRICT_PASSES: Final = 2
 """How often all packs that hold too much try others that keep the limits afterwards."""

@@ -5,8 +5,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numba import njit
 
-from omnibal.data.exchange import DIMENSIONS, EXCESS, Int32Array, Int64Array, Integer, exchange
-from omnibal.data.shuffle import scrambled
+from omnibal.data.balancing.exchange import DIMENSIONS, EXCESS, Int32Array, Int64Array, Integer, exchange
+from omnibal.data.balancing.shuffle import scrambled
 
 STEP_ROUNDS: Final = 4
 """Rounds of exchanges within a step."""

@@ -1,0 +1,16 @@
+"""The parts of the balanced planner; ``omnibal.data.balance`` puts them together.
+
+Once, at construction:
+
+- ``sizing`` looks at the samples' loads: which dimension asks for more packs, how many packs all samples need;
+- ``layout`` divides that many steps into blocks and windows, the same in all epochs;
+- ``planning.instruct`` says what every step should hold, with weights from ``scales``.
+
+For every window of an epoch, ``planning.plan_steps``, compiled from end to end:
+
+    shuffle ─► scales ─► division ─► filling or dense ─► levelling ─► relief ─► packs in running order
+    random     samples   steps of    every step's        exchanges    exchanges
+    order      measured  equal load  first packs         to balance   to keep the limits
+
+``exchange`` is the one move that levelling and relief are made of, and describes the arrays that all of them work on.
+"""
