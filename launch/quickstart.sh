@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained vision-language model: installs omnibal into .venv, makes a small data set of pictures and
 # questions, trains a small InternVL through a two-stage pipeline, and asks it about pictures it has not seen.
-# Options go to the training script: ./launch/quickstart.sh --resume
+# It begins anew each time; ./launch/quickstart.sh --resume goes on where a run was stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh train
@@ -16,6 +16,6 @@ if [ "$gpus" -eq 0 ]; then
 else
     processes=$((gpus < 2 ? 1 : 2))
 fi
-deepspeed --log_level warning --num_gpus "$processes" launch/train.py --deepspeed_config ds_configs/quickstart.json "$@"
+deepspeed --log_level warning --num_gpus "$processes" launch/train.py --deepspeed_config ds_configs/quickstart.json "${@:---restart}"
 
 omnibal ask "$run/model" --meta "$run/data/held_out.json" --count 6

@@ -1,11 +1,12 @@
 """Train a vision-language model through the balanced pipeline.
 
-    deepspeed launch/train.py --deepspeed_config ds_configs/quickstart.json [--resume]
+    deepspeed launch/train.py --deepspeed_config ds_configs/quickstart.json [--resume | --restart]
 
 Everything else is in the ds_config: its "omnibal" section names model, data, packing, pipeline and run.
 """
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +22,7 @@ from omnibal.engine.config import OmnibalSection, RunSection, read_config
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import open_dataset
 from omnibal.engine.loader import PackLoader
-from omnibal.errors import OmnibalError
+from omnibal.errors import ConfigError, OmnibalError
 from omnibal.report.metrics import MetricsLog, read_metrics
 from omnibal.report.run import run_table
 from omnibal.report.training import plot_training, training_table
@@ -30,15 +31,23 @@ from omnibal.report.training import plot_training, training_table
 def main() -> None:
     """Train, evaluate, save and export as the ds_config says."""
     arguments = _arguments()
-    engine, _, loader, _ = omnibal.initialize(config=arguments.deepspeed_config)
     _, section = read_config(arguments.deepspeed_config)
+    checkpoints = Path(section.run.output) / "checkpoints"
+    if checkpoints.exists() and not (arguments.resume or arguments.restart):
+        raise ConfigError(
+            f"run.output must be a folder without checkpoints, got {section.run.output}; "
+            "--resume goes on from the newest one, --restart deletes them and begins anew"
+        )
+    engine, _, loader, _ = omnibal.initialize(config=arguments.deepspeed_config)
     held_out = engine.held_out_loader(open_dataset(section, "held_out")) if section.data.held_out else None
-    output = Path(section.run.output)
     if arguments.resume:
-        engine.load_checkpoint(output / "checkpoints")
+        engine.load_checkpoint(checkpoints)
     if engine.global_rank == 0:
+        if arguments.restart:
+            shutil.rmtree(checkpoints, ignore_errors=True)
         Console().print(run_table(engine.plan, engine.module.vlm.records, loader.sampler))
-    log = MetricsLog(output / "metrics.jsonl", first_step=engine.global_steps) if engine.global_rank == 0 else None
+    metrics = Path(section.run.output) / "metrics.jsonl"
+    log = MetricsLog(metrics, first_step=engine.global_steps) if engine.global_rank == 0 else None
     train(engine, loader, held_out, section.run, log)
     if engine.global_rank == 0:
         finish(section)
@@ -113,7 +122,9 @@ def _due(step: int, every: int) -> bool:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run")
+    begin.add_argument("--restart", action="store_true", help="delete the run's checkpoints and begin anew")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     deepspeed.add_config_arguments(parser)
     arguments = parser.parse_args()

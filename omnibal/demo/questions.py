@@ -60,7 +60,9 @@ def ask_place(rng: np.random.Generator, scene: Scene) -> Exchange | None:
 
 def ask_description(_: np.random.Generator, scene: Scene) -> Exchange:
     """All shapes in reading order: a long answer."""
-    parts = [f"a {figure.colour} {figure.shape} at the {figure.place}" for figure in scene.figures]
+    parts = [
+        f"{_article(figure.colour)} {figure.colour} {figure.shape} at the {figure.place}" for figure in scene.figures
+    ]
     return Exchange("Describe the image.", f"I see {' and '.join(parts)}.")
 
 
@@ -83,7 +85,7 @@ def ask_text(rng: np.random.Generator) -> Exchange:
     """Without a picture: one to three sentences tell the answer."""
     count = int(rng.integers(1, 4))
     names, things, colours = (rng.permutation(words)[:count] for words in (NAMES, THINGS, list(COLOURS)))
-    story = " ".join(f"{n} has a {c} {t}." for n, c, t in zip(names, colours, things, strict=True))
+    story = " ".join(f"{n} has {_with_article(c)} {t}." for n, c, t in zip(names, colours, things, strict=True))
     asked = int(rng.integers(count))
     return Exchange(f"{story} What colour is the {things[asked]}?{SHORT}", str(colours[asked]))
 
@@ -96,6 +98,10 @@ def vocabulary() -> list[str]:
 
 def _short_or_long(rng: np.random.Generator, question: str, word: str, sentence: str) -> Exchange:
     return Exchange(question + SHORT, word) if rng.random() < 0.5 else Exchange(question, sentence)
+
+
+def _with_article(colour: str) -> str:
+    return f"an {colour}" if colour[0] in "aeiou" else f"a {colour}"
 
 
 def _unique(scene: Scene, attribute: str) -> list[Figure]:

@@ -1,5 +1,6 @@
 """Work that all ranks do together: if it fails on one, it fails on all, and none is left waiting."""
 
+import socket
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -8,6 +9,13 @@ import torch.distributed as dist
 from omnibal.errors import OmnibalError
 
 T = TypeVar("T")
+
+
+def free_port() -> int:
+    """A port that a launch can take for its processes to meet: launches side by side must not share one."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def together(work: Callable[[], T], *, where: str) -> T:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from omnibal.engine.distributed import free_port
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 
@@ -81,7 +82,7 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         section = config["omnibal"]
         pipeline = section.get("pipeline", {}) | {"plan": str(folder / "plan.json"), "num_stages": plan.num_stages}
         (folder / "config.json").write_text(json.dumps(config | {"omnibal": section | {"pipeline": pipeline}}))
-        command = [*LAUNCHER, *launcher_options, "--module", "omnibal.engine.trial"]
+        command = [*LAUNCHER, "--master_port", str(free_port()), *launcher_options, "--module", "omnibal.engine.trial"]
         options = ["--deepspeed_config", folder / "config.json", "--output", folder / "out.json", "--steps", steps]
         done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, check=False)
         if done.returncode != 0 or not (folder / "out.json").exists():

@@ -68,8 +68,9 @@ def training_table(metrics: Metrics, written: Mapping[str, Path], *, chance: flo
     samples = sum(record["samples"] for record in metrics.steps)
     tokens = sum(record["llm_tokens"] for record in metrics.steps)
     first, last = metrics.steps[0], metrics.steps[-1]
+    final_loss = _moving_mean(np.array([record["loss"] for record in metrics.steps]))[-1]
     table.add_row("steps", f"{last['step']}, {last['epoch'] + 1} times through the data")
-    table.add_row("loss", f"{first['loss']:.3f} → {last['loss']:.3f}")
+    table.add_row("loss", f"{first['loss']:.3f} → {final_loss:.3f} (mean of the last steps)")
     table.add_row("speed", f"{samples / seconds:.1f} samples/s, {tokens / seconds:,.0f} LLM tokens/s")
     for name in last["balance"]:
         table.add_row(f"balance, {name}", f"{np.mean([record['balance'][name] for record in metrics.steps]):.3f}")

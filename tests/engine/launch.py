@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,8 @@ import time
 from pathlib import Path
 
 import torch
+
+from omnibal.engine.distributed import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,12 +28,6 @@ def launch(num_processes, function, *arguments, timeout_seconds=600):
         processes = [_start(function, folder, rank, num_processes, port) for rank in range(num_processes)]
         _wait(processes, folder, timeout_seconds)
         return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(num_processes)]
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def _start(function, folder, rank, num_processes, port):

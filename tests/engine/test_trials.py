@@ -8,7 +8,7 @@ from omnibal.engine.trials import run_trials
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
-from tests.engine.launch import ROOT, free_port
+from tests.engine.launch import ROOT
 
 LIMITS = PackLimits(12, 256)
 
@@ -30,7 +30,7 @@ def test_a_plan_that_fails_is_a_row(tmp_path, monkeypatch):
     trials = run_trials(
         config,
         [plan(0, 5, 12), plan(0, 6, 13)],
-        launcher_options=["--num_gpus", "2", "--master_port", str(free_port())],
+        launcher_options=["--num_gpus", "2"],
         steps=2,
         on_trial=seen.append,
     )

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
+from omnibal.engine.distributed import free_port
 from omnibal.report.metrics import read_metrics
-from tests.engine.launch import free_port
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -90,10 +90,19 @@ def test_broken_data_is_named_before_training_starts(demo):
     lines = annotation.read_text().splitlines()
     try:
         annotation.write_text("\n".join([*lines[:4], lines[4][:-3], *lines[5:]]) + "\n")
-        assert start(demo).wait() != 0
+        assert start(demo, "--restart").wait() != 0
     finally:
         annotation.write_text("\n".join(lines) + "\n")
     output = (demo / "log.txt").read_text()
     assert "DataError" in output
     assert "stories.jsonl, line 5" in output
     assert "step/s" not in output
+    assert list((demo / "checkpoints").glob("global_step*"))
+
+
+def test_a_finished_run_is_not_overwritten_unasked(demo):
+    command = [sys.executable, "launch/train.py", "--deepspeed_config", str(demo / "config.json")]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "ConfigError: run.output must be a folder without checkpoints" in done.stderr
+    assert "--resume" in done.stderr

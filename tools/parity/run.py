@@ -20,6 +20,7 @@ from transformers import InternVLForConditionalGeneration
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.demo import write_demo
 from omnibal.engine.config import complete_deepspeed_config
+from omnibal.engine.distributed import free_port
 from omnibal.report.metrics import read_metrics
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
@@ -85,7 +86,8 @@ def run_config(folder: Path, start: Path, seed: int, epochs: int) -> dict[str, A
 
 def train_on_packs(config: dict[str, Any], folder: Path) -> None:
     """Run launch/train.py on two processes."""
-    command = ["deepspeed", "--num_gpus", "2", "launch/train.py", "--deepspeed_config", str(folder / "config.json")]
+    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())]
+    command = [*launcher, "launch/train.py", "--deepspeed_config", str(folder / "config.json")]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
