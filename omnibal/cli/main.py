@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 from omnibal.cli.ask import ask
 from omnibal.cli.demo import demo
+from omnibal.cli.emulate import emulate
 from omnibal.cli.export import export
 from omnibal.cli.lengths import lengths
 from omnibal.cli.pack import pack
@@ -35,5 +36,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Balanced training of vision-language models on DeepSpeed: data, pipeline and memory.",
 )
-for command in (demo, lengths, pack, profile, partition, plan, simulate, ask, export):
+for command in (demo, lengths, pack, profile, partition, plan, simulate, emulate, ask, export):
     app.command()(command)

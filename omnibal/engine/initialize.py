@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -23,6 +23,8 @@ from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
+
+E = TypeVar("E", bound=OmnibalEngine)
 
 
 def initialize(
@@ -170,12 +172,22 @@ def build_engine(
         seed=section.model.seed,
         weights=folder if section.model.weights == "load" else None,
     )
-    # As deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
-    return OmnibalEngine(
-        plan=plan,
-        loader=loader,
-        seed=section.model.seed,
-        model_source=folder,
+    return make_engine(
+        OmnibalEngine, module, config, plan=plan, loader=loader, seed=section.model.seed, model_source=folder
+    )
+
+
+def make_engine(engine_class: type[E], module: VlmPipelineModule, config: dict[str, Any], **own: Any) -> E:
+    """What deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
+
+    Args:
+        engine_class: What is made.
+        module: This process's stage.
+        config: Complete ds_config.
+        **own: Arguments of the engine class beside DeepSpeed's.
+    """
+    return engine_class(
+        **own,
         args=None,
         model=module,
         optimizer=None,

@@ -86,12 +86,12 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         options = ["--deepspeed_config", folder / "config.json", "--output", folder / "out.json", "--steps", steps]
         done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, check=False)
         if done.returncode != 0 or not (folder / "out.json").exists():
-            return Trial(plan, (), (), _reason(done.stdout + done.stderr))
+            return Trial(plan, (), (), reason_of(done.stdout + done.stderr))
         result = json.loads((folder / "out.json").read_text())
         return Trial(plan, tuple(result["step_seconds"]), tuple(result["peak_bytes"]), None)
 
 
-def _reason(output: str) -> str:
+def reason_of(output: str) -> str:
     """The line of a failed launch that says most: its last error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if any(mark in line for mark in ERROR_MARKS) and "ChildFailedError" not in line]

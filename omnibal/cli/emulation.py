@@ -1,0 +1,158 @@
+"""The parts of `omnibal emulate`: the run that its options describe; what is shown, drawn and written of it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from omnibal.cli.planning import budget_of, lengths_of
+from omnibal.cli.step_task import Links
+from omnibal.cost import Load
+from omnibal.data.policies import Method
+from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.engine.emulation import Emulation, EmulationTask, run_emulation
+from omnibal.memory.footprint import TrainingSetup
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.trace import chrome_trace
+from omnibal.plan import Plan
+from omnibal.report.emulation import (
+    EmulationFigures,
+    emulated_replicas_table,
+    emulated_stages_table,
+    emulated_steps_table,
+)
+from omnibal.report.stages import slowest_replica
+from omnibal.report.timeline import plot_timeline
+
+
+def emulation_task(
+    profile: ModelProfile,
+    plan_path: Path,
+    links: Links,
+    *,
+    lengths: Sequence[Path] | None,
+    method: Method,
+    seed: int,
+    num_replicas: int,
+    steps: int,
+    budget: str | None,
+    overhead_bytes: int,
+    time_scale: float | None,
+) -> EmulationTask:
+    """The run that the command's options describe; without lengths every pack is as large as the limits allow.
+
+    Raises:
+        ConfigError: Plan, profile, budget and lengths do not fit each other.
+    """
+    plan = Plan.load(plan_path)
+    budgets = budget_of(budget, profile)
+    return EmulationTask(
+        profile=profile,
+        plan=plan,
+        steps=_sampled(plan, lengths, method, seed, num_replicas, steps) if lengths else _equal(plan, num_replicas),
+        links=asdict(links),
+        setup=TrainingSetup(
+            num_replicas=num_replicas, zero_stage=int(links.shard_optimizer), overhead_bytes=overhead_bytes
+        ),
+        budget_bytes=budgets if isinstance(budgets, tuple) else (budgets,) * plan.num_stages,
+        time_scale=time_scale,
+    )
+
+
+def _sampled(
+    plan: Plan, paths: Sequence[Path], method: Method, seed: int, num_replicas: int, steps: int
+) -> tuple[tuple[Load, ...], ...]:
+    """Steps spread over the sampler's first epoch."""
+    lengths = lengths_of(paths)
+    sampler = BalancedBatchSampler(
+        lengths, plan.limits, num_replicas=num_replicas, rank=0, micro_batches=plan.micro_batches, method=method,
+        seed=seed,
+    )  # fmt: skip
+    numbers = np.linspace(0, sampler.num_steps - 1, min(steps, sampler.num_steps)).astype(int)
+    return tuple(tuple(sampler.step(int(number)).load(lengths)) for number in numbers)
+
+
+def _equal(plan: Plan, num_replicas: int) -> tuple[tuple[Load, ...], ...]:
+    """One step of packs that are as large as the limits allow, each of one sample."""
+    limits = plan.limits
+    pack = Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens**2)
+    return ((Load.stack([pack] * plan.micro_batches),) * num_replicas,)
+
+
+@dataclass(frozen=True)
+class EmulationReport:
+    """All that `omnibal emulate` says.
+
+    Attributes:
+        task: What was run.
+        emulation: What came of it.
+        figures: The same in figures.
+    """
+
+    task: EmulationTask
+    emulation: Emulation
+    figures: EmulationFigures
+
+    @classmethod
+    def run(cls, task: EmulationTask) -> "EmulationReport":
+        """Run the task."""
+        emulation = run_emulation(task)
+        loads = Load.stack(Load.stack(step) for step in task.steps)
+        largest = Load(*(float(np.max(getattr(loads, name))) for name in Load.__slots__))
+        memory = task.footprint(largest).stages(task.plan.partition, task.plan.recompute)
+        figures = EmulationFigures.of(
+            emulation.steps, task.predicted, emulation.peak_bytes, [stage.total for stage in memory], task.budget_bytes
+        )
+        return cls(task, emulation, figures)
+
+    def write(self, trace: Path | None, plot: Path | None) -> list[str]:
+        """Write the timeline of the median step as asked; the paths."""
+        seconds = self.figures.step_seconds
+        number = min(range(len(seconds)), key=lambda step: abs(seconds[step] - median(seconds)))
+        emulated, predicted = self.emulation.steps[number], self.task.predicted[number]
+        if trace is not None:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.write_text(json.dumps(chrome_trace(emulated.replicas)))
+        if plot is not None:
+            slowest = slowest_replica(emulated)
+            panels = {
+                f"step {number}, replica {slowest}, emulated": emulated.replicas[slowest],
+                "the same, predicted": predicted.replicas[slowest],
+            }
+            plot_timeline(panels, plot)
+        return [str(path) for path in (trace, plot) if path is not None]
+
+    def to_record(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "num_stages": self.task.plan.num_stages,
+            "num_replicas": self.task.setup.num_replicas,
+            "micro_batches": self.task.plan.micro_batches,
+            "time_scale": self.task.scale,
+            "start_seconds": self.emulation.start_seconds,
+            **self.figures.to_record(),
+        }
+
+    def print(self, console: Console, written: Sequence[str]) -> None:
+        """Print tables and a summary."""
+        task, figures = self.task, self.figures
+        lines = [
+            f"{task.plan.num_stages} stages × {task.setup.num_replicas} replicas, {task.plan.micro_batches} "
+            f"micro-batches; a second of the cluster took {task.scale:.3g} s",
+        ]
+        for line in lines:
+            console.print(line, highlight=False, markup=False)
+        console.print(emulated_steps_table(figures))
+        console.print(emulated_stages_table(figures.stages))
+        if len(figures.replicas) > 1:
+            console.print(emulated_replicas_table(figures.replicas))
+        summary = (
+            f"median step {median(figures.step_seconds):.3f} s, {figures.over_prediction:+.1%} over the prediction"
+        )
+        for line in (summary, *(f"written: {path}" for path in written)):
+            console.print(line, highlight=False, markup=False)

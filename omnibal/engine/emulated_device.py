@@ -1,0 +1,221 @@
+"""The device that a process of an emulated cluster plays: it sleeps, accounts memory and keeps a log."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnibal.cost import FloatArray, Load
+from omnibal.errors import InfeasibleError
+from omnibal.memory.footprint import Level
+from omnibal.pipeline.schedule import Operation
+from omnibal.pipeline.times import step_times
+
+if TYPE_CHECKING:
+    from omnibal.engine.emulation import EmulationTask
+
+GIB = 2**30
+COMPUTATIONS = (Operation.F, Operation.BW, Operation.B, Operation.W)
+DOWNSTREAM = (Operation.SEND_ACTIVATION, Operation.RECEIVE_GRADIENT)
+
+
+class Entry(NamedTuple):
+    """One instruction as it ran, in the wall's seconds."""
+
+    operation: Operation
+    start: float
+    end: float
+
+
+@dataclass
+class StepLog:
+    """What a device did in a step.
+
+    Attributes:
+        entries: Instructions of the pipeline.
+        reduced: When its gradients were reduced.
+        updated: When its parameters were updated.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    reduced: float = 0.0
+    updated: float = 0.0
+
+    @property
+    def start(self) -> float:
+        """When the first instruction began."""
+        return self.entries[0].start
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """All that a device has to tell.
+
+    Attributes:
+        steps: Behind the one to warm up.
+        peak_bytes: The most that it held.
+        start_seconds: Until the first step began.
+    """
+
+    steps: list[StepLog]
+    peak_bytes: int
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a device does in one step, by micro-batch; seconds are the cluster's.
+
+    Attributes:
+        forward: Seconds of each layer, shape (micro-batches, layers).
+        backward: To the inputs, recomputation included; the same shape.
+        weight: To the weights; the same shape.
+        sent_bytes: Of each layer's output, the same shape; the pixels' before the first.
+        upstream: Seconds of the transfer from and to the stage before, shape (micro-batches,); 0 in the first stage.
+        downstream: The same with the stage behind; 0 in the last stage.
+        reduce: Seconds of the gradients' all-reduce.
+        optimizer: Seconds of the optimizer step.
+        fixed_bytes: Held throughout the step.
+        kept_bytes: Of each micro-batch from its forward to its backward.
+        transient_bytes: Beside those, while its backward runs.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
+    weight: FloatArray
+    sent_bytes: FloatArray
+    upstream: FloatArray
+    downstream: FloatArray
+    reduce: float
+    optimizer: float
+    fixed_bytes: int
+    kept_bytes: tuple[int, ...]
+    transient_bytes: tuple[int, ...]
+
+
+def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> StageWork:
+    """What the device of a stage and replica does in a step.
+
+    As in the real engine, a micro-batch above the plan's limits recomputes everything.
+    """
+    loads, layers = task.steps[step], task.plan.partition.layers(stage)
+    own, first, last = loads[replica], layers.start, layers.stop
+    exceeds = _exceeds(task, own)
+    planned, full = (step_times(task.profile, loads, recompute=levels, **task.links) for levels in _levels(task))
+
+    def between(name: str) -> FloatArray:
+        by_plan, by_full = (np.diff(getattr(times, name)[replica][:, first : last + 1]) for times in (planned, full))
+        seconds: FloatArray = np.where(exceeds[:, None], by_full, by_plan)
+        return seconds
+
+    levels = [tuple(_levels(task)[int(above)][first:last]) for above in exceeds]
+    memory = [task.footprint(load).stage(stage, layers, of) for load, of in zip(own, levels, strict=True)]
+    held = task.footprint(own[0]).held[stage]
+    return StageWork(
+        forward=between("forward"),
+        backward=between("backward" if stage else "first_backward"),
+        weight=between("weight"),
+        sent_bytes=np.stack([layer.output_bytes(own) for layer in task.profile.layers[first:last]], axis=1),
+        upstream=planned.crossing[replica][:, first],
+        downstream=planned.crossing[replica][:, last],
+        reduce=float(planned.reduce[last] - planned.reduce[first]),
+        optimizer=float(planned.optimizer[last] - planned.optimizer[first]),
+        fixed_bytes=max(entry.total - entry.activations - entry.transient for entry in memory),
+        kept_bytes=tuple(entry.activations // held for entry in memory),
+        transient_bytes=tuple(entry.transient for entry in memory),
+    )
+
+
+def _levels(task: EmulationTask) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
+    """Those of the plan, and those of a micro-batch above its limits."""
+    full: Level = "full"
+    return task.plan.recompute, (full,) * len(task.profile.layers)
+
+
+def _exceeds(task: EmulationTask, load: Load) -> NDArray[np.bool_]:
+    limits = task.plan.limits
+    above: NDArray[np.bool_] = (load.vision_units > max(limits.vision_units, 1)) | (load.llm_tokens > limits.llm_tokens)
+    return above
+
+
+class Device:
+    """The device of a stage and replica.
+
+    Args:
+        task: The run.
+        stage: Its pipeline stage.
+        replica: Its data-parallel rank.
+        where: Its place in error messages.
+    """
+
+    def __init__(self, task: EmulationTask, stage: int, replica: int, where: str) -> None:
+        self.task, self.stage, self.replica = task, stage, replica
+        self.peak_bytes = 0
+        self.log = StepLog()
+        self._where = where
+        self._held_bytes = 0
+        self._due = 0.0
+
+    def begin_step(self, step: int) -> None:
+        """Look up what the step brings; before it begins, as it takes time of its own."""
+        self.work = stage_work(self.task, step, self.stage, self.replica)
+        self.log = StepLog()
+        self._ran: Counter[Operation] = Counter()
+        self._step = step
+        self._held_bytes = 0
+        self._hold(self.work.fixed_bytes, 0)
+
+    def begin(self, operation: Operation) -> float:
+        """An instruction begins: the time, from which its sleeps are counted."""
+        micro_batch = self._ran[operation]
+        if operation == Operation.F:
+            self._hold(self.work.kept_bytes[micro_batch], micro_batch)
+        elif operation in (Operation.BW, Operation.B):
+            transient = self.work.transient_bytes[micro_batch]
+            self._hold(transient, micro_batch)
+            self._held_bytes -= transient
+        self._due = perf_counter()
+        return self._due
+
+    def end(self, operation: Operation, start: float) -> None:
+        """An instruction has run; a transfer takes the link's time from here on."""
+        micro_batch = self._ran[operation]
+        if operation in COMPUTATIONS:
+            if operation in (Operation.BW, Operation.W):
+                self._held_bytes -= self.work.kept_bytes[micro_batch]
+        else:
+            link = self.work.downstream if operation in DOWNSTREAM else self.work.upstream
+            self.rest(float(link[micro_batch]))
+        self._ran[operation] += 1
+        self.log.entries.append(Entry(operation, start, perf_counter()))
+
+    def compute(self, seconds: float) -> None:
+        """Be busy for so long behind what the instruction has done so far; what Python takes is not added."""
+        self._due += seconds * self.task.scale
+        _sleep_until(self._due)
+
+    def rest(self, seconds: float) -> None:
+        """Be busy for so long from now on."""
+        sleep(seconds * self.task.scale)
+
+    def _hold(self, size: int, micro_batch: int) -> None:
+        self._held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        budget = self.task.budget_bytes[self.stage]
+        if self._held_bytes > budget:
+            raise InfeasibleError(
+                f"{self._where}: out of emulated memory in step {self._step}, micro-batch {micro_batch}: "
+                f"{self._held_bytes / GIB:.2f} GiB are needed, {budget / GIB:.2f} GiB are there; "
+                "recompute more layers, cut elsewhere, or make packs smaller"
+            )
+
+
+def _sleep_until(due: float) -> None:
+    left = due - perf_counter()
+    if left > 0:
+        sleep(left)

@@ -1,0 +1,191 @@
+"""An emulated cluster: DeepSpeed's real engine on as many local processes, whose layers sleep in place of computing."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnibal.cost import Load
+from omnibal.engine.emulated_device import DeviceReport, StepLog
+from omnibal.engine.trials import reason_of
+from omnibal.errors import ConfigError, OmnibalError
+from omnibal.memory.footprint import Footprint, TrainingSetup
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import Schedule, one_f_one_b
+from omnibal.pipeline.simulate import Simulation, StepSimulation, simulate_step
+from omnibal.plan import Plan
+
+LEAST_SLEEP_SECONDS = 0.1
+"""Time is scaled so that an average forward pass of a stage sleeps so long: DeepSpeed's own work is then a few percent
+of it where eight processes share a core."""
+SIZE_SCALE = 1e-3
+"""Tensors are sent at this share of their size, and the links' time is slept."""
+TASK_FILE, FAILURE_FILE = "task.pickle", "failure.pickle"
+
+
+@dataclass(frozen=True)
+class EmulationTask:
+    """A run to be emulated.
+
+    Args:
+        profile: What the layers cost.
+        plan: Partition, recompute levels, micro-batches and pack limits.
+        steps: For each step a Load per replica with an entry per micro-batch, as a sampler yields them.
+        links: Bandwidths, latency and sharding, as :func:`omnibal.pipeline.simulate.simulate_step` takes them.
+        setup: The rest of what decides about memory.
+        budget_bytes: The most that a device of each stage may hold.
+        time_scale: Seconds slept for each second of the cluster; None chooses.
+
+    Raises:
+        ConfigError: Steps, budgets or scale do not fit the plan.
+    """
+
+    profile: ModelProfile
+    plan: Plan
+    steps: tuple[tuple[Load, ...], ...]
+    links: dict[str, Any]
+    setup: TrainingSetup
+    budget_bytes: tuple[int, ...]
+    time_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        shapes = {Load.stack(step).shape for step in self.steps}
+        wanted = (self.setup.num_replicas, self.plan.micro_batches)
+        if shapes != {wanted}:
+            raise ConfigError(
+                f"steps must be at least one, of {wanted} replicas and micro-batches, got {sorted(shapes)}"
+            )
+        if len(self.budget_bytes) != self.plan.num_stages:
+            raise ConfigError(
+                f"budget_bytes must be one for each of {self.plan.num_stages} stages, got {len(self.budget_bytes)}"
+            )
+        if self.time_scale is not None and not self.time_scale > 0:
+            raise ConfigError(f"time_scale must be positive, got {self.time_scale}")
+
+    @property
+    def num_processes(self) -> int:
+        """Stages × replicas."""
+        return self.plan.num_stages * self.setup.num_replicas
+
+    @property
+    def schedule(self) -> Schedule:
+        """What every replica's stages run."""
+        return one_f_one_b(self.plan.num_stages, self.plan.micro_batches)
+
+    @cached_property
+    def predicted(self) -> tuple[StepSimulation, ...]:
+        """What the simulator says of each step."""
+        return tuple(
+            simulate_step(
+                self.profile, self.plan.partition, loads, recompute=self.plan.recompute, schedule=self.schedule,
+                **self.links,
+            )
+            for loads in self.steps
+        )  # fmt: skip
+
+    @cached_property
+    def scale(self) -> float:
+        """Seconds slept for each second of the cluster."""
+        if self.time_scale is not None:
+            return self.time_scale
+        load = Load.stack(Load.stack(step) for step in self.steps)
+        forward = sum(float(layer.forward_seconds(load).mean()) for layer in self.profile.layers)
+        return LEAST_SLEEP_SECONDS * self.plan.num_stages / forward
+
+    def footprint(self, load: Load) -> Footprint:
+        """The memory of stages for micro-batches of one size."""
+        return Footprint(self.profile, load, self.schedule, self.setup)
+
+
+@dataclass(frozen=True, eq=False)
+class Emulation:
+    """What came of an emulated run, in the cluster's time.
+
+    Attributes:
+        steps: When each stage of each replica ran what, step by step.
+        peak_bytes: The most that a device of each stage held.
+        start_seconds: Until the first step began, of the wall's time.
+    """
+
+    steps: tuple[StepSimulation, ...]
+    peak_bytes: tuple[int, ...]
+    start_seconds: float
+
+
+def run_emulation(task: EmulationTask) -> Emulation:
+    """Run the steps on DeepSpeed's engine, one local process per device; no accelerator takes part.
+
+    One step goes before, to warm up. All processes are forked from one that has imported everything.
+
+    Raises:
+        InfeasibleError: A device ran out of its emulated memory: the message says which, when, and how much it lacks.
+        OmnibalError: A process failed otherwise.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / TASK_FILE).write_bytes(pickle.dumps(task))
+        environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "omnibal.engine.emulated_engine", name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if (folder / FAILURE_FILE).exists():
+            raise pickle.loads((folder / FAILURE_FILE).read_bytes())
+        if done.returncode != 0:
+            raise OmnibalError(f"emulation must come to its end, got {reason_of(done.stdout + done.stderr)}")
+        reports = [pickle.loads(report_file(folder, rank).read_bytes()) for rank in range(task.num_processes)]
+    return _gather(task, reports)
+
+
+def report_file(folder: Path, rank: int) -> Path:
+    """Where a process leaves its report."""
+    return folder / f"rank{rank}.pickle"
+
+
+def _gather(task: EmulationTask, reports: Sequence[DeviceReport]) -> Emulation:
+    """Put the processes' logs together; ranks count replicas first, as DeepSpeed's pipelines do."""
+    stages = [
+        reports[start : start + task.setup.num_replicas] for start in range(0, len(reports), task.setup.num_replicas)
+    ]
+    steps = []
+    for number in range(len(task.steps)):
+        logs = [[report.steps[number] for report in replicas] for replicas in stages]
+        steps.append(_step(task, logs))
+    return Emulation(
+        steps=tuple(steps),
+        peak_bytes=tuple(max(report.peak_bytes for report in replicas) for replicas in stages),
+        start_seconds=min(report.start_seconds for report in reports),
+    )
+
+
+def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulation:
+    """One step from the logs of its stages and replicas."""
+    start = min(log.start for replicas in logs for log in replicas)
+
+    def seconds(wall: float) -> float:
+        return (wall - start) / task.scale
+
+    pipelines = tuple(
+        _pipeline(task, [replicas[replica] for replicas in logs], start) for replica in range(task.setup.num_replicas)
+    )
+    finish = np.max([pipeline.finish_seconds for pipeline in pipelines], axis=0)
+    reduced = np.array([max(seconds(log.reduced) for log in replicas) for replicas in logs])
+    updated = np.array([max(seconds(log.updated) for log in replicas) for replicas in logs])
+    return StepSimulation(pipelines, reduced - finish, updated - reduced.max())
+
+
+def _pipeline(task: EmulationTask, logs: Sequence[StepLog], start: float) -> Simulation:
+    table = task.schedule.blocking_table
+    starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
+    for stage, log in enumerate(logs):
+        length = table.lengths[stage]
+        assert [entry.operation for entry in log.entries] == table.operations[stage, :length].tolist()
+        starts[stage, :length] = [(entry.start - start) / task.scale for entry in log.entries]
+        ends[stage, :length] = [(entry.end - start) / task.scale for entry in log.entries]
+    return Simulation(task.schedule, table, starts, ends)

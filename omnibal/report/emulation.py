@@ -1,0 +1,163 @@
+"""An emulated run beside the simulator's prediction: steps, stages, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from omnibal.cost import FloatArray
+from omnibal.pipeline.simulate import StepSimulation
+from omnibal.report.stages import slowest_replica
+
+
+@dataclass(frozen=True)
+class EmulatedStage:
+    """A stage, on average over steps and replicas.
+
+    Attributes:
+        busy_seconds: Computing, in a step.
+        predicted_busy_seconds: As the simulator says.
+        idle_ratio: Share of the pipeline's time in which it does not compute.
+        predicted_idle_ratio: As the simulator says.
+        peak_bytes: The most that a device held.
+        predicted_peak_bytes: What it would hold if a micro-batch were as large as the limits allow.
+        budget_bytes: What it may hold.
+    """
+
+    busy_seconds: float
+    predicted_busy_seconds: float
+    idle_ratio: float
+    predicted_idle_ratio: float
+    peak_bytes: int
+    predicted_peak_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True)
+class EmulatedReplica:
+    """A replica.
+
+    Attributes:
+        waiting_ratio: Share of the pipelines' time in which it is done and waits for the slowest one.
+        predicted_waiting_ratio: As the simulator says.
+        times_slowest: Steps in which the others waited for it.
+    """
+
+    waiting_ratio: float
+    predicted_waiting_ratio: float
+    times_slowest: int
+
+
+@dataclass(frozen=True)
+class EmulationFigures:
+    """An emulated run in figures, in the cluster's time.
+
+    Attributes:
+        step_seconds: Of every step.
+        predicted_seconds: As the simulator says.
+        stages: Those of the pipeline.
+        replicas: The data-parallel ranks.
+    """
+
+    step_seconds: tuple[float, ...]
+    predicted_seconds: tuple[float, ...]
+    stages: tuple[EmulatedStage, ...]
+    replicas: tuple[EmulatedReplica, ...]
+
+    @classmethod
+    def of(
+        cls,
+        emulated: Sequence[StepSimulation],
+        predicted: Sequence[StepSimulation],
+        peak_bytes: Sequence[int],
+        predicted_peak_bytes: Sequence[int],
+        budget_bytes: Sequence[int],
+    ) -> EmulationFigures:
+        """Figures of steps that ran and were predicted; memory by stage."""
+        columns = zip(
+            _busy(emulated), _busy(predicted), _idle(emulated), _idle(predicted), peak_bytes, predicted_peak_bytes,
+            budget_bytes, strict=True,
+        )  # fmt: skip
+        slowest = [slowest_replica(step) for step in emulated]
+        waiting = zip(_waiting(emulated), _waiting(predicted), strict=True)
+        return cls(
+            step_seconds=tuple(step.step_seconds for step in emulated),
+            predicted_seconds=tuple(step.step_seconds for step in predicted),
+            stages=tuple(EmulatedStage(*column) for column in columns),
+            replicas=tuple(
+                EmulatedReplica(ran, said, slowest.count(replica)) for replica, (ran, said) in enumerate(waiting)
+            ),
+        )
+
+    @property
+    def over_prediction(self) -> float:
+        """How much longer the median step took than predicted, as a share."""
+        return median(self.step_seconds) / median(self.predicted_seconds) - 1
+
+    def to_record(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        return asdict(self) | {"over_prediction": self.over_prediction}
+
+
+def _busy(steps: Sequence[StepSimulation]) -> list[float]:
+    busy: FloatArray = np.mean([replica.busy_seconds for step in steps for replica in step.replicas], axis=0)
+    return [float(seconds) for seconds in busy]
+
+
+def _idle(steps: Sequence[StepSimulation]) -> list[float]:
+    shares = [replica.busy_seconds / step.pipeline_seconds for step in steps for replica in step.replicas]
+    return [float(1 - share) for share in np.mean(shares, axis=0)]
+
+
+def _waiting(steps: Sequence[StepSimulation]) -> list[float]:
+    by_replica = zip(*(step.replicas for step in steps), strict=True)
+    return [
+        fmean(1 - run.makespan_seconds / step.pipeline_seconds for run, step in zip(runs, steps, strict=True))
+        for runs in by_replica
+    ]
+
+
+def emulated_steps_table(figures: EmulationFigures) -> Table:
+    """A row per step: seconds beside the simulator's."""
+    table = _table("step", "emulated s", "predicted s", "more")
+    for number, (ran, said) in enumerate(zip(figures.step_seconds, figures.predicted_seconds, strict=True)):
+        table.add_row(f"{number}", f"{ran:.3f}", f"{said:.3f}", f"{ran / said - 1:+.1%}")
+    return table
+
+
+def emulated_stages_table(stages: Sequence[EmulatedStage]) -> Table:
+    """A row per stage: busy and idle beside the simulator's, memory beside prediction and budget."""
+    table = _table("stage", "busy s", "predicted", "idle", "predicted", "peak GiB", "predicted", "budget")
+    for number, stage in enumerate(stages):
+        sizes = (stage.peak_bytes, stage.predicted_peak_bytes, stage.budget_bytes)
+        table.add_row(
+            f"{number}",
+            f"{stage.busy_seconds:.3f}",
+            f"{stage.predicted_busy_seconds:.3f}",
+            f"{stage.idle_ratio:.1%}",
+            f"{stage.predicted_idle_ratio:.1%}",
+            *(f"{size / 2**30:,.1f}" for size in sizes),
+        )
+    return table
+
+
+def emulated_replicas_table(replicas: Sequence[EmulatedReplica]) -> Table:
+    """A row per replica: how long it waits for the slowest one."""
+    table = _table("replica", "waits for the slowest", "predicted", "slowest in steps")
+    for number, replica in enumerate(replicas):
+        shares = (replica.waiting_ratio, replica.predicted_waiting_ratio)
+        table.add_row(f"{number}", *(f"{share:.1%}" for share in shares), f"{replica.times_slowest}")
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,59 @@
+import json
+
+import pytest
+from PIL import Image
+
+from omnibal.cli import emulation as parts
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.engine.emulation import Emulation
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
+from tests.pipeline.profiles import fixed_profile
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A plan of two stages and its profile."""
+    fixed_profile([1, 2, 3], output=[1e9] * 3).save(tmp_path / "profile.json")
+    Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3).save(tmp_path / "plan.json")
+    return "emulate", tmp_path / "plan.json", tmp_path / "profile.json", "--bandwidth", 1, "--overhead", 0
+
+
+@pytest.fixture
+def tasks(monkeypatch):
+    """Emulated runs are as predicted; the tasks."""
+    seen = []
+
+    def run(task):
+        seen.append(task)
+        return Emulation(task.predicted, (1 << 30,) * task.plan.num_stages, start_seconds=1.5)
+
+    monkeypatch.setattr(parts, "run_emulation", run)
+    return seen
+
+
+def test_steps_are_the_samplers(omnibal, saved, tasks, token_lengths):
+    options = ("--lengths", token_lengths[0], "--num-replicas", 2, "--steps", 2, "--budget", "4,5", "--json")
+    record = json.loads(omnibal(*saved, *options).stdout)
+    lengths = SampleLengths.from_token_lengths([token_lengths[0]])
+    sampler = BalancedBatchSampler(lengths, PackLimits(9, 4096), num_replicas=2, rank=0, micro_batches=4)
+    steps = (0, sampler.num_steps - 1)
+    assert tasks[0].steps == tuple(tuple(sampler.step(number).load(lengths)) for number in steps)
+    assert tasks[0].budget_bytes == (4 << 30, 5 << 30)
+    assert record["step_seconds"] == record["predicted_seconds"]
+    assert record["over_prediction"] == 0
+    assert [stage["peak_bytes"] for stage in record["stages"]] == [1 << 30] * 2
+    assert sum(replica["times_slowest"] for replica in record["replicas"]) == 2
+
+
+def test_tables_a_trace_and_a_picture(omnibal, saved, tasks, tmp_path):
+    trace, plot = tmp_path / "new" / "trace.json", tmp_path / "new" / "timeline.png"
+    text = omnibal(*saved, "--num-replicas", 3, "--budget", 4, "--trace", trace, "--plot", plot).stdout
+    assert tasks[0].setup.num_replicas == 3
+    assert "+0.0% over the prediction" in text
+    assert "waits for the slowest" in text
+    assert sum(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"]) == 3 * (8 + 8 + 16)
+    with Image.open(plot) as picture:
+        assert picture.width > picture.height

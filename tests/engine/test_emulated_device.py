@@ -1,0 +1,133 @@
+from dataclasses import replace
+
+import pytest
+
+from omnibal.cost import CostModel, Load
+from omnibal.data.limits import PackLimits
+from omnibal.engine import emulated_device
+from omnibal.engine.emulated_device import Device, stage_work
+from omnibal.engine.emulation import LEAST_SLEEP_SECONDS, EmulationTask
+from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.memory.footprint import TrainingSetup
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.schedule import Operation
+from omnibal.plan import Plan
+from tests.pipeline.profiles import layer, profile
+
+LIMITS = PackLimits(4, 10)
+
+
+def token_layer(number, *, trainable=True, **costs):
+    """Forward takes a second a token; backward to the inputs and, if trainable, to the weights one each."""
+    second = CostModel(llm_tokens=1)
+    return replace(
+        layer(f"block.{number}", output=100, gradient_bytes=8, optimizer_seconds=3, trainable=trainable, **costs),
+        forward_seconds=second,
+        backward_seconds=second,
+        weight_seconds=second if trainable else CostModel(),
+        recompute_seconds={},
+    )
+
+
+def task(*tokens, budget=10**6, recompute="none", **options):
+    """Two stages of two layers; a replica per list of tokens."""
+    plan = Plan(LIMITS, len(tokens[0]), Partition((0, 2, 4)), (recompute,) * 4)
+    return EmulationTask(
+        profile([token_layer(number) for number in range(4)]), plan, (tuple(Load(0, entry) for entry in tokens),),
+        {"bandwidth_bytes_per_second": 50.0}, TrainingSetup(num_replicas=len(tokens)), (budget,) * 2, **options,
+    )  # fmt: skip
+
+
+def test_a_device_works_on_its_own_micro_batches():
+    work = stage_work(task([1, 2], [3, 4]), 0, stage=1, replica=1)
+    assert work.forward.tolist() == [[3, 3], [4, 4]]
+    assert work.backward.tolist() == work.weight.tolist() == [[3, 3], [4, 4]]
+    assert work.sent_bytes.tolist() == [[100, 100], [100, 100]]
+    assert work.upstream.tolist() == [2, 2]
+    assert work.downstream.tolist() == [0, 0]
+    # a ring of two sends each of two layers' 8 bytes once
+    assert work.reduce == pytest.approx(16 / 50)
+    assert work.optimizer == 6
+
+
+def test_recomputation_adds_to_the_backward_pass():
+    assert stage_work(task([1, 2], recompute="full"), 0, 0, 0).backward.tolist() == [[2, 2], [4, 4]]
+
+
+def test_a_micro_batch_above_the_limits_recomputes_everything():
+    work = stage_work(task([10, 11]), 0, 0, 0)
+    assert work.backward.tolist() == [[10, 10], [22, 22]]
+    assert work.kept_bytes == (200, 20)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device whose sleeps are written down; stage 0 keeps 200 bytes of a micro-batch."""
+    slept = []
+    monkeypatch.setattr(emulated_device, "sleep", slept.append)
+    monkeypatch.setattr(emulated_device, "perf_counter", lambda: 1000.0 + sum(slept))
+    made = Device(task([1, 2, 3], time_scale=0.5), 0, 0, "rank 0, stage 0")
+    made.begin_step(0)
+    return made, slept
+
+
+def run(device, operation):
+    device.end(operation, device.begin(operation))
+
+
+def test_computations_and_links_are_slept_in_scaled_time(device):
+    made, slept = device
+    start = made.begin(Operation.F)
+    made.compute(1.0)
+    made.compute(3.0)
+    made.end(Operation.F, start)
+    run(made, Operation.SEND_ACTIVATION)
+    assert slept == [0.5, 1.5, 1.0]
+    assert [entry.operation for entry in made.log.entries] == [Operation.F, Operation.SEND_ACTIVATION]
+    assert [entry.end - entry.start for entry in made.log.entries] == [2.0, 1.0]
+
+
+def test_memory_is_held_from_forward_to_backward(device):
+    made, _ = device
+    fixed, transient = made.work.fixed_bytes, made.work.transient_bytes[0]
+    for operation in (Operation.F, Operation.F, Operation.BW):
+        run(made, operation)
+    assert made.peak_bytes == fixed + 2 * 200 + transient
+    run(made, Operation.F)
+    assert made.peak_bytes == fixed + 2 * 200 + transient
+
+
+def test_a_split_backward_frees_memory_with_the_weights(device):
+    made, _ = device
+    for operation in (Operation.F, Operation.F, Operation.B, Operation.F):
+        run(made, operation)
+    assert made.peak_bytes == made.work.fixed_bytes + 3 * 200
+    for operation in (Operation.W, Operation.B):
+        run(made, operation)
+    assert made.peak_bytes == made.work.fixed_bytes + max(3 * 200, 2 * 200 + made.work.transient_bytes[1])
+
+
+def test_too_much_memory_is_refused():
+    fixed = stage_work(task([1, 2, 3]), 0, 0, 0).fixed_bytes
+    made = Device(task([1, 2, 3], budget=fixed + 599), 0, 0, "rank 3, stage 0")
+    made.begin_step(0)
+    run(made, Operation.F)
+    run(made, Operation.F)
+    with pytest.raises(InfeasibleError, match="rank 3, stage 0: out of emulated memory in step 0, micro-batch 2"):
+        run(made, Operation.F)
+
+
+def test_a_task_must_fit_its_plan():
+    with pytest.raises(ConfigError, match="time_scale must be positive, got 0"):
+        task([1, 2], time_scale=0)
+    plan = Plan(LIMITS, 3, Partition((0, 2, 4)), ("none",) * 4)
+    with pytest.raises(ConfigError, match=r"steps must be at least one, of \(1, 3\) replicas and micro-batches, got"):
+        EmulationTask(task([1, 2]).profile, plan, task([1, 2]).steps, {}, TrainingSetup(), (1, 1))
+    with pytest.raises(ConfigError, match="budget_bytes must be one for each of 2 stages, got 1"):
+        EmulationTask(task([1, 2]).profile, task([1, 2]).plan, task([1, 2]).steps, {}, TrainingSetup(), (1,))
+
+
+def test_time_is_scaled_to_sleeps_that_outweigh_the_engines_own_work():
+    # forward passes of a stage take 2 × 2 tokens on average
+    assert task([1, 2, 3]).scale == pytest.approx(LEAST_SLEEP_SECONDS / 4)
+    assert task([1, 2, 3], time_scale=0.25).scale == 0.25

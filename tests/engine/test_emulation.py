@@ -1,0 +1,53 @@
+"""Emulated runs on real processes: DeepSpeed's engine runs the schedule's table; sleeps only ever last longer."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from omnibal.cost import Load
+from omnibal.data.limits import PackLimits
+from omnibal.engine.emulation import EmulationTask, run_emulation
+from omnibal.errors import InfeasibleError
+from omnibal.memory.footprint import TrainingSetup
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
+from tests.engine.test_emulated_device import token_layer
+from tests.pipeline.profiles import profile
+
+pytestmark = pytest.mark.distributed
+LOADS = (Load(0, [1, 2, 3]), Load(0, [3, 3, 1]))
+
+
+@pytest.fixture(scope="module")
+def task():
+    """Two stages, two replicas; the first layer is frozen."""
+    layers = [token_layer(number, trainable=number > 0, parameter_bytes=4) for number in range(4)]
+    plan = Plan(PackLimits(4, 10), 3, Partition((0, 2, 4)), ("none", "full", "none", "full"))
+    return EmulationTask(
+        profile(layers), plan, (LOADS, LOADS[::-1]),
+        {"bandwidth_bytes_per_second": 50.0, "shard_optimizer": True}, TrainingSetup(num_replicas=2), (10**6,) * 2,
+        time_scale=0.01,
+    )  # fmt: skip
+
+
+def test_the_engine_runs_the_table_and_nothing_runs_too_early(task):
+    emulation = run_emulation(task)
+    assert len(emulation.steps) == 2
+    for emulated, predicted in zip(emulation.steps, task.predicted, strict=True):
+        for ran, said in zip(emulated.replicas, predicted.replicas, strict=True):
+            assert ran.table is said.table
+            assert (ran.ends - ran.starts >= said.ends - said.starts - 1e-6).all()
+            assert (np.diff(ran.starts) >= 0).all()
+        assert emulated.step_seconds >= predicted.step_seconds - 1e-6
+        assert (emulated.reduce_seconds >= predicted.reduce_seconds - 1e-6).all()
+    # full layers keep 10 bytes of a micro-batch, others 100; the frozen one in stage 0 nothing
+    memory = task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)
+    assert [stage.activations for stage in memory] == [2 * 10, 110]
+    assert list(emulation.peak_bytes) == [stage.total for stage in memory]
+
+
+def test_memory_that_runs_out_ends_all_processes(task):
+    peaks = [stage.total for stage in task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)]
+    with pytest.raises(InfeasibleError, match=r"rank [23], stage 1: out of emulated memory in step 0, micro-batch 0"):
+        run_emulation(replace(task, budget_bytes=(peaks[0], peaks[1] - 1)))
