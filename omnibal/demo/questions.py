@@ -60,9 +60,7 @@ def ask_place(rng: np.random.Generator, scene: Scene) -> Exchange | None:
 
 def ask_description(_: np.random.Generator, scene: Scene) -> Exchange:
     """All shapes in reading order: a long answer."""
-    parts = [
-        f"{_article(figure.colour)} {figure.colour} {figure.shape} at the {figure.place}" for figure in scene.figures
-    ]
+    parts = [f"{_with_article(figure.colour)} {figure.shape} at the {figure.place}" for figure in scene.figures]
     return Exchange("Describe the image.", f"I see {' and '.join(parts)}.")
 
 
