@@ -14,6 +14,7 @@ from omnibal.cli.pack import pack
 from omnibal.cli.partition import partition
 from omnibal.cli.plan import plan
 from omnibal.cli.profile import profile
+from omnibal.cli.report import report
 from omnibal.cli.simulate import simulate
 from omnibal.errors import OmnibalError
 
@@ -36,5 +37,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Balanced training of vision-language models on DeepSpeed: data, pipeline and memory.",
 )
-for command in (demo, lengths, pack, profile, partition, plan, simulate, emulate, ask, export):
+for command in (demo, lengths, pack, profile, partition, plan, simulate, emulate, report, ask, export):
     app.command()(command)

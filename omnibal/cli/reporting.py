@@ -1,0 +1,69 @@
+"""The parts of `omnibal report`: what it reads."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from omnibal.cli.planning import budget_of, lengths_of
+from omnibal.cli.step_task import Links
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import Footprint, Level, TrainingSetup
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.plan import Plan
+from omnibal.planner.ladder import plan_ladder
+from omnibal.planner.packings import largest_load
+from omnibal.report.metrics import Metrics, read_metrics
+from omnibal.report.page import PlanPart
+
+
+def plan_part(
+    profile: ModelProfile,
+    plan_path: Path,
+    links: Links,
+    *,
+    lengths: Sequence[Path] | None,
+    num_replicas: int,
+    batch_size: int,
+    steps: int,
+    budget: str | None,
+    overhead_bytes: int,
+) -> PlanPart:
+    """What the page says of a plan.
+
+    Raises:
+        ConfigError: Plan, profile, budget and lengths do not fit each other, or lengths are missing.
+    """
+    plan, samples, budgets = Plan.load(plan_path), lengths_of(lengths), budget_of(budget, profile)
+    setup = TrainingSetup(
+        num_replicas=num_replicas, zero_stage=int(links.shard_optimizer), overhead_bytes=overhead_bytes
+    )
+    rungs = plan_ladder(
+        profile, plan, samples, num_replicas=num_replicas, batch_size=batch_size, steps=steps, links=asdict(links)
+    )
+    schedule = one_f_one_b(plan.num_stages, plan.micro_batches)
+    footprint = Footprint(profile, largest_load(samples, plan.limits), schedule, setup)
+    everything: Level = "full"
+    return PlanPart(
+        plan=plan,
+        rungs=rungs,
+        setup=setup,
+        memory=footprint.stages(plan.partition, plan.recompute),
+        recomputed_memory=footprint.stages(plan.partition, (everything,) * len(profile.layers)),
+        budget_bytes=budgets if isinstance(budgets, tuple) else (budgets,) * plan.num_stages,
+    )
+
+
+def read_run(folder: Path) -> Metrics:
+    """The log of a run.
+
+    Raises:
+        ConfigError: The folder has none, or no step in it.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"--run must name a run's folder with metrics.jsonl, got {folder}")
+    metrics = read_metrics(path)
+    if not metrics.steps:
+        raise ConfigError(f"--run must name a run that has trained a step, got {folder}")
+    return metrics

@@ -1,0 +1,124 @@
+"""What a plan gains, one idea after the other: from random padded micro-batches to its data, partition and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from omnibal.cost import Load
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.padded import random_padded_steps
+from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.memory.footprint import Level
+from omnibal.pipeline.balanced import balanced_boundaries
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.simulate import StepSimulation, simulate_step
+from omnibal.plan import Plan
+
+Steps = tuple[tuple[Load, ...], ...]
+"""For each step a Load per replica with an entry per micro-batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rung:
+    """One way to train.
+
+    Attributes:
+        name: What has been balanced.
+        profile: What the layers cost.
+        steps: What micro-batches hold.
+        samples_per_step: On average.
+        partition: Where the model is cut.
+        recompute: A level for each layer.
+        links: As ``simulate_step`` takes them.
+    """
+
+    name: str
+    profile: ModelProfile
+    steps: Steps
+    samples_per_step: float
+    partition: Partition
+    recompute: tuple[Level, ...]
+    links: Mapping[str, Any]
+
+    @cached_property
+    def simulated(self) -> tuple[StepSimulation, ...]:
+        """Every step."""
+        return tuple(
+            simulate_step(self.profile, self.partition, loads, recompute=self.recompute, **self.links)
+            for loads in self.steps
+        )
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the steps."""
+        return fmean(step.step_seconds for step in self.simulated)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput of all replicas."""
+        return self.samples_per_step / self.step_seconds
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Mean of the steps."""
+        return fmean(step.bubble_ratio for step in self.simulated)
+
+    @cached_property
+    def load(self) -> Load:
+        """Every micro-batch, shape (steps, replicas, micro-batches)."""
+        return Load.stack(Load.stack(step) for step in self.steps)
+
+
+def parameter_cut(profile: ModelProfile, num_stages: int) -> Partition:
+    """DeepSpeed's cut by parameters."""
+    return Partition(balanced_boundaries([layer.parameter_bytes for layer in profile.layers], num_stages))
+
+
+def plan_ladder(
+    profile: ModelProfile,
+    plan: Plan,
+    lengths: SampleLengths,
+    *,
+    num_replicas: int,
+    batch_size: int,
+    steps: int,
+    links: Mapping[str, Any],
+    seed: int = 0,
+) -> tuple[Rung, ...]:
+    """From present batching to the plan: nothing balanced, then data, model and memory.
+
+    The first row trains on random micro-batches of ``batch_size`` samples, padded, with about as many samples a step as
+    the plan, cut by parameters, everything recomputed.
+
+    Raises:
+        ConfigError: The plan does not fit the profile, or there are fewer samples than a step needs.
+    """
+    sampler = BalancedBatchSampler(
+        lengths, plan.limits, num_replicas=num_replicas, rank=0, micro_batches=plan.micro_batches, seed=seed
+    )
+    numbers = np.unique(np.linspace(0, max(sampler.num_steps - 2, 0), steps).astype(int))  # the last may be short
+    chosen = [sampler.step(int(number)) for number in numbers]
+    packed = tuple(tuple(step.load(lengths)) for step in chosen)
+    samples = fmean(step.num_samples for step in chosen)
+    micro_batches = max(1, round(samples / (num_replicas * batch_size)))
+    padded = random_padded_steps(
+        lengths, batch_size=batch_size, num_replicas=num_replicas, micro_batches=micro_batches, steps=steps, seed=seed
+    )
+    before: Steps = tuple(tuple(step) for step in padded)
+    cut = parameter_cut(profile, plan.num_stages)
+    everything: Level = "full"
+    full = (everything,) * len(profile.layers)
+    padded_samples = float(num_replicas * micro_batches * batch_size)
+    return (
+        Rung("as today", profile, before, padded_samples, cut, full, links),
+        Rung("+ data", profile, packed, samples, cut, full, links),
+        Rung("+ model", profile, packed, samples, plan.partition, full, links),
+        Rung("+ memory", profile, packed, samples, plan.partition, plan.recompute, links),
+    )

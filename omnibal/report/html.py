@@ -1,0 +1,58 @@
+"""The parts of a self-contained HTML page: sections, tables, and pictures inline."""
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Final
+
+STYLE: Final = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 62rem; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.7rem; margin-bottom: 0; }
+h2 { font-size: 1.2rem; margin: 2.4rem 0 0.4rem; border-top: 1px solid #d9dde5; padding-top: 1.2rem; }
+p.lead { color: #5f6368; margin-top: 0.2rem; }
+table { border-collapse: collapse; margin: 0.8rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.25rem 0.8rem; text-align: right; border-bottom: 1px solid #eceff4; }
+th { font-weight: 600; color: #5f6368; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; }
+tr.mark td { font-weight: 700; }
+figure { margin: 1rem 0; }
+figure img { max-width: 100%; }
+figcaption { color: #5f6368; font-size: 0.9rem; }
+"""
+
+
+def page(title: str, lead: str, sections: Sequence[str]) -> str:
+    """The whole document; nothing in it points elsewhere."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n' + "\n".join(sections) + "\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A heading and what stands under it."""
+    return "\n".join([f"<section>\n<h2>{escape(title)}</h2>", *parts, "</section>"])
+
+
+def paragraph(text: str) -> str:
+    """Plain text."""
+    return f"<p>{escape(text)}</p>"
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
+    """A table, one of its rows marked."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    lines = []
+    for number, row in enumerate(rows):
+        mark = ' class="mark"' if number == marked else ""
+        lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(lines) + "\n</tbody>\n</table>"
+
+
+def picture(path: Path, caption: str) -> str:
+    """A PNG within the page."""
+    content = base64.b64encode(path.read_bytes()).decode()
+    text = escape(caption)
+    return f'<figure><img alt="{text}" src="data:image/png;base64,{content}"><figcaption>{text}</figcaption></figure>'

@@ -1,0 +1,232 @@
+"""One self-contained page about a plan, a run, or both: why balance, what changes, what it gains, what was measured."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from omnibal.data.metrics import dist_ratio
+from omnibal.memory.footprint import StageMemory, TrainingSetup
+from omnibal.plan import Plan
+from omnibal.planner.ladder import Rung
+from omnibal.report.html import page, paragraph, picture, section, table
+from omnibal.report.imbalance import Imbalance, plot_imbalance
+from omnibal.report.memory import plot_memory
+from omnibal.report.metrics import Metrics
+from omnibal.report.rank_loads import Arranged, plot_rank_loads
+from omnibal.report.run import VISION_KINDS
+from omnibal.report.stages import slowest_replica
+from omnibal.report.timeline import plot_timeline
+from omnibal.report.training import plot_training
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlanPart:
+    """What the page says of a plan.
+
+    Attributes:
+        plan: It.
+        rungs: From present batching to the plan.
+        setup: What decides about memory.
+        memory: What a device of each stage holds at its peak, under the plan.
+        recomputed_memory: The same with everything recomputed.
+        budget_bytes: What a device of each stage may hold.
+    """
+
+    plan: Plan
+    rungs: tuple[Rung, ...]
+    setup: TrainingSetup
+    memory: tuple[StageMemory, ...]
+    recomputed_memory: tuple[StageMemory, ...]
+    budget_bytes: tuple[int, ...]
+
+
+def write_page(path: Path, title: str, *, plan: PlanPart | None, run: Metrics | None) -> None:
+    """Write the page; its pictures are in it.
+
+    Args:
+        path: The HTML file; its folder is made.
+        title: Heading.
+        plan: Of a plan, if there is one.
+        run: The log of a training run, if there is one.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sections = [] if plan is None else _plan_sections(plan, folder)
+        if run is not None:
+            sections.append(_measured(run, folder))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(title, _lead(plan, run), sections))
+
+
+def _lead(plan: PlanPart | None, run: Metrics | None) -> str:
+    parts = []
+    if plan is not None:
+        first, last = plan.rungs[0], plan.rungs[-1]
+        parts.append(
+            f"{last.samples_per_second / first.samples_per_second:.2f} times the throughput of present batching is "
+            f"predicted: {first.samples_per_second:,.1f} → {last.samples_per_second:,.1f} samples/s on "
+            f"{plan.plan.num_stages} stages × {plan.setup.num_replicas} replicas."
+        )
+    if run is not None:
+        parts.append(f"{len(run.steps):,} steps were measured.")
+    return " ".join(parts)
+
+
+def _plan_sections(part: PlanPart, folder: Path) -> list[str]:
+    return [
+        _imbalance(part, folder),
+        _data(part, folder),
+        _stages(part, folder),
+        _timeline(part, folder),
+        _gain(part),
+    ]
+
+
+def _imbalance(part: PlanPart, folder: Path) -> str:
+    first, last = part.rungs[0], part.rungs[-1]
+    variants = {
+        title: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, part.setup)
+        for title, rung in (("as today", first), ("with the plan", last))
+    }
+    plot_imbalance(variants, folder / "imbalance.png")
+    rows = [(f"{title}, {where}", *cells) for title, entry in variants.items() for where, *cells in entry.rows()]
+    return section(
+        "How uneven the work is",
+        paragraph(
+            "Random micro-batches, padded to their longest sample, cut by parameters and recomputed everywhere: "
+            "stages wait for the slowest stage, and every rank waits for the slowest rank. "
+            "Means and standard deviations, predicted for your data and model:"
+        ),
+        table(("", "forward pass of a micro-batch", "memory of a device"), rows),
+        picture(folder / "imbalance.png", "Forward time of every stage, micro-batch by micro-batch."),
+    )
+
+
+def _data(part: PlanPart, folder: Path) -> str:
+    first, last = part.rungs[0], part.rungs[-1]
+    rows = [_data_row("as today", first), _data_row("with the plan", last)]
+    plot_rank_loads({"as today": _arranged(first), "with the plan": _arranged(last)}, folder / "ranks.png")
+    limits = part.plan.limits
+    names = ("", "samples in a micro-batch", "tiles or patches", "LLM tokens", "Dist Ratio, ViT", "Dist Ratio, LLM")
+    return section(
+        "Data: which samples share a micro-batch",
+        paragraph(
+            f"Packs hold at most {limits.vision_units:,} vision units and {limits.llm_tokens:,} LLM tokens, without "
+            "padding. The Dist Ratio is the share of time that ranks would wait for the one with the largest load."
+        ),
+        table(names, rows),
+        picture(folder / "ranks.png", "Loads of all ranks, micro-batch by micro-batch."),
+    )
+
+
+def _data_row(name: str, rung: Rung) -> tuple[str, ...]:
+    load = rung.load
+    columns = load.vision_units, load.llm_tokens
+    # what ranks run at the same time, side by side
+    ratios = [dist_ratio(values.transpose(0, 2, 1).reshape(-1, values.shape[1])) for values in columns]
+    samples = rung.samples_per_step / (load.shape[1] * load.shape[2])
+    spreads = [f"{values.mean():,.1f} ± {values.std():,.1f}" for values in columns]
+    return (name, f"{samples:.2f}", *spreads, *(f"{ratio:.3f}" for ratio in ratios))
+
+
+def _arranged(rung: Rung) -> Arranged:
+    flat = rung.load.shape
+    numbers = np.arange(int(np.prod(flat))).reshape(flat)
+    columns = (getattr(rung.load, name).ravel() for name in ("vision_units", "llm_tokens"))
+    squares = (getattr(rung.load, name).ravel() for name in ("llm_tokens_squared", "vision_squared"))
+    return Arranged(type(rung.load)(*columns, *squares), numbers)
+
+
+def _stages(part: PlanPart, folder: Path) -> str:
+    plot_memory(
+        {"all recomputed": part.recomputed_memory, "plan": part.memory}, part.budget_bytes, folder / "memory.png"
+    )
+    names = ("stage", "layers", "ViT + LLM", "that recompute", "busy", "GiB of a device", "of its budget")
+    return section(
+        "Model and memory: what each stage holds",
+        table(names, [_stage_row(part, stage) for stage in range(part.plan.num_stages)]),
+        picture(folder / "memory.png", "Memory of a device at its peak, with packs as large as the limits allow."),
+    )
+
+
+def _stage_row(part: PlanPart, stage: int) -> tuple[str, ...]:
+    rung, layers = part.rungs[-1], part.plan.partition.layers(stage)
+    vision = sum(rung.profile.layers[layer].kind in VISION_KINDS for layer in layers)
+    recomputed = sum(part.plan.recompute[layer] != "none" for layer in layers)
+    busy = np.mean([
+        replica.busy_seconds[stage] / step.pipeline_seconds for step in rung.simulated for replica in step.replicas
+    ])  # fmt: skip
+    memory, budget = part.memory[stage].total, part.budget_bytes[stage]
+    first, last = rung.profile.layers[layers[0]].name, rung.profile.layers[layers[-1]].name
+    return (
+        f"{stage}", f"{first} … {last}", f"{vision} + {len(layers) - vision}", f"{recomputed}", f"{busy:.0%}",
+        f"{memory / GIB:,.1f}", f"{memory / budget:.0%}",
+    )  # fmt: skip
+
+
+def _timeline(part: PlanPart, folder: Path) -> str:
+    panels = {}
+    for title, rung in (("as today", part.rungs[0]), ("with the plan", part.rungs[-1])):
+        step = rung.simulated[0]
+        panels[f"{title}, slowest replica"] = step.replicas[slowest_replica(step)]
+    plot_timeline(panels, folder / "timeline.png")
+    return section(
+        "One step, stage by stage",
+        picture(folder / "timeline.png", "What every stage runs when; numbers are micro-batches. Gaps are idle time."),
+    )
+
+
+def _gain(part: PlanPart) -> str:
+    first = part.rungs[0]
+    rows = [
+        (
+            rung.name,
+            f"{rung.step_seconds:.3f}",
+            f"{rung.samples_per_step:,.0f}",
+            f"{rung.samples_per_second:,.1f}",
+            f"{rung.bubble_ratio:.0%}",
+            f"{rung.samples_per_second / first.samples_per_second:.2f} ×",
+        )
+        for rung in part.rungs
+    ]
+    return section(
+        "What it gains, one idea after the other",
+        paragraph(
+            "Simulated on real packs. `omnibal emulate` runs the plan on DeepSpeed's engine without an accelerator; "
+            "`omnibal partition --trials` measures it on yours."
+        ),
+        table(("", "step, s", "samples a step", "samples/s", "idle", "gain"), rows, marked=len(rows) - 1),
+    )
+
+
+def _measured(run: Metrics, folder: Path) -> str:
+    plot_training(run, folder / "training.png")
+    seconds, samples, tokens = (
+        np.array([record[name] for record in run.steps]) for name in ("seconds", "samples", "llm_tokens")
+    )
+    rows = [
+        ("steps", f"{run.steps[-1]['step']:,}"),
+        ("loss, first → last step", f"{run.steps[0]['loss']:.3f} → {run.steps[-1]['loss']:.3f}"),
+        ("step, median s", f"{np.median(seconds):.3f}"),
+        ("step, 10 % … 90 %", f"{np.quantile(seconds, 0.1):.3f} … {np.quantile(seconds, 0.9):.3f}"),
+        ("samples/s", f"{samples.sum() / seconds.sum():,.1f}"),
+        ("LLM tokens/s", f"{tokens.sum() / seconds.sum():,.0f}"),
+    ]
+    rows += [
+        (f"balance, {name}", f"{np.mean([record['balance'][name] for record in run.steps]):.3f}")
+        for name in run.steps[-1]["balance"]
+    ]
+    if run.evaluations:
+        last = run.evaluations[-1]
+        rows.append(("held-out answers right", f"{last['held_out_accuracy']:.1%} of {last['held_out_samples']:,}"))
+    return section(
+        "Measured",
+        table(("", "this run"), rows),
+        picture(folder / "training.png", "Loss over steps."),
+    )

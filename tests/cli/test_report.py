@@ -1,0 +1,86 @@
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from PIL import Image
+
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
+from tests.pipeline.profiles import fixed_profile
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """Arguments of a report about a plan and a run."""
+    fixed_profile([0.03, 0.02, 0.05], output=[1e6] * 3).save(tmp_path / "profile.json")
+    Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("full", "none", "none")).save(tmp_path / "plan.json")
+    tiled_lengths(2000, seed=1).save(tmp_path / "lengths")
+    (tmp_path / "run").mkdir()
+    record = {"epoch": 0, "learning_rate": 0.1, "seconds": 0.5, "samples": 10, "llm_tokens": 4000}
+    steps = [record | {"step": n, "loss": 3 / n, "balance": {"vision": 0.9, "llm": 0.8}} for n in range(1, 30)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    return (
+        "report", tmp_path / "profile.json", "--plan", tmp_path / "plan.json", "--lengths", tmp_path / "lengths",
+        "--num-replicas", 2, "--bandwidth", 1, "--budget", 1, "--overhead", 0.1,
+        "--out", tmp_path / "out" / "report.html", "--title", "6B & 20B",
+    )  # fmt: skip
+
+
+def test_a_page_opens_with_the_imbalance_and_holds_its_pictures(omnibal, inputs, tmp_path):
+    record = json.loads(omnibal(*inputs, "--run", tmp_path / "run", "--json").stdout)
+    text = (tmp_path / "out" / "report.html").read_text()
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    assert headings == [
+        "How uneven the work is", "Data: which samples share a micro-batch", "Model and memory: what each stage holds",
+        "One step, stage by stage", "What it gains, one idea after the other", "Measured",
+    ]  # fmt: skip
+    assert "<h1>6B &amp; 20B</h1>" in text
+    assert text.count('src="data:image/png;base64,') == 5
+    assert not re.search('(src|href)="(?!data:)', text)
+    rates = record["samples_per_second"]
+    assert [*rates] == ["as today", "+ data", "+ model", "+ memory"]
+    assert f"{rates['+ memory'] / rates['as today']:.2f} times the throughput" in text
+    assert "20.0" in re.search("<td>samples/s</td><td>(.*?)</td>", text).group(1)
+
+
+def test_a_run_alone_has_its_measured_part_alone(omnibal, inputs, tmp_path):
+    omnibal("report", "--run", tmp_path / "run", "--out", tmp_path / "run.html")
+    text = (tmp_path / "run.html").read_text()
+    assert re.findall("<h2>(.*?)</h2>", text) == ["Measured"]
+    assert "29 steps were measured" in text
+
+
+def test_wrong_options_are_refused(omnibal, inputs, tmp_path):
+    assert "a report must be about a --plan, a --run, or both" in omnibal("report", exit_code=2).stderr
+    empty = omnibal("report", "--run", tmp_path, exit_code=2).stderr
+    assert "--run must name a run's folder with metrics.jsonl" in empty.replace("\n", " ")
+    assert "--lengths must name sample lengths" in omnibal(*inputs[:4], "--bandwidth", 1, exit_code=2).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_a_browser_shows_the_page(omnibal, inputs, tmp_path):
+    omnibal(*inputs, "--run", tmp_path / "run")
+    shot = tmp_path / "report.png"
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1100,4200",
+        f"--screenshot={shot}",
+    ]
+    subprocess.run(
+        [*command, (tmp_path / "out" / "report.html").as_uri()], check=True, capture_output=True, timeout=120
+    )
+    with Image.open(shot) as picture:
+        assert picture.size == (1100, 4200)
+        # pictures and text, from the top to far down
+        for top in range(0, 3600, 600):
+            assert len(picture.crop((0, top, 1100, top + 600)).convert("L").getcolors()) > 20
