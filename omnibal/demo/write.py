@@ -52,12 +52,14 @@ def write_demo(
         The paths of what was written.
 
     Raises:
-        ConfigError: If fewer than 20 samples are asked for.
+        ConfigError: Fewer than 20 samples are asked for, or ``folder`` is a file.
     """
     for name, count in (("samples", samples), ("held_out", held_out)):
         if count < 20:
             raise ConfigError(f"{name} must be at least 20, got {count}")
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"folder must be a folder or not exist yet, got the file {folder}")
     train = _write_part(folder, "train", samples, seed, max_turns=MAX_TURNS)
     check = _write_part(folder, "held_out", held_out, seed, max_turns=1)
     texts = [turn["value"] for path in train for line in path.open() for turn in json.loads(line)["conversations"]]
