@@ -24,7 +24,7 @@ from omnibal.engine.initialize import open_dataset
 from omnibal.engine.loader import PackLoader
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.report.metrics import MetricsLog, read_metrics
-from omnibal.report.run import run_table
+from omnibal.report.run import peak_text, run_table
 from omnibal.report.training import plot_training, training_table
 
 
@@ -56,12 +56,21 @@ def main() -> None:
 def train(
     engine: OmnibalEngine, loader: PackLoader, held_out: PackLoader | None, run: RunSection, log: MetricsLog | None
 ) -> None:
-    """Train to the end of the last epoch; rank 0 has a log and shows the progress bar."""
-    last_step = engine.global_steps + loader.steps_left(run.epochs)
+    """Train to the end of the last epoch; rank 0 has a log and shows the progress bar.
+
+    The memory of the second step is measured: by then the optimizer has its state.
+    """
+    second_step, last_step = engine.global_steps + 1, engine.global_steps + loader.steps_left(run.epochs)
     bar = tqdm(total=last_step, initial=engine.global_steps, disable=log is None, unit="step", dynamic_ncols=True)
     while engine.global_steps < last_step:
         started = perf_counter()
-        loss, step = engine.train_batch().item(), engine.last_step
+        if engine.global_steps == second_step:
+            batch_loss, peaks = engine.measured_batch()
+            if log is not None:
+                bar.write(peak_text(peaks, engine.plan))
+        else:
+            batch_loss = engine.train_batch()
+        loss, step = batch_loss.item(), engine.last_step
         assert step is not None, "train_batch sets it"
         if log is not None:
             bar.set_postfix_str(

@@ -61,6 +61,16 @@ def plan(
     mode: ModeOption = "rendezvous",
     steps: Annotated[int, typer.Option(help="Steps of real packs that plans are simulated on.", min=1)] = 4,
     seed: Annotated[int, typer.Option(help="Decides which samples are looked at.", min=0)] = 0,
+    trials: Annotated[
+        int, typer.Option(help="Run so many of the best plans on the real engine and keep the fastest.", min=0)
+    ] = 0,
+    four_steps: Annotated[
+        bool, typer.Option("--four-steps", help="Let the paper's trials find what recomputes, on the real engine.")
+    ] = False,
+    config: Annotated[Path | None, typer.Option(help="The ds_config to try plans with.")] = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="Options of the deepspeed launcher; --num_gpus with stages × replicas.")
+    ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every stage, and the plans that were weighed.")
     ] = False,
@@ -80,8 +90,12 @@ def plan(
 
     Example: omnibal plan --model models/InternVL3-14B-hf --device a100
     --lengths runs/lengths --num-devices 16 --budget 40 --plot runs/plots
+
+    Example, tried on the machine itself: omnibal plan profile.json --lengths
+    runs/lengths --num-stages 2 --num-replicas 1 --trials 3 --config
+    ds_config.json
     """
-    from omnibal.cli.planning import PlanReport, budget_of, count_devices, fixed_limits, lengths_of
+    from omnibal.cli.planning import PlanReport, budget_of, count_devices, fixed_limits, lengths_of, try_on_engine
     from omnibal.planner import PlanRequest, make_plan
 
     costs = read_costs(
@@ -107,8 +121,9 @@ def plan(
     )
     with Console(stderr=True).status("reading lengths") as status:
         result = make_plan(costs, lengths_of(lengths), request, report=status.update)
-    result.plan.save(out)
-    report = PlanReport(result, out, plot)
+    chosen, tried = try_on_engine(result, trials=trials, four_steps=four_steps, config=config, launcher=launcher)
+    chosen.save(out)
+    report = PlanReport(result, out, plot, tried)
     report.draw()
     if as_json:
         typer.echo(json.dumps(report.to_record(), indent=2))

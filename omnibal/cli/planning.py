@@ -18,12 +18,14 @@ from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level, StageMemory
 from omnibal.pipeline.devices import DEVICES
 from omnibal.pipeline.profile import ModelProfile
+from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import simulate_choice
 from omnibal.planner.search import Choice
 from omnibal.report.memory import memory_table, plot_memory, stage_plan_table
 from omnibal.report.stages import slowest_replica
 from omnibal.report.timeline import plot_timeline
+from omnibal.report.trials import PlanTrial, plan_trials_table
 
 GIB: Final = 2**30
 BETWEEN: Final = " x "
@@ -97,6 +99,30 @@ def lengths_of(paths: Sequence[Path] | None) -> SampleLengths:
     return read_lengths(paths, Reading()).lengths
 
 
+def try_on_engine(
+    result: PlanResult, *, trials: int, four_steps: bool, config: Path | None, launcher: str | None
+) -> tuple[Plan, tuple[PlanTrial, ...]]:
+    """The plan to keep after the trials that were asked for, and these.
+
+    Raises:
+        ConfigError: Trials are asked for without a ds_config, in two ways at once, or of devices that share layers.
+        InfeasibleError: None of them runs.
+    """
+    if not trials and not four_steps:
+        return result.plan, ()
+    if trials and four_steps:
+        raise ConfigError(f"--trials must be left out beside --four-steps, got {trials}")
+    if config is None:
+        raise ConfigError("--config must name a ds_config for --trials and --four-steps, got none")
+    if BETWEEN in result.choice.model.profile.device:
+        raise ConfigError(f"trials must be of layers on one device each, got {result.choice.model.profile.device}")
+    from omnibal.cli.plan_trials import Engine
+
+    engine = Engine(config, result, launcher)
+    chosen = engine.take_four_steps() if four_steps else engine.try_best(trials)
+    return chosen, tuple(engine.trials)
+
+
 @dataclass(frozen=True)
 class PlanReport:
     """All that `omnibal plan` says.
@@ -105,11 +131,13 @@ class PlanReport:
         result: The plan and how it came about.
         out: Where the plan was written.
         folder: Where pictures go, or None.
+        trials: Plans on the real engine.
     """
 
     result: PlanResult
     out: Path
     folder: Path | None
+    trials: tuple[PlanTrial, ...] = ()
 
     def draw(self) -> None:
         """Draw memory and timeline."""
@@ -134,6 +162,7 @@ class PlanReport:
             "two_phase": None if result.two_phase is None else _record(result.two_phase),
             "two_phase_failure": result.two_phase_failure,
             "tried": [_record(choice) for choice in result.tried],
+            "trials": [trial.to_record() for trial in self.trials],
         }
 
     def print(self, console: Console, *, explain: bool) -> None:
@@ -155,10 +184,13 @@ class PlanReport:
             f"{sum(level != 'none' for level in result.plan.recompute)} of {len(result.plan.recompute)} layers "
             f"recompute; the fullest device holds {fullest:.1%} of its budget",
             self._comparison(),
-            *(f"written: {path}" for path in [self.out, *self._pictures]),
         ]
         for line in lines:
             console.print(line, highlight=False, markup=False)
+        if self.trials:
+            console.print(plan_trials_table(self.trials))
+        for path in [self.out, *self._pictures]:
+            console.print(f"written: {path}", highlight=False, markup=False)
 
     def _comparison(self) -> str:
         result = self.result

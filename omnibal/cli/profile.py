@@ -55,7 +55,7 @@ def profile(
     Then: omnibal partition profile.json --num-stages 4
     """
     from omnibal.cli.steps import full_pack
-    from omnibal.report.layers import layer_figures, layer_table
+    from omnibal.report.layers import bytes_table, layer_figures, time_table
 
     pack = full_pack(vision_units, llm_tokens)
     if measure == (device is not None):
@@ -78,7 +78,8 @@ def profile(
     console = Console()
     sizes = " and ".join(f"{size:,} {name}" for name, size in _sizes(pack).items())
     console.print(f"a layer of each kind on {made.device} ({made.dtype}), a pack of {sizes}", highlight=False)
-    console.print(layer_table(rows))
+    console.print(time_table(rows))
+    console.print(bytes_table(rows))
     for note in [*(f"warning: {note}" for note in notes), f"written: {out} (hash {made.content_hash})"]:
         console.print(note, highlight=False, markup=False)
 

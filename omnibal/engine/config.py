@@ -28,6 +28,8 @@ class ModelSection(Section):
     """``load`` reads the folder's safetensors; ``random`` draws initial weights from ``seed``."""
     seed: int = 0
     """Seed of random initial weights and of dropout."""
+    frozen: list[str] = []
+    """Kinds of layers that are not trained, such as ``vision_block``."""
 
 
 class DataSection(Section):

@@ -1,5 +1,6 @@
 """DeepSpeed's PipelineEngine fed with packs: safe buffers, a loss exact over the tokens of a step, honest counts."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from omnibal.engine.checkpoint import check_layout, keep_newest, latest_checkpoint, write_side_files
-from omnibal.engine.distributed import raise_on_all, rank_zero_first
+from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first
 from omnibal.engine.loader import Batch, PackLoader, VlmDataset
 from omnibal.engine.module import EVALUATION_STATISTICS
+from omnibal.engine.peak import DevicePeak
 from omnibal.engine.step import Step
 from omnibal.plan import Plan
 
@@ -73,6 +75,31 @@ class OmnibalEngine(PipelineEngine):
         Raises:
             OmnibalError: A rank could not read its samples; raised on all ranks, before anything is computed.
         """
+        return self._train(nullcontext())
+
+    def measured_batch(self) -> tuple[Tensor, tuple[int, ...]]:
+        """As ``train_batch``, and measure the step, which takes longer on a CPU.
+
+        Returns:
+            The loss, and the most bytes that a device of each stage held at one time.
+        """
+        meter = DevicePeak(self._held())
+        loss = self._train(meter)
+        peaks = gather((self.stage_id, meter.peak_bytes))
+        return loss, tuple(max(size for stage, size in peaks if stage == s) for s in range(self.num_stages))
+
+    def _held(self) -> list[Tensor]:
+        """What stays from step to step: parameters, buffers, gradients, and what the optimizer keeps."""
+        parameters = list(self.module.parameters())
+        groups = self.basic_optimizer.param_groups
+        owned = [parameter for group in groups for parameter in group["params"]]
+        state = [value for values in self.basic_optimizer.state.values() for value in values.values()]
+        tensors = [*parameters, *self.module.buffers(), *owned, *state]
+        gradients = [parameter.grad for parameter in (*parameters, *owned)]
+        return [tensor for tensor in (*tensors, *gradients) if isinstance(tensor, Tensor)]
+
+    def _train(self, meter: AbstractContextManager[object]) -> Tensor:
+        """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
         step, batches = self._next_step(self.loader)
         self.last_step = step
         # Recomputed and resumed steps draw the same dropout masks without storing generator states.
@@ -81,7 +108,8 @@ class OmnibalEngine(PipelineEngine):
         )
         # DeepSpeed adds one a pack when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
-        loss: Tensor = super().train_batch(iter(batches))
+        with meter:
+            loss: Tensor = super().train_batch(iter(batches))
         self._monitor_balance(step)
         return loss
 

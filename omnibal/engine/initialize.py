@@ -169,6 +169,7 @@ def build_engine(
         plan,
         num_replicas=dist.get_world_size() // plan.num_stages,
         dtype=dtype,
+        frozen=section.model.frozen,
         seed=section.model.seed,
         weights=folder if section.model.weights == "load" else None,
     )

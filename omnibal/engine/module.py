@@ -1,5 +1,6 @@
 """DeepSpeed's PipelineModule with an explicit partition, a recompute level per layer and a token-weighted loss."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from omnibal.engine.distributed import together
+from omnibal.engine.placeholder import Attach, has_trainable
 from omnibal.plan import Plan
 from omnibal.vlm.layers import Payload, VisionLanguageModel
 from omnibal.vlm.loss import token_losses
@@ -27,6 +29,7 @@ class VlmPipelineModule(PipelineModule):
         plan: Which layers each stage holds, a recompute level for each, and the pack limits that they count on.
         num_replicas: Data-parallel ranks; ``num_stages × num_replicas`` processes take part.
         dtype: Of parameters.
+        frozen: Kinds of layers that are not trained.
         seed: Of initial weights.
         weights: Hugging Face folder to read weights from, or None for initial weights.
     """
@@ -38,19 +41,22 @@ class VlmPipelineModule(PipelineModule):
         *,
         num_replicas: int,
         dtype: torch.dtype = torch.float32,
+        frozen: Collection[str] = (),
         seed: int = 0,
         weights: Path | None = None,
     ) -> None:
         # DeepSpeed's constructor calls _partition_layers, when self is not yet an initialised nn.Module.
         self.__dict__["vlm"] = model
         self.__dict__["plan"] = plan
-        source = _LayerSource(model, dtype=dtype, seed=seed, weights=weights)
+        source = _LayerSource(model, dtype=dtype, frozen=frozen, seed=seed, weights=weights)
         super().__init__(
             layers=[_layer_spec(source, index) for index in range(len(model.records))],
             topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=num_replicas),
             loss_fn=self._loss,
             dynamic_shape=True,
         )
+        # In no layer, so in no checkpoint's layer files.
+        self.placeholder = None if has_trainable(self) else nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def _partition_layers(self, method: str = "explicit") -> None:
         self.parts = list(self.plan.partition.boundaries)
@@ -66,7 +72,10 @@ class VlmPipelineModule(PipelineModule):
         exceeds = self._exceeds_plan(payload)
         for index, layer in enumerate(self.forward_funcs, start=self._local_start):
             payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[index])
-        return payload
+        if self.placeholder is None:
+            return payload
+        hidden, *integers = payload
+        return (Attach.apply(hidden, self.placeholder), *integers)  # type: ignore[no-untyped-call, return-value]
 
     def _exceeds_plan(self, payload: Payload) -> bool:
         """Whether the pack is larger than the recompute levels were chosen for: one oversized sample.
@@ -117,9 +126,18 @@ def _evaluation_statistics(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) 
 class _LayerSource:
     """Builds the layers of a model one at a time, with initial weights or those of a folder."""
 
-    def __init__(self, model: VisionLanguageModel, *, dtype: torch.dtype, seed: int, weights: Path | None) -> None:
+    def __init__(
+        self,
+        model: VisionLanguageModel,
+        *,
+        dtype: torch.dtype,
+        frozen: Collection[str],
+        seed: int,
+        weights: Path | None,
+    ) -> None:
         self.model = model
         self._dtype = dtype
+        self._frozen = frozen
         self._seed = seed
         self._weights = weights
 
@@ -128,6 +146,8 @@ class _LayerSource:
         module = self.model.build_layer(index, seed=seed, dtype=self._dtype)
         if self._weights is not None:
             load_layer(self.model, index, module, self._weights)
+        if self.model.records[index].kind in self._frozen:
+            module.requires_grad_(False)
         return module
 
 

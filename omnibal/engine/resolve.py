@@ -1,9 +1,12 @@
 """From the "omnibal" section to the plan that a run follows: number of stages, limits, partition, recompute."""
 
+from collections.abc import Collection, Sequence
+
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.engine.config import OmnibalSection, PackingSection, PipelineSection
 from omnibal.errors import ConfigError
+from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.balanced import balanced_boundaries
 from omnibal.pipeline.boundaries import Partition
@@ -32,16 +35,18 @@ def resolve_plan(
     """The plan file that the section names, or the plan that its keys spell out.
 
     Raises:
-        ConfigError: The plan does not fit the model, the number of stages or the micro-batches of the run.
+        ConfigError: The plan does not fit the model, the number of stages or the micro-batches of the run; or what is
+            frozen does not fit the model.
     """
-    pipeline = section.pipeline
+    pipeline, frozen = section.pipeline, section.model.frozen
     num_layers = len(vlm.records)
+    check_frozen(vlm.records, frozen)
     if pipeline.plan is not None:
         plan = Plan.load(pipeline.plan)
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
         _check_partition(plan.partition, num_layers, num_stages)
         return plan
-    partition = _partition(pipeline, vlm, num_stages)
+    partition = _partition(pipeline, vlm.records, num_stages, frozen)
     _check_partition(partition, num_layers, num_stages)
     recompute = _recompute(pipeline, num_layers)
     return Plan(_limits(section.packing, lengths), micro_batches, partition, recompute)
@@ -64,12 +69,14 @@ def _limits(packing: PackingSection, lengths: SampleLengths) -> PackLimits:
     return PackLimits(packing.vision_units or ruled.vision_units, packing.llm_tokens or ruled.llm_tokens)
 
 
-def _partition(pipeline: PipelineSection, vlm: VisionLanguageModel, num_stages: int) -> Partition:
+def _partition(
+    pipeline: PipelineSection, records: Sequence[LayerRecord], num_stages: int, frozen: Collection[str]
+) -> Partition:
     if isinstance(pipeline.partition, list):
         return Partition(pipeline.partition)
     if pipeline.partition == "parameters":
-        return Partition(balanced_boundaries([record.sizes["parameters"] for record in vlm.records], num_stages))
-    return Partition.uniform(len(vlm.records), num_stages)
+        return Partition(balanced_boundaries([record.trainable_parameters(frozen) for record in records], num_stages))
+    return Partition.uniform(len(records), num_stages)
 
 
 def _recompute(pipeline: PipelineSection, num_layers: int) -> tuple[Level, ...]:

@@ -8,30 +8,38 @@ import json
 from pathlib import Path
 from time import perf_counter
 
+import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
-from omnibal.engine.distributed import gather
+from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize
+from omnibal.engine.out_of_memory import write_missing
 
 
 def main() -> None:
-    """Time the steps that follow one to warm up; every step is timed from barrier to barrier."""
+    """Time the steps that follow one to warm up, from barrier to barrier, and measure the memory of one more."""
     arguments = _arguments()
     engine, *_ = initialize(config=arguments.deepspeed_config)
+    try:
+        seconds, peaks = measure(engine, arguments.steps)
+    except torch.OutOfMemoryError as error:
+        write_missing(arguments.output.parent, engine.stage_id, engine.global_rank, str(error))
+        raise
+    if engine.global_rank == 0:
+        arguments.output.write_text(json.dumps({"step_seconds": seconds, "peak_bytes": peaks}))
+
+
+def measure(engine: OmnibalEngine, steps: int) -> tuple[list[float], tuple[int, ...]]:
+    """Seconds of some steps, and the most bytes that a device of each stage held in another one."""
     engine.train_batch()
-    get_accelerator().reset_peak_memory_stats()
     seconds = []
-    for _ in range(arguments.steps):
+    for _ in range(steps):
         dist.barrier()
         started = perf_counter()
         engine.train_batch().item()
         dist.barrier()
         seconds.append(perf_counter() - started)
-    peaks = gather((engine.stage_id, get_accelerator().max_memory_allocated() or 0))
-    if engine.global_rank == 0:
-        by_stage = [max(peak for stage, peak in peaks if stage == wanted) for wanted in range(engine.num_stages)]
-        arguments.output.write_text(json.dumps({"step_seconds": seconds, "peak_bytes": by_stage}))
+    return seconds, engine.measured_batch()[1]
 
 
 def _arguments() -> argparse.Namespace:

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from omnibal.engine.distributed import free_port
+from omnibal.engine.out_of_memory import read_missing
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 
@@ -25,14 +26,18 @@ class Trial:
     Attributes:
         plan: What was run.
         step_seconds: Of each timed step, behind one to warm up; empty where the trial failed.
-        peak_bytes: Most memory that was allocated on a device of each stage; zeros where the device does not count.
+        peak_bytes: Most memory that a device of each stage held in a step; empty where the trial ended before.
         error: Why it failed; None where it did not.
+        missing_bytes: By how much each stage ran out of memory; empty where that was not why it failed.
+        retreat_bytes: The ``missing_bytes`` of the trial whose plan this one's is a retreat from; empty at first.
     """
 
     plan: Plan
-    step_seconds: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
-    error: str | None
+    step_seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    error: str | None = None
+    missing_bytes: tuple[int, ...] = ()
+    retreat_bytes: tuple[int, ...] = ()
 
     @property
     def median_seconds(self) -> float:
@@ -46,18 +51,24 @@ def run_trials(
     *,
     launcher_options: Sequence[str] = (),
     steps: int = 3,
+    budget_bytes: Sequence[int] = (),
+    retreat: Callable[[Trial], Plan | None] = lambda trial: None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
     """Train a few steps under each plan with DeepSpeed's real engine and launcher.
 
     Every trial is a launch of its own, so a plan that runs out of memory or crashes is a row of the result and not
-    the end. All trials train on the same packs.
+    the end. Trials of plans with equal limits train on the same packs.
 
     Args:
-        config: Content of a ds_config whose "omnibal" section names model and data.
+        config: Content of a ds_config whose "omnibal" section names model and data; its micro-batches give way to the
+            plan's.
         plans: Candidates.
         launcher_options: For the deepspeed launcher, such as ``["--num_gpus", "4"]``.
         steps: Timed steps of each trial.
+        budget_bytes: What a device of each stage may hold, where that is less than it has (a CPU has no other bound);
+            a trial that held more counts as out of memory.
+        retreat: Called with each trial that ran out of memory: what to try in its place, or None.
         on_trial: Called with each result as it comes.
 
     Returns:
@@ -69,10 +80,28 @@ def run_trials(
     if steps < 1:
         raise ConfigError(f"steps must be at least 1, got {steps}")
     trials = []
-    for plan in plans:
-        trials.append(_run_trial(config, plan, launcher_options, steps))
-        on_trial(trials[-1])
+    for candidate in plans:
+        plan: Plan | None = candidate
+        retreat_bytes: tuple[int, ...] = ()
+        while plan is not None:
+            trial = _within(_run_trial(config, plan, launcher_options, steps), budget_bytes)
+            trials.append(replace(trial, retreat_bytes=retreat_bytes))
+            on_trial(trials[-1])
+            plan, retreat_bytes = retreat(trials[-1]) if any(trial.missing_bytes) else None, trial.missing_bytes
     return sorted(trials, key=lambda trial: trial.median_seconds)
+
+
+def _within(trial: Trial, budget_bytes: Sequence[int]) -> Trial:
+    """The trial, failed if a stage held more than its budget."""
+    missing = tuple(max(peak - budget, 0) for peak, budget in zip(trial.peak_bytes, budget_bytes, strict=False))
+    if not any(missing):
+        return trial
+    return Trial(trial.plan, (), trial.peak_bytes, _out_of_memory(missing), missing)
+
+
+def _out_of_memory(missing_bytes: Sequence[int]) -> str:
+    stages = (f"stage {stage} by {size} bytes" for stage, size in enumerate(missing_bytes) if size)
+    return f"out of memory: {', '.join(stages)}"
 
 
 def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[str], steps: int) -> Trial:
@@ -81,14 +110,18 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         plan.save(folder / "plan.json")
         section = config["omnibal"]
         pipeline = section.get("pipeline", {}) | {"plan": str(folder / "plan.json"), "num_stages": plan.num_stages}
-        (folder / "config.json").write_text(json.dumps(config | {"omnibal": section | {"pipeline": pipeline}}))
+        batch = {"gradient_accumulation_steps": plan.micro_batches, "train_batch_size": "auto"}
+        (folder / "config.json").write_text(json.dumps(config | batch | {"omnibal": section | {"pipeline": pipeline}}))
         command = [*LAUNCHER, "--master_port", str(free_port()), *launcher_options, "--module", "omnibal.engine.trial"]
         options = ["--deepspeed_config", folder / "config.json", "--output", folder / "out.json", "--steps", steps]
         done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, check=False)
+        missing = read_missing(folder, plan.num_stages)
+        if any(missing):
+            return Trial(plan, error=_out_of_memory(missing), missing_bytes=missing)
         if done.returncode != 0 or not (folder / "out.json").exists():
-            return Trial(plan, (), (), reason_of(done.stdout + done.stderr))
+            return Trial(plan, error=reason_of(done.stdout + done.stderr))
         result = json.loads((folder / "out.json").read_text())
-        return Trial(plan, tuple(result["step_seconds"]), tuple(result["peak_bytes"]), None)
+        return Trial(plan, tuple(result["step_seconds"]), tuple(result["peak_bytes"]))
 
 
 def reason_of(output: str) -> str:

@@ -1,6 +1,6 @@
 """What every model family says about its pipeline layers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ class LayerRecord:
     Attributes:
         name: Unique in the model, such as ``"vision_block.3"``.
         kind: What the layer computes, such as ``"vision_block"``; layers of one kind cost alike.
-        sizes: Widths and counts that decide the layer's cost, ``"parameters"`` among them.
+        sizes: Widths and counts that decide the layer's cost, ``"parameters"`` among them, and ``"untrained"``
+            where some of these get no gradient.
         tied_key: Layers with the same key share one weight; None for a layer on its own.
     """
 
@@ -22,6 +23,32 @@ class LayerRecord:
     kind: str
     sizes: Mapping[str, int] = field(hash=False)
     tied_key: str | None = None
+
+    def trainable_parameters(self, frozen: Collection[str]) -> int:
+        """Parameters that get a gradient, if the kinds in ``frozen`` are not trained."""
+        return 0 if self.kind in frozen else self.sizes["parameters"] - self.sizes.get("untrained", 0)
+
+
+def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> None:
+    """Refuse kinds of layers that cannot be left untrained.
+
+    Raises:
+        ConfigError: A kind does not occur in the model, shares weights with layers of a kind that is trained, or none
+            is left to train.
+    """
+    kinds = dict.fromkeys(record.kind for record in records)
+    unknown = sorted(set(frozen) - set(kinds))
+    if unknown:
+        raise ConfigError(f"frozen must hold kinds of the model's layers ({', '.join(kinds)}), got {unknown[0]!r}")
+    if not set(kinds) - set(frozen):
+        raise ConfigError(f"frozen must leave layers to train, got all kinds: {', '.join(kinds)}")
+    tied = [record for record in records if record.tied_key is not None]
+    for record in tied:
+        others = {other.kind for other in tied if other.tied_key == record.tied_key} - set(frozen)
+        if record.kind in frozen and others:
+            raise ConfigError(
+                f"frozen must hold all kinds that share weights, got {record.kind!r} without {others.pop()!r}"
+            )
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

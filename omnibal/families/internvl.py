@@ -91,10 +91,13 @@ def _patch_grid(vision: Mapping[str, Any], shuffle: int) -> tuple[int, int]:
 def _embedding_sizes(vision: Mapping[str, Any], hidden: int, counts: Mapping[str, int]) -> dict[str, int]:
     patch_height, patch_width = size_pair(vision, "patch_size")
     values = patch_height * patch_width * size(vision, "num_channels", default=3)
-    tables = 1 + bool(vision.get("use_mask_token", False))
+    tables = 1
     if vision.get("use_absolute_position_embeddings", True):
         tables += counts["tokens_per_tile"]
-    return {"hidden": hidden, "values_per_patch": values, "parameters": (values + 1 + tables) * hidden}
+    sizes = {"hidden": hidden, "values_per_patch": values, "parameters": (values + 1 + tables) * hidden}
+    if vision.get("use_mask_token", False):  # for masked image modelling; here it never gets a gradient
+        return sizes | {"parameters": sizes["parameters"] + hidden, "untrained": hidden}
+    return sizes
 
 
 def _block_sizes(vision: Mapping[str, Any], hidden: int) -> dict[str, int]:

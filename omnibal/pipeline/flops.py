@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord
+from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.pipeline.devices import Device
 from omnibal.pipeline.profile import LayerCost, ModelProfile
 
@@ -89,7 +89,7 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
     traffic = unit.byte_seconds * element * work.traffic
     backward = operation * (work.products + _ATTENTION_BACKWARD * work.attention) + traffic
     parameters = record.sizes["parameters"] * unit.share
-    trained = parameters if trainable else 0.0
+    trained = record.trainable_parameters(() if trainable else (record.kind,)) * unit.share
     master_bytes = _FLOAT32_BYTES if unit.element_bytes < _FLOAT32_BYTES else 0
     optimizer_bytes = trained * (2 * _FLOAT32_BYTES + master_bytes)
     return LayerCost(
@@ -199,9 +199,7 @@ def _check(records: Sequence[LayerRecord], dtype: str, tensor_parallel: int, fro
     unknown = sorted(kinds - set(_WORK))
     if unknown:
         raise ConfigError(f"kind of a layer must be one of {', '.join(_WORK)}, got {unknown[0]!r}")
-    missing = sorted(set(frozen) - kinds)
-    if missing:
-        raise ConfigError(f"frozen must hold kinds of the model's layers, got {missing[0]!r}")
+    check_frozen(records, frozen)
     if dtype not in _ELEMENT_BYTES:
         raise ConfigError(f"dtype must be one of {', '.join(_ELEMENT_BYTES)}, got {dtype!r}")
     if tensor_parallel < 1:

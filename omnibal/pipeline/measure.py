@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from omnibal.pipeline.storages import StorageMeter, address_of
 
 WARM_UP, STEPS = 2, 5
 """Passes before the measured ones, and measured ones (the paper's number)."""
@@ -113,44 +111,19 @@ def kept_bytes(forward: Callable[[], Tensor], *, free: Iterable[Tensor] = ()) ->
         forward: Computes an output; the output itself counts only if it is saved.
         free: Tensors that are there anyway, such as parameters; what lies in their storages does not count.
     """
-    excluded = {_address(tensor) for tensor in free}
+    excluded = {address_of(tensor) for tensor in free}
     saved: dict[int, Tensor] = {}
 
     def save(tensor: Tensor) -> Tensor:
-        saved[_address(tensor)] = tensor
+        saved[address_of(tensor)] = tensor
         return tensor
 
-    with _young_garbage(), _Births() as births, saved_tensors_hooks(save, lambda tensor: tensor):
+    with _young_garbage(), StorageMeter() as meter, saved_tensors_hooks(save, lambda tensor: tensor):
         output = forward()
-    sizes = births.alive() | {address: tensor.untyped_storage().nbytes() for address, tensor in saved.items()}
-    if _address(output) not in saved:
-        sizes.pop(_address(output), None)
+    sizes = meter.alive | {address: tensor.untyped_storage().nbytes() for address, tensor in saved.items()}
+    if address_of(output) not in saved:
+        sizes.pop(address_of(output), None)
     return sum(size for address, size in sizes.items() if address not in excluded)
-
-
-class _Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers every storage that an operator makes, without keeping it alive."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
-        result = function(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            if _address(tensor) not in given:
-                storage = tensor.untyped_storage()
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._made[_address(tensor)] = reference, storage.nbytes()
-        return result
-
-    def alive(self) -> dict[int, int]:
-        return {
-            address: size
-            for address, (storage, size) in self._made.items()
-            if not storage.expired()  # type: ignore[no-untyped-call]
-        }
 
 
 @contextmanager
@@ -165,15 +138,6 @@ def _young_garbage() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
-def _address(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def device_name(device: torch.device) -> str:

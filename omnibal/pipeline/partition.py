@@ -119,7 +119,7 @@ def _uniform(problem: PartitionProblem) -> list[Boundaries]:
 
 
 def _parameters(problem: PartitionProblem) -> list[Boundaries]:
-    weights = [layer.parameter_bytes if layer.trainable else 0 for layer in problem.profile.layers]
+    weights = [layer.gradient_bytes for layer in problem.profile.layers]  # those that are trained count
     return [balanced_boundaries(weights, problem.num_stages)]
 
 

@@ -80,6 +80,11 @@ class PlanRequest:
         given = self.budget_bytes if isinstance(self.budget_bytes, tuple) else (self.budget_bytes,) * num_stages
         return tuple(int(budget * (1 - self.head_room)) for budget in given)
 
+    def allocatable_bytes(self, num_stages: int) -> tuple[int, ...]:
+        """What tensors may take of each stage's device, head room included."""
+        given = self.budget_bytes if isinstance(self.budget_bytes, tuple) else (self.budget_bytes,) * num_stages
+        return tuple(budget - self.overhead_bytes for budget in given)
+
     def setup(self, num_replicas: int, target_share: float) -> TrainingSetup:
         """What decides about memory beside model and pipeline."""
         return TrainingSetup(

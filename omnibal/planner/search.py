@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,32 @@ def two_phases(model: StepModel) -> Choice:
     blind = _best(model, _search(model, nothing, model.blind_seconds, model.blind_bound, ()))
     model.levels(blind.boundaries)  # says what is missing
     return Choice(model, blind.boundaries, float(model.step_seconds(np.array([blind.boundaries]))[0]))
+
+
+def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
+    """The same partition where every stage that ran out of memory is predicted to hold less by what it was short of.
+
+    The prediction was wrong about the whole, but knows what a layer more or less keeps. Of all levels that free as much
+    those that cost the least time; other stages stay as they are.
+
+    Args:
+        choice: What was tried.
+        missing_bytes: By how much it ran out, for each stage; zero where it did not.
+
+    Raises:
+        InfeasibleError: A stage cannot free as much; the message says how many bytes are missing.
+
+    Source: Yao et al., OmniBal, ICML 2025, section 4.3: failed trials recompute more by the remaining memory.
+    """
+    model = choice.model
+    held = model.footprint.stages(choice.partition, model.levels(choice.boundaries))
+    budgets = tuple(
+        stage.total - missing if missing else budget
+        for stage, missing, budget in zip(held, missing_bytes, model.budgets, strict=True)
+    )
+    smaller = StepModel(model.profile, model.packing, model.num_stages, model.request, budgets)
+    smaller.levels(choice.boundaries)  # says what is missing
+    return Choice(smaller, choice.boundaries, float(smaller.step_seconds(np.array([choice.boundaries]))[0]))
 
 
 def _search(

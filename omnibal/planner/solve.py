@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError
@@ -32,6 +33,10 @@ class PlanResult:
     """Why it does not, or nothing."""
     tried: tuple[Choice, ...]
     """A choice for every packing and number of stages that fits, fastest per sample first."""
+
+    def plan_of(self, choice: Choice) -> Plan:
+        """The plan that a choice becomes."""
+        return _plan(choice, self.plan.made_from)
 
     @property
     def gain(self) -> float:
@@ -85,7 +90,13 @@ def make_plan(
         proposals[model] = improve(model, starts)
     tried = tuple(sorted(proposals.values(), key=lambda choice: choice.sample_seconds))
     two_phase = min(baselines.values(), key=lambda choice: choice.sample_seconds, default=None)
-    plan = _plan(tried[0], profile, lengths, request)
+    made_from = {
+        "profile": profile.content_hash,
+        "device": profile.device,
+        "lengths": lengths.content_hash,
+        "request": request.to_record(),
+    }
+    plan = _plan(tried[0], made_from)
     return PlanResult(plan, tried[0], two_phase, "" if two_phase else failure, tried)
 
 
@@ -113,7 +124,7 @@ def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
     )
 
 
-def _plan(choice: Choice, profile: ModelProfile, lengths: SampleLengths, request: PlanRequest) -> Plan:
+def _plan(choice: Choice, made_from: Mapping[str, Any]) -> Plan:
     model = choice.model
     return Plan(
         limits=model.packing.limits,
@@ -121,10 +132,5 @@ def _plan(choice: Choice, profile: ModelProfile, lengths: SampleLengths, request
         partition=choice.partition,
         recompute=model.levels(choice.boundaries),
         predicted=predict(choice),
-        made_from={
-            "profile": profile.content_hash,
-            "device": profile.device,
-            "lengths": lengths.content_hash,
-            "request": request.to_record(),
-        },
+        made_from=made_from,
     )

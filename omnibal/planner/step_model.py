@@ -34,11 +34,19 @@ class StepModel:
         packing: What the micro-batches hold.
         num_stages: At most the number of layers.
         request: Hardware.
+        budgets: What a device of each stage may hold; by default what the request says.
     """
 
-    def __init__(self, profile: ModelProfile, packing: Packing, num_stages: int, request: PlanRequest) -> None:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        packing: Packing,
+        num_stages: int,
+        request: PlanRequest,
+        budgets: tuple[int, ...] | None = None,
+    ) -> None:
         self.profile, self.packing, self.num_stages, self.request = profile, packing, num_stages, request
-        self.budgets = request.budgets(num_stages)
+        self.budgets = budgets or request.budgets(num_stages)
         num_replicas = len(packing.steps[0])
         schedule = one_f_one_b(num_stages, packing.micro_batches)
         setup = request.setup(num_replicas, packing.target_share)

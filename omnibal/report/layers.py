@@ -79,28 +79,38 @@ def _figures(group: Sequence[LayerCost], load: Load, total: float) -> LayerFigur
     )
 
 
-def layer_table(rows: Sequence[LayerFigures]) -> Table:
-    """Milliseconds and MiB of one layer of each kind, and the share of the model's time that all of them take."""
+def time_table(rows: Sequence[LayerFigures]) -> Table:
+    """Milliseconds of one layer of each kind, and the share of the model's time that all of them take."""
     measured = any(row.spread for row in rows)
+    names = ("layers", "forward ms", "backward", "weight gradients", "all of them", *(["spread"] if measured else []))
+    table = _table(names)
+    for row in rows:
+        seconds = row.forward_seconds, row.backward_seconds, row.weight_seconds
+        cells = [f"{row.layers}", *(f"{1e3 * part:,.3g}" for part in seconds), f"{row.share:.0%}"]
+        table.add_row(_name(row), *cells, *([f"{row.spread:.1%}"] if measured else []))
+    return table
+
+
+def bytes_table(rows: Sequence[LayerFigures]) -> Table:
+    """MiB that one layer of each kind sends on, keeps for its backward pass at each level, and holds in weights."""
     levels = list(dict.fromkeys(level for row in rows for level in row.saved_bytes))
+    table = _table(("sends MiB", *(f"keeps ({level})" for level in levels), "weights"))
+    for row in rows:
+        kept = (_mebi(row.saved_bytes[level]) if level in row.saved_bytes else "–" for level in levels)
+        table.add_row(_name(row), _mebi(row.output_bytes), *kept, _mebi(row.parameter_bytes))
+    return table
+
+
+def _table(names: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("kind", overflow="fold", min_width=15)
-    names = ["layers", "forward\nms", "back\nward", "weight\ngrads", "time", "sends\nMiB"]
-    names += [f"keeps\n{level[:6]}" for level in levels] + ["holds\nMiB"] + ["spread"] * measured
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.kind if row.trainable else f"{row.kind} (frozen)",
-            f"{row.layers}",
-            *(f"{1e3 * s:,.3g}" for s in (row.forward_seconds, row.backward_seconds, row.weight_seconds)),
-            f"{row.share:.0%}",
-            _mebi(row.output_bytes),
-            *(_mebi(row.saved_bytes[level]) if level in row.saved_bytes else "–" for level in levels),
-            _mebi(row.parameter_bytes),
-            *([f"{row.spread:.1%}"] if measured else []),
-        )
+        table.add_column(name, justify="right")
     return table
+
+
+def _name(row: LayerFigures) -> str:
+    return row.kind if row.trainable else f"{row.kind} (frozen)"
 
 
 def _mebi(size: float) -> str:

@@ -31,6 +31,32 @@ def run_table(plan: Plan, records: Sequence[LayerRecord], sampler: BalancedBatch
     return table
 
 
+def peak_text(peak_bytes: Sequence[int], plan: Plan) -> str:
+    """A line per stage: its measured peak beside the predicted one, of a step of the largest packs.
+
+    The prediction's overhead is left out: neither torch's allocator nor a count of tensors sees it.
+
+    Args:
+        peak_bytes: Of each stage.
+        plan: What the run follows, with or without a prediction.
+    """
+    if plan.predicted is None:
+        return "\n".join(
+            f"stage {s}: memory peak {_in_gib(peak)}; nothing predicted" for s, peak in enumerate(peak_bytes)
+        )
+    memory = [stage.memory for stage in plan.predicted.stages]
+    predicted = [stage.total - stage.overhead for stage in memory]
+    return "\n".join(
+        f"stage {stage}: memory peak {_in_gib(measured)}, {measured / most:.1%} of the {_in_gib(most)} predicted for "
+        "the largest packs"
+        for stage, (measured, most) in enumerate(zip(peak_bytes, predicted, strict=True))
+    )
+
+
+def _in_gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"
+
+
 def _stage(plan: Plan, records: Sequence[LayerRecord], stage: int) -> str:
     layers = plan.partition.layers(stage)
     kinds = Counter("vision" if records[layer].kind in VISION_KINDS else "language" for layer in layers)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from omnibal.cost import CostModel, Load
 from omnibal.data.collate import IGNORED
 from omnibal.data.limits import PackLimits
-from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord
+from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import LEVELS
 from omnibal.pipeline.measure import MeasurementWarning, Timing, device_name, time_optimizer
 from omnibal.pipeline.profile import LayerCost, ModelProfile
@@ -60,15 +59,13 @@ def measure_profile(
         report: Called with the name of each layer before it is measured.
 
     Raises:
-        ConfigError: A frozen kind does not occur in the model.
+        ConfigError: Not just these kinds can be frozen.
 
     Warns:
         MeasurementWarning: Repetitions, or layers of one kind, differ by more than ``max_spread``: other programs are
             running, or the clock is not stable.
     """
-    unknown = set(frozen) - {record.kind for record in model.records}
-    if unknown:
-        raise ConfigError(f"frozen must hold kinds of the model's layers, got {min(unknown)!r}")
+    check_frozen(model.records, frozen)
     bench = _Bench(model, trial_packs(model, limits), dtype, torch.device(device), frozen, target_share, seed)
     measured = bench.measure_all(report)
     for message in _doubts(bench, measured, max_spread):

@@ -51,6 +51,18 @@ def test_partitions(vlm):
     assert sums[cut - 1] == min(sums)
 
 
+def test_frozen_parameters_do_not_count(vlm):
+    frozen = {"frozen": ["text_embedding", "decoder_block", "final_norm", "head"]}
+    (_, cut, _) = plan_of(vlm, model=frozen, pipeline={"partition": "parameters"}).partition.boundaries
+    trained = [record.sizes["parameters"] for record in vlm.records[:5]]
+    assert cut <= 4
+    assert abs(sum(trained[:cut]) - sum(trained[cut:])) == min(
+        abs(sum(trained[:boundary]) - sum(trained[boundary:])) for boundary in range(1, 5)
+    )
+    with pytest.raises(ConfigError, match="frozen must hold kinds"):
+        plan_of(vlm, model={"frozen": ["vision"]})
+
+
 def test_recompute_levels(vlm):
     assert plan_of(vlm).recompute == ("none",) * NUM_LAYERS
     assert plan_of(vlm, pipeline={"recompute": "full"}).recompute == ("full",) * NUM_LAYERS

@@ -1,13 +1,17 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from omnibal.data.limits import PackLimits
 from omnibal.demo import write_demo
-from omnibal.engine.trials import run_trials
+from omnibal.engine import trials as trials_module
+from omnibal.engine.out_of_memory import missing_bytes, read_missing, write_missing
+from omnibal.engine.trials import Trial, run_trials
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
+from omnibal.vlm import load_model
 from tests.engine.launch import ROOT
 
 LIMITS = PackLimits(12, 256)
@@ -39,8 +43,64 @@ def test_a_plan_that_fails_is_a_row(tmp_path, monkeypatch):
     assert len(good.step_seconds) == 2
     assert good.median_seconds > 0
     assert good.error is None
+    weights = [
+        4 * sum(record.sizes["parameters"] for record in load_model(paths.model).records[a:b])
+        for a, b in ((0, 5), (5, 12))
+    ]
+    assert all(peak > 4 * held for peak, held in zip(good.peak_bytes, weights, strict=True))  # gradients, two moments
     assert bad.median_seconds == float("inf")
     assert "layers of the partition must be 13" in bad.error
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Trials that hold a tenth of a stage's budget less for each layer that recomputes."""
+
+    def run(config, plan, launcher_options, steps):
+        peaks = tuple(120 - 10 * sum(plan.recompute[i] == "full" for i in plan.partition.layers(s)) for s in range(2))
+        return Trial(plan, (1.0,) * steps, peaks)
+
+    monkeypatch.setattr(trials_module, "_run_trial", run)
+
+
+def one_more(trial):
+    """Let the first layer that keeps recompute, on every stage that ran out."""
+    levels = list(trial.plan.recompute)
+    for stage, missing in enumerate(trial.missing_bytes):
+        keeping = [layer for layer in trial.plan.partition.layers(stage) if levels[layer] == "none"]
+        if missing and not keeping:
+            return None
+        levels[keeping[0]] = "full" if missing else levels[keeping[0]]
+    return replace(trial.plan, recompute=tuple(levels))
+
+
+def test_a_trial_over_its_budget_retreats_until_it_fits(made_up):
+    fits, first, second = run_trials({}, [plan(0, 5, 12)], budget_bytes=(105, 200), retreat=one_more)
+    assert [trial.plan.recompute.count("full") for trial in (first, second, fits)] == [0, 1, 2]
+    assert [trial.missing_bytes for trial in (first, second, fits)] == [(15, 0), (5, 0), ()]
+    assert [trial.retreat_bytes for trial in (first, second, fits)] == [(), (15, 0), (5, 0)]
+    assert first.error == "out of memory: stage 0 by 15 bytes"
+    assert first.peak_bytes == (120, 120)
+    assert first.median_seconds == float("inf")
+
+
+def test_a_retreat_ends_where_nothing_is_left(made_up):
+    trials = run_trials({}, [plan(0, 2, 12)], budget_bytes=(50, 200), retreat=one_more)
+    assert len(trials) == 3
+    assert all(trial.error for trial in trials)
+    assert len(run_trials({}, [plan(0, 2, 12)], budget_bytes=(50, 200))) == 1
+
+
+def test_what_an_allocator_says_is_missing(tmp_path):
+    message = (
+        "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 384.50 MiB "
+        "is free. Including non-PyTorch memory, this process has 78.77 GiB memory in use."
+    )
+    assert missing_bytes(message) == 127.5 * 2**20
+    assert missing_bytes("out of memory") == 1
+    for rank, text in enumerate((message, "out of memory")):
+        write_missing(tmp_path, 1, rank, text)
+    assert read_missing(tmp_path, 3) == (0, 127.5 * 2**20, 0)
 
 
 def test_steps_are_checked():

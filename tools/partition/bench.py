@@ -212,5 +212,7 @@ def _engine(model: VisionLanguageModel, case: Case) -> OmnibalEngine:
     micro_batches, num_stages = len(case.packs.packs), case.partition.num_stages
     deepspeed_config, section = read_config(SETTINGS | {"gradient_accumulation_steps": micro_batches})
     config = complete_deepspeed_config(deepspeed_config, num_stages=num_stages, num_replicas=1, total_steps=100)
-    plan = Plan(PackLimits(1, 1), micro_batches, case.partition, ("none",) * len(model.records))
+    load = case.packs.load
+    largest = PackLimits(int(load.vision_units.max()), int(load.llm_tokens.max()))  # a larger pack would recompute
+    plan = Plan(largest, micro_batches, case.partition, ("none",) * len(model.records))
     return build_engine(config, section, model, plan, _SamePacks(case.packs, model), None)

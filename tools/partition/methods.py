@@ -5,12 +5,10 @@ from statistics import median
 import torch.distributed as dist
 from bench import Case, Packs, Timings, measure_link, measure_model, time_steps
 from markdown import table
-from models import MODELS, sample_lengths
-from reality import LIMITS, MICRO_BATCHES, MINUTES, heading, predict, read_arguments, start
-from transformers import InternVLConfig
+from models import MODELS
+from reality import LIMITS, MINUTES, heading, make_parser, predict, sampled, start
 
 from omnibal.cost import CostModel
-from omnibal.data.epoch import arrange_epoch
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.profile import ModelProfile
 
@@ -18,27 +16,20 @@ METHODS = ("uniform", "parameters", "paper", "search")
 
 
 def main() -> None:
-    """Measure each model's profile, cut it by each method, time all cuts in turn."""
-    arguments = read_arguments()
+    """Measure the model's profile, cut it by each method, time all cuts in turn."""
+    parser = make_parser(__doc__)
+    parser.add_argument("model", choices=("ViT-heavy", "LLM-heavy"))
+    arguments = parser.parse_args()
     start()
-    packs = balanced_packs()
+    config, packs = MODELS[arguments.model], sampled("balanced")
+    profile, share = measure_model(config, LIMITS)
     link = measure_link()
-    for name in ("ViT-heavy", "LLM-heavy"):
-        config: InternVLConfig = MODELS[name]
-        profile, share = measure_model(config, LIMITS)
-        cuts = find_cuts(profile, packs, link)
-        cases = [Case(" and ".join(methods), partition, packs) for partition, methods in cuts.items()]
-        timings = time_steps(config, cases, rounds=arguments.rounds, minutes=MINUTES, report=print)
-        if dist.get_rank() == 0:
-            predicted = [predict(profile, case, link) for case in cases]
-            print(f"\n### {name}\n\n{heading(share, link, timings)}\n\n{report(cases, predicted, timings)}\n")
-
-
-def balanced_packs() -> Packs:
-    """A step of our sampler."""
-    lengths = sample_lengths()
-    epoch = arrange_epoch(lengths, LIMITS, num_replicas=1, micro_batches=MICRO_BATCHES, seed=1)
-    return Packs("balanced", tuple(tuple(epoch.packs[pack].tolist()) for pack in epoch.steps[3, 0]), lengths)
+    cuts = find_cuts(profile, packs, link)
+    cases = [Case(" and ".join(methods), partition, packs) for partition, methods in cuts.items()]
+    timings = time_steps(config, cases, rounds=arguments.rounds, minutes=MINUTES, report=print)
+    if dist.get_rank() == 0:
+        predicted = [predict(profile, case, link) for case in cases]
+        print(f"\n### {arguments.model}\n\n{heading(share, link)}\n\n{report(cases, predicted, timings)}\n")
 
 
 def find_cuts(profile: ModelProfile, packs: Packs, link: CostModel) -> dict:

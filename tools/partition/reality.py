@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -11,7 +13,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench import Case, Packs, Timings, measure_link, measure_model, time_steps
+from bench import Case, Packs, measure_link, measure_model, time_steps
 from markdown import table
 from models import MODELS, sample_lengths
 from quiet import MOST_FOREIGN
@@ -27,37 +29,53 @@ from omnibal.pipeline.simulate import simulate_step
 LIMITS = PackLimits(16, 640)
 MICRO_BATCHES = 4
 CUTS = (3, 6, 9, 11, 14)
-ROUNDS, MINUTES = 5, 30
+ROUNDS, MINUTES = 5, 3
 
 
 def main() -> None:
-    """Measure, predict, print."""
-    arguments = read_arguments()
-    start()
-    config = MODELS["mixed"]
+    """Measure, predict, and report all that the file holds."""
+    parser = make_parser(__doc__)
+    parser.add_argument("file", type=Path, help="JSON of all timings; those of the same packs are replaced")
+    parser.add_argument("--packs", choices=PACK_SETS, help="measure these; left out, only report")
+    arguments = parser.parse_args()
+    rows = json.loads(arguments.file.read_text()) if arguments.file.exists() else []
+    if arguments.packs:
+        start()
+        measured = measure(arguments.packs, arguments.rounds)
+        rows = [row for row in rows if row["packs"] != arguments.packs] + measured
+        if dist.get_rank() == 0:
+            arguments.file.write_text(json.dumps(rows, indent=1) + "\n")
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(report(rows))
+
+
+def measure(name: str, rounds: int) -> list[dict]:
+    """All cuts on one set of packs: what was predicted from a profile and a link of the same minutes, and the steps."""
+    config, packs = MODELS["mixed"], PACK_SETS[name]()
     profile, share = measure_model(config, LIMITS)
     link = measure_link()
-    num_layers = len(profile.layers)
-    cases = [
-        Case(f"{cut} | {num_layers - cut}", Partition((0, cut, num_layers)), packs)
-        for packs in pack_sets()
-        for cut in CUTS
+    size = len(profile.layers)
+    cases = [Case(f"{cut} + {size - cut}", Partition((0, cut, size)), packs) for cut in CUTS]
+    timings = time_steps(config, cases, rounds=rounds, minutes=MINUTES, report=print)
+    return [
+        {
+            "packs": name,
+            "cut": case.name,
+            "heading": heading(share, link),
+            "predicted_seconds": predict(profile, case, link),
+            "measured_seconds": timing.seconds,
+            "disturbed": timing.disturbed,
+        }
+        for case, timing in zip(cases, timings, strict=True)
     ]
-    timings = time_steps(config, cases, rounds=arguments.rounds, minutes=MINUTES, report=print)
-    if dist.get_rank() == 0:
-        predicted = [predict(profile, case, link) for case in cases]
-        print(heading(share, link, timings) + "\n\n" + report(cases, predicted, timings))
-        if arguments.save:
-            save(arguments.save, cases, predicted, timings)
 
 
-def read_arguments() -> argparse.Namespace:
-    """Options, and what the launcher adds."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of every measurement, and what the launcher adds."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="quiet steps of each case")
-    parser.add_argument("--save", type=Path, help="a JSON file for all timings")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
 def start() -> None:
@@ -67,18 +85,22 @@ def start() -> None:
     os.sched_setaffinity(0, {dist.get_rank() % (os.cpu_count() or 1)})
 
 
-def pack_sets() -> list[Packs]:
-    """Steps of three samplers, and one of packs with images only here and there."""
+def sampled(method: str) -> Packs:
+    """A step of one of our samplers."""
     lengths = sample_lengths()
-    found = []
-    for method in ("balanced", "isf", "random"):
-        epoch = arrange_epoch(lengths, LIMITS, num_replicas=1, micro_batches=MICRO_BATCHES, method=method, seed=1)
-        packs = [tuple(epoch.packs[pack].tolist()) for pack in epoch.steps[3, 0]]
-        found.append(Packs(method, tuple(packs), lengths))
+    epoch = arrange_epoch(lengths, LIMITS, num_replicas=1, micro_batches=MICRO_BATCHES, method=method, seed=1)
+    return Packs(method, tuple(tuple(epoch.packs[pack].tolist()) for pack in epoch.steps[3, 0]), lengths)
+
+
+def uneven() -> Packs:
+    """Images only and texts only in turn."""
+    lengths = sample_lengths()
     texts, images = np.flatnonzero(lengths.vision_units == 0), np.flatnonzero(lengths.vision_units >= 3)
-    uneven = (images[:4], texts[:3], images[4:6], texts[3:9])
-    found.append(Packs("uneven", tuple(tuple(pack.tolist()) for pack in uneven), lengths))
-    return found
+    packs = (images[:4], texts[:3], images[4:6], texts[3:9])
+    return Packs("uneven", tuple(tuple(pack.tolist()) for pack in packs), lengths)
+
+
+PACK_SETS = {name: partial(sampled, name) for name in ("balanced", "isf", "random")} | {"uneven": uneven}
 
 
 def predict(profile: ModelProfile, case: Case, link: CostModel) -> float:
@@ -89,54 +111,35 @@ def predict(profile: ModelProfile, case: Case, link: CostModel) -> float:
     ).step_seconds  # fmt: skip
 
 
-def heading(share: float, link: CostModel, timings: list[Timings]) -> str:
-    """Where and when, and how quiet it was."""
-    disturbed, kept = sum(t.disturbed for t in timings), sum(len(t.seconds) for t in timings)
+def heading(share: float, link: CostModel) -> str:
+    """When, on what, and how quiet it was."""
     warning = f" WARNING: over {MOST_FOREIGN:.0%}." if share > MOST_FOREIGN else ""
     return (
         f"{date.today()}, {os.cpu_count()} cores, two processes of one thread, torch {torch.__version__}, "
-        f"DeepSpeed {deepspeed.__version__}. Others took {share:.1%} of the CPU beside the profile.{warning} "
-        f"{kept} quiet steps, {disturbed} left out. A transfer takes {1e3 * link.fixed:.2f} ms and "
-        f"{1e3 * 1e6 * link.llm_tokens:.2f} ms per MB."
+        f"DeepSpeed {deepspeed.__version__}; others took {share:.1%} of the CPU beside the profile;{warning} "
+        f"a transfer takes {1e3 * link.fixed:.2f} ms and {1e3 * 1e6 * link.llm_tokens:.2f} ms per MB"
     )
 
 
-def report(cases: list[Case], predicted: list[float], timings: list[Timings]) -> str:
-    """A row per case, and what they say together."""
-    rows, errors, measured = [], [], []
-    for case, seconds, timing in zip(cases, predicted, timings, strict=True):
-        if not timing.seconds:
-            rows.append((case.packs.name, case.name, "–", f"{1e3 * seconds:,.0f}", "–", "–"))
-            continue
-        middle = median(timing.seconds)
-        spread = (max(timing.seconds) - min(timing.seconds)) / middle
-        measured.append((middle, seconds))
-        errors.append(seconds / middle - 1)
-        cells = f"{1e3 * middle:,.0f}", f"{1e3 * seconds:,.0f}", f"{errors[-1]:+.1%}", f"{spread:.1%}"
-        rows.append((case.packs.name, case.name, *cells))
+def report(rows: Sequence[dict]) -> str:
+    """A line per case, and what they say together."""
+    cells, errors = [], []
+    for row in rows:
+        seconds, middle = row["measured_seconds"], median(row["measured_seconds"])
+        errors.append(row["predicted_seconds"] / middle - 1)
+        times = f"{1e3 * middle:,.0f}", f"{1e3 * row['predicted_seconds']:,.0f}", f"{errors[-1]:+.1%}"
+        cells.append((row["packs"], row["cut"], *times, f"{(max(seconds) - min(seconds)) / middle:.1%}"))
     names = ("packs", "layers of the stages", "measured ms", "predicted ms", "error", "spread of the measured")
-    sizes = np.abs(errors)
-    rank = spearmanr(*zip(*measured, strict=True)).statistic
-    summary = (
-        f"{len(measured)} cases: error {np.mean(sizes):.1%} on average, {np.median(sizes):.1%} median, "
-        f"{np.max(sizes):.1%} at most; mean signed error {np.mean(errors):+.1%}; rank correlation {rank:.3f}"
+    sizes, medians = np.abs(errors), [median(row["measured_seconds"]) for row in rows]
+    rank = spearmanr(medians, [row["predicted_seconds"] for row in rows]).statistic
+    steps, disturbed = sum(len(row["measured_seconds"]) for row in rows), sum(row["disturbed"] for row in rows)
+    headings = "\n".join(dict.fromkeys(f"- {row['packs']}: {row['heading']}" for row in rows))
+    return (
+        f"{headings}\n\n{table(names, cells)}\n\n"
+        f"{len(rows)} cases, {steps} quiet steps, {disturbed} disturbed ones left out: error "
+        f"{np.mean(sizes):.1%} on average, {np.median(sizes):.1%} median, {np.max(sizes):.1%} at most; mean signed "
+        f"error {np.mean(errors):+.1%}; rank correlation {rank:.3f}"
     )
-    return f"{table(names, rows)}\n\n{summary}"
-
-
-def save(path: Path, cases: list[Case], predicted: list[float], timings: list[Timings]) -> None:
-    """Write all timings."""
-    rows = [
-        {
-            "packs": case.packs.name,
-            "boundaries": case.partition.boundaries,
-            "predicted_seconds": seconds,
-            "measured_seconds": timing.seconds,
-            "disturbed": timing.disturbed,
-        }
-        for case, seconds, timing in zip(cases, predicted, timings, strict=True)
-    ]
-    path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

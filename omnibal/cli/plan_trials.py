@@ -1,0 +1,122 @@
+"""`omnibal plan` on the real engine: its best plans, or the paper's four steps in place of the solver's levels."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from omnibal.engine.config import read_config
+from omnibal.engine.four_steps import take_four_steps
+from omnibal.engine.trials import Trial, run_trials
+from omnibal.errors import InfeasibleError
+from omnibal.memory.recompute import in_gib
+from omnibal.plan import Plan
+from omnibal.planner import PlanResult
+from omnibal.planner.search import Choice, retreat
+from omnibal.report.trials import PlanTrial
+
+
+class Engine:
+    """Runs plans on the real engine, and says how each did.
+
+    Args:
+        config: Path of the ds_config that names model and data.
+        result: What was planned.
+        launcher: Options of the deepspeed launcher; by default a process on this machine for each device.
+    """
+
+    def __init__(self, config: Path, result: PlanResult, launcher: str | None) -> None:
+        deepspeed_config, section = read_config(config)
+        self.config: dict[str, Any] = deepspeed_config | {"omnibal": section.model_dump()}
+        self.result = result
+        request = result.choice.model.request
+        self._options = shlex.split(launcher) if launcher else ["--num_gpus", str(request.num_devices)]
+        self.trials: list[PlanTrial] = []
+        self._console = Console(stderr=True)
+
+    def try_best(self, count: int) -> Plan:
+        """Run the best plans, retreating where memory runs out; the one with the most samples a second.
+
+        Raises:
+            InfeasibleError: None of them runs.
+        """
+        measured: list[tuple[float, Plan]] = []
+        for place, choice in enumerate(self.result.tried[:count], start=1):
+            for trial in self._run(f"plan {place}", self.result.plan_of(choice), _Retreat(self.result, choice)):
+                measured.append((trial.median_seconds / choice.model.packing.samples_per_step, trial.plan))
+        seconds, plan = min(measured, key=lambda entry: entry[0])
+        if seconds == float("inf"):
+            raise InfeasibleError(f"a plan must run, got {len(measured)} failures; the first: {self.trials[0].outcome}")
+        return plan
+
+    def take_four_steps(self) -> Plan:
+        """The best plan's packs and partition, with the levels that the paper's four steps find; then the plan itself.
+
+        Raises:
+            InfeasibleError: A stage does not fit with every block recomputed.
+        """
+        model = self.result.choice.model
+
+        def run(plan: Plan) -> Trial:
+            (trial,) = self._run(f"the paper's trial {len(self.trials) + 1}", plan)
+            return trial
+
+        kinds = [layer.kind for layer in model.profile.layers]
+        budgets = model.request.allocatable_bytes(model.num_stages)
+        found = take_four_steps(self.result.plan, kinds, model.footprint.held, budgets, run)
+        self._run("the solver's levels", self.result.plan)
+        return found.plan
+
+    def _run(
+        self, name: str, plan: Plan, step_back: Callable[[Trial], Plan | None] = lambda trial: None
+    ) -> list[Trial]:
+        budget = self.result.choice.model.request.allocatable_bytes(plan.num_stages)
+        done: list[PlanTrial] = []
+
+        def show(trial: Trial) -> None:
+            label = f"{name}, retreat {len(done)}" if trial.retreat_bytes else name
+            seconds = None if trial.error else trial.median_seconds
+            done.append(PlanTrial.of(label, trial.plan, seconds, trial.peak_bytes, outcome_of(trial)))
+            self._console.print(f"{label}: {done[-1].outcome}", highlight=False, markup=False)
+
+        found = run_trials(
+            self.config, [plan], launcher_options=self._options, budget_bytes=budget, retreat=step_back, on_trial=show
+        )
+        self.trials += done
+        return found
+
+
+@dataclass
+class _Retreat:
+    """Makes plans that hold less and less memory.
+
+    Attributes:
+        result: What was planned.
+        choice: The last one.
+    """
+
+    result: PlanResult
+    choice: Choice
+
+    def __call__(self, trial: Trial) -> Plan | None:
+        """The next one after a trial of the last one; None where no layer is left to recompute."""
+        try:
+            self.choice = retreat(self.choice, trial.missing_bytes)
+        except InfeasibleError:
+            return None
+        return self.result.plan_of(self.choice)
+
+
+def outcome_of(trial: Trial) -> str:
+    """What came of a trial, in words."""
+    before = f"after a retreat by {_by_stage(trial.retreat_bytes)}: " if trial.retreat_bytes else ""
+    if trial.missing_bytes:
+        return f"{before}out of memory, {_by_stage(trial.missing_bytes)} missing"
+    return before + (f"failed: {trial.error}" if trial.error else "fits")
+
+
+def _by_stage(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{size} bytes ({in_gib(size)}) on stage {stage}" for stage, size in enumerate(sizes) if size)

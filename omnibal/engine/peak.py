@@ -1,0 +1,40 @@
+"""The most bytes that this process's device holds at one time during a step."""
+
+from types import TracebackType
+
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from omnibal.pipeline.storages import StorageMeter, storage_bytes
+
+
+class DevicePeak:
+    """A context: what the accelerator's allocator counts, or on a CPU what operators make beside what is there.
+
+    Args:
+        held: Parameters, gradients and optimizer state as they are before.
+    """
+
+    def __init__(self, held: list[Tensor]) -> None:
+        self._held = storage_bytes(held)
+        self._meter = None if get_accelerator().device_name() != "cpu" else StorageMeter()
+
+    def __enter__(self) -> "DevicePeak":
+        if self._meter is None:
+            get_accelerator().reset_peak_memory_stats()
+        else:
+            self._meter.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak."""
+        if self._meter is None:
+            return int(get_accelerator().max_memory_allocated())
+        return self._held + self._meter.peak_bytes

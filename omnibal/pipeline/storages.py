@@ -1,0 +1,72 @@
+"""Bytes of the storages that operators make: which are still alive, and the most that were alive at one time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts, on any device, the storages that operators make while it is on, without keeping them alive.
+
+    Parts of one storage count once, as the whole storage. Backward passes count too, where they run in this thread, as
+    they do on a CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most_alive = 0  # what is alive at most: storages that have died since were not taken off
+        self._peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {address_of(tensor) for tensor in tensors_in((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if address_of(tensor) not in given:
+                self._add(tensor)
+        return result
+
+    @property
+    def alive(self) -> dict[int, int]:
+        """Address and bytes of every storage that was made and is still there."""
+        self._made = {
+            address: entry
+            for address, entry in self._made.items()
+            if not entry[0].expired()  # type: ignore[no-untyped-call]
+        }
+        return {address: size for address, (_, size) in self._made.items()}
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at one time."""
+        return self._peak
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, address = tensor.untyped_storage(), address_of(tensor)
+        _, replaced = self._made.get(address, (None, 0))  # at the same address as one that has died
+        self._made[address] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        self._most_alive += storage.nbytes() - replaced
+        if self._most_alive > self._peak:
+            self._most_alive = sum(self.alive.values())
+            self._peak = max(self._peak, self._most_alive)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def address_of(tensor: Tensor) -> int:
+    """What tells a tensor's storage from every other one that is alive."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the storages of tensors; those of several tensors count once."""
+    return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

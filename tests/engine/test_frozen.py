@@ -1,0 +1,69 @@
+"""Kinds of layers that are not trained: wherever the cut falls, also around stages that train nothing at all."""
+
+import pytest
+import torch
+
+from tests.engine.cases import changed, settings
+from tests.engine.launch import launch
+from tests.engine.small import Case, plain_gradients, save_small_model, small_samples
+
+pytestmark = pytest.mark.distributed
+
+VISION = ["patch_embedding", "vision_block"]
+LANGUAGE = ["text_embedding", "decoder_block", "final_norm", "head"]
+STEPS = 4
+# The first cut of each pair leaves both stages a layer to train, the second one does not.
+CUTS = {"vision": (VISION, [0, 5, 10], [0, 4, 10]), "language": (LANGUAGE, [0, 4, 10], [0, 5, 10])}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_small_model(folder)
+    return folder
+
+
+def test_gradients_of_what_is_trained_are_those_of_plain_transformers(model):
+    loss, gradients = plain_gradients(model, small_samples())
+    section = {"path": str(model)}
+    cases = [
+        Case((0, cut, 10), [[[0, 1], [2], [4, 7], [3, 5, 6]]], str(model), recompute,
+             extra={"omnibal": {"model": section | {"frozen": frozen}}})
+        for frozen in (VISION, LANGUAGE)
+        for cut in (2, 4, 5, 6)
+        for recompute in (("none",), ("full", "none", "selective"))
+    ]  # fmt: skip
+    by_rank = launch(2, "tests.engine.cases:one_step", cases)
+    vision = {name for name in gradients if name.startswith("vision_tower")}
+    projector = {name for name in gradients if name.startswith("multi_modal_projector")}
+    language = set(gradients) - vision - projector
+    assert vision and projector and language
+    for number, case in enumerate(cases):
+        trained = projector | (language if "vision_block" in case.extra["omnibal"]["model"]["frozen"] else vision)
+        results = [result[number] for result in by_rank]
+        assert set().union(*(result["gradients"] for result in results)) == trained
+        for result in results:
+            assert result["loss"] == pytest.approx(loss, rel=1e-5)
+            for name, gradient in result["gradients"].items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=2e-4, atol=2e-6, msg=f"{name} in {case}")
+
+
+def test_a_stage_that_trains_nothing_changes_nothing(model):
+    configs = {}
+    for name, (frozen, *cuts) in CUTS.items():
+        for precision, extra in {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}}.items():
+            # Clipping would add up the norm's parts in another order.
+            config = settings(model, num_stages=2, extra={"gradient_clipping": 0.0} | extra)
+            config = changed(config, "model", frozen=frozen)
+            configs |= {
+                (name, precision, number): changed(config, "pipeline", partition=cut) for number, cut in enumerate(cuts)
+            }
+    by_rank = launch(2, "tests.engine.cuts:train_under", [*configs.values()], STEPS)
+    found = dict(zip(configs, zip(*by_rank, strict=True), strict=True))
+    for name, precision, _ in configs:
+        both, empty = found[name, precision, 0], found[name, precision, 1]
+        assert both[0]["losses"][-1] < both[0]["losses"][0]
+        assert [stage["losses"] for stage in both] == [stage["losses"] for stage in empty]
+        ours, theirs = ({k: v for stage in run for k, v in stage["weights"].items()} for run in (both, empty))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(weight, theirs[key]) for key, weight in ours.items())
