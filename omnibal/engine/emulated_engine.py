@@ -120,14 +120,13 @@ class EmulatedModel:
 
 
 class _Untied:
-    tied_key = None
+    kind, tied_key = "emulated", None
 
 
 class EmulatedModule(VlmPipelineModule):
     """The pipeline module; recompute levels are in the layers' times."""
 
-    def forward(self, payload: Payload) -> Payload:
-        """Run this stage's layers on one micro-batch."""
+    def _run_layers(self, payload: Payload) -> Payload:
         for layer in self.forward_funcs:
             payload = layer(payload)
         return payload

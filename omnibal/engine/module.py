@@ -69,13 +69,17 @@ class VlmPipelineModule(PipelineModule):
 
     def forward(self, payload: Payload) -> Payload:
         """Run this stage's layers on one micro-batch."""
-        exceeds = self._exceeds_plan(payload)
-        for index, layer in enumerate(self.forward_funcs, start=self._local_start):
-            payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[index])
+        payload = self._run_layers(payload)
         if self.placeholder is None:
             return payload
         hidden, *integers = payload
         return (Attach.apply(hidden, self.placeholder), *integers)  # type: ignore[no-untyped-call, return-value]
+
+    def _run_layers(self, payload: Payload) -> Payload:
+        exceeds = self._exceeds_plan(payload)
+        for index, layer in enumerate(self.forward_funcs, start=self._local_start):
+            payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[index])
+        return payload
 
     def _exceeds_plan(self, payload: Payload) -> bool:
         """Whether the pack is larger than the recompute levels were chosen for: one oversized sample.
