@@ -12,7 +12,7 @@ from omnibal.engine.config import read_config
 from omnibal.engine.four_steps import take_four_steps
 from omnibal.engine.trials import Trial, run_trials
 from omnibal.errors import InfeasibleError
-from omnibal.memory.recompute import in_gib
+from omnibal.memory.recompute import in_words
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
@@ -119,4 +119,4 @@ def outcome_of(trial: Trial) -> str:
 
 
 def _by_stage(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size} bytes ({in_gib(size)}) on stage {stage}" for stage, size in enumerate(sizes) if size)
+    return ", ".join(f"{size} bytes ({in_words(size)}) on stage {stage}" for stage, size in enumerate(sizes) if size)

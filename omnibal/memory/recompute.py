@@ -43,8 +43,8 @@ def choose_levels(
     if chosen is None:
         least = fixed + least_bytes(kept, transient, held=held, least_transient=floor)
         raise InfeasibleError(
-            f"stage {stage} must fit its budget of {in_gib(budget_bytes)}, got {in_gib(least)} with as much recomputed "
-            f"as possible ({least - budget_bytes} bytes are missing)"
+            f"stage {stage} must fit its budget of {in_words(budget_bytes)}, got {in_words(least)} with as much "
+            f"recomputed as possible ({least - budget_bytes} bytes are missing)"
         )
     return tuple(LEVELS[level] for level in chosen)
 
@@ -127,13 +127,13 @@ def in_seconds(time: IntArray) -> FloatArray:
     return np.where(time < 0, np.inf, time / _PICOSECONDS)
 
 
-def in_gib(size: int) -> str:
+def in_words(size: int) -> str:
     """Bytes as people read them.
 
-    >>> in_gib(5 * 2**29)
-    '2.50 GiB'
+    >>> in_words(5 * 2**29), in_words(3 * 2**19), in_words(0)
+    ('2.50 GiB', '1.50 MiB', '0.00 MiB')
     """
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def _seconds(layer: LayerCost, level: Level, loads: Load) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError
-from omnibal.memory.recompute import in_gib
+from omnibal.memory.recompute import in_words
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
 from omnibal.planner.packings import packings
@@ -118,8 +118,8 @@ def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
     best = min(models, key=lambda model: model.missing[0])
     missing, boundaries = best.missing
     return InfeasibleError(
-        f"memory must hold every stage, got {in_gib(max(best.budgets))} a device beside the head room: for {best}, "
-        f"{missing} bytes ({in_gib(missing)}) are missing even with as much recomputed as possible and the partition "
+        f"memory must hold every stage, got {in_words(max(best.budgets))} a device beside the head room: for {best}, "
+        f"{missing} bytes ({in_words(missing)}) are missing even with as much recomputed as possible and the partition "
         f"{boundaries}; use more or larger devices, or smaller packs"
     )
 

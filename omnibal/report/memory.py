@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from omnibal.report.run import VISION_KINDS
 from omnibal.report.style import GREY, SERIES, VERMILION, new_figure, save, styled
 
 GIB: Final = 2**30
+MIB: Final = 2**20
 TERMS: Final = {
     "parameters": SERIES[0],
     "gradients": SERIES[4],
@@ -58,17 +59,27 @@ def stage_plan_table(plan: Plan, kinds: Sequence[str]) -> Table:
 
 
 def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> Table:
-    """A row per stage: what a device holds at its peak, term by term, in GiB.
+    """A row per stage: what a device holds at its peak, term by term, in GiB, or MiB where none holds a GiB.
 
     Args:
         stages: Their memory.
         budget_bytes: What a device of each may hold.
     """
-    table = _table(*HEADS, "GiB", "used")
+    unit, name = unit_of(memory.total for memory in stages)
+    table = _table(*HEADS, name, "used")
     for stage, (memory, budget) in enumerate(zip(stages, budget_bytes, strict=True)):
-        sizes = [f"{asdict(memory)[term] / GIB:,.1f}" for term in TERMS]
-        table.add_row(f"{stage}", *sizes, f"{memory.total / GIB:,.1f}", f"{memory.total / budget:.1%}")
+        sizes = [f"{asdict(memory)[term] / unit:,.1f}" for term in TERMS]
+        table.add_row(f"{stage}", *sizes, f"{memory.total / unit:,.1f}", f"{memory.total / budget:.1%}")
     return table
+
+
+def unit_of(sizes: Iterable[int]) -> tuple[int, str]:
+    """Bytes and name of the unit to show sizes in, by the largest.
+
+    >>> unit_of([2**20, 2**31]), unit_of([2**20])
+    ((1073741824, 'GiB'), (1048576, 'MiB'))
+    """
+    return (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
 
 
 def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Sequence[int], path: Path) -> None:
@@ -81,22 +92,23 @@ def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Seq
     """
     places = np.arange(len(budget_bytes))
     width = 2 * BAR / len(variants)
+    unit, name = unit_of(memory.total for stages in variants.values() for memory in stages)
     with styled():
         figure = new_figure(max(5.0, 1.6 + 1.1 * len(places)), 4.2)
         axes = figure.subplots()
         for number, stages in enumerate(variants.values()):
             left, bottom = places - BAR + (number + 0.5) * width, np.zeros(len(places))
             for term, colour in TERMS.items():
-                sizes = np.array([asdict(memory)[term] for memory in stages]) / GIB
+                sizes = np.array([asdict(memory)[term] for memory in stages]) / unit
                 axes.bar(left, sizes, 0.92 * width, bottom=bottom, color=colour, label=term if number == 0 else None)
                 bottom += sizes
-        budgets = np.array(budget_bytes) / GIB
+        budgets = np.array(budget_bytes) / unit
         axes.hlines(budgets, places - 1.1 * BAR, places + 1.1 * BAR, color=VERMILION, linewidth=1.4, label="budget")
         axes.set_xticks((places[:, None] - BAR + (np.arange(len(variants)) + 0.5) * width).ravel(), minor=True)
         axes.set_xticklabels([*variants] * len(places), minor=True, rotation=90, fontsize=7, color=GREY)
         axes.set_xticks(places, [f"stage {stage}" for stage in places])
         axes.tick_params(axis="x", which="major", length=0, pad=8 + 4 * max(map(len, variants)))
-        axes.set_ylabel("GiB of a device at its peak")
+        axes.set_ylabel(f"{name} of a device at its peak")
         axes.grid(False, axis="x")
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside right center")

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.families.base import LayerRecord
+from omnibal.memory.recompute import in_words
 from omnibal.plan import Plan
 
 VISION_KINDS = ("patch_embedding", "vision_block", "projector")
@@ -42,19 +43,15 @@ def peak_text(peak_bytes: Sequence[int], plan: Plan) -> str:
     """
     if plan.predicted is None:
         return "\n".join(
-            f"stage {s}: memory peak {_in_gib(peak)}; nothing predicted" for s, peak in enumerate(peak_bytes)
+            f"stage {s}: memory peak {in_words(peak)}; nothing predicted" for s, peak in enumerate(peak_bytes)
         )
     memory = [stage.memory for stage in plan.predicted.stages]
     predicted = [stage.total - stage.overhead for stage in memory]
     return "\n".join(
-        f"stage {stage}: memory peak {_in_gib(measured)}, {measured / most:.1%} of the {_in_gib(most)} predicted for "
+        f"stage {stage}: memory peak {in_words(measured)}, {measured / most:.1%} of the {in_words(most)} predicted for "
         "the largest packs"
         for stage, (measured, most) in enumerate(zip(peak_bytes, predicted, strict=True))
     )
-
-
-def _in_gib(size: int) -> str:
-    return f"{size / 2**30:.3f} GiB"
 
 
 def _stage(plan: Plan, records: Sequence[LayerRecord], stage: int) -> str:

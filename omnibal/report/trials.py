@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from omnibal.plan import Plan
-
-GIB: Final = 2**30
+from omnibal.report.memory import unit_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ def plan_trials_table(trials: Sequence[PlanTrial]) -> Table:
     """A row per trial, in the order given."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("trial")
-    names = ("packs", "recomputed", "measured ms", "predicted ms", "samples/s", "peak GiB", "predicted GiB")
+    unit, unit_name = unit_of(size for trial in trials for size in (*trial.peak_bytes, *trial.predicted_bytes, 0))
+    names = ("packs", "recomputed", "ms", "predicted", "samples/s", f"peak {unit_name}", "predicted")
     for name in names:
         table.add_column(name, justify="right", overflow="fold")
     table.add_column("outcome", overflow="fold")
@@ -82,12 +82,12 @@ def plan_trials_table(trials: Sequence[PlanTrial]) -> Table:
             "–" if seconds is None else f"{1e3 * seconds:,.1f}",
             "–" if trial.predicted_seconds is None else f"{1e3 * trial.predicted_seconds:,.1f}",
             "–" if seconds is None or samples is None else f"{samples / seconds:,.1f}",
-            _gib(trial.peak_bytes),
-            _gib(trial.predicted_bytes),
+            _sizes(trial.peak_bytes, unit),
+            _sizes(trial.predicted_bytes, unit),
             trial.outcome,
         )
     return table
 
 
-def _gib(sizes: Sequence[int]) -> str:
-    return " ".join(f"{size / GIB:.3g}" for size in sizes) or "–"
+def _sizes(sizes: Sequence[int], unit: int) -> str:
+    return " ".join(f"{size / unit:.1f}" for size in sizes) or "–"

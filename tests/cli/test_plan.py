@@ -59,7 +59,7 @@ def test_budgets_may_differ_by_stage(omnibal, arguments, tmp_path):
 
 def test_what_does_not_fit_is_one_line_with_the_bytes(omnibal, arguments):
     result = omnibal("plan", *arguments, "--budget", "0.2", exit_code=2)
-    assert result.stderr.startswith("error: memory must hold every stage, got 0.20 GiB")
+    assert result.stderr.startswith("error: memory must hold every stage, got 204.80 MiB")
     assert "bytes" in result.stderr and result.stderr.count("\n") == 1
 
 

@@ -101,7 +101,9 @@ def test_more_memory_never_makes_a_step_slower():
 
 
 def test_what_nothing_fits_says_how_many_bytes_are_missing():
-    with pytest.raises(InfeasibleError, match=r"memory must hold every stage, got 0.20 GiB .*: .* 4 stages") as caught:
+    with pytest.raises(
+        InfeasibleError, match=r"memory must hold every stage, got 200.00 MiB .*: .* 4 stages"
+    ) as caught:
         planned(200 * MIB)
     units, tokens, missing = map(
         int, re.search(r"(\d+) vision units and (\d+) tokens, (\d+) bytes", str(caught.value)).groups()
@@ -109,7 +111,7 @@ def test_what_nothing_fits_says_how_many_bytes_are_missing():
     limits = PackLimits(units, tokens)
     enough = planned(200 * MIB + missing, limits=limits)
     assert max(stage.memory.total for stage in enough.plan.predicted.stages) == 200 * MIB + missing
-    with pytest.raises(InfeasibleError, match=r" 1 bytes \(0.00 GiB\) are missing"):
+    with pytest.raises(InfeasibleError, match=r" 1 bytes \(0.00 MiB\) are missing"):
         planned(200 * MIB + missing - 1, limits=limits)
 
 
