@@ -11,6 +11,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import LEVELS, Level, StageMemory
 from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 
 VERSION = 1
 
@@ -53,9 +54,11 @@ class Plan:
         recompute: One level per layer: ``"none"``, ``"selective"`` or ``"full"``.
         predicted: What the step will be like; None for a plan that nobody predicted.
         made_from: What the plan was made from: profile hash, versions, options.
+        schedule: ``"1f1b"`` or ``"zero-bubble"``.
 
     Raises:
-        ConfigError: A level is unknown, there is not one for each layer, or the prediction is of other stages.
+        ConfigError: A level or the schedule is unknown, there is not one level for each layer, or the prediction is of
+            other stages.
 
     Example:
         >>> plan = Plan(PackLimits(9, 4096), 8, Partition((0, 3, 5)), ("full", "none", "none", "none", "none"))
@@ -69,6 +72,7 @@ class Plan:
     recompute: tuple[Level, ...]
     predicted: Prediction | None = None
     made_from: Mapping[str, Any] = field(default_factory=dict)
+    schedule: ScheduleName = "1f1b"
 
     def __post_init__(self) -> None:
         if len(self.recompute) != self.partition.num_layers:
@@ -78,6 +82,8 @@ class Plan:
         unknown = sorted(set(self.recompute) - set(LEVELS))
         if unknown:
             raise ConfigError(f"recompute must be one of {', '.join(LEVELS)} for each layer, got {unknown[0]!r}")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if self.micro_batches < 1:
             raise ConfigError(f"micro_batches must be positive, got {self.micro_batches}")
         if self.predicted is not None and len(self.predicted.stages) != self.num_stages:
@@ -98,6 +104,7 @@ class Plan:
             "micro_batches": self.micro_batches,
             "partition": list(self.partition.boundaries),
             "recompute": [_words(self.recompute[a:b]) for a, b in pairwise(self.partition.boundaries)],
+            "schedule": self.schedule,
             "predicted": None if self.predicted is None else asdict(self.predicted),
             "made_from": dict(self.made_from),
         }
@@ -138,6 +145,7 @@ class Plan:
             micro_batches=content["micro_batches"],
             partition=partition,
             recompute=_levels(content["recompute"], partition),
+            schedule=content["schedule"],
             predicted=None if predicted is None else _prediction(predicted),
             made_from=content["made_from"],
         )

@@ -19,6 +19,7 @@ PLAN = Plan(
     ("full", "full", "none", "selective", "none"),
     Prediction(1.5, 70.5, 0.125, (STAGE, STAGE)),
     {"profile": "0123456789abcdef", "options": {"global_batch": 64, "budget_bytes": [10, 20]}},
+    "zero-bubble",
 )
 
 
@@ -38,6 +39,7 @@ def test_a_plan_reads_well(tmp_path):
     "2 full, 1 none",
     "1 selective, 1 none"
   ],
+  "schedule": "zero-bubble",
   "predicted": {{
     "step_seconds": 1.5,
     "samples_per_step": 70.5,
@@ -100,7 +102,9 @@ def test_a_wrong_key_is_an_error_that_names_the_file(tmp_path, change, message):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["version", "limits", "micro_batches", "partition", "recompute", "predicted"])
+@pytest.mark.parametrize(
+    "key", ["version", "limits", "micro_batches", "partition", "recompute", "schedule", "predicted"]
+)
 def test_a_missing_key_is_named(tmp_path, key):
     path = tmp_path / "plan.json"
     PLAN.save(path)
@@ -126,3 +130,8 @@ def test_no_file_and_no_json(tmp_path):
 def test_levels_must_fit_the_partition(levels, message):
     with pytest.raises(ConfigError, match=message):
         Plan(PackLimits(1, 1), 1, Partition((0, 3, 5)), levels)
+
+
+def test_a_schedule_is_known():
+    with pytest.raises(ConfigError, match="schedule must be one of 1f1b, zero-bubble, got 'gpipe'"):
+        Plan(PackLimits(1, 1), 1, Partition((0, 1)), ("none",), schedule="gpipe")

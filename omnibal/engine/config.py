@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level
+from omnibal.pipeline.schedule import ScheduleName
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -65,6 +66,8 @@ class PipelineSection(Section):
     """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13."""
     recompute: Level | list[Level] = "none"
     """One level for all layers, or a list with one for each."""
+    schedule: ScheduleName | Literal["auto"] = "auto"
+    """``1f1b``, ``zero-bubble``, or ``auto``: the plan's choice, ``1f1b`` without a plan."""
     plan: str | None = None
     """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits."""
 
@@ -152,7 +155,12 @@ def _fields_at(section: type[Section], location: tuple[str | int, ...]) -> list[
 
 
 def complete_deepspeed_config(
-    config: dict[str, Any], *, num_stages: int, num_replicas: int, total_steps: int
+    config: dict[str, Any],
+    *,
+    num_stages: int,
+    num_replicas: int,
+    total_steps: int,
+    schedule: ScheduleName = "1f1b",
 ) -> dict[str, Any]:
     """Fill in what follows from the pipeline, and refuse what cannot be right under one.
 
@@ -162,6 +170,7 @@ def complete_deepspeed_config(
         num_replicas: Data-parallel ranks.
         total_steps: Optimizer steps of the whole run; takes the place of ``"auto"`` in the scheduler's
             ``total_num_steps``, and a twentieth of it in ``warmup_num_steps``.
+        schedule: What the pipeline runs.
 
     Returns:
         A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size.
@@ -169,11 +178,14 @@ def complete_deepspeed_config(
     Raises:
         ConfigError: ZeRO stage 2 or 3; a micro-batch size other than 1; batch sizes that contradict each other;
             gradient clipping that DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then
-            counts only the first stage; a ds_config that does not mention clipping clips at 1.0).
+            counts only the first stage; a ds_config that does not mention clipping clips at 1.0); what cannot be
+            under a zero-bubble schedule.
     """
     micro_batches = micro_batches_of(config)
     _check_zero(config)
     _check_clipping(config, num_stages)
+    if schedule == "zero-bubble":
+        _check_deferral(config)
     derived = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
@@ -218,6 +230,20 @@ def _check_clipping(config: dict[str, Any], num_stages: int) -> None:
             f"gradient_clipping must be 0 with fp32, ZeRO stage 0 and {num_stages} pipeline stages, got {given}; "
             "the norm would count the first stage only: set zero_optimization.stage to 1, or clipping to 0"
         )
+
+
+def _check_deferral(config: dict[str, Any]) -> None:
+    """Refuse what takes gradients from autograd's hooks, which deferred ones do not pass, or casts within a layer."""
+    for section, key in (
+        ("zero_optimization", "overlap_comm"),
+        ("bf16", "immediate_grad_update"),
+        ("torch_autocast", "enabled"),
+    ):
+        if config.get(section, {}).get(key, False):
+            raise ConfigError(
+                f"{section}.{key} must be false under zero-bubble, got true; set it to false, or "
+                "omnibal.pipeline.schedule to '1f1b'"
+            )
 
 
 def _complete_scheduler(config: dict[str, Any], total_steps: int) -> dict[str, Any]:

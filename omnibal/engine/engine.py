@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from omnibal.engine.checkpoint import check_layout, keep_newest, latest_checkpoint, write_side_files
@@ -17,6 +16,8 @@ from omnibal.engine.loader import Batch, PackLoader, VlmDataset
 from omnibal.engine.module import EVALUATION_STATISTICS
 from omnibal.engine.peak import DevicePeak
 from omnibal.engine.step import Step
+from omnibal.engine.table import TableEngine
+from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
@@ -37,14 +38,15 @@ class Evaluation:
     samples: int
 
 
-class OmnibalEngine(PipelineEngine):
+class OmnibalEngine(TableEngine):
     """Trains a VlmPipelineModule on the packs of a PackLoader.
 
     ``train_batch()`` runs one optimizer step. Its loss is the mean over all target tokens of the step, whatever the
     packs and ranks they lie on. ``global_samples`` counts samples, not packs, so that DeepSpeed's monitor does too.
 
     Args:
-        plan: What the run follows; ``module`` was built from its partition and recompute levels.
+        plan: What the run follows; ``module`` was built from its partition and recompute levels. Under ``"1f1b"``
+            DeepSpeed's own schedule runs.
         loader: This rank's packs.
         seed: Of dropout; every step of every rank draws from a stream of its own, so a resumed run draws the same.
         model_source: Hugging Face folder whose tokenizer and preprocessor files go into checkpoints.
@@ -54,7 +56,8 @@ class OmnibalEngine(PipelineEngine):
     def __init__(
         self, *, plan: Plan, loader: PackLoader, seed: int, model_source: Path | None, **deepspeed_arguments: Any
     ) -> None:
-        super().__init__(**deepspeed_arguments)
+        table = None if plan.schedule == "1f1b" else SCHEDULES[plan.schedule](plan.num_stages, plan.micro_batches)
+        super().__init__(table=table, **deepspeed_arguments)
         self.plan = plan
         self.loader = loader
         self.last_step: Step | None = None

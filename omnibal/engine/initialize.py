@@ -61,7 +61,7 @@ def initialize(
         pixel_shape=given.vlm.pixel_shape,
         workers=given.section.data.workers,
     )
-    complete = together(lambda: _complete(given, loader), where=where)
+    complete = together(lambda: _complete(given, plan, loader), where=where)
     engine = build_engine(complete, given.section, given.vlm, plan, loader, given.folder)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -111,12 +111,13 @@ def _arrange(given: _Given, lengths: SampleLengths, replica: int) -> tuple[Plan,
     return plan, sampler
 
 
-def _complete(given: _Given, loader: PackLoader) -> dict[str, Any]:
+def _complete(given: _Given, plan: Plan, loader: PackLoader) -> dict[str, Any]:
     return complete_deepspeed_config(
         given.config,
         num_stages=given.num_stages,
         num_replicas=given.num_replicas,
         total_steps=given.section.run.epochs * loader.steps_per_epoch,
+        schedule=plan.schedule,
     )
 
 

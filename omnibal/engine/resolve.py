@@ -1,6 +1,7 @@
 """From the "omnibal" section to the plan that a run follows: number of stages, limits, partition, recompute."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
@@ -45,11 +46,12 @@ def resolve_plan(
         plan = Plan.load(pipeline.plan)
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
         _check_partition(plan.partition, num_layers, num_stages)
-        return plan
+        return plan if pipeline.schedule == "auto" else replace(plan, schedule=pipeline.schedule)
     partition = _partition(pipeline, vlm.records, num_stages, frozen)
     _check_partition(partition, num_layers, num_stages)
     recompute = _recompute(pipeline, num_layers)
-    return Plan(_limits(section.packing, lengths), micro_batches, partition, recompute)
+    schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
+    return Plan(_limits(section.packing, lengths), micro_batches, partition, recompute, schedule=schedule)
 
 
 def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> None:

@@ -5,11 +5,11 @@ Letters: ``F`` forward; ``B`` backward to the inputs; ``W`` backward to the weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,6 +173,56 @@ def _one_f_one_b_stage(depth: int, micro_batches: int) -> tuple[Instruction, ...
         instructions.append(Instruction(Operation.BW, m))
         if m + warm_up < micro_batches:
             instructions.append(Instruction(Operation.F, m + warm_up))
+    return tuple(instructions)
+
+
+@lru_cache(maxsize=64)
+def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | None = None) -> Schedule:
+    """1F1B with every backward pass split, its ``W`` run where 1F1B would wait (ZB-H1).
+
+    Stage ``s`` begins as under 1F1B. Each ``B`` is followed by the ``W`` of the micro-batch ``max_lag[s]`` before it,
+    and then by a forward; what is left of ``W`` comes last. By default stage ``s`` lags by ``s``: all stages then hold
+    at most ``num_stages`` micro-batches, in flight or waiting for their ``W``, as many as stage 0 under 1F1B.
+
+    Args:
+        num_stages: At least 1.
+        micro_batches: At least 1.
+        max_lag: For each stage the most ``B`` whose ``W`` waits while the stage has other work; 0: ``W`` comes right
+            after its own ``B``, whose gradient is then on its way. A shorter lag holds less and fills less.
+
+    Raises:
+        ConfigError: There is no stage or no micro-batch, or ``max_lag`` is not one number of at least 0 per stage.
+
+    Example:
+        >>> print(zero_bubble(num_stages=2, micro_batches=3))
+        F0 F1 B0 W0 F2 B1 W1 B2 W2
+        F0 B0 F1 B1 W0 F2 B2 W1 W2
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, schedule ZB-H1. Deviation: the optimizer waits for
+    all gradients, as DeepSpeed's does, where the paper steps ahead and rolls back.
+    """
+    lags = tuple(range(num_stages)) if max_lag is None else max_lag
+    if len(lags) != num_stages or min(lags, default=0) < 0:
+        raise ConfigError(f"max_lag must be a number of at least 0 for each of {num_stages} stages, got {max_lag}")
+    stages = (_zero_bubble_stage(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags))
+    return Schedule(tuple(stages), micro_batches)
+
+
+ScheduleName = Literal["1f1b", "zero-bubble"]
+SCHEDULES: Mapping[ScheduleName, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "zero-bubble": zero_bubble}
+"""By the names that plans and configurations use; each takes the numbers of stages and micro-batches."""
+
+
+def _zero_bubble_stage(depth: int, micro_batches: int, lag: int) -> tuple[Instruction, ...]:
+    warm_up = min(depth, micro_batches)
+    instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
+    for m in range(micro_batches):
+        instructions.append(Instruction(Operation.B, m))
+        if m >= lag:
+            instructions.append(Instruction(Operation.W, m - lag))
+        if m + warm_up < micro_batches:
+            instructions.append(Instruction(Operation.F, m + warm_up))
+    instructions += [Instruction(Operation.W, m) for m in range(max(micro_batches - lag, 0), micro_batches)]
     return tuple(instructions)
 
 

@@ -59,11 +59,15 @@ def engine_of(case):
     } | case.extra
     deepspeed_config, section = read_config(content)
     config = complete_deepspeed_config(
-        deepspeed_config, num_stages=num_stages, num_replicas=num_replicas, total_steps=case.steps
+        deepspeed_config,
+        num_stages=num_stages,
+        num_replicas=num_replicas,
+        total_steps=case.steps,
+        schedule=case.schedule,
     )
     vlm = load_model(case.model)
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
-    plan = Plan(PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute)
+    plan = Plan(PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, schedule=case.schedule)
     loader = FixedPacks(case.packs, replica, reads=stage in (0, num_stages - 1))
     return build_engine(config, section, vlm, plan, loader, Path(case.model))
 

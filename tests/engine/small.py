@@ -25,6 +25,8 @@ class Case:
     zero_stage: int = 0
     steps: int = 1
     extra: dict = field(default_factory=dict)
+    schedule: str = "1f1b"
+    frozen: bool = False
 
 
 def small_config(*, tied=False, dropout=0.0):

@@ -9,8 +9,10 @@ BF16 = {"bf16": {"enabled": True}}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 
 
-def complete(config, *, num_stages=2, num_replicas=3, total_steps=200):
-    return complete_deepspeed_config(config, num_stages=num_stages, num_replicas=num_replicas, total_steps=total_steps)
+def complete(config, *, num_stages=2, num_replicas=3, total_steps=200, schedule="1f1b"):
+    return complete_deepspeed_config(
+        config, num_stages=num_stages, num_replicas=num_replicas, total_steps=total_steps, schedule=schedule
+    )
 
 
 def test_section_is_split_from_what_deepspeed_reads(tmp_path):
@@ -73,6 +75,20 @@ def test_batch_sizes_follow_from_the_pipeline():
 def test_what_a_pipeline_forbids_is_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         complete(config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+        {"bf16": {"enabled": True, "immediate_grad_update": True}},
+        {"torch_autocast": {"enabled": True}},
+    ],
+)
+def test_what_deferred_gradients_forbid_is_refused(change):
+    complete(ZERO_1 | change)
+    with pytest.raises(ConfigError, match=r"\w+\.\w+ must be false under zero-bubble, got true"):
+        complete(ZERO_1 | change, schedule="zero-bubble")
 
 
 @pytest.mark.parametrize("config", [ZERO_1, BF16, {"gradient_clipping": 0}])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from omnibal.data.lengths import SampleLengths
@@ -75,3 +77,13 @@ def test_a_plan_file_takes_the_place_of_all(vlm, tmp_path):
     plan.save(tmp_path / "plan.json")
     found = plan_of(vlm, pipeline={"plan": str(tmp_path / "plan.json"), "partition": "uniform"})
     assert found == plan
+
+
+def test_a_schedule_that_is_named_goes_before_the_plans(vlm, tmp_path):
+    plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS, schedule="zero-bubble")
+    plan.save(tmp_path / "plan.json")
+    named = {"plan": str(tmp_path / "plan.json")}
+    assert plan_of(vlm, pipeline=named).schedule == "zero-bubble"
+    assert plan_of(vlm, pipeline=named | {"schedule": "1f1b"}) == replace(plan, schedule="1f1b")
+    assert plan_of(vlm).schedule == "1f1b"
+    assert plan_of(vlm, pipeline={"schedule": "zero-bubble"}).schedule == "zero-bubble"

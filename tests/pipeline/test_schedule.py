@@ -3,7 +3,7 @@ import pytest
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 from omnibal.errors import ConfigError
-from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b
+from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
 
 DEEPSPEED_NAMES = {
     Operation.F: "ForwardPass",
@@ -114,3 +114,37 @@ def test_micro_batches_out_of_range_are_refused():
 def test_a_pipeline_needs_a_stage_and_a_micro_batch(sizes):
     with pytest.raises(ConfigError, match="must have a stage and a micro-batch"):
         one_f_one_b(*sizes)
+
+
+def test_zero_bubble_of_four_stages_reads_like_a_picture():
+    assert str(zero_bubble(num_stages=4, micro_batches=6)) == "\n".join([
+        "F0 F1 F2 F3 B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5",
+        "F0 F1 F2 B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5",
+        "F0 F1 B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5",
+    ])  # fmt: skip
+
+
+def test_zero_bubble_of_three_stages_literally():
+    assert str(zero_bubble(3, 3)) == ZERO_BUBBLE.strip()
+
+
+def test_a_lag_of_nothing_runs_weight_gradients_at_once():
+    assert str(zero_bubble(2, 3, (0, 0))) == "F0 F1 B0 W0 F2 B1 W1 B2 W2\nF0 B0 W0 F1 B1 W1 F2 B2 W2"
+    assert str(zero_bubble(1, 2, (5,))) == "F0 B0 F1 B1 W0 W1"
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8, 33])
+def test_zero_bubble_holds_what_the_first_stage_of_one_f_one_b_holds(num_stages, micro_batches):
+    schedule = zero_bubble(num_stages, micro_batches)
+    assert schedule.in_flight == one_f_one_b(num_stages, micro_batches).in_flight
+    assert schedule.pending_weights == tuple(min(s + 1, micro_batches) for s in range(num_stages))
+    for stage in range(num_stages):
+        assert schedule.occupancy(stage).sum(axis=1).max() <= num_stages
+
+
+@pytest.mark.parametrize("max_lag", [(0,), (0, 1, 2), (0, -1)])
+def test_a_lag_is_one_number_per_stage(max_lag):
+    with pytest.raises(ConfigError, match="max_lag must be a number of at least 0 for each of 2 stages, got"):
+        zero_bubble(2, 4, max_lag)

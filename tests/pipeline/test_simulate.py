@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnibal.errors import ConfigError
-from omnibal.pipeline.schedule import Instruction, Operation, Schedule, one_f_one_b
+from omnibal.pipeline.schedule import Instruction, Operation, Schedule, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate
 from tests.pipeline.oracles import overlap_ends, rendezvous_ends
 from tests.pipeline.test_schedule import ZERO_BUBBLE
@@ -126,12 +126,35 @@ def test_overlap_is_never_slower_than_blocking(num_stages, micro_batches, seed):
     assert times[1] <= times[0] + 1e-9
 
 
-def test_deferred_weight_gradients_fill_bubbles():
-    schedule = Schedule.parse(ZERO_BUBBLE)
-    ones = np.ones((3, 3))
-    split = simulate(schedule, ones, ones, ones, mode="overlap")
-    unsplit = simulate(one_f_one_b(3, 3), ones, ones, ones, mode="overlap")
-    assert split.makespan_seconds < unsplit.makespan_seconds == 15
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 4, 24])
+def test_zero_bubble_leaves_a_third_of_the_bubble(num_stages, more):
+    ones = np.ones((num_stages + more, num_stages))
+    split = simulate(zero_bubble(num_stages, num_stages + more), ones, ones, ones, mode="overlap")
+    unsplit = simulate(one_f_one_b(num_stages, num_stages + more), ones, ones, ones, mode="overlap")
+    busy = 3 * (num_stages + more)
+    assert split.makespan_seconds == busy + num_stages - 1
+    assert unsplit.makespan_seconds == busy + 3 * (num_stages - 1)
+
+
+def test_zero_bubble_in_the_papers_setting():
+    ones = np.ones((8, 4))
+    assert simulate(one_f_one_b(4, 8), ones, ones, ones).makespan_seconds / 24 == 1.375
+    assert simulate(zero_bubble(4, 8), ones, ones, ones, mode="overlap").makespan_seconds / 24 == 1.125
+    at_once = simulate(zero_bubble(4, 8, (0, 0, 0, 0)), ones, ones, ones, mode="overlap")
+    assert at_once.makespan_seconds / 24 == 1.25  # as much memory as 1F1B, half the gain
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_zero_bubble_comes_to_an_end_for_any_lag(num_stages, micro_batches, seed):
+    rng = np.random.default_rng(seed)
+    schedule = zero_bubble(num_stages, micro_batches, tuple(rng.integers(0, num_stages + 2, num_stages).tolist()))
+    forward, backward, weight = rng.random((3, micro_batches, num_stages))
+    result = simulate(schedule, forward, backward, weight, mode="overlap")
+    assert {event[:3]: event.end_seconds for event in result.events} == pytest.approx(
+        overlap_ends(schedule, forward, backward, weight, np.zeros((micro_batches, num_stages - 1)))
+    )
 
 
 def test_weights_given_apart_belong_to_an_unsplit_backward():

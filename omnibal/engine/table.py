@@ -1,0 +1,178 @@
+"""DeepSpeed's PipelineEngine that also runs a schedule table, with split backward passes and transfers beside them."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, cast
+
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+from omnibal.engine.transfers import Receiver, Sender, Shape, new_link
+from omnibal.errors import ConfigError
+from omnibal.pipeline.schedule import Instruction, Operation, Schedule
+from omnibal.vlm.weight_gradients import Accumulate, WeightGradients, add_gradient, defer_linears
+
+
+class RunEntry(deepspeed_schedule.PipeInstruction):
+    """Run an entry of a schedule table, and the transfers that belong to it."""
+
+
+class TableSchedule(deepspeed_schedule.PipeSchedule):
+    """One stage of a schedule table as DeepSpeed's engine takes schedules.
+
+    Args:
+        table: Of all stages.
+        stage: Which one.
+    """
+
+    def __init__(self, table: Schedule, stage: int) -> None:
+        super().__init__(micro_batches=table.micro_batches, stages=table.num_stages, stage_id=stage)
+        self._entries: tuple[Instruction, ...] = table.stages[stage]
+
+    def steps(self) -> Iterator[list[Any]]:
+        """The stage's entries one after the other, and then what ends a step."""
+        for operation, micro_batch in self._entries:
+            yield [RunEntry(operation=operation, micro_batch=micro_batch)]
+        yield [
+            deepspeed_schedule.ReduceTiedGrads(),
+            deepspeed_schedule.ReduceGrads(),
+            deepspeed_schedule.OptimizerStep(),
+        ]
+
+    def num_pipe_buffers(self) -> int:
+        """A buffer for each micro-batch, named by its number."""
+        return int(self.micro_batches)
+
+
+class TableEngine(PipelineEngine):
+    """Runs training steps by a table, or by DeepSpeed's own 1F1B where there is none.
+
+    DeepSpeed's methods run the passes. Weight gradients of linear layers wait in ``weight_gradients`` for their ``W``.
+    Nothing waits for what is sent; of the gradients to receive, the next one is always on its way already.
+
+    Args:
+        table: What every stage runs; micro-batches pass each stage in order, forward and backward. None for DeepSpeed's
+            1F1B, with transfers that block.
+        **deepspeed_arguments: As for DeepSpeed's engine.
+
+    Raises:
+        ConfigError: The optimizer collects gradients in hooks of its own, which deferred ones do not pass.
+    """
+
+    def __init__(self, *, table: Schedule | None, **deepspeed_arguments: Any) -> None:
+        super().__init__(**deepspeed_arguments)
+        self.table = table
+        self.weight_gradients = WeightGradients(accumulate=self._accumulate())
+        self._losses: dict[int, Tensor] = {}
+        self._awaited: deque[list[Shape]] = deque()
+        self._senders: list[Sender] = []
+        if table is not None:
+            self._in_flight_before = table.in_flight[max(self.stage_id - 1, 0)]
+            defer_linears(self.module, self.weight_gradients)
+            self._open_links()
+
+    def _train_schedule(self) -> Any:
+        return super()._train_schedule() if self.table is None else TableSchedule(self.table, self.stage_id)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        super()._exec_schedule(pipe_schedule)
+        for sender in self._senders:
+            sender.settle(pipe_schedule.micro_batches)
+
+    def _accumulate(self) -> Accumulate:
+        """Where the optimizer wants a micro-batch's gradients."""
+        optimizer = self.optimizer
+        if self.table is not None and getattr(optimizer, "use_grad_accum_attribute", False):
+            raise ConfigError(
+                f"data_types.grad_accum_dtype must be the parameters' dtype under zero-bubble, got "
+                f"{optimizer.gradient_accumulation_dtype} for {optimizer.dtype}; leave it out or set schedule to '1f1b'"
+            )
+        if not isinstance(optimizer, BF16_Optimizer):
+            return add_gradient
+        places = {
+            parameter: (group, index)
+            for group, parameters in enumerate(optimizer.bf16_groups)
+            for index, parameter in enumerate(parameters)
+        }
+
+        def add_to_float32(parameter: nn.Parameter, gradient: Tensor) -> None:
+            # As its backward pass does with every gradient; one that stayed would be added by the next one again.
+            parameter.grad = gradient
+            optimizer._update_hp_grad(parameter, *places[parameter], clear_lp_grads=False)
+            parameter.grad = None
+
+        return add_to_float32
+
+    def _open_links(self) -> None:
+        rank_of = self.grid.topology().get_rank
+        for data in range(self.dp_world_size):
+            for stage in range(self.num_stages - 1):
+                upper, lower = rank_of(pipe=stage, data=data), rank_of(pipe=stage + 1, data=data)
+                down, up = new_link((upper, lower), self.device), new_link((upper, lower), self.device)
+                if self.global_rank == upper:
+                    self._activations_out = Sender(down, lower)
+                    self._gradients_in = Receiver(up, lower, self.device)
+                    self._senders.append(self._activations_out)
+                if self.global_rank == lower:
+                    self._activations_in = Receiver(down, upper, self.device)
+                    self._gradients_out = Sender(up, upper)
+                    self._senders.append(self._gradients_out)
+
+    def _run_entry(self, operation: Operation, micro_batch: int) -> None:
+        if operation == Operation.F:
+            self._run_forward(micro_batch)
+        if operation in (Operation.B, Operation.BW):
+            self._run_backward(micro_batch)
+        if operation in (Operation.W, Operation.BW):
+            self.weight_gradients.run(micro_batch)
+
+    def _run_forward(self, micro_batch: int) -> None:
+        if self.is_first_stage() or self.is_last_stage():
+            self._exec_load_micro_batch(micro_batch)
+        if not self.is_first_stage():
+            received = self._activations_in.take_described()
+            for tensor in _floats(received):
+                tensor.requires_grad_()
+            self.pipe_buffers["inputs"][micro_batch] = received
+        self._exec_forward_pass(micro_batch)
+        if self.is_last_stage():
+            self._losses[micro_batch] = self.loss
+        else:
+            outputs = self.pipe_buffers["outputs"][micro_batch]
+            self._activations_out.send_described(micro_batch, outputs)
+            self._awaited.append([(tensor.dtype, tuple(tensor.shape)) for tensor in _floats(outputs)])
+            self._expect_gradients()
+
+    def _run_backward(self, micro_batch: int) -> None:
+        if self.is_last_stage():
+            self.loss = self._losses.pop(micro_batch)
+        else:
+            self.grad_layer = self._gradients_in.take()
+            self._activations_out.settle(micro_batch)  # has been received, since its gradient has come back
+            self._expect_gradients()
+        self.weight_gradients.micro_batch = micro_batch
+        self._exec_backward_pass(micro_batch)
+        if not self.is_first_stage():
+            gradients = [tensor.grad for tensor in _floats(self.pipe_buffers["inputs"][micro_batch])]
+            self._gradients_out.send(micro_batch, cast(list[Tensor], gradients))
+            # So much earlier ones have been received, or the stage before could not have sent this micro-batch.
+            self._gradients_out.settle(micro_batch - self._in_flight_before)
+        for buffers in self.pipe_buffers.values():
+            buffers[micro_batch] = None
+
+    def _expect_gradients(self) -> None:
+        """Start to receive the next gradients, if they are of a micro-batch that has been sent."""
+        if self._awaited and self._gradients_in.is_idle:
+            self._gradients_in.expect(self._awaited.popleft())
+
+    # DeepSpeed looks for what an instruction runs in this mapping.
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        RunEntry: _run_entry,
+    }
+
+
+def _floats(payload: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in payload if tensor.is_floating_point()]

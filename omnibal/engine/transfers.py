@@ -1,0 +1,119 @@
+"""Tensors on their way between neighbouring stages while these compute: sends and receives that do not block."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Shape = tuple[torch.dtype, tuple[int, ...]]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+_DESCRIPTION: Shape = (torch.int64, (64,))
+"""What tells a receiver the tensors that follow: how many, and of each its dtype, dimensions and sizes."""
+
+
+def new_link(ranks: Iterable[int], device: torch.device) -> dist.ProcessGroup:
+    """A process group for one direction between two processes; all processes of the run call this together.
+
+    A group for each direction: what goes one way then never waits for what comes the other way. It sends a device's
+    tensors by the device's backend and descriptions by gloo, so that to read one no device is waited for.
+    """
+    backends = {"cpu": "gloo", device.type: dist.get_default_backend_for_device(device)}
+    backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())
+    link: dist.ProcessGroup = dist.new_group([*ranks], backend=backend)
+    return link
+
+
+class Sender:
+    """The end of a link that sends.
+
+    Args:
+        link: Of the two processes.
+        peer: Rank of the other one.
+    """
+
+    def __init__(self, link: dist.ProcessGroup, peer: int) -> None:
+        self._link, self._peer = link, peer
+        self._under_way: dict[int, list[tuple[Any, Tensor]]] = {}
+
+    def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        """Start to send contiguous tensors, which must not change until ``settle``."""
+        under_way = self._under_way.setdefault(micro_batch, [])
+        for tensor in tensors:
+            if tensor.numel():  # the receiver knows the shape, so nothing is to be sent otherwise
+                under_way.append((dist.isend(tensor, self._peer, group=self._link), tensor))
+
+    def send_described(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        """The same to a receiver that does not know dtypes and shapes."""
+        self.send(micro_batch, [_describe(tensors)])
+        self.send(micro_batch, tensors)
+
+    def settle(self, micro_batch: int) -> None:
+        """Wait until everything up to this micro-batch has been received, and let go of it."""
+        for done in [number for number in self._under_way if number <= micro_batch]:
+            for work, _ in self._under_way.pop(done):
+                work.wait()
+
+
+class Receiver:
+    """The end that receives, in the order of the sends.
+
+    Args:
+        link: Of the two processes.
+        peer: Rank of the other one.
+        device: Where tensors are put.
+    """
+
+    def __init__(self, link: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._link, self._peer, self._device = link, peer, device
+        self._coming: list[tuple[Any, Tensor]] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is expected."""
+        return self._coming is None
+
+    def expect(self, shapes: Iterable[Shape]) -> None:
+        """Start to receive tensors, into fresh memory: what came before may still be in use."""
+        self._coming = self._start(shapes, self._device)
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Wait for what is expected."""
+        assert self._coming is not None, "nothing is expected"
+        coming, self._coming = self._coming, None
+        return _finish(coming)
+
+    def take_described(self) -> tuple[Tensor, ...]:
+        """Wait for tensors of unknown dtypes and shapes."""
+        (description,) = _finish(self._start([_DESCRIPTION], torch.device("cpu")))
+        return _finish(self._start(_shapes(description), self._device))
+
+    def _start(self, shapes: Iterable[Shape], device: torch.device) -> list[tuple[Any, Tensor]]:
+        buffers = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
+        return [
+            (dist.irecv(buffer, self._peer, group=self._link) if buffer.numel() else None, buffer) for buffer in buffers
+        ]
+
+
+def _finish(coming: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, ...]:
+    tensors = []
+    for work, tensor in coming:
+        if work is not None:
+            work.wait()
+        tensors.append(tensor)
+    return tuple(tensors)
+
+
+def _describe(tensors: Sequence[Tensor]) -> Tensor:
+    words = [len(tensors)]
+    for tensor in tensors:
+        words += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    dtype, (size,) = _DESCRIPTION
+    return torch.tensor(words + [0] * (size - len(words)), dtype=dtype)
+
+
+def _shapes(description: Tensor) -> list[Shape]:
+    words = iter(description.tolist())
+    return [(_DTYPES[next(words)], tuple(next(words) for _ in range(next(words)))) for _ in range(next(words))]

@@ -1,0 +1,124 @@
+"""What the processes of the zero-bubble tests run: the same training under a schedule, and what becomes of it."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+from deepspeed.runtime.pipe import schedule
+
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.errors import ConfigError
+from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.weight_gradients import WeightGradients
+from tests.engine.cases import engine_of, weights_of
+
+FROZEN = range(4)  # the patch embedding and the ViT
+
+
+def train_both(cases):
+    """What each case makes of this stage under 1F1B and under zero-bubble."""
+    return [(train(replace(case, schedule="1f1b")), train(case)) for case in cases]
+
+
+def two_processes(cases, case, budgets, refused):
+    """The same, and all else that two processes show of a zero-bubble case; the step that fails comes last."""
+    return {
+        "both": train_both(cases),
+        "budgets": [train(case, budget) for budget in budgets],
+        "no weights": train_without_weights(case),
+        "evaluated": [losses_around(case, evaluates=evaluates) for evaluates in (False, True)],
+        "refused": refusal(refused),
+        "failed": failure(case, failing_stage=1),
+    }
+
+
+def train(case, budget=None):
+    """Losses, first gradients, weights after the last step; what waited at most and what still waits."""
+    with _frozen(FROZEN if case.frozen else range(0)):
+        engine = engine_of(case)
+    queue, first = engine.weight_gradients, {}
+    queue.budget_bytes = budget
+
+    def capture(engine):
+        first.update({} if first else _gradients(engine))
+        OmnibalEngine._exec_reduce_tied_grads(engine)
+
+    engine._INSTRUCTION_MAP = {**OmnibalEngine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: capture}
+    losses = [engine.train_batch().item() for _ in range(case.steps)]
+    return {
+        "losses": losses,
+        "gradients": first,
+        "weights": weights_of(engine),
+        "peak_bytes": queue.peak_bytes,
+        "left": (len(queue), queue.pending_bytes),
+    }
+
+
+def _gradients(engine):
+    """What this process has accumulated in a step, before ranks and tied layers are added up."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        gradient = getattr(parameter, "_hp_grad" if engine.using_bf16_optimizer else "grad", None)
+        found |= {} if gradient is None else {name: gradient.clone()}
+    return found
+
+
+@contextmanager
+def _frozen(layers):
+    """Build these layers without gradients."""
+    build = VisionLanguageModel.build_layer
+
+    def build_frozen(self, index, **options):
+        layer = build(self, index, **options)
+        return layer.requires_grad_(False) if index in layers else layer
+
+    VisionLanguageModel.build_layer = build_frozen
+    try:
+        yield
+    finally:
+        VisionLanguageModel.build_layer = build
+
+
+def train_without_weights(case):
+    """As train, with every ``W`` left out."""
+    run, WeightGradients.run = WeightGradients.run, lambda queue, micro_batch: queue._jobs.clear()
+    try:
+        return train(case)
+    finally:
+        WeightGradients.run = run
+
+
+def losses_around(case, *, evaluates):
+    """Losses of two steps, with an evaluation of the packs in another order between them."""
+    engine = engine_of(case)
+    losses = [engine.train_batch().item()]
+    if evaluates:
+        packs = [packs_of_rank[::-1] for packs_of_rank in case.packs]
+        engine.evaluate(engine_of(replace(case, packs=packs)).loader)
+    return [*losses, engine.train_batch().item()]
+
+
+def refusal(case):
+    """What is said to a case that cannot be."""
+    try:
+        engine_of(case)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def failure(case, failing_stage):
+    """What this rank hears of a layer that fails in the midst of a step on one stage."""
+    engine = engine_of(case)
+    if engine.stage_id == failing_stage:
+        calls = iter(range(2))
+
+        def fail(module, payload):
+            if next(calls, None) is None:
+                raise RuntimeError("the layer fails")
+
+        engine.module.register_forward_pre_hook(fail)
+    try:
+        engine.train_batch()
+    except Exception as error:
+        return str(error)
+    return None

@@ -1,0 +1,140 @@
+"""Zero-bubble decides when a weight gradient is computed, and about nothing else: every bit is that of 1F1B."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.launch import launch
+from tests.engine.small import Case, plain_gradients, save_small_model, small_samples
+
+pytestmark = pytest.mark.distributed
+
+BFLOAT16 = {"bf16": {"enabled": True}}
+SUMMED_IN_FLOAT32 = BFLOAT16 | {"data_types": {"grad_accum_dtype": "fp32"}}
+PRECISIONS = {
+    "fp32, ZeRO 0": {"zero_stage": 0},
+    "fp32, ZeRO 1": {"zero_stage": 1},
+    "bf16, ZeRO 0": {"zero_stage": 0, "extra": BFLOAT16},
+    "bf16, ZeRO 1": {"zero_stage": 1, "extra": BFLOAT16},
+    "bf16, ZeRO 1, summed in fp32": {"zero_stage": 1, "extra": SUMMED_IN_FLOAT32},
+}
+ONE_REPLICA = [[[0, 1], [2], [4, 7], [3, 5, 6], [], [1, 2]]]
+TWO_REPLICAS = [[[0, 1], [4, 7], [2, 6]], [[3, 5, 6], [2], [0]]]
+ALL_SAMPLES_ONCE = [[[0, 1], [2], [4, 7], [3, 5, 6]]]
+LEVELS = ("full", "none", "selective")  # repeated over the layers: each kind meets each level in some case
+BUDGETS = (None, 0, 30_000)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of an untied and a tied model."""
+    folders = {tied: str(tmp_path_factory.mktemp(f"tied{tied}")) for tied in (False, True)}
+    for tied, folder in folders.items():
+        save_small_model(folder, tied=tied)
+    return folders
+
+
+def cases_of(models, boundaries, packs):
+    """A case for each precision, with untied and tied models and other levels in turn."""
+    return {
+        precision: Case(
+            boundaries, packs, models[number % 2 == 1], LEVELS[number % 3 :] + LEVELS[: number % 3], steps=2,
+            schedule="zero-bubble", **settings,
+        )
+        for number, (precision, settings) in enumerate(PRECISIONS.items())
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(models):
+    """The cases of two processes, and what each process saw."""
+    cases = cases_of(models, (0, 4, 10), ONE_REPLICA)
+    for precision in ("fp32, ZeRO 0", "bf16, ZeRO 0"):
+        cases[f"frozen, {precision}"] = replace(cases[precision], boundaries=(0, 6, 10), frozen=True)
+    cases["each sample once"] = replace(cases["fp32, ZeRO 0"], packs=ALL_SAMPLES_ONCE)
+    refused = replace(cases["fp32, ZeRO 1"], extra={"data_types": {"grad_accum_dtype": "bf16"}})
+    arguments = [*cases.values()], cases["bf16, ZeRO 0"], BUDGETS, refused
+    return cases, launch(2, "tests.engine.deferred:two_processes", *arguments)
+
+
+def check_both(cases, by_rank):
+    for results in by_rank:
+        for name, (plain, split) in zip(cases, results, strict=True):
+            assert plain["losses"] == split["losses"], name
+            assert plain["losses"][-1] < plain["losses"][0], name
+            assert plain["gradients"], name
+            assert is_same(plain["gradients"], split["gradients"]), name
+            assert is_same(plain["weights"], split["weights"]), name
+            assert plain["peak_bytes"] == 0 < split["peak_bytes"], name
+            assert split["left"] == (0, 0), name
+
+
+def is_same(one, other):
+    """Whether two dictionaries of tensors hold the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_every_bit_of_two_stages_is_that_of_one_f_one_b(two):
+    cases, by_rank = two
+    check_both(cases, [result["both"] for result in by_rank])
+
+
+def test_every_bit_of_four_stages_and_of_replicas_is_that_of_one_f_one_b(models):
+    cases = {f"pp4, {name}": case for name, case in cases_of(models, (0, 2, 5, 7, 10), ONE_REPLICA).items()}
+    cases |= {f"dp2, {name}": case for name, case in cases_of(models, (0, 6, 10), TWO_REPLICAS).items()}
+    cases = {name: case for name, case in cases.items() if not name.endswith("summed in fp32")}  # as without ZeRO
+    check_both(cases, launch(4, "tests.engine.deferred:train_both", [*cases.values()]))
+
+
+def test_gradients_are_those_of_plain_transformers(two, models):
+    cases, by_rank = two
+    number = [*cases].index("each sample once")
+    loss, expected = plain_gradients(models[False], small_samples())
+    found = {}
+    for rank, result in enumerate(by_rank):
+        _, split = result["both"][number]
+        assert split["losses"][0] == pytest.approx(loss, rel=1e-5)
+        found |= {(rank, name): gradient for name, gradient in split["gradients"].items()}
+    by_norm = sorted(gradient.norm().item() for gradient in found.values())
+    assert by_norm == pytest.approx(sorted(gradient.norm().item() for gradient in expected.values()), rel=1e-3)
+
+
+def test_a_budget_changes_no_bit(two):
+    cases, by_rank = two
+    number = [*cases].index("bf16, ZeRO 0")
+    for result in by_rank:
+        plain, _ = result["both"][number]
+        for budget, split in zip(BUDGETS, result["budgets"], strict=True):
+            assert is_same(plain["weights"], split["weights"]), budget
+            assert budget is None or split["peak_bytes"] <= budget
+        assert result["budgets"][0]["peak_bytes"] > BUDGETS[-1]
+
+
+def test_without_weight_gradients_nothing_would_be_the_same(two):
+    cases, by_rank = two
+    number = [*cases].index("bf16, ZeRO 0")
+    for result in by_rank:
+        plain, _ = result["both"][number]
+        assert not is_same(plain["gradients"], result["no weights"]["gradients"])
+        assert not is_same(plain["weights"], result["no weights"]["weights"])
+        assert plain["losses"] != result["no weights"]["losses"]
+
+
+def test_an_evaluation_between_steps_changes_nothing(two):
+    _, by_rank = two
+    for result in by_rank:
+        plain, evaluated = result["evaluated"]
+        assert plain == evaluated
+
+
+def test_an_optimizer_that_collects_gradients_in_hooks_is_refused(two):
+    _, by_rank = two
+    for result in by_rank:
+        assert "data_types.grad_accum_dtype must be the parameters' dtype under zero-bubble" in result["refused"]
+
+
+def test_a_stage_that_fails_stops_all_stages(two):
+    _, (first, last) = two
+    assert last["failed"] == "the layer fails"
+    assert first["failed"]

@@ -1,0 +1,191 @@
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omnibal.memory.footprint import LEVELS
+from omnibal.vlm import load_model
+from omnibal.vlm.recompute import run_layer
+from omnibal.vlm.weight_gradients import DeferringLinear, WeightGradients, defer_linears
+from tests.vlm.models import build_layers, disk_state, pack_loss, tiny_config
+from tests.vlm.test_recompute import PACK, TEXT_PACK, Meter
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def inputs(shape, dtype, *, contiguous, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if contiguous:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randn(*shape[:-2], shape[-1], shape[-2], generator=generator).to(dtype).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 16), (1, 37, 16), (3, 5, 16), (2, 3, 5, 16), (0, 16)])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("budget", [None, 0, 300])
+def test_a_deferring_layer_gives_the_same_bits(dtype, bias, shape, contiguous, budget):
+    plain, split = (nn.Linear(16, 24, bias=bias, dtype=dtype) for _ in range(2))
+    split.load_state_dict(plain.state_dict())
+    queue = WeightGradients(budget_bytes=budget)
+    defer_linears(split, queue)
+    for queue.micro_batch in range(3):
+        given = inputs(shape, dtype, contiguous=contiguous, seed=queue.micro_batch)
+        outputs, gradients = [], []
+        for layer in (plain, split):
+            received = given.detach().requires_grad_()
+            outputs.append(layer(received))
+            outputs[-1].backward(torch.full_like(outputs[-1], 0.3) + outputs[-1].detach())
+            gradients.append(received.grad)
+        assert torch.equal(*outputs)
+        assert torch.equal(*gradients)
+    queue.run(2)
+    assert torch.equal(plain.weight.grad, split.weight.grad)
+    assert not bias or torch.equal(plain.bias.grad, split.bias.grad)
+    assert queue.pending_bytes == len(queue) == 0
+    assert budget is None or queue.peak_bytes <= budget
+
+
+def model_gradients(dtype, level, queue=None, frozen=()):
+    """Gradients of a tiny model after two micro-batches, the ``W`` of both at the end; what came before them."""
+    model = load_model(tiny_config())
+    layers = build_layers(model, dtype=dtype)
+    for record, layer in zip(model.records, layers, strict=True):
+        layer.requires_grad_(record.kind not in frozen)
+        if queue is not None:
+            defer_linears(layer, queue)
+    for number, pack in enumerate((PACK, TEXT_PACK)):
+        if queue is not None:
+            queue.micro_batch = number
+        given = pack | {"pixel_values": pack["pixel_values"].to(dtype)}
+        pack_loss([partial(run_layer, layer, level=level) for layer in layers], given).backward()
+    before = {name for name, value in disk_state(model, layers, gradients=True).items() if value is not None}
+    if queue is not None:
+        queue.run(0)
+        queue.run(1)
+    return disk_state(model, layers, gradients=True), before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("frozen", [(), ("patch_embedding", "vision_block")])
+def test_a_models_gradients_are_the_same_bits_at_every_level(dtype, level, frozen):
+    plain, _ = model_gradients(dtype, level, frozen=frozen)
+    split, before = model_gradients(dtype, level, WeightGradients(), frozen)
+    assert plain.keys() == split.keys()
+    for name, gradient in plain.items():
+        assert (gradient is None) == (split[name] is None), name
+        assert gradient is None or torch.equal(gradient, split[name]), name
+    late = {name for name, gradient in split.items() if gradient is not None} - before
+    trained = ("language_model.model.layers", "language_model.lm_head", "multi_modal_projector")
+    assert {name for name in late if name.startswith(trained)} == {
+        name for name in plain if name.startswith(trained) and name.endswith("weight") and "norm" not in name
+    } - {"multi_modal_projector.layer_norm.weight"}
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices by their shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name in ("aten::mm", "aten::addmm"):
+            self.found[tuple(tuple(tensor.shape) for tensor in args[-2:])] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_computed_twice(level):
+    with Products() as plain:
+        model_gradients(torch.float32, level)
+    with Products() as split:
+        model_gradients(torch.float32, level, WeightGradients())
+    assert plain.found == split.found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_waits_is_what_is_kept(level):
+    model = load_model(tiny_config())
+    block = model.build_layer([record.kind for record in model.records].index("decoder_block"), seed=0)
+    block.requires_grad_(False)
+    for layer in block.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.requires_grad_()
+    queue = WeightGradients()
+    defer_linears(block, queue)
+    tokens = int(TEXT_PACK["input_ids"].shape[1])
+    with Meter() as meter:
+        hidden = torch.randn(1, tokens, 32)
+        payload = (hidden.requires_grad_(), *(TEXT_PACK[name] for name in ("input_ids", "position_ids", "cu_seq_lens")))
+        output = run_layer(block, payload, level)[0]
+        output.backward(torch.ones_like(output))
+        queries, keys = 32, 16
+        # inputs: both norms' outputs, attention's output, the MLP's product; and the gradient of each output
+        columns = (32 + 32 + queries + 48) + (queries + 2 * keys + 32 + 2 * 48 + 32)
+        assert queue.pending_bytes == queue.peak_bytes == 4 * tokens * columns
+        del output
+        held = meter.alive()
+        queue._jobs.clear()
+        assert held - meter.alive() == queue.pending_bytes
+
+
+def test_the_oldest_run_first_when_the_budget_overflows():
+    queue, ran = WeightGradients(budget_bytes=80), []
+    kept = [torch.zeros(8) for _ in range(6)]
+    for queue.micro_batch in range(3):
+        for job in range(2):
+            queue.defer(partial(ran.append, (queue.micro_batch, job)), [kept[2 * queue.micro_batch + job]])
+    assert ran == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert (len(queue), queue.pending_bytes, queue.peak_bytes) == (2, 64, 64)
+    queue.run(1)
+    assert len(ran) == 4
+    queue.run(2)
+    assert ran[4:] == [(2, 0), (2, 1)]
+
+
+def test_a_storage_counts_once():
+    queue, shared, other = WeightGradients(), torch.zeros(4, 8), torch.zeros(2)
+    queue.defer(lambda: None, [shared, shared[1:]])
+    queue.defer(lambda: None, [shared.view(-1), other])
+    assert queue.pending_bytes == 4 * 32 + 8
+    queue._run_oldest()
+    assert queue.pending_bytes == 4 * 32 + 8
+    queue._run_oldest()
+    assert queue.pending_bytes == 0
+
+
+def test_only_plain_linear_layers_defer_and_no_name_changes():
+    class Special(nn.Linear):
+        pass
+
+    module = nn.ModuleDict({"plain": nn.Linear(2, 3), "special": Special(2, 3), "convolution": nn.Conv1d(2, 3, 1)})
+    names = list(module.state_dict())
+    defer_linears(module, WeightGradients())
+    assert list(module.state_dict()) == names
+    assert [type(layer) for layer in module.values()] == [DeferringLinear, Special, nn.Conv1d]
+    assert isinstance(module["plain"], nn.Linear)
+
+
+def test_a_layer_whose_input_and_bias_need_no_gradient_waits_for_nothing():
+    layer, queue = nn.Linear(2, 3, bias=False), WeightGradients()
+    defer_linears(layer, queue)
+    layer(torch.ones(4, 2)).sum().backward()
+    assert len(queue) == 0
+    torch.testing.assert_close(layer.weight.grad, torch.full((3, 2), 4.0))
+
+
+def test_nothing_waits_without_gradients():
+    layer, queue = nn.Linear(2, 3), WeightGradients()
+    defer_linears(layer, queue)
+    with torch.no_grad():
+        layer(torch.ones(4, 2))
+    layer.weight.requires_grad_(False)
+    layer(torch.ones(4, 2)).sum().backward()
+    assert len(queue) == 0
+    assert layer.weight.grad is None
