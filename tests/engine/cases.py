@@ -55,7 +55,7 @@ def engine_of(case):
         "zero_optimization": {"stage": case.zero_stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
-        "omnibal": {"model": {"path": case.model}},
+        "omnibal": {"model": {"path": case.model, "frozen": list(case.frozen)}},
     } | case.extra
     deepspeed_config, section = read_config(content)
     config = complete_deepspeed_config(

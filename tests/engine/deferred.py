@@ -1,17 +1,13 @@
 """What the processes of the zero-bubble tests run: the same training under a schedule, and what becomes of it."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 from deepspeed.runtime.pipe import schedule
 
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.errors import ConfigError
-from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.weight_gradients import WeightGradients
 from tests.engine.cases import engine_of, weights_of
-
-FROZEN = range(4)  # the patch embedding and the ViT
 
 
 def train_both(cases):
@@ -33,8 +29,7 @@ def two_processes(cases, case, budgets, refused):
 
 def train(case, budget=None):
     """Losses, first gradients, weights after the last step; what waited at most and what still waits."""
-    with _frozen(FROZEN if case.frozen else range(0)):
-        engine = engine_of(case)
+    engine = engine_of(case)
     queue, first = engine.weight_gradients, {}
     queue.budget_bytes = budget
 
@@ -60,22 +55,6 @@ def _gradients(engine):
         gradient = getattr(parameter, "_hp_grad" if engine.using_bf16_optimizer else "grad", None)
         found |= {} if gradient is None else {name: gradient.clone()}
     return found
-
-
-@contextmanager
-def _frozen(layers):
-    """Build these layers without gradients."""
-    build = VisionLanguageModel.build_layer
-
-    def build_frozen(self, index, **options):
-        layer = build(self, index, **options)
-        return layer.requires_grad_(False) if index in layers else layer
-
-    VisionLanguageModel.build_layer = build_frozen
-    try:
-        yield
-    finally:
-        VisionLanguageModel.build_layer = build
 
 
 def train_without_weights(case):

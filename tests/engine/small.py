@@ -26,7 +26,7 @@ class Case:
     steps: int = 1
     extra: dict = field(default_factory=dict)
     schedule: str = "1f1b"
-    frozen: bool = False
+    frozen: tuple = ()  # kinds of layers
 
 
 def small_config(*, tied=False, dropout=0.0):

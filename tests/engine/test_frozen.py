@@ -9,8 +9,8 @@ from tests.engine.small import Case, plain_gradients, save_small_model, small_sa
 
 pytestmark = pytest.mark.distributed
 
-VISION = ["patch_embedding", "vision_block"]
-LANGUAGE = ["text_embedding", "decoder_block", "final_norm", "head"]
+VISION = ("patch_embedding", "vision_block")
+LANGUAGE = ("text_embedding", "decoder_block", "final_norm", "head")
 STEPS = 4
 # The first cut of each pair leaves both stages a layer to train, the second one does not.
 CUTS = {"vision": (VISION, [0, 5, 10], [0, 4, 10]), "language": (LANGUAGE, [0, 4, 10], [0, 5, 10])}
@@ -25,21 +25,19 @@ def model(tmp_path_factory):
 
 def test_gradients_of_what_is_trained_are_those_of_plain_transformers(model):
     loss, gradients = plain_gradients(model, small_samples())
-    section = {"path": str(model)}
     cases = [
-        Case((0, cut, 10), [[[0, 1], [2], [4, 7], [3, 5, 6]]], str(model), recompute,
-             extra={"omnibal": {"model": section | {"frozen": frozen}}})
+        Case((0, cut, 10), [[[0, 1], [2], [4, 7], [3, 5, 6]]], str(model), recompute, frozen=frozen, schedule=schedule)
         for frozen in (VISION, LANGUAGE)
         for cut in (2, 4, 5, 6)
-        for recompute in (("none",), ("full", "none", "selective"))
-    ]  # fmt: skip
+        for recompute, schedule in ((("none",), "1f1b"), (("full", "none", "selective"), "zero-bubble"))
+    ]
     by_rank = launch(2, "tests.engine.cases:one_step", cases)
     vision = {name for name in gradients if name.startswith("vision_tower")}
     projector = {name for name in gradients if name.startswith("multi_modal_projector")}
     language = set(gradients) - vision - projector
     assert vision and projector and language
     for number, case in enumerate(cases):
-        trained = projector | (language if "vision_block" in case.extra["omnibal"]["model"]["frozen"] else vision)
+        trained = projector | (language if case.frozen == VISION else vision)
         results = [result[number] for result in by_rank]
         assert set().union(*(result["gradients"] for result in results)) == trained
         for result in results:

@@ -18,6 +18,8 @@ CUTS = {
     3: [((0, 2, 5, 10), ONE_REPLICA), ((0, 5, 6, 10), WITH_EMPTY)],
     4: [((0, 1, 4, 6, 10), ONE_REPLICA), ((0, 6, 10), TWO_REPLICAS), ((0, 3, 10), TWO_REPLICAS)],
 }
+MIXED = ("full", "none", "selective")
+WAYS = [(("none",), "1f1b"), (MIXED, "1f1b"), (MIXED, "zero-bubble")]
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +36,10 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 def test_one_step_equals_plain_transformers(num_processes, models):
     cases = [
-        (Case(boundaries, packs, folder, recompute), tied)
+        (Case(boundaries, packs, folder, recompute, schedule=schedule), tied)
         for boundaries, packs in CUTS[num_processes]
         for tied, (folder, _, _) in models.items()
-        for recompute in (("none",), ("full", "none", "selective"))
+        for recompute, schedule in WAYS
     ]
     by_rank = launch(num_processes, "tests.engine.cases:one_step", [case for case, _ in cases])
     for number, (case, tied) in enumerate(cases):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine.launch import launch
-from tests.engine.small import Case, plain_gradients, save_small_model, small_samples
+from tests.engine.small import Case, save_small_model
 
 pytestmark = pytest.mark.distributed
 
@@ -21,7 +21,6 @@ PRECISIONS = {
 }
 ONE_REPLICA = [[[0, 1], [2], [4, 7], [3, 5, 6], [], [1, 2]]]
 TWO_REPLICAS = [[[0, 1], [4, 7], [2, 6]], [[3, 5, 6], [2], [0]]]
-ALL_SAMPLES_ONCE = [[[0, 1], [2], [4, 7], [3, 5, 6]]]
 LEVELS = ("full", "none", "selective")  # repeated over the layers: each kind meets each level in some case
 BUDGETS = (None, 0, 30_000)
 
@@ -51,8 +50,9 @@ def two(models):
     """The cases of two processes, and what each process saw."""
     cases = cases_of(models, (0, 4, 10), ONE_REPLICA)
     for precision in ("fp32, ZeRO 0", "bf16, ZeRO 0"):
-        cases[f"frozen, {precision}"] = replace(cases[precision], boundaries=(0, 6, 10), frozen=True)
-    cases["each sample once"] = replace(cases["fp32, ZeRO 0"], packs=ALL_SAMPLES_ONCE)
+        cases[f"frozen, {precision}"] = replace(
+            cases[precision], boundaries=(0, 6, 10), frozen=("patch_embedding", "vision_block")
+        )
     refused = replace(cases["fp32, ZeRO 1"], extra={"data_types": {"grad_accum_dtype": "bf16"}})
     arguments = [*cases.values()], cases["bf16, ZeRO 0"], BUDGETS, refused
     return cases, launch(2, "tests.engine.deferred:two_processes", *arguments)
@@ -85,19 +85,6 @@ def test_every_bit_of_four_stages_and_of_replicas_is_that_of_one_f_one_b(models)
     cases |= {f"dp2, {name}": case for name, case in cases_of(models, (0, 6, 10), TWO_REPLICAS).items()}
     cases = {name: case for name, case in cases.items() if not name.endswith("summed in fp32")}  # as without ZeRO
     check_both(cases, launch(4, "tests.engine.deferred:train_both", [*cases.values()]))
-
-
-def test_gradients_are_those_of_plain_transformers(two, models):
-    cases, by_rank = two
-    number = [*cases].index("each sample once")
-    loss, expected = plain_gradients(models[False], small_samples())
-    found = {}
-    for rank, result in enumerate(by_rank):
-        _, split = result["both"][number]
-        assert split["losses"][0] == pytest.approx(loss, rel=1e-5)
-        found |= {(rank, name): gradient for name, gradient in split["gradients"].items()}
-    by_norm = sorted(gradient.norm().item() for gradient in found.values())
-    assert by_norm == pytest.approx(sorted(gradient.norm().item() for gradient in expected.values()), rel=1e-3)
 
 
 def test_a_budget_changes_no_bit(two):
