@@ -110,6 +110,20 @@ def _first_step(case):
     return {"loss": loss, "gradients": captured, "samples": engine.global_samples}
 
 
+def several_steps(cases):
+    """Losses, gradient norms and final weights of each case, as this rank has them."""
+    return [_several_steps(case) for case in cases]
+
+
+def _several_steps(case):
+    engine = engine_of(case)
+    losses, norms = [], []
+    for _ in range(case.steps):
+        losses.append(engine.train_batch().item())
+        norms.append(float(engine.get_global_grad_norm()))
+    return {"losses": losses, "norms": norms, "weights": weights_of(engine)}
+
+
 class SmallDataset:
     """The small samples, several times over, as initialize takes a dataset."""
 

@@ -95,6 +95,27 @@ def save_small_model(folder, *, tied=False, dropout=0.0, seed=1):
 def plain_gradients(folder, samples):
     """Loss and gradients of plain transformers: samples one by one, unpadded, averaged over all target tokens."""
     model = InternVLForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+    loss = backward_one_by_one(model, samples)
+    return loss, _by_disk_name(folder, model, lambda parameter: parameter.grad)
+
+
+def plain_training(folder, samples, *, make_optimizer, make_scheduler, clipping, steps):
+    """Losses, gradient norms and final weights of a plain training loop that sees all samples in every step."""
+    model = InternVLForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+    optimizer = make_optimizer(model.parameters())
+    scheduler = make_scheduler(optimizer)
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(backward_one_by_one(model, samples))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clipping).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return losses, norms, _by_disk_name(folder, model, torch.Tensor.detach)
+
+
+def backward_one_by_one(model, samples):
+    """Adds every sample's gradient of the loss averaged over all target tokens; returns that loss."""
     targets = sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)
     total = 0.0
     for sample in samples:
@@ -102,7 +123,7 @@ def plain_gradients(folder, samples):
         loss = torch.nn.functional.cross_entropy(logits[:-1], sample["labels"][1:], reduction="sum") / targets
         loss.backward()
         total += loss.item()
-    return total, _by_disk_name(folder, model)
+    return total
 
 
 @torch.no_grad()
@@ -119,10 +140,10 @@ def plain_results(model, samples):
     return torch.cat(losses).mean().item(), sum(exact) / len(exact), all_logits
 
 
-def _by_disk_name(folder, model):
-    """Gradients under the names that the parameters have on disk, as the layers' own table gives them."""
+def _by_disk_name(folder, model, value_of):
+    """Each parameter's value under the names that the parameters have on disk, as the layers' own table gives them."""
     layers = load_model(folder)
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    values = {name: value_of(parameter) for name, parameter in model.named_parameters()}
     found = {}
     for index in range(len(layers.records)):
         for disk_name in layers.weight_names(index).values():
@@ -130,7 +151,7 @@ def _by_disk_name(folder, model):
                 on_disk = {"model.language_model": "language_model.model", "lm_head": "language_model.lm_head"}
                 disk_prefix = on_disk.get(prefix, prefix.removeprefix("model."))
                 name = prefix + disk_name.removeprefix(disk_prefix)
-                if disk_name.startswith(disk_prefix + ".") and name in gradients:
-                    found[disk_name] = gradients[name]
-    assert len(found) == len(gradients)
+                if disk_name.startswith(disk_prefix + ".") and name in values:
+                    found[disk_name] = values[name]
+    assert len(found) == len(values)
     return found
