@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 import typer
 from rich.console import Console
 
-from omnibal.data.policies import Method, Oversized
+from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized
 
 CEILING = 2
 """A search without a ceiling tries limits up to this many times the paper's."""
@@ -46,6 +46,13 @@ def pack(
     oversized: Annotated[
         Oversized, typer.Option(help="Samples over a limit: alone in a pack, refused, or left out.")
     ] = "alone",
+    exchange_steps: Annotated[
+        int,
+        typer.Option(
+            help="How many consecutive steps may exchange samples for balance; 1 keeps every step as it was drawn.",
+            min=1,
+        ),
+    ] = EXCHANGE_STEPS,
     model: Annotated[Path | None, typer.Option(help="The model's folder, for a dataset.")] = None,
     images: Annotated[Path | None, typer.Option(help="The images' folder; that of the annotations.")] = None,
     max_tiles: Annotated[int | None, typer.Option(help="Most tiles of an image, for a dataset.", min=1)] = None,
@@ -70,7 +77,7 @@ def pack(
     limits = choose_limits(named.lengths, vision_units, llm_tokens, factor=CEILING if search else 1)
     scored = search_under(limits, named.lengths, num_replicas, method, seed) if search else []
     limits = scored[0].limits if scored else limits
-    task = PackingTask(named.lengths, limits, num_replicas, micro_batches, seed, epoch, oversized)
+    task = PackingTask(named.lengths, limits, num_replicas, micro_batches, seed, epoch, oversized, exchange_steps)
     shown = get_args(Method) if compare else (method,)
     drawn = tuple(dict.fromkeys((BEFORE, method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}

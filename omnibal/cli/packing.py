@@ -43,6 +43,7 @@ class PackingTask:
     seed: int
     epoch: int
     oversized: Oversized
+    exchange_steps: int
 
     def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
         """Arrange the epoch and measure it."""
@@ -72,6 +73,7 @@ class PackingTask:
             seed=self.seed,
             epoch=self.epoch,
             oversized=self.oversized,
+            exchange_steps=self.exchange_steps,
         )
 
     @property
@@ -99,6 +101,7 @@ class PackingTask:
             "micro_batches": self.micro_batches,
             "seed": self.seed,
             "epoch": self.epoch,
+            "exchange_steps": self.exchange_steps,
             "oversized": {"policy": self.oversized, "samples": self.num_oversized},
         }
 

@@ -15,7 +15,7 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import ConfigError
 
 
 class Arrangement(Protocol):
@@ -194,17 +194,11 @@ def _admitted(lengths: SampleLengths, limits: PackLimits, oversized: Oversized) 
         raise ConfigError(f"oversized must be one of {get_args(Oversized)}, got {oversized!r}")
     if oversized == "alone":
         return None
-    over = limits.oversized(lengths)
-    if len(over) == 0:
-        return None
     if oversized == "error":
-        first = over[0]
-        raise DataError(
-            f"samples must keep the limits of {limits.vision_units} vision units and {limits.llm_tokens} LLM tokens, "
-            f"got {lengths.vision_units[first]} and {lengths.llm_tokens[first]} for sample {first} "
-            f"({len(over)} samples in all); raise the limits, or pass oversized='alone' or 'drop'"
-        )
-    return np.delete(np.arange(len(lengths)), over)
+        limits.refuse_oversized(lengths)
+        return None
+    over = limits.oversized(lengths)
+    return np.delete(np.arange(len(lengths)), over) if len(over) else None
 
 
 def _check_at_least(name: str, value: Any, least: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, init=False)
@@ -61,6 +61,21 @@ class PackLimits:
             return np.zeros(0, dtype=np.int64)
         over = (lengths.vision_units > self.vision_units) | (lengths.llm_tokens > self.llm_tokens)
         return np.flatnonzero(over)
+
+    def refuse_oversized(self, lengths: SampleLengths) -> None:
+        """Refuse samples that exceed a limit on their own.
+
+        Raises:
+            DataError: There is one; the message names the first.
+        """
+        over = self.oversized(lengths)
+        if len(over):
+            first = over[0]
+            raise DataError(
+                f"samples must keep the limits of {self.vision_units} vision units and {self.llm_tokens} LLM tokens, "
+                f"got {lengths.vision_units[first]} and {lengths.llm_tokens[first]} for sample {first} "
+                f"({len(over)} samples in all); raise the limits, or pass oversized='alone' or 'drop'"
+            )
 
 
 def paper_limits(lengths: SampleLengths) -> PackLimits:

@@ -17,4 +17,4 @@ DEFAULT_COST: Final = CostModel(llm_tokens=24576, llm_tokens_squared=1)
 """Forward operations of a decoder layer with 4096 hidden units and a fourfold MLP, 24 h² l + 4 h l², over 4 h."""
 
 EXCHANGE_STEPS: Final = 64
-"""Consecutive steps that may exchange samples for the sake of balance."""
+"""Consecutive steps that may exchange samples for the sake of balance: more have not made steps more alike."""

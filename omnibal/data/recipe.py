@@ -13,9 +13,9 @@ from omnibal.data.course import Course
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import Method, Oversized, TextOnly
+from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized, TextOnly
 from omnibal.data.stream import PackStream, Population, Ranks
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import ConfigError
 
 MOST_NAMED = 10  # samples that a message names
 
@@ -36,19 +36,14 @@ class Recipe:
     oversized: Oversized = "alone"
     cost: CostModel | None = None
     text_only: TextOnly = "mix"
+    exchange_steps: int = EXCHANGE_STEPS
     _arranged: dict[Ranks, list[Epoch]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.text_only not in get_args(TextOnly):
             raise ConfigError(f"text_only must be one of {get_args(TextOnly)}, got {self.text_only!r}")
-        if self.oversized == "error" and len(self.oversized_samples):
-            first = self.oversized_samples[0]
-            raise DataError(
-                f"samples must keep the limits of {self.limits.vision_units} vision units and "
-                f"{self.limits.llm_tokens} LLM tokens, got {self.lengths.vision_units[first]} and "
-                f"{self.lengths.llm_tokens[first]} for sample {first} ({len(self.oversized_samples)} samples in all); "
-                "raise the limits, or pass oversized='alone' or 'drop'"
-            )
+        if self.oversized == "error":
+            self.limits.refuse_oversized(self.lengths)
 
     @cached_property
     def oversized_samples(self) -> npt.NDArray[np.int64]:
@@ -76,6 +71,7 @@ class Recipe:
             "oversized": self.oversized,
             "cost": None if self.cost is None else list(asdict(self.cost).values()),
             "text_only": self.text_only,
+            "exchange_steps": self.exchange_steps,
         }
 
     def course(
@@ -118,6 +114,7 @@ class Recipe:
                     cost=self.cost,
                     seed=self.seed,
                     oversized=self.oversized,
+                    exchange_steps=self.exchange_steps,
                 )
                 for population in self._populations
             ]

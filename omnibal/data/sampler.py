@@ -8,7 +8,7 @@ from omnibal.data.agreement import check_agreement
 from omnibal.data.course import Course, StepPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import Method, Oversized, TextOnly
+from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized, TextOnly
 from omnibal.data.recipe import Recipe
 from omnibal.data.stream import Ranks
 from omnibal.errors import ConfigError
@@ -39,6 +39,9 @@ class BalancedBatchSampler:
             their own, so that in any micro-batch all ranks run the ViT or none does, as ZeRO-3 and FSDP require.
             (Empty packs aside: ``StepPacks.needs_dummy_tile`` tells, under either policy, which packs lack an image
             that another rank has.)
+        exchange_steps: The knob between randomness and balance, for the method ``"balanced"``: how many consecutive
+            steps may exchange samples so that the ranks of each are alike. With 1 every step keeps exactly those
+            that it drew. ``omnibal pack --exchange-steps`` shows what either costs on your data.
 
     Attributes:
         epoch: The current epoch.
@@ -70,9 +73,17 @@ class BalancedBatchSampler:
         oversized: Oversized = "alone",
         cost: CostModel | None = None,
         text_only: TextOnly = "mix",
+        exchange_steps: int = EXCHANGE_STEPS,
     ) -> None:
         self._recipe = Recipe(
-            lengths, limits, method=method, seed=seed, oversized=oversized, cost=cost, text_only=text_only
+            lengths,
+            limits,
+            method=method,
+            seed=seed,
+            oversized=oversized,
+            cost=cost,
+            text_only=text_only,
+            exchange_steps=exchange_steps,
         )
         self._ranks = Ranks(num_replicas, micro_batches)
         if not 0 <= rank < num_replicas:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.schedule import ScheduleName
@@ -54,6 +55,8 @@ class PackingSection(Section):
     """The most a pack may hold; left out, the paper's rule chooses from the lengths."""
     method: Literal["balanced", "isf", "random"] = "balanced"
     oversized: Literal["alone", "error", "drop"] = "alone"
+    exchange_steps: Count = EXCHANGE_STEPS
+    """Consecutive steps that may exchange samples for balance; 1 keeps every step exactly as it was drawn."""
     seed: int = 0
 
 

@@ -107,6 +107,7 @@ def _arrange(given: _Given, lengths: SampleLengths, replica: int) -> tuple[Plan,
         method=packing.method,
         seed=packing.seed,
         oversized=packing.oversized,
+        exchange_steps=packing.exchange_steps,
     )
     return plan, sampler
 

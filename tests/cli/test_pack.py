@@ -24,8 +24,8 @@ def test_json_holds_the_figures_of_the_arranged_epoch(omnibal, token_lengths):
     lengths, limits = SampleLengths.from_token_lengths(token_lengths), PackLimits(16, 4096)
     epoch = arrange_epoch(lengths, limits, num_replicas=4, micro_batches=2, method="isf", seed=3, epoch=2)
     assert set(record) == {
-        "samples", "limits", "num_replicas", "micro_batches", "seed", "epoch", "oversized", "methods", "search",
-        "warnings", "plots",
+        "samples", "limits", "num_replicas", "micro_batches", "seed", "epoch", "exchange_steps", "oversized",
+        "methods", "search", "warnings", "plots",
     }  # fmt: skip
     assert (record["samples"], record["num_replicas"], record["micro_batches"]) == (len(lengths), 4, 2)
     assert record["limits"]["vision_units"] == 16
@@ -38,6 +38,15 @@ def test_json_holds_the_figures_of_the_arranged_epoch(omnibal, token_lengths):
     assert figures["dist_ratio_vision"] == dist_ratio(epoch.packs.vision_units(lengths)[epoch.steps])
     assert (figures["lost"], figures["repeated"], figures["over_limit"]) == (0, 0, 0)
     assert len(figures["rank_means"]["llm_tokens"]) == 4
+
+
+def test_the_knob_between_randomness_and_balance(omnibal, token_lengths):
+    options = ["--vision-units", 16, "--llm-tokens", 8192, "--json"]
+    apart, together = (
+        record_of(omnibal("pack", *token_lengths, *options, "--exchange-steps", number))["methods"][0]
+        for number in (1, 64)
+    )
+    assert together["dist_ratio_cost"] < apart["dist_ratio_cost"]
 
 
 def test_limits_left_out_follow_the_papers_rule(omnibal, token_lengths):

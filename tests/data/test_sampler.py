@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from omnibal.cost import CostModel
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio
+from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
@@ -83,6 +85,16 @@ def test_epochs_differ_and_seeds_decide(method):
     assert list(sampler) == first
     assert list(samplers((2, 1), method=method)[0]) == first
     assert list(samplers((2, 1), method=method, seed=1)[0]) != first
+
+
+def test_steps_that_exchange_samples_are_more_alike():
+    lengths, limits = tiled_lengths(2000), PackLimits(16, 8192)
+    apart, together = (samplers((8, 1), lengths, limits, exchange_steps=number)[0] for number in (1, 64))
+
+    def waiting(sampler):
+        return dist_ratio([DEFAULT_COST(step.load(lengths))[:, 0] for step in sampler.steps()])
+
+    assert waiting(together) < waiting(apart)
 
 
 def test_an_empty_dataset_has_no_steps():
@@ -307,6 +319,7 @@ def test_steps_done_by_other_ranks_are_out_of_reach():
         ({"oversized": "drop"}, "oversized must be as in the saved state, 'alone', got 'drop'"),
         ({"text_only": "together"}, "text_only must be as in the saved state, 'mix', got 'together'"),
         ({"cost": CostModel(llm_tokens=1)}, "cost must be as in the saved state, None, got"),
+        ({"exchange_steps": 1}, "exchange_steps must be as in the saved state, 64, got 1"),
         ({"lengths": tiled_lengths(399)}, "num_samples must be as in the saved state, 400, got 399"),
         ({"lengths": tiled_lengths(400, seed=6)}, "content_hash must be as in the saved state"),
     ],
