@@ -11,9 +11,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import LEVELS, Level, StageMemory
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
+from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class StagePrediction:
     """The share of the backward pass that only repeats the forward pass."""
     idle_ratio: float
     """Share of the step's pipeline time in which the stage does not compute."""
+    pending_bytes: int
+    """The most that weight gradients may keep while they wait; beyond it the engine computes the oldest at once."""
     memory: StageMemory
     """At its peak, if a micro-batch is as large as the limits allow."""
 
@@ -95,6 +97,11 @@ class Plan:
     def num_stages(self) -> int:
         """Pipeline stages."""
         return self.partition.num_stages
+
+    @property
+    def table(self) -> Schedule:
+        """What every stage runs."""
+        return SCHEDULES[self.schedule](self.num_stages, self.micro_batches)
 
     def to_record(self) -> dict[str, Any]:
         """The plan as JSON values."""

@@ -10,8 +10,8 @@ from omnibal.memory.footprint import LEVELS, StageMemory
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 
-MEMORY = StageMemory(8, 16, 96, 1000, 20, 30, 0, 7)
-STAGE = StagePrediction(0.1, 0.25, 0.05, 0.125, MEMORY)
+MEMORY = StageMemory(8, 16, 96, 1000, 0, 20, 30, 0, 7)
+STAGE = StagePrediction(0.1, 0.25, 0.05, 0.125, 9, MEMORY)
 PLAN = Plan(
     PackLimits(9, 4096, full_llm_tokens=4000),
     16,
@@ -26,12 +26,12 @@ PLAN = Plan(
 def test_a_plan_reads_well(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     stage = (
-        '{"forward_seconds": 0.1, "backward_seconds": 0.25, "recompute_seconds": 0.05, "idle_ratio": 0.125, "memory": '
-        '{"parameters": 8, "gradients": 16, "optimizer": 96, "activations": 1000, "buffers": 20, "transient": 30, '
-        '"logits": 0, "overhead": 7}}'
+        '{"forward_seconds": 0.1, "backward_seconds": 0.25, "recompute_seconds": 0.05, "idle_ratio": 0.125, '
+        '"pending_bytes": 9, "memory": {"parameters": 8, "gradients": 16, "optimizer": 96, "activations": 1000, '
+        '"pending": 0, "buffers": 20, "transient": 30, "logits": 0, "overhead": 7}}'
     )
     expected = f"""{{
-  "version": 1,
+  "version": 2,
   "limits": {{"vision_units": 9, "llm_tokens": 4096, "full_vision_units": 9, "full_llm_tokens": 4000}},
   "micro_batches": 16,
   "partition": [0, 3, 5],
@@ -81,7 +81,7 @@ def test_any_levels_come_back(tmp_path_factory, stages):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "plan must be of version 1, got 2; make it again"),
+        ({"version": 1}, "plan must be of version 2, got 1; make it again"),
         ({"partition": None}, "plan must have values of the right kinds"),
         ({"partition": [0, 3, 3]}, "boundaries must start at 0 and increase"),
         ({"recompute": ["3 full"]}, "recompute must have an entry for each of 2 stages, got 1"),

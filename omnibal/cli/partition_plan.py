@@ -36,6 +36,7 @@ def _predict(task: StepTask, partition: Partition) -> Prediction:
             backward_seconds=_short(stage.backward_seconds),
             recompute_seconds=_short(stage.backward_seconds - plain.backward_seconds),
             idle_ratio=_short(stage.idle_ratio),
+            pending_bytes=0,
             memory=held,
         )
         for stage, plain, held in zip(figures.stages, fastest.stages, memory, strict=True)

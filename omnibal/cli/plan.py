@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -59,6 +59,12 @@ def plan(
     reduce_bandwidth: ReduceBandwidthOption = None,
     latency: LatencyOption = 0.0,
     mode: ModeOption = "rendezvous",
+    schedule: Annotated[
+        Literal["1f1b", "zero-bubble", "auto"],
+        typer.Option(
+            help="DeepSpeed's own; weight gradients computed where stages would wait; or the faster that fits."
+        ),
+    ] = "1f1b",
     steps: Annotated[int, typer.Option(help="Steps of real packs that plans are simulated on.", min=1)] = 4,
     seed: Annotated[int, typer.Option(help="Decides which samples are looked at.", min=0)] = 0,
     trials: Annotated[
@@ -82,7 +88,8 @@ def plan(
     """Plan data, model and memory together: what fits and takes the least time.
 
     Weighs pack limits (so how many micro-batches a step has), where to cut
-    the model, and which layers recompute, by simulating steps of real packs.
+    the model, which layers recompute, and with --schedule auto the schedule,
+    by simulating steps of real packs.
     A ds_config with "pipeline": {"plan": "plan.json"} trains that way.
 
     Example: omnibal plan profile.json --lengths runs/lengths
@@ -116,6 +123,7 @@ def plan(
         reduce_bandwidth_bytes_per_second=None if reduce_bandwidth is None else reduce_bandwidth * GIGA,
         latency_seconds=latency * MICROSECONDS,
         mode=mode,
+        schedule=schedule,
         steps=steps,
         seed=seed,
     )

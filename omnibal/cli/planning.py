@@ -215,6 +215,7 @@ def _record(choice: Choice) -> dict[str, Any]:
     model = choice.model
     return {
         "num_stages": model.num_stages,
+        "schedule": model.schedule_name,
         "micro_batches": model.packing.micro_batches,
         "limits": {
             "vision_units": model.packing.limits.vision_units,
@@ -236,12 +237,13 @@ def _recomputed(choice: Choice) -> list[int]:
 def _tried_table(tried: Sequence[Choice]) -> Table:
     """A row per packing and number of stages: packs of a replica's step, their limits, and what a step is like."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for name in ("stages", "packs", "tiles", "tokens", "samples", "step s", "samples/s", "recomputed"):
+    for name in ("stages", "schedule", "packs", "tiles", "tokens", "samples", "step s", "samples/s", "recomputed"):
         table.add_column(name, justify="right")
     for choice in tried:
         packing = choice.model.packing
         table.add_row(
             f"{choice.model.num_stages}",
+            choice.model.schedule_name,
             f"{packing.micro_batches}",
             f"{packing.limits.vision_units:,}",
             f"{packing.limits.llm_tokens:,}",

@@ -9,7 +9,6 @@ from omnibal.cli.step_task import Links
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, Level, TrainingSetup
 from omnibal.pipeline.profile import ModelProfile
-from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.plan import Plan
 from omnibal.planner.ladder import plan_ladder
 from omnibal.planner.packings import largest_load
@@ -41,8 +40,7 @@ def plan_part(
     rungs = plan_ladder(
         profile, plan, samples, num_replicas=num_replicas, batch_size=batch_size, steps=steps, links=asdict(links)
     )
-    schedule = one_f_one_b(plan.num_stages, plan.micro_batches)
-    footprint = Footprint(profile, largest_load(samples, plan.limits), schedule, setup)
+    footprint = Footprint(profile, largest_load(samples, plan.limits), plan.table, setup)
     everything: Level = "full"
     return PlanPart(
         plan=plan,

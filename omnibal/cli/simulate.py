@@ -34,6 +34,8 @@ from omnibal.cli.step_task import (
     ModeOption,
     RecomputeOption,
     ReduceBandwidthOption,
+    ScheduleName,
+    ScheduleOption,
     ZeroStageOption,
 )
 from omnibal.errors import ConfigError
@@ -70,6 +72,7 @@ def simulate(
     mode: ModeOption = "rendezvous",
     zero_stage: ZeroStageOption = 1,
     recompute: RecomputeOption = None,
+    schedule: ScheduleOption = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline for chrome://tracing or ui.perfetto.dev, JSON.")
     ] = None,
@@ -79,8 +82,9 @@ def simulate(
     """Simulate a training step, stage by stage.
 
     How long it takes, how long each stage is idle (the bubble), how many
-    micro-batches each holds at once. Transfers block both sides, in the order
-    in which DeepSpeed sends and receives.
+    micro-batches each holds at once. Under 1f1b transfers block both sides, in
+    the order in which DeepSpeed sends and receives; under zero-bubble they run
+    beside the computations.
 
     Example: omnibal simulate profile.json --plan plan.json --trace trace.json
     --plot timeline.png
@@ -106,7 +110,7 @@ def simulate(
         costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency, zero_stage=zero_stage
     )
     levels = cut.recompute if recompute is None else every_layer(recompute, len(costs.layers))
-    task = StepTask(costs, packs, links, levels, mode)
+    task = StepTask(costs, packs, links, levels, mode, schedule or cut.schedule)
     written = _write(task.simulate(cut.partition), trace, plot)
     figures = task.figures(cut.partition)
     if as_json:
@@ -128,6 +132,7 @@ class _Cut:
     recompute: tuple[Level, ...]
     micro_batches: int
     limits: "PackLimits | None"
+    schedule: ScheduleName = "1f1b"
 
 
 def _read_cut(plan: Path | None, partition: str | None) -> _Cut:
@@ -139,7 +144,7 @@ def _read_cut(plan: Path | None, partition: str | None) -> _Cut:
         raise ConfigError(f"a partition must come from --plan or --partition, got {'both' if plan else 'neither'}")
     if plan is not None:
         loaded = Plan.load(plan)
-        return _Cut(loaded.partition, loaded.recompute, loaded.micro_batches, loaded.limits)
+        return _Cut(loaded.partition, loaded.recompute, loaded.micro_batches, loaded.limits, loaded.schedule)
     assert partition is not None
     words = partition.replace(",", " ").split()
     if not all(word.isdecimal() for word in words):

@@ -10,18 +10,24 @@ from omnibal.cli.costs import GIGA, bandwidth_of
 if TYPE_CHECKING:
     from omnibal.pipeline.profile import ModelProfile
 
-# As in omnibal.pipeline.simulate and omnibal.memory.footprint, which load too much for a command's --help.
+# As in omnibal.pipeline and omnibal.memory.footprint, which load too much for a command's --help.
 Mode = Literal["rendezvous", "overlap"]
 Level = Literal["none", "selective", "full"]
+ScheduleName = Literal["1f1b", "zero-bubble"]
 
 ReduceBandwidthOption = Annotated[
     float | None, typer.Option(help="GB/s between replicas, for the gradients; as between stages.", min=0)
 ]
 LatencyOption = Annotated[float, typer.Option(help="Microseconds that a transfer takes whatever its size.", min=0)]
-ModeOption = Annotated[Mode, typer.Option(help="Transfers: blocking in DeepSpeed's order, or beside the computations.")]
+ModeOption = Annotated[
+    Mode, typer.Option(help="Transfers of 1f1b: blocking in DeepSpeed's order, or beside the computations.")
+]
 ZeroStageOption = Annotated[int, typer.Option(help="ZeRO stage; 1: replicas share the optimizer's work.", min=0, max=1)]
 RecomputeOption = Annotated[
     Level | None, typer.Option(help="What every layer recomputes in its backward pass; none, or as the plan says.")
+]
+ScheduleOption = Annotated[
+    ScheduleName | None, typer.Option(help="What stages run in which order: as the plan says; 1f1b without one.")
 ]
 MICROSECONDS: Final = 1e-6
 MICRO_BATCHES_PER_STAGE: Final = 4

@@ -19,8 +19,8 @@ from omnibal.memory.footprint import Footprint, Level, StageMemory, TrainingSetu
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import PartitionSearch, search_partition
 from omnibal.pipeline.profile import ModelProfile
-from omnibal.pipeline.schedule import one_f_one_b
-from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
+from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+from omnibal.pipeline.simulate import Mode, StepSimulation, mode_of, simulate_step
 from omnibal.planner.packings import largest_load
 from omnibal.report.stages import PartitionFigures
 
@@ -167,7 +167,8 @@ class StepTask:
         packs: What the micro-batches hold.
         links: How fast data moves.
         recompute: A level for each layer.
-        mode: How transfers run.
+        mode: How transfers of 1F1B run.
+        schedule: What the stages run.
     """
 
     profile: ModelProfile
@@ -175,6 +176,7 @@ class StepTask:
     links: Links
     recompute: tuple[Level, ...]
     mode: Mode
+    schedule: ScheduleName = "1f1b"
 
     def search(self, num_stages: int, method: str, top: int) -> PartitionSearch:
         """The best partitions by a method."""
@@ -185,9 +187,15 @@ class StepTask:
 
     def simulate(self, partition: Partition) -> StepSimulation:
         """The step under a partition."""
+        table = self.table(partition)
         return simulate_step(
-            self.profile, partition, self.packs.loads, mode=self.mode, recompute=self.recompute, **asdict(self.links)
-        )
+            self.profile, partition, self.packs.loads, schedule=table, mode=mode_of(table, self.mode),
+            recompute=self.recompute, **asdict(self.links),
+        )  # fmt: skip
+
+    def table(self, partition: Partition) -> Schedule:
+        """What every stage runs."""
+        return SCHEDULES[self.schedule](partition.num_stages, self.packs.micro_batches)
 
     def without_recompute(self) -> "StepTask":
         """The same step with nothing recomputed."""
@@ -196,7 +204,13 @@ class StepTask:
     def to_record(self) -> dict[str, Any]:
         """The task as JSON values."""
         profile = {"hash": self.profile.content_hash, "device": self.profile.device, "dtype": self.profile.dtype}
-        return {"profile": profile, **self.packs.to_record(), **asdict(self.links), "mode": self.mode}
+        return {
+            "profile": profile,
+            **self.packs.to_record(),
+            **asdict(self.links),
+            "mode": self.mode,
+            "schedule": self.schedule,
+        }
 
     def figures(self, partition: Partition) -> PartitionFigures:
         """The step under a partition, in figures."""
@@ -205,9 +219,9 @@ class StepTask:
 
     def memory(self, partition: Partition) -> tuple[StageMemory, ...]:
         """What a device of each stage holds at its peak, if a pack is as large as the limits allow."""
-        schedule = one_f_one_b(partition.num_stages, self.packs.micro_batches)
         setup = TrainingSetup(num_replicas=len(self.packs.loads), zero_stage=int(self.links.shard_optimizer))
-        return Footprint(self.profile, self.packs.largest, schedule, setup).stages(partition, self.recompute)
+        footprint = Footprint(self.profile, self.packs.largest, self.table(partition), setup)
+        return footprint.stages(partition, self.recompute)
 
     def __str__(self) -> str:
         replicas = len(self.packs.loads)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 COMPUTATIONS = (Operation.F, Operation.BW, Operation.B, Operation.W)
+DOWN, UP = 0, 1
+"""Directions in which tensors are sent beside the computations."""
 DOWNSTREAM = (Operation.SEND_ACTIVATION, Operation.RECEIVE_GRADIENT)
 
 
@@ -83,6 +85,7 @@ class StageWork:
         fixed_bytes: Held throughout the step.
         kept_bytes: Of each micro-batch from its forward to its backward.
         transient_bytes: Beside those, while its backward runs.
+        pending_bytes: Of each micro-batch from its split backward to its weight gradients.
     """
 
     forward: FloatArray
@@ -96,6 +99,7 @@ class StageWork:
     fixed_bytes: int
     kept_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
+    pending_bytes: tuple[int, ...]
 
 
 def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> StageWork:
@@ -114,8 +118,9 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
         return seconds
 
     levels = [tuple(_levels(task)[int(above)][first:last]) for above in exceeds]
-    memory = [task.footprint(load).stage(stage, layers, of) for load, of in zip(own, levels, strict=True)]
-    held = task.footprint(own[0]).held[stage]
+    footprints = [task.footprint(load) for load in own]
+    memory = [footprint.stage(stage, layers, of) for footprint, of in zip(footprints, levels, strict=True)]
+    held, waiting = task.schedule.in_flight[stage], max(task.schedule.pending_weights[stage], 1)
     return StageWork(
         forward=between("forward"),
         backward=between("backward" if stage else "first_backward"),
@@ -125,9 +130,10 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
         downstream=planned.crossing[replica][:, last],
         reduce=float(planned.reduce[last] - planned.reduce[first]),
         optimizer=float(planned.optimizer[last] - planned.optimizer[first]),
-        fixed_bytes=max(entry.total - entry.activations - entry.transient for entry in memory),
+        fixed_bytes=max(entry.total - entry.activations - entry.pending - entry.transient for entry in memory),
         kept_bytes=tuple(entry.activations // held for entry in memory),
         transient_bytes=tuple(entry.transient for entry in memory),
+        pending_bytes=tuple(int(each.pending_bytes(stage)[first, last]) // waiting for each in footprints),
     )
 
 
@@ -151,15 +157,19 @@ class Device:
         stage: Its pipeline stage.
         replica: Its data-parallel rank.
         where: Its place in error messages.
+        arrivals: When what is sent beside the computations arrives, in the wall's seconds, shape (directions, stages,
+            replicas, micro-batches) by who receives it; all devices of the cluster share it.
     """
 
-    def __init__(self, task: EmulationTask, stage: int, replica: int, where: str) -> None:
+    def __init__(self, task: EmulationTask, stage: int, replica: int, where: str, arrivals: FloatArray) -> None:
         self.task, self.stage, self.replica = task, stage, replica
         self.peak_bytes = 0
         self.log = StepLog()
         self._where = where
         self._held_bytes = 0
         self._due = 0.0
+        self._arrivals = arrivals[:, :, replica]
+        self._link_is_free = [0.0, 0.0]
 
     def begin_step(self, step: int) -> None:
         """Look up what the step brings; before it begins, as it takes time of its own."""
@@ -186,13 +196,29 @@ class Device:
         """An instruction has run; a transfer takes the link's time from here on."""
         micro_batch = self._ran[operation]
         if operation in COMPUTATIONS:
-            if operation in (Operation.BW, Operation.W):
+            if operation in (Operation.BW, Operation.B):
                 self._held_bytes -= self.work.kept_bytes[micro_batch]
+            if operation == Operation.B:
+                self._hold(self.work.pending_bytes[micro_batch], micro_batch)
+            if operation == Operation.W:
+                self._held_bytes -= self.work.pending_bytes[micro_batch]
         else:
             link = self.work.downstream if operation in DOWNSTREAM else self.work.upstream
             self.rest(float(link[micro_batch]))
         self._ran[operation] += 1
         self.log.entries.append(Entry(operation, start, perf_counter()))
+
+    def send(self, direction: int, micro_batch: int) -> None:
+        """A tensor leaves while the device goes on; a link carries one at a time."""
+        link = self.work.downstream if direction == DOWN else self.work.upstream
+        start = max(perf_counter(), self._link_is_free[direction])
+        arrival = self._link_is_free[direction] = start + float(link[micro_batch]) * self.task.scale
+        peer = self.stage + 1 if direction == DOWN else self.stage - 1
+        self._arrivals[direction, peer, micro_batch] = arrival
+
+    def receive(self, direction: int, micro_batch: int) -> None:
+        """Wait for a tensor whose bytes are there already until it would have arrived."""
+        _sleep_until(float(self._arrivals[direction, self.stage, micro_batch]))
 
     def compute(self, seconds: float) -> None:
         """Be busy for so long behind what the instruction has done so far; what Python takes is not added."""

@@ -6,40 +6,45 @@ python -m omnibal.engine.emulated_engine FOLDER, where the folder holds the task
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from mmap import mmap
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar, Final
 
 import deepspeed
+import numpy as np
 import torch
 from deepspeed.runtime.pipe import schedule as pipe
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
-from omnibal.cost import Load
+from omnibal.cost import FloatArray, Load
 from omnibal.engine.config import complete_deepspeed_config
-from omnibal.engine.emulated_device import Device, DeviceReport, StepLog
+from omnibal.engine.emulated_device import DOWN, UP, Device, DeviceReport, StepLog
 from omnibal.engine.emulation import FAILURE_FILE, SIZE_SCALE, TASK_FILE, EmulationTask, report_file
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import make_engine
 from omnibal.engine.loader import Batch
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.step import Step
+from omnibal.engine.table import RunEntry
 from omnibal.errors import OmnibalError
 from omnibal.pipeline.schedule import Operation
 from omnibal.vlm.layers import Payload
+from omnibal.vlm.weight_gradients import WeightGradients
 
 ELEMENT_BYTES: Final = 2
-OPERATIONS: Final = {
-    pipe.ForwardPass: Operation.F,
-    pipe.BackwardPass: Operation.BW,
+TRANSFERS: Final = {
     pipe.SendActivation: Operation.SEND_ACTIVATION,
     pipe.RecvActivation: Operation.RECEIVE_ACTIVATION,
     pipe.SendGrad: Operation.SEND_GRADIENT,
     pipe.RecvGrad: Operation.RECEIVE_GRADIENT,
 }
-"""DeepSpeed's instructions by ours."""
+"""Our operations by DeepSpeed's blocking instructions."""
 
 
 class _Inputs(torch.autograd.Function):
@@ -74,7 +79,8 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         layer = context.layer
-        layer.device.compute(float(layer.device.work.weight[context.micro_batch, layer.place]))
+        seconds = float(layer.device.work.weight[context.micro_batch, layer.place])
+        layer.weight_gradients.defer(partial(layer.device.compute, seconds), keeps=[gradient])
         return gradient, None, None
 
 
@@ -90,6 +96,7 @@ class EmulatedLayer(nn.Module):
     def __init__(self, device: Device, place: int, *, trainable: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.device, self.place = device, place
+        self.weight_gradients = WeightGradients(budget_bytes=0)  # none waits
         self.weight = nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=trainable)
 
     def forward(self, payload: Payload) -> Payload:
@@ -182,6 +189,10 @@ class EmulatedEngine(OmnibalEngine):
     def __init__(self, *, device: Device, **others: Any) -> None:
         super().__init__(**others)
         self.emulated = device
+        self._operation = Operation.BW
+        if self.table is not None:
+            for layer in self.module.forward_funcs:
+                layer.weight_gradients = self.weight_gradients
 
     def _exec_reduce_grads(self) -> None:
         super()._exec_reduce_grads()
@@ -193,11 +204,46 @@ class EmulatedEngine(OmnibalEngine):
         self.emulated.rest(self.emulated.work.optimizer)
         self.emulated.log.updated = perf_counter()
 
+    def _run_entry(self, operation: Operation, micro_batch: int) -> None:
+        self._operation = operation
+        if operation == Operation.W:
+            start = self.emulated.begin(operation)
+            super()._run_entry(operation, micro_batch)
+            self.emulated.end(operation, start)
+        else:
+            super()._run_entry(operation, micro_batch)
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        with self._links(buffer_id, DOWN, is_received=not self.is_first_stage(), is_sent=not self.is_last_stage()):
+            start = self.emulated.begin(Operation.F)
+            super()._exec_forward_pass(buffer_id)
+            self.emulated.end(Operation.F, start)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        operation = Operation.B if self._operation == Operation.B else Operation.BW
+        with self._links(buffer_id, UP, is_received=not self.is_last_stage(), is_sent=not self.is_first_stage()):
+            start = self.emulated.begin(operation)
+            super()._exec_backward_pass(buffer_id)
+            self.emulated.end(operation, start)
+
+    @contextmanager
+    def _links(self, micro_batch: int, direction: int, *, is_received: bool, is_sent: bool) -> Iterator[None]:
+        """Around a pass of a table: its transfers run beside the computations; DeepSpeed's own are instructions."""
+        if self.table is not None and is_received:
+            self.emulated.receive(direction, micro_batch)
+        yield
+        if self.table is not None and is_sent:
+            self.emulated.send(direction, micro_batch)
+
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **OmnibalEngine._INSTRUCTION_MAP,
         **{
-            instruction: _timed(OPERATIONS[instruction], run) if instruction in OPERATIONS else run
-            for instruction, run in OmnibalEngine._INSTRUCTION_MAP.items()
+            instruction: _timed(operation, OmnibalEngine._INSTRUCTION_MAP[instruction])
+            for instruction, operation in TRANSFERS.items()
         },
+        RunEntry: _run_entry,
+        pipe.ForwardPass: _exec_forward_pass,
+        pipe.BackwardPass: _exec_backward_pass,
         pipe.ReduceGrads: _exec_reduce_grads,
         pipe.OptimizerStep: _exec_optimizer_step,
     }
@@ -212,8 +258,9 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
         "gradient_clipping": 1.0,
     }
     config = complete_deepspeed_config(
-        config, num_stages=task.plan.num_stages, num_replicas=task.setup.num_replicas, total_steps=len(task.steps)
-    )
+        config, num_stages=task.plan.num_stages, num_replicas=task.setup.num_replicas, total_steps=len(task.steps),
+        schedule=task.plan.schedule,
+    )  # fmt: skip
     model: Any = EmulatedModel(task, device)
     module = EmulatedModule(model, task.plan, num_replicas=task.setup.num_replicas, dtype=torch.bfloat16)
     return make_engine(
@@ -222,10 +269,10 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
     )  # fmt: skip
 
 
-def _emulate(task: EmulationTask, rank: int, started: float) -> DeviceReport:
+def _emulate(task: EmulationTask, rank: int, started: float, arrivals: FloatArray) -> DeviceReport:
     """One device: build the engine, run the steps."""
     stage, replica = divmod(rank, task.setup.num_replicas)
-    device = Device(task, stage, replica, f"rank {rank}, stage {stage}")
+    device = Device(task, stage, replica, f"rank {rank}, stage {stage}", arrivals)
     engine = _build(task, device)
     engine.train_batch()
     ready = perf_counter() - started
@@ -236,7 +283,7 @@ def _emulate(task: EmulationTask, rank: int, started: float) -> DeviceReport:
     return DeviceReport(logs, device.peak_bytes, ready)
 
 
-def _process(rank: int, folder: Path, task: EmulationTask, started: float) -> None:
+def _process(rank: int, folder: Path, task: EmulationTask, started: float, arrivals: FloatArray) -> None:
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{task.num_processes}"}
     deepspeed.init_distributed(
         dist_backend="gloo",
@@ -247,7 +294,7 @@ def _process(rank: int, folder: Path, task: EmulationTask, started: float) -> No
         verbose=False,
     )
     try:
-        report = _emulate(task, rank, started)
+        report = _emulate(task, rank, started, arrivals)
     except OmnibalError as error:
         (folder / FAILURE_FILE).write_bytes(pickle.dumps(error))
         raise
@@ -258,7 +305,10 @@ def main() -> None:
     """Fork the processes; if one fails, all end."""
     started, folder = perf_counter(), Path(sys.argv[1])
     task = pickle.loads((folder / TASK_FILE).read_bytes())
-    start_processes(_process, (folder, task, started), nprocs=task.num_processes, start_method="fork")
+    shape = (2, task.plan.num_stages, task.setup.num_replicas, task.plan.micro_batches)
+    shared = mmap(-1, 8 * prod(shape))
+    arrivals = np.frombuffer(shared, dtype=np.float64).reshape(shape)
+    start_processes(_process, (folder, task, started, arrivals), nprocs=task.num_processes, start_method="fork")
 
 
 if __name__ == "__main__":

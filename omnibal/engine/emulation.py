@@ -19,8 +19,8 @@ from omnibal.engine.trials import reason_of
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint, TrainingSetup
 from omnibal.pipeline.profile import ModelProfile
-from omnibal.pipeline.schedule import Schedule, one_f_one_b
-from omnibal.pipeline.simulate import Simulation, StepSimulation, simulate_step
+from omnibal.pipeline.schedule import Schedule
+from omnibal.pipeline.simulate import Mode, Simulation, StepSimulation, mode_of, simulate_step
 from omnibal.plan import Plan
 
 LEAST_SLEEP_SECONDS = 0.1
@@ -78,7 +78,12 @@ class EmulationTask:
     @property
     def schedule(self) -> Schedule:
         """What every replica's stages run."""
-        return one_f_one_b(self.plan.num_stages, self.plan.micro_batches)
+        return self.plan.table
+
+    @property
+    def mode(self) -> Mode:
+        """How its transfers run."""
+        return mode_of(self.schedule, "rendezvous")
 
     @cached_property
     def predicted(self) -> tuple[StepSimulation, ...]:
@@ -86,7 +91,7 @@ class EmulationTask:
         return tuple(
             simulate_step(
                 self.profile, self.plan.partition, loads, recompute=self.plan.recompute, schedule=self.schedule,
-                **self.links,
+                mode=self.mode, **self.links,
             )
             for loads in self.steps
         )  # fmt: skip
@@ -181,7 +186,7 @@ def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulat
 
 
 def _pipeline(task: EmulationTask, logs: Sequence[StepLog], start: float) -> Simulation:
-    table = task.schedule.blocking_table
+    table = task.schedule.blocking_table if task.mode == "rendezvous" else task.schedule.table
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     for stage, log in enumerate(logs):
         length = table.lengths[stage]

@@ -17,7 +17,6 @@ from omnibal.engine.module import EVALUATION_STATISTICS
 from omnibal.engine.peak import DevicePeak
 from omnibal.engine.step import Step
 from omnibal.engine.table import TableEngine
-from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
@@ -56,8 +55,11 @@ class OmnibalEngine(TableEngine):
     def __init__(
         self, *, plan: Plan, loader: PackLoader, seed: int, model_source: Path | None, **deepspeed_arguments: Any
     ) -> None:
-        table = None if plan.schedule == "1f1b" else SCHEDULES[plan.schedule](plan.num_stages, plan.micro_batches)
-        super().__init__(table=table, **deepspeed_arguments)
+        super().__init__(
+            table=None if plan.schedule == "1f1b" else plan.table,
+            pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
+            **deepspeed_arguments,
+        )
         self.plan = plan
         self.loader = loader
         self.last_step: Step | None = None

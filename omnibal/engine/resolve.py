@@ -46,7 +46,9 @@ def resolve_plan(
         plan = Plan.load(pipeline.plan)
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
         _check_partition(plan.partition, num_layers, num_stages)
-        return plan if pipeline.schedule == "auto" else replace(plan, schedule=pipeline.schedule)
+        schedule = plan.schedule if pipeline.schedule == "auto" else pipeline.schedule
+        # a prediction holds for its schedule only
+        return plan if schedule == plan.schedule else replace(plan, schedule=schedule, predicted=None)
     partition = _partition(pipeline, vlm.records, num_stages, frozen)
     _check_partition(partition, num_layers, num_stages)
     recompute = _recompute(pipeline, num_layers)

@@ -1,7 +1,7 @@
 """DeepSpeed's PipelineEngine that also runs a schedule table, with split backward passes and transfers beside them."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -55,15 +55,19 @@ class TableEngine(PipelineEngine):
     Args:
         table: What every stage runs; micro-batches pass each stage in order, forward and backward. None for DeepSpeed's
             1F1B, with transfers that block.
+        pending_bytes: For each stage the most that weight gradients may keep while they wait; None for no limit.
         **deepspeed_arguments: As for DeepSpeed's engine.
 
     Raises:
         ConfigError: The optimizer collects gradients in hooks of its own, which deferred ones do not pass.
     """
 
-    def __init__(self, *, table: Schedule | None, **deepspeed_arguments: Any) -> None:
+    def __init__(
+        self, *, table: Schedule | None, pending_bytes: Sequence[int] | None, **deepspeed_arguments: Any
+    ) -> None:
         super().__init__(**deepspeed_arguments)
         self.table = table
+        self.pending_bytes = None if pending_bytes is None else pending_bytes[self.stage_id]
         self.weight_gradients = WeightGradients(accumulate=self._accumulate())
         self._losses: dict[int, Tensor] = {}
         self._awaited: deque[list[Shape]] = deque()
@@ -124,8 +128,9 @@ class TableEngine(PipelineEngine):
         if operation == Operation.F:
             self._run_forward(micro_batch)
         if operation in (Operation.B, Operation.BW):
+            self.weight_gradients.budget_bytes = self.pending_bytes if operation == Operation.B else 0
             self._run_backward(micro_batch)
-        if operation in (Operation.W, Operation.BW):
+        if operation == Operation.W:
             self.weight_gradients.run(micro_batch)
 
     def _run_forward(self, micro_batch: int) -> None:

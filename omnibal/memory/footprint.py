@@ -47,6 +47,8 @@ class StageMemory:
     """Optimizer state and master weights; a replica's share under ZeRO stage 1."""
     activations: int
     """Kept from forward to backward, for all micro-batches in flight."""
+    pending: int
+    """Kept from one backward pass to the next for weight gradients that wait; nothing under 1F1B."""
     buffers: int
     """What comes from and goes to the neighbouring stages."""
     transient: int
@@ -125,10 +127,10 @@ class Footprint:
         if self.profile.dtype not in _BYTES:
             raise ConfigError(f"dtype of the profile must be one of {', '.join(_BYTES)}, got {self.profile.dtype!r}")
 
-    @cached_property
+    @property
     def held(self) -> tuple[int, ...]:
-        """Micro-batches whose activations each stage holds at most: in flight, or waiting for their ``W``."""
-        return tuple(int(self.schedule.occupancy(stage).sum(axis=1).max()) for stage in range(self.schedule.num_stages))
+        """Micro-batches whose activations each stage holds at most."""
+        return self.schedule.in_flight
 
     def kept_bytes(self, stage: int) -> IntArray:
         """What a layer keeps of one micro-batch at each level, shape (layers, levels).
@@ -137,18 +139,29 @@ class Footprint:
         """
         return self._first_kept if stage == 0 else self._kept
 
-    @cached_property
-    def transient_bytes(self) -> IntArray:
-        """What running a layer backward needs beside what is kept, shape (layers, levels).
+    def transient_bytes(self, stage: int, stop: int) -> IntArray:
+        """What running a layer backward needs beside what is kept, shape (layers before stop, levels).
 
         That is what recomputing it brings back, and gradients: of its output and its input (pixels have none), or
-        within it.
+        within it. Where weight gradients wait, what this micro-batch keeps for those of the layers behind it is there
+        too, and its own take the place of the gradients within it if they are more.
+
+        Args:
+            stage: The layer's place in the pipeline.
+            stop: Where the stage ends.
         """
-        everything = self._kept[:, :1]
-        recomputed = np.maximum(everything - self._kept, 0)
-        around = self._sent[1:] + np.concatenate([[0], self._sent[1:-1]])
-        gradients = np.maximum(around[:, None], (_GRADIENT_SHARE * everything).astype(np.int64))
-        return np.where(self._kept == NOT_OFFERED, NOT_OFFERED, recomputed + gradients)
+        if not self.schedule.pending_weights[stage]:
+            return self._transient[:stop]
+        own = self._pending[np.arange(stop), np.arange(1, stop + 1)]
+        behind = self._pending[1 : stop + 1, stop]
+        beyond_kept = own[:, None] - self._kept[:stop]
+        transient: IntArray = np.maximum(self._transient[:stop], beyond_kept) + behind[:, None]
+        return transient
+
+    def pending_bytes(self, stage: int) -> IntArray:
+        """The most that weight gradients of every possible stage in this place keep while they wait."""
+        pending: IntArray = self.schedule.pending_weights[stage] * self._pending
+        return pending
 
     @property
     def loss_bytes(self) -> int:
@@ -166,7 +179,7 @@ class Footprint:
         """What every possible stage in this place holds whatever its levels: all but activations and transient."""
         buffers, logits = self._buffers(stage), self._logits(stage)
         static: IntArray = self._parameters + self._gradients + self._optimizer
-        return static + buffers + logits + self.setup.overhead_bytes
+        return static + self._waiting(stage) + buffers + logits + self.setup.overhead_bytes
 
     def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
         """The memory of one stage.
@@ -181,7 +194,7 @@ class Footprint:
         """
         a, b = layers.start, layers.stop
         rows, columns = np.arange(a, b), np.array([LEVELS.index(level) for level in levels])
-        kept, transient = self.kept_bytes(stage)[rows, columns], self.transient_bytes[rows, columns]
+        kept, transient = self.kept_bytes(stage)[rows, columns], self.transient_bytes(stage, b)[rows, columns]
         if (kept == NOT_OFFERED).any():
             layer = int(np.argmax(kept == NOT_OFFERED))
             raise ConfigError(
@@ -194,6 +207,7 @@ class Footprint:
             gradients=int(self._gradients[a, b]),
             optimizer=int(self._optimizer[a, b]),
             activations=self.held[stage] * int(kept.sum()),
+            pending=int(self._waiting(stage)[a, b]),
             buffers=int(self._buffers(stage)[a, b]),
             transient=max(int((transient - freed).max()), self.least_transient(stage)),
             logits=self._logits(stage),
@@ -217,6 +231,27 @@ class Footprint:
         frozen[frozen != NOT_OFFERED] = 0
         return kept
 
+    @cached_property
+    def _transient(self) -> IntArray:
+        """Without what waits."""
+        everything = self._kept[:, :1]
+        recomputed = np.maximum(everything - self._kept, 0)
+        around = self._sent[1:] + np.concatenate([[0], self._sent[1:-1]])
+        gradients = np.maximum(around[:, None], (_GRADIENT_SHARE * everything).astype(np.int64))
+        return np.where(self._kept == NOT_OFFERED, NOT_OFFERED, recomputed + gradients)
+
+    @cached_property
+    def _pending(self) -> IntArray:
+        """What one micro-batch's weight gradients of every possible stage keep."""
+        sums = np.concatenate([[0], np.cumsum([self._bytes(layer.pending_bytes) for layer in self.profile.layers])])
+        pending: IntArray = sums[None, :] - sums[:, None]
+        return pending
+
+    def _waiting(self, stage: int) -> IntArray:
+        """What those of the micro-batches before the one that runs backward keep."""
+        waiting: IntArray = max(self.schedule.pending_weights[stage] - 1, 0) * self._pending
+        return waiting
+
     def _saved(self, layer: LayerCost, level: Level) -> int:
         return self._bytes(layer.saved_bytes[level]) if level in layer.saved_bytes else NOT_OFFERED
 
@@ -231,13 +266,17 @@ class Footprint:
         return np.array([pixels, *(self._bytes(layer.output_bytes) for layer in layers)])
 
     def _buffers(self, stage: int) -> IntArray:
-        """DeepSpeed's pipe buffers: input and output of every micro-batch held; then the newest on its way.
+        """DeepSpeed's pipe buffers: input and output of every micro-batch held; then what is on its way.
 
-        The input comes by a buffer of its own and goes back as a gradient; the output comes back as one.
+        Under 1F1B the newest input comes by a buffer of its own and goes back as a gradient; the output comes back as
+        one. Where weight gradients wait so do transfers: gradients of inputs until as many micro-batches later as the
+        stage before has in flight; and the next gradient of an output comes before the last one is used up.
         """
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
-        inputs = self._sent * (self.held[stage] + (0 if is_first else 2))
-        outputs = self._sent * (0 if is_last else self.held[stage] + 1)
+        splits = any(self.schedule.pending_weights)
+        gradients_back = self.held[stage - 1] if splits else 2
+        inputs = self._sent * (self.held[stage] + (0 if is_first else gradients_back))
+        outputs = self._sent * (0 if is_last else self.held[stage] + (2 if splits else 1))
         buffers: IntArray = inputs[:, None] + outputs[None, :]
         return buffers
 

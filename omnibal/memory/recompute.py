@@ -34,7 +34,7 @@ def choose_levels(
         InfeasibleError: Nothing fits; the message says how many bytes are missing.
     """
     rows = slice(layers.start, layers.stop)
-    kept, transient = footprint.kept_bytes(stage)[rows], footprint.transient_bytes[rows]
+    kept, transient = footprint.kept_bytes(stage)[rows], footprint.transient_bytes(stage, layers.stop)[rows]
     floor, held = footprint.least_transient(stage), footprint.held[stage]
     fixed = int(footprint.fixed_bytes(stage)[layers.start, layers.stop])
     chosen = least_recompute(

@@ -44,10 +44,10 @@ class StageTable:
 
     def missing_bytes(self) -> IntArray:
         """By how much the least that every stage can hold exceeds its budget; negative where it fits."""
-        nothing = np.zeros_like(self.footprint.transient_bytes)
         missing = []
         for stage in self._stages:
             is_stage = self._is_stage(stage)
+            nothing = np.zeros_like(self.footprint.kept_bytes(stage))
             _, least = self._sweep(stage, nothing, np.where(is_stage, NOT_OFFERED, -1))
             missing.append(np.where(is_stage, least - self._budget_beside_fixed(stage), NOT_OFFERED))
         return np.stack(missing)
@@ -55,11 +55,11 @@ class StageTable:
     def _sweep(self, stage: int, time: IntArray, room: IntArray) -> tuple[IntArray, IntArray]:
         """Least time (-1 for none) and least peak of every stage in a place, shape (layers + 1, layers + 1)."""
         footprint, size = self.footprint, len(room)
-        kept, transient = footprint.kept_bytes(stage), footprint.transient_bytes
-        held, floor = footprint.held[stage], footprint.least_transient(stage)
+        kept, held, floor = footprint.kept_bytes(stage), footprint.held[stage], footprint.least_transient(stage)
         best, least = np.full((size, size), -1), np.full((size, size), NOT_OFFERED)
         for b in np.flatnonzero((room >= 0).any(axis=0)):
-            inputs = kept[:b], time[:b], transient[:b], held, floor, np.ascontiguousarray(room[:b, b])
+            transient = footprint.transient_bytes(stage, int(b))
+            inputs = kept[:b], time[:b], transient, held, floor, np.ascontiguousarray(room[:b, b])
             best[:b, b], least[:b, b] = sweep(*inputs)
         return best, least
 

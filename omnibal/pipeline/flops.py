@@ -69,6 +69,11 @@ class _Work:
     """Elements read and written beside the products, forward; backward takes as many."""
     saved: CostModel = field(default_factory=CostModel)
     """Elements that autograd keeps."""
+    pending: CostModel = field(default_factory=CostModel)
+    """Elements that weight gradients keep while they wait: inputs of the products, and gradients of their outputs.
+
+    Nothing where they cannot wait: those of convolutions, and of what a layer shares with another one.
+    """
     output: CostModel = field(default_factory=CostModel)
     """Elements sent on."""
 
@@ -87,7 +92,10 @@ class _Unit:
 def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _Unit, *, trainable: bool) -> LayerCost:
     operation, element = unit.operation_seconds * unit.share, unit.element_bytes * unit.share
     traffic = unit.byte_seconds * element * work.traffic
-    backward = operation * (work.products + _ATTENTION_BACKWARD * work.attention) + traffic
+    inputs = operation * (work.products + _ATTENTION_BACKWARD * work.attention) + traffic
+    backward = inputs if before is not None else CostModel()  # pixels need no gradient
+    weights = operation * work.products if trainable else CostModel()
+    waits = trainable and record.tied_key is None and work.pending != CostModel()
     parameters = record.sizes["parameters"] * unit.share
     trained = record.trainable_parameters(() if trainable else (record.kind,)) * unit.share
     master_bytes = _FLOAT32_BYTES if unit.element_bytes < _FLOAT32_BYTES else 0
@@ -96,8 +104,9 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         record.name,
         record.kind,
         forward_seconds=operation * (work.products + work.attention) + traffic,
-        backward_seconds=backward if before is not None else CostModel(),  # pixels need no gradient
-        weight_seconds=operation * work.products if trainable else CostModel(),
+        backward_seconds=backward if waits else backward + weights,
+        weight_seconds=weights if waits else CostModel(),
+        pending_bytes=element * work.pending if waits else CostModel(),
         output_bytes=unit.element_bytes * work.output + CostModel(llm_tokens=_TOKEN_BYTES),
         # a recomputed layer keeps its input; the first one keeps nothing else anyway
         saved_bytes={
@@ -132,6 +141,8 @@ def _vision_block(sizes: Mapping[str, int]) -> _Work:
         # input and output of two norms; queries, keys, values, attention's output; the MLP's activation and its input;
         # the two residual branches, which are scaled
         saved=CostModel(vision_units=tokens * (4 * hidden + 4 * hidden + 2 * intermediate + 2 * hidden)),
+        # outputs of two norms and of attention, the MLP's activation; and the gradients of all products
+        pending=CostModel(vision_units=tokens * (3 * hidden + intermediate + 5 * hidden + intermediate)),
         output=CostModel(vision_units=tokens * hidden),
     )
 
@@ -141,6 +152,7 @@ def _projector(sizes: Mapping[str, int]) -> _Work:
     return _Work(
         products=CostModel(vision_units=2 * tokens * (shuffled * hidden + hidden**2)),
         saved=CostModel(vision_units=tokens * (2 * shuffled + 2 * hidden)),
+        pending=CostModel(vision_units=tokens * (shuffled + 3 * hidden)),
         output=CostModel(vision_units=tokens * hidden),
     )
 
@@ -160,6 +172,10 @@ def _decoder_block(sizes: Mapping[str, int]) -> _Work:
         # two norms (their input in float32, their output before and after the weight); queries, keys, values,
         # attention's output; the MLP's gate, its activation, the other branch, their product
         saved=CostModel(llm_tokens=8 * hidden + 2 * query + 2 * key_value + 4 * intermediate),
+        # outputs of two norms and of attention, the MLP's product; and the gradients of all products
+        pending=CostModel(
+            llm_tokens=2 * hidden + query + intermediate + query + 2 * key_value + 2 * hidden + 2 * intermediate
+        ),
         output=CostModel(llm_tokens=hidden),
     )
 
@@ -179,6 +195,7 @@ def _head(sizes: Mapping[str, int]) -> _Work:
         products=CostModel(llm_tokens=2 * hidden * vocabulary),
         traffic=CostModel(llm_tokens=6 * vocabulary),  # logits, in float32 too, and their logarithmic softmax
         saved=CostModel(llm_tokens=hidden),  # what the loss keeps of the logits is not the layer's
+        pending=CostModel(llm_tokens=hidden + vocabulary),
         output=CostModel(llm_tokens=vocabulary),
     )
 

@@ -64,24 +64,51 @@ def time_passes(forward: Callable[[], Tensor], device: torch.device) -> tuple[Ti
             takes no time.
         device: What it runs on, to wait for.
     """
-    seconds = [_one_pass(forward, device) for _ in range(WARM_UP + STEPS)][WARM_UP:]
-    return Timing.of(first for first, _ in seconds), Timing.of(second for _, second in seconds)
+    forward_seconds, backward_seconds, _ = _timings(forward, lambda: None, device)
+    return forward_seconds, backward_seconds
 
 
-def _one_pass(forward: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
+def time_split_backward(
+    forward: Callable[[], Tensor], weights: Callable[[], object], device: torch.device
+) -> tuple[Timing, Timing]:
+    """Seconds of a backward pass that leaves gradients for later, and of computing them.
+
+    Args:
+        forward: As for :func:`time_passes`.
+        weights: Computes what the backward pass has left.
+        device: As for :func:`time_passes`.
+    """
+    _, backward_seconds, weight_seconds = _timings(forward, weights, device)
+    return backward_seconds, weight_seconds
+
+
+def _timings(
+    forward: Callable[[], Tensor], weights: Callable[[], object], device: torch.device
+) -> tuple[Timing, Timing, Timing]:
+    seconds = [_one_pass(forward, weights, device) for _ in range(WARM_UP + STEPS)][WARM_UP:]
+    first, second, third = (Timing.of(column) for column in zip(*seconds, strict=True))
+    return first, second, third
+
+
+def _one_pass(
+    forward: Callable[[], Tensor], weights: Callable[[], object], device: torch.device
+) -> tuple[float, float, float]:
     _wait(device)
     start = time.perf_counter()
     output = forward()
     _wait(device)
     middle = time.perf_counter()
     if not output.requires_grad:
-        return middle - start, 0.0
+        return middle - start, 0.0, 0.0
     gradient = torch.ones_like(output)
     _wait(device)
     resumed = time.perf_counter()
     output.backward(gradient)  # type: ignore[no-untyped-call]
     _wait(device)
-    return middle - start, time.perf_counter() - resumed
+    left = time.perf_counter()
+    weights()
+    _wait(device)
+    return middle - start, left - resumed, time.perf_counter() - left
 
 
 def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:

@@ -17,6 +17,7 @@ from omnibal.pipeline.dynamic import Boundaries, least_maximum, model_optima
 from omnibal.pipeline.local_search import descend
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import Mode
 from omnibal.pipeline.times import step_times
 
@@ -104,7 +105,8 @@ def search_partition(
         reduce_bandwidth_bytes_per_second=reduce_bandwidth_bytes_per_second, shard_optimizer=shard_optimizer,
         recompute=recompute,
     )  # fmt: skip
-    problem = PartitionProblem(profile, times, num_stages, mode)
+    schedule = one_f_one_b(num_stages, times.forward.shape[1])
+    problem = PartitionProblem(profile, times, schedule, mode)
     seconds = _search(problem) if method == "search" else _simulate(problem, _PROPOSALS[method](problem))
     ranking = sorted(seconds, key=lambda boundaries: (seconds[boundaries], boundaries))[: max(1, top)]
     return PartitionSearch(

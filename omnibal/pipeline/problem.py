@@ -13,7 +13,7 @@ from omnibal.pipeline.bound import differences, stage_bounds
 from omnibal.pipeline.dynamic import Boundaries, least_maximum
 from omnibal.pipeline.execution import run_blocking, run_overlapped
 from omnibal.pipeline.profile import ModelProfile
-from omnibal.pipeline.schedule import Schedule, Table, one_f_one_b
+from omnibal.pipeline.schedule import Schedule, Table
 from omnibal.pipeline.simulate import Mode
 from omnibal.pipeline.times import StepTimes, durations_of, transfers_of
 
@@ -23,11 +23,11 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PartitionProblem:
-    """Cut ``profile`` into ``num_stages`` stages so that a 1F1B step of ``times`` is short."""
+    """Cut ``profile`` into the stages of ``schedule`` so that a step of ``times`` is short."""
 
     profile: ModelProfile
     times: StepTimes
-    num_stages: int
+    schedule: Schedule
     mode: Mode
 
     @property
@@ -36,9 +36,9 @@ class PartitionProblem:
         return int(self.times.forward.shape[1])
 
     @property
-    def schedule(self) -> Schedule:
-        """1F1B."""
-        return one_f_one_b(self.num_stages, self.micro_batches)
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return self.schedule.num_stages
 
     def evaluate(self, partitions: IntArray) -> FloatArray:
         """Simulated seconds of a step under each partition, shape (partitions, stages + 1) -> (partitions,)."""
@@ -86,6 +86,12 @@ class PartitionProblem:
         return np.stack([differences((times.forward + b + times.weight).mean(axis=(0, 1))) for b in backwards])
 
     @cached_property
+    def waiting_seconds(self) -> FloatArray:
+        """The part of it that other stages need not wait for; the same shape."""
+        weight = differences(self.times.weight.mean(axis=(0, 1)))
+        return np.stack([weight if pending else np.zeros_like(weight) for pending in self.schedule.pending_weights])
+
+    @cached_property
     def pace_seconds(self) -> FloatArray:
         """How long each possible stage is busy with an average micro-batch; the same shape."""
         if self.mode == "overlap":
@@ -95,7 +101,7 @@ class PartitionProblem:
     @cached_property
     def passing_seconds(self) -> FloatArray:
         """How long an average micro-batch needs through each possible stage and to the next, there and back."""
-        return self.stage_seconds + 2 * self.crossing_seconds[None, :]
+        return self.stage_seconds - self.waiting_seconds + 2 * self.crossing_seconds[None, :]
 
 
 @njit(cache=True)

@@ -182,7 +182,8 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
 
     Stage ``s`` begins as under 1F1B. Each ``B`` is followed by the ``W`` of the micro-batch ``max_lag[s]`` before it,
     and then by a forward; what is left of ``W`` comes last. By default stage ``s`` lags by ``s``: all stages then hold
-    at most ``num_stages`` micro-batches, in flight or waiting for their ``W``, as many as stage 0 under 1F1B.
+    at most ``num_stages`` micro-batches, in flight or waiting for their ``W``, as many as stage 0 under 1F1B. Stage 0,
+    whose gradients nobody waits for, runs unsplit unless it lags.
 
     Args:
         num_stages: At least 1.
@@ -195,7 +196,7 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
 
     Example:
         >>> print(zero_bubble(num_stages=2, micro_batches=3))
-        F0 F1 B0 W0 F2 B1 W1 B2 W2
+        F0 F1 BW0 F2 BW1 BW2
         F0 B0 F1 B1 W0 F2 B2 W1 W2
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, schedule ZB-H1. Deviation: the optimizer waits for
@@ -204,7 +205,9 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
     lags = tuple(range(num_stages)) if max_lag is None else max_lag
     if len(lags) != num_stages or min(lags, default=0) < 0:
         raise ConfigError(f"max_lag must be a number of at least 0 for each of {num_stages} stages, got {max_lag}")
-    stages = (_zero_bubble_stage(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags))
+    stages = [_zero_bubble_stage(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags)]
+    if not lags[0]:
+        stages[0] = _one_f_one_b_stage(num_stages, micro_batches)
     return Schedule(tuple(stages), micro_batches)
 
 

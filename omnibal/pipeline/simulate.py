@@ -224,6 +224,11 @@ def simulate_step(
     return StepSimulation(replicas, np.diff(times.reduce[boundaries]), np.diff(times.optimizer[boundaries]))
 
 
+def mode_of(schedule: Schedule, unsplit: Mode) -> Mode:
+    """How transfers of a schedule run, given how DeepSpeed's own do: beside the computations where ``W`` waits."""
+    return "overlap" if any(schedule.pending_weights) else unsplit
+
+
 def run(schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode) -> Simulation:
     """:func:`simulate` on checked arrays: seconds of F, BW, B, W, shape (4, micro-batches, stages), and of transfers.
 

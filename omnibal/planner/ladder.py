@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -18,7 +18,8 @@ from omnibal.memory.footprint import Level
 from omnibal.pipeline.balanced import balanced_boundaries
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import ModelProfile
-from omnibal.pipeline.simulate import StepSimulation, simulate_step
+from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+from omnibal.pipeline.simulate import StepSimulation, mode_of, simulate_step
 from omnibal.plan import Plan
 
 Steps = tuple[tuple[Load, ...], ...]
@@ -37,6 +38,7 @@ class Rung:
         partition: Where the model is cut.
         recompute: A level for each layer.
         links: As ``simulate_step`` takes them.
+        schedule: What the stages run.
     """
 
     name: str
@@ -46,14 +48,23 @@ class Rung:
     partition: Partition
     recompute: tuple[Level, ...]
     links: Mapping[str, Any]
+    schedule: ScheduleName = "1f1b"
+
+    @property
+    def table(self) -> Schedule:
+        """What every stage runs."""
+        return SCHEDULES[self.schedule](self.partition.num_stages, self.load.shape[-1])
 
     @cached_property
     def simulated(self) -> tuple[StepSimulation, ...]:
         """Every step."""
         return tuple(
-            simulate_step(self.profile, self.partition, loads, recompute=self.recompute, **self.links)
+            simulate_step(
+                self.profile, self.partition, loads, recompute=self.recompute, schedule=self.table,
+                mode=mode_of(self.table, "rendezvous"), **self.links,
+            )
             for loads in self.steps
-        )
+        )  # fmt: skip
 
     @property
     def step_seconds(self) -> float:
@@ -92,7 +103,7 @@ def plan_ladder(
     links: Mapping[str, Any],
     seed: int = 0,
 ) -> tuple[Rung, ...]:
-    """From present batching to the plan: nothing balanced, then data, model and memory.
+    """From present batching to the plan: nothing balanced, then data, model, memory, and the schedule if it is another.
 
     The first row trains on random micro-batches of ``batch_size`` samples, padded, with about as many samples a step as
     the plan, cut by parameters, everything recomputed.
@@ -116,9 +127,10 @@ def plan_ladder(
     everything: Level = "full"
     full = (everything,) * len(profile.layers)
     padded_samples = float(num_replicas * micro_batches * batch_size)
-    return (
+    rungs = (
         Rung("as today", profile, before, padded_samples, cut, full, links),
         Rung("+ data", profile, packed, samples, cut, full, links),
         Rung("+ model", profile, packed, samples, plan.partition, full, links),
         Rung("+ memory", profile, packed, samples, plan.partition, plan.recompute, links),
     )
+    return rungs if plan.schedule == "1f1b" else (*rungs, replace(rungs[-1], name="+ schedule", schedule=plan.schedule))

@@ -19,7 +19,13 @@ def simulate_choice(choice: Choice) -> list[StepSimulation]:
     levels = model.levels(choice.boundaries)
     return [
         simulate_step(
-            model.profile, choice.partition, loads, recompute=levels, mode=model.request.mode, **model.request.links
+            model.profile,
+            choice.partition,
+            loads,
+            recompute=levels,
+            schedule=model.schedule,
+            mode=model.mode,
+            **model.request.links,
         )
         for loads in model.packing.steps
     ]
@@ -51,6 +57,7 @@ def _stage(choice: Choice, stage: int, idle_ratio: float, memory: StageMemory) -
         backward_seconds=_short(_mean_between(backward, layers) + recompute),
         recompute_seconds=_short(recompute),
         idle_ratio=_short(idle_ratio),
+        pending_bytes=int(choice.model.footprint.pending_bytes(stage)[layers.start, layers.stop]),
         memory=memory,
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import TrainingSetup
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.pipeline.simulate import Mode
 
 
@@ -42,6 +43,9 @@ class PlanRequest:
     latency_seconds: float = 0.0
     reduce_bandwidth_bytes_per_second: float | None = None
     mode: Mode = "rendezvous"
+    """Of 1F1B's transfers."""
+    schedule: ScheduleName | Literal["auto"] = "1f1b"
+    """``auto``: the faster one of those that fit."""
     method: Method = "balanced"
     steps: int = 4
     """Steps of the sampler's packs that a plan is simulated on."""
@@ -74,6 +78,11 @@ class PlanRequest:
         if self.num_stages > num_layers:
             raise ConfigError(f"num_stages must be at most the model's {num_layers} layers, got {self.num_stages}")
         return [self.num_stages]
+
+    @property
+    def schedules(self) -> tuple[ScheduleName, ...]:
+        """Those to try."""
+        return tuple(SCHEDULES) if self.schedule == "auto" else (self.schedule,)
 
     def budgets(self, num_stages: int) -> tuple[int, ...]:
         """What a device of each stage may hold: its memory without the head room."""

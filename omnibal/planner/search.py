@@ -92,7 +92,7 @@ def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
         stage.total - missing if missing else budget
         for stage, missing, budget in zip(held, missing_bytes, model.budgets, strict=True)
     )
-    smaller = StepModel(model.profile, model.packing, model.num_stages, model.request, budgets)
+    smaller = StepModel(model.profile, model.packing, model.num_stages, model.request, model.schedule_name, budgets)
     smaller.levels(choice.boundaries)  # says what is missing
     return Choice(smaller, choice.boundaries, float(smaller.step_seconds(np.array([choice.boundaries]))[0]))
 

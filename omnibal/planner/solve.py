@@ -10,6 +10,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError
 from omnibal.memory.recompute import in_words
 from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner.packings import packings
 from omnibal.planner.prediction import predict
@@ -18,7 +19,7 @@ from omnibal.planner.search import Choice, improve, propose, two_phases
 from omnibal.planner.step_model import StepModel
 
 _FINALISTS = 3
-"""Packings that go through local search; the proposals for the others are slower than for these."""
+"""Packings that go through local search under each schedule; the proposals for the others are slower."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ def make_plan(
 ) -> PlanResult:
     """Find pack limits, partition and recompute levels (and the number of stages) of the fastest step that fits.
 
-    For every number of stages and every packing that keeps the global batch, dynamic programming proposes partitions
-    whose stages recompute as little as they must; the packings with the fastest proposals go through local search with
-    the simulator. The two-phase plan takes the paper's limits, the best partition for unbounded memory, and then the
-    least recompute. The result is never slower: it is searched from there too.
+    For every number of stages, schedule and packing that keeps the global batch, dynamic programming proposes
+    partitions whose stages recompute as little as they must; the packings with the fastest proposals go through local
+    search with the simulator. The two-phase plan takes the paper's limits, the best partition for unbounded memory,
+    and then the least recompute. The result is never slower: it is searched from there too.
 
     Args:
         profile: What the layers cost.
@@ -72,7 +73,11 @@ def make_plan(
     for num_stages in request.stage_counts(len(profile.layers)):
         report(f"packing for {num_stages} stages")
         found = packings(lengths, request, request.num_devices // num_stages)
-        new = [StepModel(profile, packing, num_stages, request) for packing in found]
+        new = [
+            StepModel(profile, packing, num_stages, request, schedule)
+            for packing in found
+            for schedule in request.schedules
+        ]
         models += new
         first_models.append(new[0])
     proposals: dict[StepModel, Choice] = {}
@@ -83,8 +88,7 @@ def make_plan(
     if not proposals:
         raise _infeasible(models)
     baselines, failure = _baselines(first_models, report)
-    finalists = sorted(proposals, key=lambda model: proposals[model].sample_seconds)[:_FINALISTS]
-    for model in dict.fromkeys([*finalists, *baselines]):
+    for model in dict.fromkeys([*_finalists(proposals), *baselines]):
         report(f"searching partitions: {model}")
         starts = [baselines[model].boundaries] if model in baselines else []
         proposals[model] = improve(model, starts)
@@ -98,6 +102,14 @@ def make_plan(
     }
     plan = _plan(tried[0], made_from)
     return PlanResult(plan, tried[0], two_phase, "" if two_phase else failure, tried)
+
+
+def _finalists(proposals: Mapping[StepModel, Choice]) -> list[StepModel]:
+    """Those with the fastest proposals of each schedule."""
+    ranking = sorted(proposals, key=lambda model: proposals[model].sample_seconds)
+    return [
+        model for schedule in SCHEDULES for model in [m for m in ranking if m.schedule_name == schedule][:_FINALISTS]
+    ]
 
 
 def _baselines(models: Sequence[StepModel], report: Callable[[str], object]) -> tuple[dict[StepModel, Choice], str]:
@@ -131,6 +143,7 @@ def _plan(choice: Choice, made_from: Mapping[str, Any]) -> Plan:
         micro_batches=model.packing.micro_batches,
         partition=choice.partition,
         recompute=model.levels(choice.boundaries),
+        schedule=model.schedule_name,
         predicted=predict(choice),
         made_from=made_from,
     )

@@ -18,7 +18,8 @@ from omnibal.memory.stage_table import StageTable
 from omnibal.pipeline.dynamic import Boundaries, least_maximum
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.profile import ModelProfile
-from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
+from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.times import step_times
 from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest
@@ -34,6 +35,7 @@ class StepModel:
         packing: What the micro-batches hold.
         num_stages: At most the number of layers.
         request: Hardware.
+        schedule: What its stages run.
         budgets: What a device of each stage may hold; by default what the request says.
     """
 
@@ -43,14 +45,16 @@ class StepModel:
         packing: Packing,
         num_stages: int,
         request: PlanRequest,
+        schedule: ScheduleName = "1f1b",
         budgets: tuple[int, ...] | None = None,
     ) -> None:
         self.profile, self.packing, self.num_stages, self.request = profile, packing, num_stages, request
+        self.schedule_name, self.schedule = schedule, SCHEDULES[schedule](num_stages, packing.micro_batches)
+        self.mode = mode_of(self.schedule, request.mode)
         self.budgets = budgets or request.budgets(num_stages)
         num_replicas = len(packing.steps[0])
-        schedule = one_f_one_b(num_stages, packing.micro_batches)
         setup = request.setup(num_replicas, packing.target_share)
-        self.footprint = Footprint(profile, packing.largest, schedule, setup)
+        self.footprint = Footprint(profile, packing.largest, self.schedule, setup)
         self._loads = [load for step in packing.steps for load in step]
         self.steps = [self._problem(loads) for loads in packing.steps]
         """A problem per step of the packing, without recomputation."""
@@ -64,8 +68,8 @@ class StepModel:
     def __str__(self) -> str:
         limits, replicas = self.packing.limits, len(self.packing.steps[0])
         return (
-            f"{self.num_stages} stages × {replicas} replicas, {self.packing.micro_batches} micro-batches of at most "
-            f"{limits.vision_units} vision units and {limits.llm_tokens} tokens"
+            f"{self.num_stages} stages × {replicas} replicas, {self.schedule_name}, {self.packing.micro_batches} "
+            f"micro-batches of at most {limits.vision_units} vision units and {limits.llm_tokens} tokens"
         )
 
     @cached_property
@@ -143,9 +147,8 @@ class StepModel:
         ]
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
-        return PartitionProblem(
-            self.profile, step_times(self.profile, loads, **self.request.links), self.num_stages, self.request.mode
-        )
+        times = step_times(self.profile, loads, **self.request.links)
+        return PartitionProblem(self.profile, times, self.schedule, self.mode)
 
     def _levels(self, stage: int, boundaries: Boundaries) -> tuple[Level, ...]:
         a, b = boundaries[stage], boundaries[stage + 1]

@@ -14,7 +14,7 @@ from omnibal.cost import FloatArray, Load
 from omnibal.memory.footprint import Footprint, Level, TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import ModelProfile
-from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.pipeline.schedule import Schedule
 from omnibal.report.style import SERIES, new_figure, save, styled
 
 SHOWN: Final = 48
@@ -41,6 +41,7 @@ class Imbalance:
         partition: Partition,
         recompute: tuple[Level, ...],
         setup: TrainingSetup,
+        schedule: Schedule,
     ) -> Imbalance:
         """Of micro-batches, shape (steps, replicas, micro-batches), under a partition and its levels."""
         columns = [getattr(loads, name)[:, 0].ravel()[:SHOWN] for name in ("vision_units", "llm_tokens")]
@@ -48,7 +49,6 @@ class Imbalance:
         shown = Load(*columns, *squares)
         forward = np.stack([layer.forward_seconds(shown) for layer in profile.layers], axis=1)
         stages = [forward[:, a:b].sum(axis=1) for a, b in pairwise(partition.boundaries)]
-        schedule = one_f_one_b(partition.num_stages, loads.shape[-1])
         memory = [
             [stage.total for stage in Footprint(profile, one, schedule, setup).stages(partition, recompute)]
             for one in shown

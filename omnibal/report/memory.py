@@ -23,13 +23,16 @@ TERMS: Final = {
     "gradients": SERIES[4],
     "optimizer": SERIES[7],
     "activations": SERIES[1],
+    "pending": SERIES[9],
     "buffers": SERIES[2],
     "transient": SERIES[3],
     "logits": SERIES[6],
     "overhead": SERIES[8],
 }
 """Terms of a stage's memory and their colours, from the bottom to the top."""
-HEADS: Final = ("weights", "grads", "optim", "kept", "buffer", "runs", "logits", "else")
+HEADS: Final = dict(
+    zip(TERMS, ("weights", "grads", "opt", "kept", "wait", "pipe", "runs", "logits", "else"), strict=True)
+)
 """The same, as heads of a table's columns."""
 BAR: Final = 0.38
 
@@ -61,14 +64,17 @@ def stage_plan_table(plan: Plan, kinds: Sequence[str]) -> Table:
 def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> Table:
     """A row per stage: what a device holds at its peak, term by term, in GiB, or MiB where none holds a GiB.
 
+    Of weight gradients that wait there is a column only where some do.
+
     Args:
         stages: Their memory.
         budget_bytes: What a device of each may hold.
     """
     unit, name = unit_of(memory.total for memory in stages)
-    table = _table(*HEADS, name, "used")
+    heads = {term: head for term, head in HEADS.items() if term != "pending" or any(m.pending for m in stages)}
+    table = _table(*heads.values(), name, "used")
     for stage, (memory, budget) in enumerate(zip(stages, budget_bytes, strict=True)):
-        sizes = [f"{asdict(memory)[term] / unit:,.1f}" for term in TERMS]
+        sizes = [f"{asdict(memory)[term] / unit:,.1f}" for term in heads]
         table.add_row(f"{stage}", *sizes, f"{memory.total / unit:,.1f}", f"{memory.total / budget:.1%}")
     return table
 

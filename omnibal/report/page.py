@@ -91,7 +91,7 @@ def _plan_sections(part: PlanPart, folder: Path) -> list[str]:
 def _imbalance(part: PlanPart, folder: Path) -> str:
     first, last = part.rungs[0], part.rungs[-1]
     variants = {
-        title: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, part.setup)
+        title: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, part.setup, rung.table)
         for title, rung in (("as today", first), ("with the plan", last))
     }
     plot_imbalance(variants, folder / "imbalance.png")

@@ -10,10 +10,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from omnibal.memory.footprint import LEVELS, Level
-from omnibal.pipeline.measure import Timing, kept_bytes, time_passes
+from omnibal.pipeline.measure import Timing, kept_bytes, time_passes, time_split_backward
 from omnibal.vlm.layers import Payload
 from omnibal.vlm.loss import token_losses
 from omnibal.vlm.recompute import run_layer
+from omnibal.vlm.weight_gradients import DeferringLinear, WeightGradients, defer_linears
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,16 @@ class LayerOnPack:
     forward: Timing
     backward: Timing
     """To the inputs and the weights."""
-    backward_frozen: Timing
-    """With frozen weights."""
+    backward_split: Timing
+    """To the inputs, and to weights whose gradients cannot wait."""
+    weights: Timing
+    """To the weights whose gradients can wait."""
     backward_by_level: Mapping[Level, Timing]
     """With recomputation."""
     kept_bytes: Mapping[Level, int]
     """From forward to backward."""
+    pending_bytes: int
+    """From ``backward_split`` to ``weights``."""
     sent_bytes: int
     """Of the floating tensor that the layer puts out."""
 
@@ -52,23 +57,29 @@ class LayerTrial:
     def measure(self) -> LayerOnPack:
         """Measure passes at every level, and what they keep; the loss keeps nothing on the layer's account."""
         forward, backward = self.time_passes()
-        backward_frozen = backward
-        if any(parameter.requires_grad for parameter in self.layer.parameters()):
-            with _frozen(self.layer):
-                _, backward_frozen = self.time_passes()
+        backward_split, weights, pending_bytes = self._split()
         free = [*self.layer.parameters(), *self.layer.buffers(), *self.payload[1:]]
         return LayerOnPack(
             forward=forward,
             backward=backward,
-            backward_frozen=backward_frozen,
+            backward_split=backward_split if pending_bytes else backward,
+            weights=weights if pending_bytes else Timing(0.0, 0.0),
             backward_by_level={level: self.time_passes(level)[1] for level in LEVELS if level != "none"},
             kept_bytes={level: kept_bytes(partial(self._output, level), free=free) for level in LEVELS},
+            pending_bytes=pending_bytes,
             sent_bytes=self._output("none").nbytes,
         )
 
     def time_passes(self, level: Level = "none") -> tuple[Timing, Timing]:
         """Seconds of a forward and a backward pass."""
         return time_passes(partial(self._objective, level), self.payload[0].device)
+
+    def _split(self) -> tuple[Timing, Timing, int]:
+        """Seconds of both parts of a split backward pass, and what the first one leaves for the second one."""
+        with _deferring(self.layer) as queue:
+            passes = partial(self._objective, "none"), partial(queue.run, queue.micro_batch), self.payload[0].device
+            backward, weights = time_split_backward(*passes)
+            return backward, weights, queue.peak_bytes
 
     def _output(self, level: Level) -> Tensor:
         hidden = self.payload[0].detach().requires_grad_(not self.from_pixels)
@@ -80,12 +91,13 @@ class LayerTrial:
 
 
 @contextmanager
-def _frozen(layer: nn.Module) -> Iterator[None]:
-    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
+def _deferring(layer: nn.Module) -> Iterator[WeightGradients]:
+    """Let a layer leave its weight gradients for later."""
+    queue = WeightGradients()
+    defer_linears(layer, queue)
     try:
-        yield
+        yield queue
     finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        for module in layer.modules():
+            if isinstance(module, DeferringLinear):
+                module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -44,7 +44,7 @@ def measure_profile(
 
     Of layers of one kind and size the first is measured, at packs of a quarter, a half and all of the limits, and the
     last is compared with it. A time is the median of 5 passes after 2 warm-up passes; costs are fitted to the times.
-    The backward pass to the weights takes what a whole backward pass takes longer than one with frozen weights. The
+    The backward passes to the inputs and to the weights are measured apart, as a zero-bubble schedule runs them. The
     last layer's times contain the loss. Optimizer steps are those of torch's AdamW.
 
     Args:
@@ -177,8 +177,9 @@ def _fit(
         record.name,
         record.kind,
         forward_seconds=seconds(lambda row: row.forward.seconds),
-        backward_seconds=seconds(lambda row: min(row.backward_frozen.seconds, row.backward.seconds)),
-        weight_seconds=seconds(lambda row: row.backward.seconds - row.backward_frozen.seconds, without_attention),
+        backward_seconds=seconds(lambda row: row.backward_split.seconds),
+        weight_seconds=seconds(lambda row: row.weights.seconds, without_attention),
+        pending_bytes=byte_count(lambda row: row.pending_bytes),
         output_bytes=byte_count(lambda row: row.sent_bytes) + CostModel(llm_tokens=_TOKEN_BYTES),
         saved_bytes={level: byte_count(lambda row: row.kept_bytes[level]) for level in LEVELS},  # noqa: B023  # at once
         recompute_seconds={

@@ -50,6 +50,13 @@ def test_explained_and_drawn(omnibal, arguments, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"memory.png", "timeline.png"}
 
 
+def test_the_schedule_may_be_chosen(omnibal, arguments, tmp_path):
+    limits = ("--vision-units", 9, "--llm-tokens", 4096)
+    record = json.loads(omnibal("plan", *arguments, *limits, "--budget", "5", "--schedule", "auto", "--json").stdout)
+    assert {entry["schedule"] for entry in record["tried"]} == {"1f1b", "zero-bubble"}
+    assert Plan.load(tmp_path / "out" / "plan.json").schedule == record["tried"][0]["schedule"] == "zero-bubble"
+
+
 def test_budgets_may_differ_by_stage(omnibal, arguments, tmp_path):
     omnibal("plan", *arguments, "--budget", "2.6,6,6,6")
     plan = Plan.load(tmp_path / "out" / "plan.json")

@@ -12,6 +12,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.memory import footprint
+from omnibal.pipeline import schedule
 from omnibal.pipeline import simulate as simulate_module
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.simulate import simulate_step
@@ -50,6 +51,21 @@ def test_figures_are_those_of_the_simulated_step(omnibal, saved):
     assert [row["backward_seconds"] for row in record["stages"]] == [20, 22]
     assert [row["in_flight"] for row in record["stages"]] == [2, 1]
     assert record["mode"] == "rendezvous"
+
+
+def test_a_schedule_is_that_of_the_plan_or_the_one_named(omnibal, saved, tmp_path):
+    plan = Plan(PackLimits(9, 4096), 3, Partition((0, 4, 6)), ("none",) * 6, schedule="zero-bubble")
+    plan.save(tmp_path / "plan.json")
+    options = ("simulate", saved, "--plan", tmp_path / "plan.json", "--bandwidth", 5, "--json")
+    split, named = (json.loads(omnibal(*options, *more).stdout) for more in ((), ("--schedule", "1f1b")))
+    assert (split["schedule"], named["schedule"]) == ("zero-bubble", "1f1b")
+    costs = fixed_profile([1, 2, 3, 4, 5, 6], output=[1e9] * 6)
+    loads = [Load([9] * 3, [4096] * 3)]
+    expected = simulate_step(
+        costs, plan.partition, loads, schedule=plan.table, mode="overlap", bandwidth_bytes_per_second=5e9
+    )
+    assert split["step_seconds"] == pytest.approx(expected.step_seconds)
+    assert split["step_seconds"] < named["step_seconds"]
 
 
 def test_a_table_a_trace_and_a_picture(omnibal, saved, tmp_path):
@@ -153,3 +169,4 @@ def test_a_profile_must_be_the_models(omnibal, saved, tmp_path):
 def test_the_choices_are_those_of_the_package():
     assert step_task.Mode == simulate_module.Mode
     assert get_args(step_task.Level) == get_args(footprint.Level)
+    assert get_args(step_task.ScheduleName) == get_args(schedule.ScheduleName)

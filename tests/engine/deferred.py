@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 from deepspeed.runtime.pipe import schedule
 
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.errors import ConfigError
-from omnibal.vlm.weight_gradients import WeightGradients
+from omnibal.vlm import weight_gradients
 from tests.engine.cases import engine_of, weights_of
 
 
@@ -31,7 +32,7 @@ def train(case, budget=None):
     """Losses, first gradients, weights after the last step; what waited at most and what still waits."""
     engine = engine_of(case)
     queue, first = engine.weight_gradients, {}
-    queue.budget_bytes = budget
+    engine.pending_bytes = budget
 
     def capture(engine):
         first.update({} if first else _gradients(engine))
@@ -43,6 +44,7 @@ def train(case, budget=None):
         "losses": losses,
         "gradients": first,
         "weights": weights_of(engine),
+        "stage": engine.stage_id,
         "peak_bytes": queue.peak_bytes,
         "left": (len(queue), queue.pending_bytes),
     }
@@ -59,11 +61,9 @@ def _gradients(engine):
 
 def train_without_weights(case):
     """As train, with every ``W`` left out."""
-    run, WeightGradients.run = WeightGradients.run, lambda queue, micro_batch: queue._jobs.clear()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_gradients, "_run", lambda *job: None)
         return train(case)
-    finally:
-        WeightGradients.run = run
 
 
 def losses_around(case, *, evaluates):

@@ -1,11 +1,12 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.engine import emulated_device
-from omnibal.engine.emulated_device import Device, stage_work
+from omnibal.engine.emulated_device import DOWN, Device, stage_work
 from omnibal.engine.emulation import LEAST_SLEEP_SECONDS, EmulationTask
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.memory.footprint import TrainingSetup
@@ -29,11 +30,12 @@ def token_layer(number, *, trainable=True, **costs):
     )
 
 
-def task(*tokens, budget=10**6, recompute="none", **options):
+def task(*tokens, budget=10**6, recompute="none", plan=None, **options):
     """Two stages of two layers; a replica per list of tokens."""
-    plan = Plan(LIMITS, len(tokens[0]), Partition((0, 2, 4)), (recompute,) * 4)
+    plan = plan or Plan(LIMITS, len(tokens[0]), Partition((0, 2, 4)), (recompute,) * 4)
+    layers = [token_layer(number, pending_bytes=CostModel(fixed=60)) for number in range(4)]
     return EmulationTask(
-        profile([token_layer(number) for number in range(4)]), plan, (tuple(Load(0, entry) for entry in tokens),),
+        profile(layers), plan, (tuple(Load(0, entry) for entry in tokens),),
         {"bandwidth_bytes_per_second": 50.0}, TrainingSetup(num_replicas=len(tokens)), (budget,) * 2, **options,
     )  # fmt: skip
 
@@ -66,7 +68,7 @@ def device(monkeypatch):
     slept = []
     monkeypatch.setattr(emulated_device, "sleep", slept.append)
     monkeypatch.setattr(emulated_device, "perf_counter", lambda: 1000.0 + sum(slept))
-    made = Device(task([1, 2, 3], time_scale=0.5), 0, 0, "rank 0, stage 0")
+    made = Device(task([1, 2, 3], time_scale=0.5), 0, 0, "rank 0, stage 0", np.zeros((2, 2, 1, 3)))
     made.begin_step(0)
     return made, slept
 
@@ -97,19 +99,34 @@ def test_memory_is_held_from_forward_to_backward(device):
     assert made.peak_bytes == fixed + 2 * 200 + transient
 
 
-def test_a_split_backward_frees_memory_with_the_weights(device):
-    made, _ = device
-    for operation in (Operation.F, Operation.F, Operation.B, Operation.F):
+def test_a_split_backward_holds_on_to_what_its_weights_need():
+    plan = Plan(LIMITS, 3, Partition((0, 2, 4)), ("none",) * 4, schedule="zero-bubble")
+    made = Device(task([1, 2, 3], plan=plan), 1, 0, "rank 1, stage 1", np.zeros((2, 2, 1, 3)))
+    made.begin_step(0)
+    assert made.work.pending_bytes == (2 * 60,) * 3
+    fixed, transient = made.work.fixed_bytes, made.work.transient_bytes[0]
+    held = []
+    for operation in (Operation.F, Operation.B, Operation.F, Operation.B, Operation.W, Operation.F):
         run(made, operation)
-    assert made.peak_bytes == made.work.fixed_bytes + 3 * 200
-    for operation in (Operation.W, Operation.B):
-        run(made, operation)
-    assert made.peak_bytes == made.work.fixed_bytes + max(3 * 200, 2 * 200 + made.work.transient_bytes[1])
+        held.append(made._held_bytes - fixed)
+    assert held == [200, 120, 320, 240, 120, 320]
+    assert made.peak_bytes == fixed + 320 + transient
+
+
+def test_what_is_sent_beside_the_computations_arrives_one_at_a_time(device):
+    made, slept = device
+    receiver = Device(made.task, 1, 0, "rank 1, stage 1", made._arrivals[:, :, None])
+    made.send(DOWN, 0)
+    made.send(DOWN, 1)  # waits for the link, which takes 2 seconds, or half of that in scaled time
+    assert slept == []
+    receiver.receive(DOWN, 1)
+    receiver.receive(DOWN, 0)
+    assert slept == [2.0]
 
 
 def test_too_much_memory_is_refused():
     fixed = stage_work(task([1, 2, 3]), 0, 0, 0).fixed_bytes
-    made = Device(task([1, 2, 3], budget=fixed + 599), 0, 0, "rank 3, stage 0")
+    made = Device(task([1, 2, 3], budget=fixed + 599), 0, 0, "rank 3, stage 0", np.zeros((2, 2, 1, 3)))
     made.begin_step(0)
     run(made, Operation.F)
     run(made, Operation.F)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from omnibal.cost import Load
+from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.engine.emulation import EmulationTask, run_emulation
 from omnibal.errors import InfeasibleError
@@ -22,7 +22,10 @@ LOADS = (Load(0, [1, 2, 3]), Load(0, [3, 3, 1]))
 @pytest.fixture(scope="module")
 def task():
     """Two stages, two replicas; the first layer is frozen."""
-    layers = [token_layer(number, trainable=number > 0, parameter_bytes=4) for number in range(4)]
+    layers = [
+        token_layer(number, trainable=number > 0, parameter_bytes=4, pending_bytes=CostModel(fixed=60))
+        for number in range(4)
+    ]
     plan = Plan(PackLimits(4, 10), 3, Partition((0, 2, 4)), ("none", "full", "none", "full"))
     return EmulationTask(
         profile(layers), plan, (LOADS, LOADS[::-1]),
@@ -31,19 +34,23 @@ def task():
     )  # fmt: skip
 
 
-def test_the_engine_runs_the_table_and_nothing_runs_too_early(task):
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule):
+    task = replace(task, plan=replace(task.plan, schedule=schedule))
     emulation = run_emulation(task)
     assert len(emulation.steps) == 2
     for emulated, predicted in zip(emulation.steps, task.predicted, strict=True):
         for ran, said in zip(emulated.replicas, predicted.replicas, strict=True):
             assert ran.table is said.table
             assert (ran.ends - ran.starts >= said.ends - said.starts - 1e-6).all()
-            assert (np.diff(ran.starts) >= 0).all()
+            rows = zip(ran.starts, ran.table.lengths, strict=True)
+            assert all((np.diff(starts[:length]) >= 0).all() for starts, length in rows)
         assert emulated.step_seconds >= predicted.step_seconds - 1e-6
         assert (emulated.reduce_seconds >= predicted.reduce_seconds - 1e-6).all()
     # full layers keep 10 bytes of a micro-batch, others 100; the frozen one in stage 0 nothing
     memory = task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)
     assert [stage.activations for stage in memory] == [2 * 10, 110]
+    assert [stage.pending for stage in memory] == [0, 120 if schedule == "zero-bubble" else 0]
     assert list(emulation.peak_bytes) == [stage.total for stage in memory]
 
 

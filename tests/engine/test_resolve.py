@@ -7,8 +7,9 @@ from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.engine.config import OmnibalSection
 from omnibal.engine.resolve import resolve_plan, stages_of
 from omnibal.errors import ConfigError
+from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.boundaries import Partition
-from omnibal.plan import Plan
+from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
 from tests.engine.small import NUM_LAYERS, small_config
 
@@ -79,11 +80,15 @@ def test_a_plan_file_takes_the_place_of_all(vlm, tmp_path):
     assert found == plan
 
 
+STAGE = StagePrediction(1.0, 2.0, 0.0, 0.1, 5, StageMemory(*range(9)))
+
+
 def test_a_schedule_that_is_named_goes_before_the_plans(vlm, tmp_path):
     plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS, schedule="zero-bubble")
+    plan = replace(plan, predicted=Prediction(1.0, 8.0, 0.1, (STAGE, STAGE)))
     plan.save(tmp_path / "plan.json")
     named = {"plan": str(tmp_path / "plan.json")}
-    assert plan_of(vlm, pipeline=named).schedule == "zero-bubble"
-    assert plan_of(vlm, pipeline=named | {"schedule": "1f1b"}) == replace(plan, schedule="1f1b")
+    assert plan_of(vlm, pipeline=named) == plan_of(vlm, pipeline=named | {"schedule": "zero-bubble"}) == plan
+    assert plan_of(vlm, pipeline=named | {"schedule": "1f1b"}) == replace(plan, schedule="1f1b", predicted=None)
     assert plan_of(vlm).schedule == "1f1b"
     assert plan_of(vlm, pipeline={"schedule": "zero-bubble"}).schedule == "zero-bubble"

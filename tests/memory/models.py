@@ -4,9 +4,12 @@ import numpy as np
 
 from omnibal.cost import CostModel
 from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.pipeline.schedule import SCHEDULES
 
 
-def block(name, *, none=100, selective=None, full=10, output=10, forward=1.0, per_token=0.0, saved=None, **costs):
+def block(
+    name, *, none=100, selective=None, full=10, output=10, forward=1.0, per_token=0.0, saved=None, pending=0, **costs
+):
     """A layer of fixed bytes; recomputing fully takes a forward pass, selectively a third of it."""
     saved = saved or {"none": none, "full": full} | ({} if selective is None else {"selective": selective})
     seconds = CostModel(fixed=forward, llm_tokens=per_token)
@@ -16,6 +19,7 @@ def block(name, *, none=100, selective=None, full=10, output=10, forward=1.0, pe
         forward_seconds=seconds,
         backward_seconds=seconds,
         weight_seconds=seconds,
+        pending_bytes=CostModel(fixed=pending),
         output_bytes=CostModel(fixed=output),
         saved_bytes={level: CostModel(fixed=size) for level, size in saved.items()},
         recompute_seconds={level: seconds * (1 / 3) for level in saved if level == "selective"},
@@ -56,6 +60,7 @@ def random_block(rng, name, **options):
         selective=selective,
         full=int(full),
         output=int(rng.integers(1, 12)),
+        pending=int(rng.integers(0, 120)),
         forward=float(rng.integers(1, 30)),
         per_token=float(rng.integers(0, 3)) / 10,
         parameter_bytes=parameters,
@@ -67,6 +72,12 @@ def random_block(rng, name, **options):
 
 def _renamed(layer, name):
     return LayerCost(**{field: getattr(layer, field) for field in layer.__dataclass_fields__} | {"name": name})
+
+
+def random_schedule(rng, num_stages):
+    """One of those there are, of 1 to 7 micro-batches."""
+    name = rng.choice(list(SCHEDULES))
+    return SCHEDULES[name](num_stages, int(rng.integers(1, 8)))
 
 
 def generator(seed):

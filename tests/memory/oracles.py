@@ -2,8 +2,9 @@
 
 from itertools import product
 
-from omnibal.memory.footprint import LEVELS
+from omnibal.memory.footprint import LEVELS, Footprint
 from omnibal.memory.frontier import NOT_OFFERED
+from omnibal.pipeline.schedule import Operation, one_f_one_b
 
 
 def all_levels(layers):
@@ -28,6 +29,28 @@ def least_total(footprint, stage, layers):
 
 def total_seconds(seconds, layers, levels):
     return sum(seconds[layer, LEVELS.index(level)] for layer, level in zip(layers, levels, strict=True))
+
+
+def run_table(footprint, stage, layers, levels):
+    """The most that a stage holds of activations and gradients, by running its table layer by layer."""
+    plain = Footprint(footprint.profile, footprint.load, one_f_one_b(1, 1), footprint.setup)
+    rows = [(layer, LEVELS.index(levels[layer])) for layer in layers]
+    kept = [int(footprint.kept_bytes(stage)[row]) for row in rows]
+    transient = [int(plain.transient_bytes(0, layers.stop)[row]) for row in rows]
+    pending = [int(footprint.profile.layers[layer].pending_bytes(footprint.load)) for layer in layers]
+    alive = peak = 0
+    for operation, _ in footprint.schedule.stages[stage]:
+        if operation == Operation.F:
+            alive += sum(kept)
+        elif operation == Operation.W:
+            alive -= sum(pending)
+        else:
+            peak = max(peak, alive + footprint.least_transient(stage))
+            for layer in reversed(range(len(rows))):
+                peak = max(peak, alive + transient[layer])
+                alive += (pending[layer] if operation == Operation.B else 0) - kept[layer]
+                peak = max(peak, alive)
+    return peak
 
 
 def fastest_columns(kept, transient, seconds, *, room_bytes, **options):

@@ -1,12 +1,15 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, StageMemory, TrainingSetup
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.schedule import Schedule, one_f_one_b
-from tests.memory.models import block, model
+from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
+from tests.memory.models import block, generator, model, random_model, random_schedule
+from tests.memory.oracles import run_table
 
 LOAD = Load(9, 4096)
 PLAIN = TrainingSetup()
@@ -30,9 +33,9 @@ def test_each_term_by_hand():
     # Stage 0 holds two micro-batches: each keeps its pixels (16, as layer 0 keeps when it recomputes) and its output;
     # one gradient of the output comes back. The first layer brings back 84 bytes when the second has freed 100;
     # the gradients within the second are a third of that.
-    first = StageMemory(40, 80, 120, 2 * (16 + 100), 2 * (16 + 8) + 8, 33, 0, 7)
+    first = StageMemory(40, 80, 120, 2 * (16 + 100), 0, 2 * (16 + 8) + 8, 33, 0, 7)
     # Stage 1 holds one: its input three times (kept, arriving, as a gradient); 8 bytes of logits twice.
-    last = StageMemory(40, 80, 120, 2 * 100, 3 * 8, 33, 2 * 8, 7)
+    last = StageMemory(40, 80, 120, 2 * 100, 0, 3 * 8, 33, 2 * 8, 7)
     assert found == (first, last)
     assert first.total == 40 + 80 + 120 + 232 + 56 + 33 + 7
 
@@ -61,9 +64,32 @@ def test_micro_batches_are_counted_on_the_table():
     assert footprint(layers, one_f_one_b(4, 2)).held == (2, 2, 2, 1)
 
 
-def test_a_postponed_weight_gradient_holds_on_to_activations():
-    split = Schedule.parse("F0 F1 B0 B1 W0 W1\nF0 B0 F1 B1 W0 W1")
-    assert footprint(four_blocks(), split).held == (2, 2)
+def test_postponed_weight_gradients_hold_on_to_what_they_need():
+    memory = footprint(four_blocks(none=100, full=10, output=8, pending=70), zero_bubble(2, 8))
+    assert memory.held == (2, 1)
+    first, last = memory.stages(Partition((0, 2, 4)), ["none", "none", "full", "none"])
+    # stage 0 runs unsplit; in its buffers the next gradient of its output comes beside the one in use
+    assert (first.activations, first.pending, first.transient, first.buffers) == (400, 0, 33, 2 * (10 + 8) + 2 * 8)
+    # stage 1 lags by one micro-batch; recomputing its first layer brings back 90 and needs gradients of a third of 100,
+    # when the other one has freed 100 and left 70; its gradients to stage 0 may wait for two micro-batches there
+    assert (last.activations, last.pending, last.transient, last.buffers) == (110, 140, 90 + 33 - 30, 3 * 8)
+    assert memory.pending_bytes(1)[2, 4] == 2 * 140
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_stage_holds_what_running_its_table_holds(seed):
+    rng = generator(seed)
+    profile, num_stages = random_model(rng), int(rng.integers(1, 5))
+    schedule = random_schedule(rng, num_stages)
+    memory = Footprint(profile, LOAD, schedule, TrainingSetup(target_share=0.1))
+    stage, levels = int(rng.integers(num_stages)), rng.choice(["none", "full"], len(profile.layers)).tolist()
+    layers = range(int(rng.integers(len(profile.layers) - 1)) if stage else 0, len(profile.layers))
+    found = memory.stage(stage, layers, levels[layers.start :])
+    expected = run_table(memory, stage, layers, levels)
+    assert found.activations + found.pending + found.transient >= expected
+    if schedule.micro_batches >= num_stages:
+        assert found.activations + found.pending + found.transient == expected
 
 
 def test_bytes_grow_with_the_load():
@@ -143,4 +169,4 @@ def test_refusals(wrong, message):
 
 
 def test_total_is_the_sum_of_the_terms():
-    assert StageMemory(*np.arange(1, 9).tolist()).total == 36
+    assert StageMemory(*np.arange(1, 10).tolist()).total == 45

@@ -9,7 +9,7 @@ from omnibal.memory.footprint import LEVELS, Footprint, TrainingSetup
 from omnibal.memory.frontier import NOT_OFFERED
 from omnibal.memory.recompute import choose_levels, least_bytes, least_recompute, recompute_seconds
 from omnibal.pipeline.schedule import one_f_one_b
-from tests.memory.models import block, generator, model, random_model
+from tests.memory.models import block, generator, model, random_model, random_schedule
 from tests.memory.oracles import fastest_columns, fastest_levels, least_total, peak_bytes, total_seconds
 
 LOADS = Load([3, 5], [100, 200])
@@ -19,7 +19,7 @@ def problem(seed):
     rng = generator(seed)
     profile = random_model(rng, max_blocks=3)
     num_stages = int(rng.integers(1, 4))
-    schedule = one_f_one_b(num_stages, int(rng.integers(1, 5)))
+    schedule = random_schedule(rng, num_stages)
     setup = TrainingSetup(num_replicas=int(rng.integers(1, 4)), target_share=0.1)
     footprint = Footprint(profile, LOADS[1], schedule, setup)
     stage = int(rng.integers(num_stages))

@@ -7,8 +7,7 @@ from omnibal.cost import Load
 from omnibal.memory.footprint import Footprint, TrainingSetup
 from omnibal.memory.recompute import recompute_seconds
 from omnibal.memory.stage_table import StageTable
-from omnibal.pipeline.schedule import one_f_one_b
-from tests.memory.models import generator, random_model
+from tests.memory.models import generator, random_model, random_schedule
 from tests.memory.oracles import fastest_levels, least_total
 
 LOADS = Load([3, 5], [100, 200])
@@ -30,7 +29,7 @@ def test_every_entry_is_that_of_its_stage_alone(seed):
     rng = generator(seed)
     profile = random_model(rng, max_blocks=3)
     num_stages = int(rng.integers(1, 4))
-    schedule = one_f_one_b(num_stages, int(rng.integers(1, 5)))
+    schedule = random_schedule(rng, num_stages)
     footprint = Footprint(profile, LOADS[1], schedule, TrainingSetup(target_share=0.1))
     budgets = rng.integers(200, 1500, num_stages).tolist()
     seconds = [recompute_seconds(profile, LOADS, stage) for stage in range(num_stages)]

@@ -7,6 +7,7 @@ import numpy as np
 from omnibal.cost import CostModel, Load
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.times import step_times
 
 MODES = ("rendezvous", "overlap")
@@ -71,7 +72,8 @@ def random_loads(rng, *, replicas, micro_batches):
 def problem_of(arguments):
     options = {"bandwidth_bytes_per_second": arguments["bandwidth_bytes_per_second"]}
     times = step_times(arguments["profile"], arguments["loads"], **options)
-    return PartitionProblem(arguments["profile"], times, arguments["num_stages"], arguments["mode"])
+    schedule = one_f_one_b(arguments["num_stages"], times.forward.shape[1])
+    return PartitionProblem(arguments["profile"], times, schedule, arguments["mode"])
 
 
 def all_partitions(num_layers, num_stages):

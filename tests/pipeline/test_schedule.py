@@ -14,7 +14,7 @@ DEEPSPEED_NAMES = {
     Operation.RECEIVE_GRADIENT: "RecvGrad",
 }
 ZERO_BUBBLE = """
-F0 F1 F2 B0 W0 B1 W1 B2 W2
+F0 F1 F2 BW0 BW1 BW2
 F0 F1 B0 F2 B1 W0 B2 W1 W2
 F0 B0 F1 B1 F2 B2 W0 W1 W2
 """
@@ -82,8 +82,8 @@ def test_counts_of_a_split_backward_are_read_off_the_table():
     schedule = Schedule.parse(ZERO_BUBBLE)
     assert str(schedule) == ZERO_BUBBLE.strip()
     assert schedule.in_flight == (3, 2, 1)
-    assert schedule.pending_weights == (1, 2, 3)
-    np.testing.assert_array_equal(schedule.occupancy(0)[:5], [[1, 0], [2, 0], [3, 0], [2, 1], [2, 0]])
+    assert schedule.pending_weights == (0, 2, 3)
+    np.testing.assert_array_equal(schedule.occupancy(1)[:5], [[1, 0], [2, 0], [1, 1], [2, 1], [1, 2]])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_pipeline_needs_a_stage_and_a_micro_batch(sizes):
 
 def test_zero_bubble_of_four_stages_reads_like_a_picture():
     assert str(zero_bubble(num_stages=4, micro_batches=6)) == "\n".join([
-        "F0 F1 F2 F3 B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5",
+        "F0 F1 F2 F3 BW0 F4 BW1 F5 BW2 BW3 BW4 BW5",
         "F0 F1 F2 B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5",
         "F0 F1 B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5",
         "F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5",
@@ -130,7 +130,7 @@ def test_zero_bubble_of_three_stages_literally():
 
 
 def test_a_lag_of_nothing_runs_weight_gradients_at_once():
-    assert str(zero_bubble(2, 3, (0, 0))) == "F0 F1 B0 W0 F2 B1 W1 B2 W2\nF0 B0 W0 F1 B1 W1 F2 B2 W2"
+    assert str(zero_bubble(2, 3, (0, 0))) == "F0 F1 BW0 F2 BW1 BW2\nF0 B0 W0 F1 B1 W1 F2 B2 W2"
     assert str(zero_bubble(1, 2, (5,))) == "F0 B0 F1 B1 W0 W1"
 
 
@@ -139,7 +139,7 @@ def test_a_lag_of_nothing_runs_weight_gradients_at_once():
 def test_zero_bubble_holds_what_the_first_stage_of_one_f_one_b_holds(num_stages, micro_batches):
     schedule = zero_bubble(num_stages, micro_batches)
     assert schedule.in_flight == one_f_one_b(num_stages, micro_batches).in_flight
-    assert schedule.pending_weights == tuple(min(s + 1, micro_batches) for s in range(num_stages))
+    assert schedule.pending_weights == (0, *(min(s + 1, micro_batches) for s in range(1, num_stages)))
     for stage in range(num_stages):
         assert schedule.occupancy(stage).sum(axis=1).max() <= num_stages
 

@@ -41,7 +41,8 @@ def random_step_model(seed, *, max_blocks=4, tightness=None):
         mode=("rendezvous", "overlap")[rng.integers(2)],
         zero_stage=int(rng.integers(2)),
     )
-    tight = StepModel(profile, packing, num_stages, request)
+    schedule = ("1f1b", "zero-bubble")[seed % 2]
+    tight = StepModel(profile, packing, num_stages, request, schedule)
     least = 1 + tight.missing[0]
     most = max(
         max(stage.total for stage in tight.footprint.stages(partition, ("none",) * len(profile.layers)))
@@ -49,7 +50,7 @@ def random_step_model(seed, *, max_blocks=4, tightness=None):
     )
     share = rng.random() if tightness is None else tightness
     budget = int(least + share * (most - least))
-    return StepModel(profile, packing, num_stages, replace(request, budget_bytes=budget))
+    return StepModel(profile, packing, num_stages, replace(request, budget_bytes=budget), schedule)
 
 
 def partitions(num_layers, num_stages):

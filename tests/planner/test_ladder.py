@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -6,6 +8,7 @@ from omnibal.data.padded import random_padded_steps
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.schedule import zero_bubble
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.planner.ladder import parameter_cut, plan_ladder
@@ -28,6 +31,18 @@ def costs():
 @pytest.fixture(scope="module")
 def rungs(costs):
     return plan_ladder(costs, PLAN, LENGTHS, num_replicas=2, batch_size=4, steps=5, links=LINKS)
+
+
+def test_another_schedule_is_a_rung_of_its_own(costs, rungs):
+    plan = replace(PLAN, schedule="zero-bubble")
+    *others, last = plan_ladder(costs, plan, LENGTHS, num_replicas=2, batch_size=4, steps=5, links=LINKS)
+    assert [rung.step_seconds for rung in others] == [rung.step_seconds for rung in rungs]
+    assert (last.name, last.steps, last.recompute) == ("+ schedule", rungs[-1].steps, rungs[-1].recompute)
+    split = simulate_step(
+        costs, PLAN.partition, last.steps[0], recompute=PLAN.recompute, schedule=zero_bubble(2, 3), mode="overlap",
+        **LINKS,
+    )  # fmt: skip
+    assert last.simulated[0].step_seconds == split.step_seconds < rungs[-1].simulated[0].step_seconds
 
 
 def test_one_thing_changes_at_a_time(costs, rungs):

@@ -22,10 +22,11 @@ def everything(model):
             continue
         steps = [
             simulate_step(
-                model.profile, partition, loads, recompute=levels, mode=model.request.mode, **model.request.links
+                model.profile, partition, loads, recompute=levels, schedule=model.schedule, mode=model.mode,
+                **model.request.links,
             )
             for loads in model.packing.steps
-        ]
+        ]  # fmt: skip
         seconds[partition.boundaries] = np.mean([step.step_seconds for step in steps])
     return seconds
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from omnibal.cost import CostModel
+from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
@@ -30,6 +30,7 @@ def vision_language_model(vision_blocks=8, decoder_blocks=8):
             forward_seconds=forward,
             backward_seconds=forward,
             weight_seconds=forward,
+            pending_bytes=CostModel(**{size: 0.7 * saved}),
             output_bytes=CostModel(**{size: saved / 16}),
             saved_bytes={level: CostModel(**{size: value}) for level, value in kept.items()},
             recompute_seconds={"selective": 0.2 * forward},
@@ -77,6 +78,31 @@ def test_a_plan_fits_and_is_never_slower_than_in_two_phases(budget):
         assert result.gain >= 0
     assert result.choice is result.tried[0]
     assert all(result.choice.sample_seconds <= other.sample_seconds for other in result.tried)
+
+
+@pytest.mark.parametrize("budget", [1900 * MIB, 2800 * MIB, 5000 * MIB])
+def test_the_schedule_is_the_faster_one_of_those_that_fit(budget):
+    limits = PackLimits(9, 4096)
+    choices = {
+        schedule: planned(budget, limits=limits, schedule=schedule).choice
+        for schedule in ("1f1b", "zero-bubble", "auto")
+    }
+    seconds = {schedule: choice.step_seconds for schedule, choice in choices.items()}
+    assert seconds["auto"] == min(seconds.values())
+    assert {choice.model.schedule_name for choice in planned(budget, limits=limits, schedule="auto").tried} == {
+        "1f1b", "zero-bubble",
+    }  # fmt: skip
+
+
+def test_a_zero_bubble_plan_says_what_weight_gradients_may_keep():
+    result = planned(5000 * MIB, limits=PackLimits(9, 4096), schedule="auto")
+    plan, stages = result.plan, result.plan.predicted.stages
+    assert plan.schedule == "zero-bubble"
+    for number, stage in enumerate(stages):
+        of_one = sum(PROFILE.layers[i].pending_bytes(Load(9, 4096, 4096**2)) for i in plan.partition.layers(number))
+        assert stage.pending_bytes == pytest.approx((number + 1 if number else 0) * of_one)
+        assert stage.memory.pending == pytest.approx(number * of_one)
+        assert stage.memory.total <= 5000 * MIB
 
 
 def test_it_fits_where_two_phases_run_out_of_memory():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import matplotlib.image
 import numpy as np
 from rich.console import Console
@@ -10,14 +12,15 @@ from omnibal.report.memory import memory_table, plot_memory, stage_plan_table
 from omnibal.report.style import SERIES, VERMILION
 
 GIB = 2**30
-MEMORY = [StageMemory(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB, 6 * GIB, 7 * GIB, 2 * GIB) for _ in range(2)]
+MEMORY = [StageMemory(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 0, 5 * GIB, 6 * GIB, 7 * GIB, 2 * GIB) for _ in range(2)]
+WAITING = replace(MEMORY[1], pending=8 * GIB)
 KINDS = ["vision_block", "projector", "text_embedding", "decoder_block", "decoder_block"]
 PLAN = Plan(
     PackLimits(9, 4096),
     8,
     Partition((0, 2, 5)),
     ("full", "none", "selective", "full", "full"),
-    Prediction(1.0, 8.0, 0.1, (StagePrediction(0.1234, 0.3, 0.05, 0.125, MEMORY[0]),) * 2),
+    Prediction(1.0, 8.0, 0.1, (StagePrediction(0.1234, 0.3, 0.05, 0.125, 0, MEMORY[0]),) * 2),
 )
 
 
@@ -39,10 +42,12 @@ def test_memory_term_by_term():
     rows = rows_of(memory_table(MEMORY, (60 * GIB, 40 * GIB)))
     terms = ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "7.0", "2.0", "30.0"]
     assert rows == [["0", *terms, "50.0%"], ["1", *terms, "75.0%"]]
+    rows = rows_of(memory_table([MEMORY[0], WAITING], (60 * GIB, 40 * GIB)))
+    assert [row[5] for row in rows] == ["0.0", "8.0"]
 
 
 def test_tables_fit_a_terminal_of_80_columns():
-    for table in (stage_plan_table(PLAN, KINDS), memory_table(MEMORY, (60 * GIB, 40 * GIB))):
+    for table in (stage_plan_table(PLAN, KINDS), memory_table([MEMORY[0], WAITING], (60 * GIB, 40 * GIB))):
         console = Console(width=80)
         with console.capture() as captured:
             console.print(table)
@@ -50,8 +55,10 @@ def test_tables_fit_a_terminal_of_80_columns():
 
 
 def test_the_picture_shows_every_term_and_the_budget(tmp_path):
-    plot_memory({"all recomputed": MEMORY, "plan": MEMORY}, (60 * GIB, 40 * GIB), tmp_path / "new" / "memory.png")
+    plot_memory(
+        {"all recomputed": MEMORY, "plan": [MEMORY[0], WAITING]}, (60 * GIB, 40 * GIB), tmp_path / "new" / "memory.png"
+    )
     image = matplotlib.image.imread(tmp_path / "new" / "memory.png")[..., :3]
-    for colour in (*SERIES[:5], SERIES[6], SERIES[7], SERIES[8], VERMILION):
+    for colour in (*SERIES[:5], SERIES[6], SERIES[7], SERIES[8], SERIES[9], VERMILION):
         rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(image - rgb).max(axis=-1) < 0.01).mean() > 1e-4, colour

@@ -10,12 +10,15 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import LEVELS
 from omnibal.pipeline import measure
+from omnibal.pipeline.devices import DEVICES
+from omnibal.pipeline.flops import analytic_profile
 from omnibal.pipeline.measure import MeasurementWarning, device_name, kept_bytes
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import measure_profile, measured_versions
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.trial_packs import TrialPack
+from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 from tests.vlm.models import build_layers, tiny_config
 
 MODEL = load_model(tiny_config())
@@ -79,8 +82,8 @@ def test_every_pass_takes_time_and_depends_on_what_the_layer_sees(profile):
         assert layer.optimizer_seconds > 0
 
 
-def test_pixels_need_no_gradient(profile):
-    assert profile.layers[0].backward_seconds == CostModel()
+def test_the_gradient_of_a_convolution_does_not_wait(profile):
+    assert profile.layers[0].weight_seconds == profile.layers[0].pending_bytes == CostModel()
 
 
 @pytest.mark.parametrize("pack", [TrialPack(3, (20, 17)), TrialPack(0, (9, 9, 9, 9)), TrialPack(7, (100,))])
@@ -93,9 +96,22 @@ def test_bytes_are_predicted_for_packs_that_were_not_measured(profile, pack):
         for level in LEVELS:
             kept = kept_bytes(lambda run=run, level=level: run(level)[0], free=free)
             assert cost.saved_bytes[level](pack.load) == pytest.approx(kept, rel=0.01, abs=4), (cost.name, level)
+        queue = WeightGradients()
+        defer_linears(layer, queue)
+        output = run("none")[0]
+        output.backward(torch.ones_like(output))
+        assert cost.pending_bytes(pack.load) == pytest.approx(queue.peak_bytes, rel=0.01, abs=4), cost.name
         payload = tuple(tensor.detach() for tensor in run("none"))
         sent = sum(tensor.nbytes for tensor in payload[:3])
         assert cost.output_bytes(pack.load) == pytest.approx(sent, rel=1e-6)
+
+
+def test_what_waits_is_what_counting_says(profile):
+    counted = analytic_profile(MODEL.records, DEVICES["A100-80GB"], dtype="float32")
+    load = TrialPack(3, (40,)).load
+    for measured, analytic in zip(profile.layers, counted.layers, strict=True):
+        assert measured.pending_bytes(load) == pytest.approx(analytic.pending_bytes(load), rel=0.01), measured.name
+        assert (measured.weight_seconds(load) > 0) == (measured.pending_bytes(load) > 0)
 
 
 def test_parameters_in_bytes(profile, frozen_profile):
