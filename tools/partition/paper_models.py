@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 from omnibal.families.internvl import layer_records
-from omnibal.pipeline.devices import DEVICES
+from omnibal.pipeline.devices import DEVICES, Device
 from omnibal.pipeline.flops import analytic_profile
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.profile import LayerCost, ModelProfile
 
 DEVICE = DEVICES["A100-80GB"]
 VISION_KINDS = ("patch_embedding", "vision_block", "projector")
@@ -80,30 +80,36 @@ TABLE_4 = {
 }
 
 
-def counted_profile(row: Published, *, vision_factor: float = 1.0) -> ModelProfile:
-    """The row's model in bfloat16 on A100s.
+def counted_profile(
+    row: Published, *, device: Device = DEVICE, vision_factor: float = 1.0, image_size: int = 448
+) -> ModelProfile:
+    """The row's model in bfloat16.
 
     Args:
         row: Which model, on how many devices a layer.
+        device: What it runs on.
         vision_factor: How many times as long as counted a layer of the ViT takes.
+        image_size: Pixels of a tile's side.
     """
     config = {
-        "vision_config": VISION[row.vision], "text_config": LANGUAGE[row.language], "tie_word_embeddings": False,
-    }  # fmt: skip
-    profile = analytic_profile(layer_records(config), DEVICE, tensor_parallel=row.tensor_parallel)
-    layers = [
-        replace(
-            layer,
-            forward_seconds=vision_factor * layer.forward_seconds,
-            backward_seconds=vision_factor * layer.backward_seconds,
-            weight_seconds=vision_factor * layer.weight_seconds,
-            recompute_seconds={},
-        )
-        if layer.kind in VISION_KINDS
-        else layer
-        for layer in profile.layers
-    ]
+        "vision_config": VISION[row.vision] | {"image_size": [image_size] * 2},
+        "text_config": LANGUAGE[row.language],
+        "tie_word_embeddings": False,
+    }
+    profile = analytic_profile(layer_records(config), device, tensor_parallel=row.tensor_parallel)
+    layers = [scaled(layer, vision_factor) if layer.kind in VISION_KINDS else layer for layer in profile.layers]
     return replace(profile, layers=tuple(layers))
+
+
+def scaled(layer: LayerCost, factor: float) -> LayerCost:
+    """A layer that takes so many times as long."""
+    return replace(
+        layer,
+        forward_seconds=factor * layer.forward_seconds,
+        backward_seconds=factor * layer.backward_seconds,
+        weight_seconds=factor * layer.weight_seconds,
+        recompute_seconds={},
+    )
 
 
 def block_places(profile: ModelProfile) -> list[int]:

@@ -1,0 +1,90 @@
+"""Table 1 with Figure 2, and Figure 4: what is uneven in the paper's setting, and how ISF converges; see README.md."""
+
+from pathlib import Path
+
+import numpy as np
+import typer
+from datasets import at_resolution, captions, cut_into, llava
+from ladder import ladder
+from markdown import table
+from setting import LIMITS, OVERHEAD, Setting
+
+from omnibal.data.isf import iterative_sampling_and_filtering
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio
+from omnibal.memory.footprint import TrainingSetup
+from omnibal.report.imbalance import Imbalance, plot_imbalance
+from omnibal.report.style import SERIES, new_figure, save, styled
+
+HERE = Path(__file__).parent
+PUBLISHED = {"across stages": ("85 ± 93 ms", "39 ± 23 GB"), "in stage 0, over time": ("136 ± 155 ms", "73 ± 6 GB")}
+RANKS, MOST_ITERATIONS = 4, 10
+app = typer.Typer(help=__doc__)
+
+
+@app.command()
+def table_1() -> None:
+    """Print Table 1 and draw Figure 2: the baseline, and our plan."""
+    setting = Setting()
+    setup = TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD)
+    rungs = ladder(setting)
+    found = {
+        rung.name: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, setup)
+        for rung in (rungs[0], rungs[-1])
+    }
+    rows = [(f"{name}, {where}", *cells) for name, entry in found.items() for where, *cells in entry.rows()]
+    paper = [(f"the paper, {where}", *cells) for where, cells in PUBLISHED.items()]
+    print(table(("", "forward pass of a micro-batch", "memory of a device"), [*paper, *rows]))
+    plot_imbalance(found, HERE / "figure_2.png")
+
+
+@app.command()
+def figure_4() -> None:
+    """Print and draw the Dist Ratios of ISF's packs after each iteration."""
+    found = {
+        name: [_ratios(lengths, limits, count) for count in range(1, MOST_ITERATIONS + 1)]
+        for name, (lengths, limits) in _cases().items()
+    }
+    names = ("", *(f"{kind}, after {count}" for kind in ("ViT", "LLM") for count in (1, 2, 5, 10)))
+    rows = [
+        (name, *(f"{ratios[count - 1][kind]:.3f}" for kind in (0, 1) for count in (1, 2, 5, 10)))
+        for name, ratios in found.items()
+    ]
+    print(table(names, rows))
+    with styled():
+        figure = new_figure(9.5, 3.4)
+        for number, (panel, kind) in enumerate(zip(figure.subplots(1, 2, sharey=True), ("ViT", "LLM"), strict=True)):
+            for colour, (name, ratios) in zip(SERIES, found.items(), strict=False):
+                values = [ratio[number] for ratio in ratios]
+                panel.plot(range(1, MOST_ITERATIONS + 1), values, color=colour, label=name, marker=".")
+            panel.set(title=kind, xlabel="iterations of ISF", ylim=(0, None))
+        figure.axes[0].set_ylabel(f"Dist Ratio, {RANKS} ranks")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        save(figure, HERE / "figure_4.png")
+
+
+def _cases() -> dict[str, tuple[SampleLengths, PackLimits]]:
+    mix = Setting().drawn
+    return {
+        "LLaVA-665K": (llava(), LIMITS),
+        "InternVL-1.2M": (mix, LIMITS),
+        "LCS-558K": (captions(), LIMITS),
+        "1 tile": (cut_into(1), LIMITS),
+        "6 tiles": (cut_into(6), PackLimits(14, 5120)),
+        "12 tiles": (cut_into(12), PackLimits(14, 5120)),
+        "224 pixels": (at_resolution(224), LIMITS),
+        "336 pixels": (at_resolution(336), LIMITS),
+    }
+
+
+def _ratios(lengths: SampleLengths, limits: PackLimits, iterations: int) -> tuple[float, float]:
+    """Of all packs in random order, of tiles and of tokens."""
+    packs = iterative_sampling_and_filtering(lengths, limits, iterations=iterations, seed=0)
+    packs = packs.take(np.random.default_rng(0).permutation(len(packs))[: len(packs) // RANKS * RANKS])
+    vision, tokens = (values.reshape(-1, RANKS) for values in (packs.vision_units(lengths), packs.llm_tokens(lengths)))
+    return dist_ratio(vision), dist_ratio(tokens)
+
+
+if __name__ == "__main__":
+    app()

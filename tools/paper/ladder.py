@@ -1,0 +1,110 @@
+"""The paper's ladder for any of its settings: baseline, + data, + model, + memory, and ours on top."""
+
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+from setting import Batches, Setting
+
+from omnibal.cost import Load
+from omnibal.errors import InfeasibleError
+from omnibal.memory.footprint import Level
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import search_partition
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.planner import make_plan
+from omnibal.planner.ladder import Rung, parameter_cut
+from omnibal.planner.packings import packings
+from omnibal.planner.step_model import StepModel
+
+DAY_SECONDS = 86_400
+
+
+def ladder(setting: Setting, *, ours: bool = True) -> list[Rung]:
+    """The rungs, the baseline first; ours last."""
+    full: tuple[Level, ...] = ("full",) * len(setting.profile.layers)
+    by_parameters = parameter_cut(setting.profile, setting.num_stages)
+    cut = paper_cut(setting, setting.packed)
+    rungs = [
+        rung(setting, "baseline", setting.padded(), by_parameters, full),
+        rung(setting, "+ data", setting.packed, by_parameters, full),
+        rung(setting, "+ model", setting.packed, cut, full),
+        rung(setting, "+ memory", setting.packed, cut, fitting_levels(setting, cut)),
+    ]
+    return [*rungs, best(setting)] if ours else rungs
+
+
+def rung(setting: Setting, name: str, batches: Batches, partition: Partition, recompute: tuple[Level, ...]) -> Rung:
+    """One way to train in a setting."""
+    return Rung(name, setting.profile, batches.steps, batches.samples_per_step, partition, recompute, setting.links)
+
+
+def best(setting: Setting) -> Rung:
+    """Our joint plan: limits, cut and recomputation together, packs by our planner."""
+    result = make_plan(setting.profile, setting.drawn, setting.request)
+    packing, plan = result.choice.model.packing, result.plan
+    return rung(setting, "ours", Batches(packing.steps, packing.samples_per_step), plan.partition, plan.recompute)
+
+
+def paper_cut(setting: Setting, batches: Batches) -> Partition:
+    """By the paper's method for some micro-batches, with the simulator in the place of its trials."""
+    found = search_partition(
+        setting.profile, batches.steps[0], setting.num_stages, method="paper",
+        bandwidth_bytes_per_second=setting.network,
+    )  # fmt: skip
+    return found.best.partition
+
+
+def fitting_levels(setting: Setting, cut: Partition) -> tuple[Level, ...]:
+    """The least recomputation that fits; all of it where nothing does."""
+    request = replace(setting.request, limits=setting.limits, method="isf", steps=1)
+    (packing,) = packings(setting.drawn, request, setting.row.num_replicas)
+    try:
+        return StepModel(setting.profile, packing, setting.num_stages, request).levels(cut.boundaries)
+    except InfeasibleError:
+        return ("full",) * len(setting.profile.layers)
+
+
+def gpu_days(setting: Setting, of: Rung, step_seconds: float | None = None) -> float:
+    """Of the whole dataset, from a step's seconds."""
+    seconds = of.step_seconds if step_seconds is None else step_seconds
+    return seconds * setting.samples / of.samples_per_step * setting.num_gpus / DAY_SECONDS
+
+
+def limits_days(setting: Setting, of: Rung) -> tuple[float, float]:
+    """GPU days if all micro-batches and stages were alike and nothing recomputed: under 1F1B, and all busy."""
+    whole = sum(
+        float((layer.forward_seconds + layer.backward_seconds + layer.weight_seconds)(of.load).mean())
+        for layer in setting.profile.layers
+    )
+    count, stage = of.load.shape[-1], whole / setting.num_stages
+    return gpu_days(setting, of, whole + (count - 1) * stage), gpu_days(setting, of, count * stage)
+
+
+def above_limit(setting: Setting, of: Rung) -> dict[str, float]:
+    """Why a step takes longer than 1F1B's limit: the share of the limit that each reason adds."""
+    days, load = limits_days(setting, of)[0], of.load
+    sizes = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared")
+    mean = Load(**{name: float(getattr(load, name).mean()) for name in sizes})
+    alike = (Load.stack([mean] * load.shape[-1]),) * load.shape[1]
+
+    def simulated(**links: float) -> float:
+        step = simulate_step(of.profile, of.partition, alike, recompute=of.recompute, **of.links | links)
+        return gpu_days(setting, of, step.pipeline_seconds)
+
+    reached = {
+        "stages unlike (whole layers)": simulated(bandwidth_bytes_per_second=np.inf),
+        "transfers": simulated(),
+        "micro-batches unlike": gpu_days(setting, of, fmean(step.pipeline_seconds for step in of.simulated)),
+        "all-reduce, optimizer": gpu_days(setting, of),
+    }
+    ends = [days, *reached.values()]
+    return {name: (b - a) / days for name, a, b in zip(reached, ends, ends[1:], strict=False)}
+
+
+def fitted(setting: Setting, days: float) -> Setting:
+    """The setting with the fraction of the peak that makes the last row of the paper's ladder take so many GPU days."""
+    for _ in range(3):
+        found = gpu_days(setting, ladder(setting, ours=False)[-1])
+        setting = replace(setting, fraction=setting.fraction * found / days)
+    return setting

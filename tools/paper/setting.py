@@ -1,0 +1,147 @@
+"""A row of one of the OmniBal paper's tables: model, cluster and data, with costs counted for it."""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnibal.cost import Load
+from omnibal.data.isf import iterative_sampling_and_filtering
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.packs import Packs
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.pipeline.devices import DEVICES, Device
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.planner import PlanRequest
+from omnibal.planner.ladder import Steps
+
+TOOLS = Path(__file__).parents[1]
+sys.path[:0] = [str(TOOLS / "partition"), str(TOOLS / "sampling")]
+from paper_models import BASELINE, Published, counted_profile  # noqa: E402
+from rules import RULES, Task  # noqa: E402
+
+GIB = 2**30
+NETWORK = 20e9
+LIMITS = PackLimits(9, 4096)
+DRAWN = 100_000
+"""Samples of a dataset that packs are made of."""
+STEPS = 16
+"""Steps that a row is simulated on."""
+OVERHEAD = 2 * GIB
+"""What a device holds beside the model."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of a table.
+
+    Attributes:
+        row: The model, its tensor parallelism, replicas, and the paper's cut.
+        lengths: Of the samples; InternVL's mix where left out.
+        limits: The paper's.
+        batch: Samples of a baseline's micro-batch.
+        micro_batches: Of a step; 64 of four samples on four replicas are InternVL-1.5's 1024 samples.
+        device: What it runs on.
+        fraction: Of the device's peak; with it the last row of Table 7 is the paper's.
+        network: Bytes per second between nodes.
+        vision_factor: How many times as long as counted a layer of the ViT takes; the paper's Figure 2 says 1.5.
+        image_size: Pixels of a tile's side.
+        samples: Of the whole dataset.
+    """
+
+    row: Published = BASELINE
+    lengths: SampleLengths | None = None
+    limits: PackLimits = LIMITS
+    batch: int = 4
+    micro_batches: int = 64
+    device: Device = DEVICES["A100-80GB"]
+    fraction: float = 0.469
+    network: float = NETWORK
+    vision_factor: float = 1.5
+    image_size: int = 448
+    samples: int = 1_200_000
+
+    @cached_property
+    def drawn(self) -> SampleLengths:
+        """The samples that packs are made of."""
+        return tiled_lengths(DRAWN, seed=1) if self.lengths is None else self.lengths
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline."""
+        return len(self.row.blocks)
+
+    @property
+    def num_gpus(self) -> int:
+        """All that take part."""
+        return self.row.tensor_parallel * self.num_stages * self.row.num_replicas
+
+    @property
+    def links(self) -> dict[str, Any]:
+        """As the simulator takes them; replicas and stages talk over the network."""
+        return {
+            "bandwidth_bytes_per_second": self.network,
+            "reduce_bandwidth_bytes_per_second": self.network,
+            "shard_optimizer": True,
+        }
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """Counted costs."""
+        device = replace(self.device, fraction=self.fraction)
+        return counted_profile(
+            self.row, device=device, vision_factor=self.vision_factor, image_size=self.image_size
+        )  # fmt: skip
+
+    @cached_property
+    def request(self) -> PlanRequest:
+        """What our planner is asked for: as many samples a step as the paper's packs bring."""
+        return PlanRequest(
+            num_devices=self.num_stages * self.row.num_replicas,
+            num_stages=self.num_stages,
+            global_batch=round(self.packed.samples_per_step),
+            budget_bytes=int(self.device.memory_bytes),
+            overhead_bytes=OVERHEAD,
+            bandwidth_bytes_per_second=self.network,
+            reduce_bandwidth_bytes_per_second=self.network,
+        )
+
+    @cached_property
+    def packed(self) -> "Batches":
+        """ISF's packs in random order."""
+        packs = iterative_sampling_and_filtering(self.drawn, self.limits, seed=0)
+        packs = packs.take(np.random.default_rng(0).permutation(len(packs)))
+        return self._in_steps(packs, packs.load(self.drawn))
+
+    def padded(self, rule: str = "random_batches") -> "Batches":
+        """Micro-batches by a rule of ``tools/sampling/rules.py``, padded to their longest samples."""
+        packs = RULES[rule](Task(self.drawn, self.limits, self.row.num_replicas, self.batch))
+        longest = np.maximum.reduceat(self.drawn.llm_tokens[packs.samples], packs.starts[:-1]).astype(np.int64)
+        load = Load(packs.vision_units(self.drawn), packs.sizes * longest, packs.sizes * longest**2)
+        return self._in_steps(packs, load)
+
+    def _in_steps(self, packs: Packs, load: Load) -> "Batches":
+        """Steps spread over the epoch; what runs at the same time lies side by side."""
+        replicas, size = self.row.num_replicas, self.row.num_replicas * self.micro_batches
+        count = len(packs) // size
+        order = np.arange(count * size).reshape(count, self.micro_batches, replicas).transpose(0, 2, 1)
+        chosen = order[np.linspace(0, count - 1, min(STEPS, count)).astype(int)]
+        steps = tuple(tuple(load[replica] for replica in step) for step in chosen)
+        return Batches(steps, float(packs.sizes.mean()) * size)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Micro-batches of some steps.
+
+    Attributes:
+        steps: For each step a Load per replica.
+        samples_per_step: On average over the epoch.
+    """
+
+    steps: Steps
+    samples_per_step: float
