@@ -4,13 +4,15 @@ from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
-from setting import Batches, Setting
+from setting import OVERHEAD, Batches, Setting
 
 from omnibal.cost import Load
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import Level
+from omnibal.memory.footprint import Footprint, Level, TrainingSetup
+from omnibal.memory.recompute import choose_levels, recompute_seconds
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import search_partition
+from omnibal.pipeline.schedule import zero_bubble
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner import make_plan
 from omnibal.planner.ladder import Rung, parameter_cut
@@ -18,6 +20,8 @@ from omnibal.planner.packings import packings
 from omnibal.planner.step_model import StepModel
 
 DAY_SECONDS = 86_400
+SIZES = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared")
+"""Of a Load, in the order in which it takes them."""
 
 
 def ladder(setting: Setting, *, ours: bool = True) -> list[Rung]:
@@ -44,6 +48,27 @@ def best(setting: Setting) -> Rung:
     result = make_plan(setting.profile, setting.drawn, setting.request)
     packing, plan = result.choice.model.packing, result.plan
     return rung(setting, "ours", Batches(packing.steps, packing.samples_per_step), plan.partition, plan.recompute)
+
+
+def split_backward(setting: Setting, ours: Rung) -> Rung:
+    """Our cut under the zero-bubble schedule, whose transfers run beside the computations.
+
+    Later stages then hold more micro-batches, and may have to recompute.
+    """
+    load, count = ours.load, setting.num_stages
+    schedule = zero_bubble(count, load.shape[-1])
+    largest = Load(*(float(getattr(load, name).max()) for name in SIZES))
+    setup = TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD)
+    footprint, budgets = Footprint(ours.profile, largest, schedule, setup), setting.request.budgets(count)
+    levels = [
+        level
+        for stage in range(count)
+        for level in choose_levels(
+            footprint, stage, ours.partition.layers(stage), recompute_seconds(ours.profile, load, stage), budgets[stage]
+        )
+    ]
+    links = {**ours.links, "schedule": schedule, "mode": "overlap"}
+    return replace(ours, name="ours, zero-bubble", recompute=tuple(levels), links=links)
 
 
 def paper_cut(setting: Setting, batches: Batches) -> Partition:
@@ -84,12 +109,11 @@ def limits_days(setting: Setting, of: Rung) -> tuple[float, float]:
 def above_limit(setting: Setting, of: Rung) -> dict[str, float]:
     """Why a step takes longer than 1F1B's limit: the share of the limit that each reason adds."""
     days, load = limits_days(setting, of)[0], of.load
-    sizes = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared")
-    mean = Load(**{name: float(getattr(load, name).mean()) for name in sizes})
+    mean = Load(*(float(getattr(load, name).mean()) for name in SIZES))
     alike = (Load.stack([mean] * load.shape[-1]),) * load.shape[1]
 
     def simulated(**links: float) -> float:
-        step = simulate_step(of.profile, of.partition, alike, recompute=of.recompute, **of.links | links)
+        step = simulate_step(of.profile, of.partition, alike, recompute=of.recompute, **(dict(of.links) | links))
         return gpu_days(setting, of, step.pipeline_seconds)
 
     reached = {

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Annotated
 
 import typer
-from ladder import above_limit, fitted, gpu_days, ladder, limits_days
+from ladder import above_limit, fitted, gpu_days, ladder, limits_days, split_backward
 from markdown import table
 from setting import OVERHEAD, Setting
 
@@ -36,9 +36,9 @@ def print_ladder(
 ) -> None:
     """Print the ladder, and what separates its top from the limits of 1F1B."""
     setting = fitted(Setting(micro_batches=micro_batches, vision_factor=vision_factor), PUBLISHED["+ memory"])
-    rungs = ladder(setting)
+    rungs = _rungs(setting)
     print(f"fraction of the peak: {setting.fraction:.3f}\n\n{_ladder(setting, rungs)}\n")
-    print(_limits({rung.name: (setting, rung) for rung in rungs[-2:]}))
+    print(_limits({rung.name: (setting, rung) for rung in rungs[3:]}))
 
 
 @app.command()
@@ -50,7 +50,7 @@ def emulate(
     """Run rows on DeepSpeed's engine, on sixteen local processes that sleep; a minute or two each."""
     setting = replace(Setting(), micro_batches=micro_batches)
     found = []
-    for rung in ladder(setting, ours="ours" in rows):
+    for rung in ladder(setting):
         if rung.name in rows:
             emulated, predicted = _emulated(setting, rung, steps)
             days = [gpu_days(setting, rung, seconds) for seconds in (predicted, emulated)]
@@ -78,12 +78,19 @@ def longer() -> None:
     tops, gains = {}, []
     for count in MICRO_BATCHES:
         setting = replace(Setting(), micro_batches=count)
-        rungs = ladder(setting)
-        first, *days = (gpu_days(setting, rungs[place]) for place in (0, -2, -1))
+        rungs = _rungs(setting)
+        first, *days = (gpu_days(setting, rungs[place]) for place in (0, 3, 4, 5))
         gains.append((f"{count}", *_days((first, *days)), *(f"{first / value:.2f}" for value in days)))
-        tops |= {f"{count}, {rung.name}": (setting, rung) for rung in rungs[-2:]}
-    print(table(("micro-batches", "baseline", "+ memory", "ours", "gain, + memory", "gain, ours"), gains))
+        tops |= {f"{count}, {rung.name}": (setting, rung) for rung in rungs[3:]}
+    names = [rung.name for rung in rungs[3:]]
+    print(table(("micro-batches", "baseline", *names, *(f"gain, {name}" for name in names)), gains))
     print(f"\n{_limits(tops)}")
+
+
+def _rungs(setting: Setting) -> list[Rung]:
+    """The ladder, and our plan under zero-bubble."""
+    rungs = ladder(setting)
+    return [*rungs, split_backward(setting, rungs[-1])]
 
 
 def _ladder(setting: Setting, rungs: list[Rung]) -> str:
