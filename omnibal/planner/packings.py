@@ -17,6 +17,8 @@ from omnibal.planner.request import PlanRequest
 
 LEAST_SAMPLES = 8192
 """As many samples at least are packed to learn what packs are like."""
+LEAST_STEPS = 32
+"""As many steps at least: what the last one lacks of its samples makes the packs of all steps smaller."""
 MOST_PACKINGS = 10
 """Numbers of micro-batches that are tried, in about equal ratios."""
 
@@ -54,7 +56,7 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
     """
     if len(lengths) < request.global_batch:
         raise ConfigError(f"lengths must hold a step of {request.global_batch} samples, got {len(lengths)}")
-    needed = max(LEAST_SAMPLES, (request.steps + 1) * request.global_batch)
+    needed = max(LEAST_SAMPLES, max(LEAST_STEPS, request.steps + 1) * request.global_batch)
     chosen = np.random.default_rng(request.seed).permutation(len(lengths))[:needed]
     task = _Task(lengths, lengths.take(np.sort(chosen)), request, num_replicas)
     if request.limits is not None:

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.packs import Packs
@@ -36,6 +37,14 @@ def test_steps_are_whole_and_spread_over_the_epoch():
     assert packing.all_loads.shape == (3, 4, packing.micro_batches)
     mean = packing.samples_per_step / (4 * packing.micro_batches) * LENGTHS.llm_tokens.mean()
     assert packing.all_loads.llm_tokens.mean() == pytest.approx(mean, rel=0.1)
+
+
+def test_packs_of_a_large_batch_are_as_full_as_those_of_the_whole_epoch():
+    lengths, limits = tiled_lengths(40_000, seed=3), PackLimits(9, 4096)
+    (found,) = packings(lengths, request(global_batch=1161, limits=limits, method="balanced"), num_replicas=4)
+    whole = arrange_epoch(lengths, limits, num_replicas=4)
+    samples = found.samples_per_step / (4 * found.micro_batches)
+    assert samples == pytest.approx(len(lengths) / len(whole.packs), rel=0.04)
 
 
 def test_given_limits_are_kept():
