@@ -56,7 +56,7 @@ class Plan:
         recompute: One level per layer: ``"none"``, ``"selective"`` or ``"full"``.
         predicted: What the step will be like; None for a plan that nobody predicted.
         made_from: What the plan was made from: profile hash, versions, options.
-        schedule: ``"1f1b"`` or ``"zero-bubble"``.
+        schedule: ``"1f1b"``, ``"zero-bubble"`` or ``"zero-bubble-lean"``.
 
     Raises:
         ConfigError: A level or the schedule is unknown, there is not one level for each layer, or the prediction is of

@@ -60,9 +60,9 @@ def plan(
     latency: LatencyOption = 0.0,
     mode: ModeOption = "rendezvous",
     schedule: Annotated[
-        Literal["1f1b", "zero-bubble", "auto"],
+        Literal["1f1b", "zero-bubble", "zero-bubble-lean", "auto"],
         typer.Option(
-            help="DeepSpeed's own; weight gradients computed where stages would wait; or the faster that fits."
+            help="DeepSpeed's own; weight gradients where stages would wait, or at once; the fastest that fits."
         ),
     ] = "1f1b",
     steps: Annotated[int, typer.Option(help="Steps of real packs that plans are simulated on.", min=1)] = 4,

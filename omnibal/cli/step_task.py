@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # As in omnibal.pipeline and omnibal.memory.footprint, which load too much for a command's --help.
 Mode = Literal["rendezvous", "overlap"]
 Level = Literal["none", "selective", "full"]
-ScheduleName = Literal["1f1b", "zero-bubble"]
+ScheduleName = Literal["1f1b", "zero-bubble", "zero-bubble-lean"]
 
 ReduceBandwidthOption = Annotated[
     float | None, typer.Option(help="GB/s between replicas, for the gradients; as between stages.", min=0)

@@ -70,7 +70,7 @@ class PipelineSection(Section):
     recompute: Level | list[Level] = "none"
     """One level for all layers, or a list with one for each."""
     schedule: ScheduleName | Literal["auto"] = "auto"
-    """``1f1b``, ``zero-bubble``, or ``auto``: the plan's choice, ``1f1b`` without a plan."""
+    """``1f1b``, ``zero-bubble``, ``zero-bubble-lean``, or ``auto``: the plan's choice, ``1f1b`` without a plan."""
     plan: str | None = None
     """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits."""
 
@@ -187,7 +187,7 @@ def complete_deepspeed_config(
     micro_batches = micro_batches_of(config)
     _check_zero(config)
     _check_clipping(config, num_stages)
-    if schedule == "zero-bubble":
+    if schedule != "1f1b":
         _check_deferral(config)
     derived = {
         "train_micro_batch_size_per_gpu": 1,

@@ -211,8 +211,17 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
     return Schedule(tuple(stages), micro_batches)
 
 
-ScheduleName = Literal["1f1b", "zero-bubble"]
-SCHEDULES: Mapping[ScheduleName, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "zero-bubble": zero_bubble}
+def zero_bubble_lean(num_stages: int, micro_batches: int) -> Schedule:
+    """Zero-bubble that holds little more than 1F1B: every ``W`` runs right after its ``B``, whose gradient has left."""
+    return zero_bubble(num_stages, micro_batches, max_lag=(0,) * num_stages)
+
+
+ScheduleName = Literal["1f1b", "zero-bubble", "zero-bubble-lean"]
+SCHEDULES: Mapping[ScheduleName, Callable[[int, int], Schedule]] = {
+    "1f1b": one_f_one_b,
+    "zero-bubble": zero_bubble,
+    "zero-bubble-lean": zero_bubble_lean,
+}
 """By the names that plans and configurations use; each takes the numbers of stages and micro-batches."""
 
 

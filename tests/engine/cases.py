@@ -16,8 +16,9 @@ from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.step import Step
 from omnibal.errors import DataError, OmnibalError
+from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.boundaries import Partition
-from omnibal.plan import Plan
+from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
 from tests.engine.small import PIXEL_SHAPE, small_samples
 
@@ -67,7 +68,13 @@ def engine_of(case):
     )
     vlm = load_model(case.model)
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
-    plan = Plan(PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, schedule=case.schedule)
+    predicted = None
+    if case.pending_bytes is not None:
+        stage_of_plan = StagePrediction(1.0, 2.0, 0.0, 0.1, case.pending_bytes, StageMemory(*range(9)))
+        predicted = Prediction(1.0, 8.0, 0.1, (stage_of_plan,) * num_stages)
+    plan = Plan(
+        PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
+    )
     loader = FixedPacks(case.packs, replica, reads=stage in (0, num_stages - 1))
     return build_engine(config, section, vlm, plan, loader, Path(case.model))
 

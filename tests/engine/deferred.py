@@ -20,7 +20,7 @@ def two_processes(cases, case, budgets, refused):
     """The same, and all else that two processes show of a zero-bubble case; the step that fails comes last."""
     return {
         "both": train_both(cases),
-        "budgets": [train(case, budget) for budget in budgets],
+        "budgets": [train(replace(case, pending_bytes=budget)) for budget in budgets],
         "no weights": train_without_weights(case),
         "evaluated": [losses_around(case, evaluates=evaluates) for evaluates in (False, True)],
         "refused": refusal(refused),
@@ -28,11 +28,10 @@ def two_processes(cases, case, budgets, refused):
     }
 
 
-def train(case, budget=None):
+def train(case):
     """Losses, first gradients, weights after the last step; what waited at most and what still waits."""
     engine = engine_of(case)
     queue, first = engine.weight_gradients, {}
-    engine.pending_bytes = budget
 
     def capture(engine):
         first.update({} if first else _gradients(engine))

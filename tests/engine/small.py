@@ -27,6 +27,7 @@ class Case:
     extra: dict = field(default_factory=dict)
     schedule: str = "1f1b"
     frozen: tuple = ()  # kinds of layers
+    pending_bytes: int | None = None  # what the plan says each stage's weight gradients may keep
 
 
 def small_config(*, tied=False, dropout=0.0):

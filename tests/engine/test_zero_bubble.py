@@ -53,6 +53,7 @@ def two(models):
         cases[f"frozen, {precision}"] = replace(
             cases[precision], boundaries=(0, 6, 10), frozen=("patch_embedding", "vision_block")
         )
+    cases["lean"] = replace(cases["bf16, ZeRO 0"], schedule="zero-bubble-lean")
     refused = replace(cases["fp32, ZeRO 1"], extra={"data_types": {"grad_accum_dtype": "bf16"}})
     arguments = [*cases.values()], cases["bf16, ZeRO 0"], BUDGETS, refused
     return cases, launch(2, "tests.engine.deferred:two_processes", *arguments)

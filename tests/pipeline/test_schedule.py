@@ -3,7 +3,7 @@ import pytest
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 from omnibal.errors import ConfigError
-from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
+from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble, zero_bubble_lean
 
 DEEPSPEED_NAMES = {
     Operation.F: "ForwardPass",
@@ -130,6 +130,7 @@ def test_zero_bubble_of_three_stages_literally():
 
 
 def test_a_lag_of_nothing_runs_weight_gradients_at_once():
+    assert zero_bubble_lean(2, 3) == zero_bubble(2, 3, (0, 0))
     assert str(zero_bubble(2, 3, (0, 0))) == "F0 F1 BW0 F2 BW1 BW2\nF0 B0 W0 F1 B1 W1 F2 B2 W2"
     assert str(zero_bubble(1, 2, (5,))) == "F0 B0 F1 B1 W0 W1"
 

@@ -8,6 +8,7 @@ import numpy as np
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest
 from omnibal.planner.step_model import StepModel
@@ -41,7 +42,7 @@ def random_step_model(seed, *, max_blocks=4, tightness=None):
         mode=("rendezvous", "overlap")[rng.integers(2)],
         zero_stage=int(rng.integers(2)),
     )
-    schedule = ("1f1b", "zero-bubble")[seed % 2]
+    schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
     tight = StepModel(profile, packing, num_stages, request, schedule)
     least = 1 + tight.missing[0]
     most = max(

@@ -21,7 +21,7 @@ from omnibal.memory.footprint import Footprint, Level, StageMemory, TrainingSetu
 from omnibal.memory.recompute import choose_levels, recompute_seconds
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import ModelProfile
-from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
@@ -30,7 +30,11 @@ from omnibal.vlm.measure import measure_profile
 TILES, SAMPLES, TOKENS = 24, 6, 120
 IMAGE_TOKEN, TOKENS_PER_TILE, TILE = 3, 16, 56
 MICRO_BATCHES = 4
-CUTS = ((0, 9, 17), (0, 5, 17), (0, 12, 17))
+CUTS: dict[ScheduleName, tuple[tuple[int, ...], ...]] = {
+    "1f1b": ((0, 9, 17), (0, 5, 17), (0, 12, 17)),
+    "zero-bubble": ((0, 9, 17), (0, 5, 17)),
+    "zero-bubble-lean": ((0, 9, 17),),
+}
 
 
 def model() -> VisionLanguageModel:
@@ -128,8 +132,9 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
         "omnibal": {"model": {"weights": "random"}},
     }
     config, section = read_config(content)
-    config = complete_deepspeed_config(config, num_stages=2, num_replicas=1, total_steps=2)
-    engine = build_engine(config, section, model(), Plan.load(plan_path), SamePack(), None)
+    plan = Plan.load(plan_path)
+    config = complete_deepspeed_config(config, num_stages=2, num_replicas=1, total_steps=2, schedule=plan.schedule)
+    engine = build_engine(config, section, model(), plan, SamePack(), None)
     engine.train_batch()
     before = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
     with PeakMeter() as meter:
@@ -176,17 +181,25 @@ def main() -> None:
     load = Load(TILES, SAMPLES * TOKENS, SAMPLES * TOKENS**2)
     targets = 1 - TILES * TOKENS_PER_TILE / (SAMPLES * TOKENS)
     setup = TrainingSetup(zero_stage=0, target_share=targets)
-    footprint = Footprint(profile, load, one_f_one_b(2, MICRO_BATCHES), setup)
-    print("| cut | levels | stage | predicted MiB | measured MiB | error |\n|---|---|---|---|---|---|")
+    print("| schedule | cut | levels | stage | predicted MiB | measured MiB | error |\n|---|---|---|---|---|---|---|")
     errors = []
-    for boundaries in CUTS:
+    for schedule, boundaries in [(name, cut) for name, cuts in CUTS.items() for cut in cuts]:
         partition = Partition(boundaries)
+        footprint = Footprint(profile, load, SCHEDULES[schedule](2, MICRO_BATCHES), setup)
         for name, levels in variants(footprint, profile, partition):
-            plan = Plan(PackLimits(TILES, SAMPLES * TOKENS), MICRO_BATCHES, partition, levels)
+            plan = Plan(PackLimits(TILES, SAMPLES * TOKENS), MICRO_BATCHES, partition, levels, schedule=schedule)
             predicted = [dynamic(memory) for memory in footprint.stages(partition, levels)]
             for stage, (guess, found) in enumerate(zip(predicted, measured_peaks(plan), strict=True)):
                 errors.append(guess / found - 1)
-                row = (boundaries, name, stage, f"{guess / 2**20:.1f}", f"{found / 2**20:.1f}", f"{errors[-1]:+.1%}")
+                row = (
+                    schedule,
+                    boundaries,
+                    name,
+                    stage,
+                    f"{guess / 2**20:.1f}",
+                    f"{found / 2**20:.1f}",
+                    f"{errors[-1]:+.1%}",
+                )
                 print("|", " | ".join(map(str, row)), "|", flush=True)
     print(f"\nerrors from {min(errors):+.1%} to {max(errors):+.1%}")
 

@@ -1,0 +1,151 @@
+"""1F1B and zero-bubble side by side on two CPU processes: step times, equal losses, bytes that wait; see README.md."""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import LIMITS, LOAD, model, pack
+
+from omnibal.engine.distributed import free_port
+from omnibal.memory.footprint import Footprint, Level, TrainingSetup
+from omnibal.pipeline.partition import search_partition
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.pipeline.simulate import mode_of, simulate_step
+from omnibal.plan import Plan
+from omnibal.vlm.measure import measure_profile
+
+STAGES, ROUNDS = 2, 8
+CASES: tuple[tuple[int, Level], ...] = ((4, "none"), (8, "none"), (8, "full"))
+"""Micro-batches, and what every layer recomputes."""
+BANDWIDTH = 2e9
+
+
+class Packs:
+    """A loader of the same packs, again and again."""
+
+    steps_per_epoch = 1
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self._batches = [pack(seed) for seed in range(micro_batches)]
+
+    def next_step(self) -> tuple[object, list[Any]]:
+        """All of them."""
+        from omnibal.engine.step import Step
+
+        return Step(0, 0, self.micro_batches, LOAD), list(self._batches)
+
+
+def plans(profile: ModelProfile, micro_batches: int, level: Level) -> dict[str, Plan]:
+    """The same cut under each schedule."""
+    levels = (level,) * len(profile.layers)
+    loads = [type(LOAD).stack([LOAD] * micro_batches)]
+    found = search_partition(profile, loads, STAGES, bandwidth_bytes_per_second=BANDWIDTH, recompute=levels)
+    return {
+        schedule: Plan(LIMITS, micro_batches, found.best.partition, levels, schedule=schedule) for schedule in SCHEDULES
+    }
+
+
+def train(rank: int, folder: str, port: int, cases: list[dict[str, Plan]]) -> None:
+    """One process: steps of each case's engines in turn; writes what it saw."""
+    os.environ |= {
+        "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{STAGES}", "LOCAL_SIZE": f"{STAGES}",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    found = [_steps(case) for case in cases]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _steps(case: dict[str, Plan]) -> dict[str, Any]:
+    engines = {schedule: _engine(plan) for schedule, plan in case.items()}
+    seconds: dict[str, list[float]] = {schedule: [] for schedule in engines}
+    losses: dict[str, list[float]] = {schedule: [] for schedule in engines}
+    for _ in range(1 + ROUNDS):
+        for schedule, engine in engines.items():
+            dist.barrier()
+            start = time.perf_counter()
+            losses[schedule].append(engine.train_batch().item())
+            dist.barrier()
+            seconds[schedule].append(time.perf_counter() - start)
+    return {
+        "seconds": {schedule: measured[1:] for schedule, measured in seconds.items()},  # the first one warms up
+        "losses": losses,
+        "pending_bytes": {schedule: engine.weight_gradients.peak_bytes for schedule, engine in engines.items()},
+    }
+
+
+def _engine(plan: Plan) -> Any:
+    from omnibal.engine.config import complete_deepspeed_config, read_config
+    from omnibal.engine.initialize import build_engine
+
+    content = {
+        "gradient_accumulation_steps": plan.micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 0},
+        "gradient_clipping": 0.0,
+        "omnibal": {"model": {"weights": "random"}},
+    }
+    config, section = read_config(content)
+    config = complete_deepspeed_config(config, num_stages=STAGES, num_replicas=1, total_steps=1, schedule=plan.schedule)
+    loader: Any = Packs(plan.micro_batches)
+    return build_engine(config, section, model(), plan, loader, None)
+
+
+def main() -> None:
+    """Measure the layers, then the steps of every case; write all figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="JSON of all figures")
+    arguments = parser.parse_args()
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        profile = measure_profile(model(), LIMITS)
+    cases = [plans(profile, *case) for case in CASES]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(train, (folder, free_port(), cases), nprocs=STAGES)
+        by_rank = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(STAGES)]
+    rows = [_row(profile, case, [of_rank[number] for of_rank in by_rank]) for number, case in enumerate(cases)]
+    arguments.file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _row(profile: ModelProfile, case: dict[str, Plan], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    split = case["zero-bubble"]
+    footprint = Footprint(profile, LOAD, split.table, TrainingSetup(zero_stage=0))
+    loads = [type(LOAD).stack([LOAD] * split.micro_batches)]
+    predicted = {
+        schedule: simulate_step(
+            profile, plan.partition, loads, bandwidth_bytes_per_second=BANDWIDTH, recompute=plan.recompute,
+            schedule=plan.table, mode=mode_of(plan.table, "rendezvous"),
+        ).step_seconds
+        for schedule, plan in case.items()
+    }  # fmt: skip
+    layers = [split.partition.layers(stage) for stage in range(STAGES)]
+    return {
+        "micro_batches": split.micro_batches,
+        "recompute": split.recompute[0],
+        "partition": list(split.partition.boundaries),
+        "predicted_seconds": predicted,
+        "seconds": by_rank[0]["seconds"],
+        "equal_losses": by_rank[0]["losses"]["1f1b"] == by_rank[0]["losses"]["zero-bubble"],
+        "predicted_pending_bytes": [
+            int(footprint.pending_bytes(stage)[own.start, own.stop]) for stage, own in enumerate(layers)
+        ],
+        "pending_bytes": [of_rank["pending_bytes"]["zero-bubble"] for of_rank in by_rank],
+    }
+
+
+if __name__ == "__main__":
+    main()

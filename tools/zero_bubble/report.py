@@ -1,0 +1,100 @@
+"""The figures of all measurements as Markdown tables; see README.md."""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+MIB = 2**20
+PARTS = ("forward", "backward", "inputs", "weights")
+
+
+def main() -> None:
+    """Print a table for each file that is there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    for name, show in {"emulated": emulated, "real": real, "split": split}.items():
+        path = arguments.folder / f"{name}.json"
+        if path.exists():
+            print(show(json.loads(path.read_text())), end="\n\n")
+
+
+def emulated(rows: list[dict[str, Any]]) -> str:
+    """Steps in multiples of all devices busy."""
+    cells = {(row["costs"], row["packs"], row["stages"], row["micro_batches"], row["schedule"]): row for row in rows}
+    lines = []
+    for key in dict.fromkeys(key[:4] for key in sorted(cells)):
+        costs, packs, stages, micro_batches = key
+        plain, ours = (cells[*key, schedule] for schedule in ("1f1b", "zero-bubble"))
+        lines.append(
+            (
+                costs,
+                packs,
+                f"{stages}",
+                f"{micro_batches}",
+                f"{plain['simulated']:.3f}",
+                f"{ours['simulated']:.3f}",
+                f"{plain['emulated']:.3f}",
+                f"{ours['emulated']:.3f}",
+                f"{plain['emulated'] / ours['emulated']:.3f}",
+            )
+        )
+    names = (
+        "costs", "packs", "stages", "micro-batches", "1F1B, simulated", "zero-bubble, simulated", "1F1B, emulated",
+        "zero-bubble, emulated", "gain",
+    )  # fmt: skip
+    return table(names, lines)
+
+
+def real(rows: list[dict[str, Any]]) -> str:
+    """Medians of steps on two processes, and what waited."""
+    lines = []
+    for row in rows:
+        plain, ours = (median(row["seconds"][schedule]) for schedule in ("1f1b", "zero-bubble"))
+        said = row["predicted_seconds"]
+        pairs = zip(row["pending_bytes"], row["predicted_pending_bytes"], strict=True)
+        lines.append(
+            (
+                f"{row['micro_batches']}",
+                row["recompute"],
+                f"{plain:.3f}",
+                f"{ours:.3f}",
+                f"{plain / ours:.3f}",
+                f"{said['1f1b'] / said['zero-bubble']:.3f}",
+                "yes" if row["equal_losses"] else "no",
+                "; ".join(f"{found / MIB:.2f} of {bound / MIB:.2f}" for found, bound in pairs),
+            )
+        )
+    names = (
+        "micro-batches", "recompute", "1F1B, s", "zero-bubble, s", "gain", "simulated gain", "losses equal",
+        "MiB that waited, of the footprint's, by stage",
+    )  # fmt: skip
+    return table(names, lines)
+
+
+def split(rows: list[dict[str, Any]]) -> str:
+    """A layer of each kind."""
+    lines = [
+        (
+            row["kind"], *(f"{1e3 * row[f'{part}_seconds']:.2f}" for part in PARTS),
+            f"{row['split_over_whole']:.3f}", f"{row['kept_bytes'] / MIB:.2f}", f"{row['pending_bytes'] / MIB:.2f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    names = (
+        "layer", "forward, ms", "backward, ms", "to inputs, ms", "to weights, ms", "split ÷ whole", "kept, MiB",
+        "waits, MiB",
+    )  # fmt: skip
+    return table(names, lines)
+
+
+def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Markdown; all columns but the first are aligned to the right."""
+    lines = [names, ("---", *("---:",) * (len(names) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
