@@ -34,7 +34,7 @@ TRIAL_STEP_PACKS: Final = 16
 """Most packs in a step of the trial: rounding to whole steps would blur its result."""
 TRIALS: Final = 2
 """Parts of the samples that must all fit."""
-TRIAL_RELIEF_TRIES: Final = 1
+TRIAL_RELIEF_TRIES: Final = 4
 """Exchanges per pack that may be tried to keep the limits in the trial."""
 MARGINS: Final[tuple[float, ...]] = (0.0, *(0.005 * 1.5**grown for grown in range(24)))
 """Shares of packs that are added until a trial succeeds: samples that do not combine to fill packs need them."""

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import min_packs, source_mix, step_randomness
+from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
 from tests.data.strategies import pack_limits, sample_lengths
 
@@ -106,6 +108,20 @@ def test_windows_are_the_epoch_in_parts(method, mixed_lengths):
         expected = epoch.packs[epoch.steps[first_step, 1, 2]].tolist()
         assert window.pack(first_step, 1, 2).tolist() == expected
     assert list(epoch.windows(epoch.num_steps)) == []
+
+
+def test_few_packs_beyond_the_bound_where_large_samples_do_not_pair():
+    tiles = np.random.default_rng(0).choice([1, 3, 5], 20_000, p=(0.11, 0.37, 0.52))
+    lengths, limits = SampleLengths(tiles, 270 * tiles), PackLimits(9, 4096)
+    epoch = arrange_epoch(lengths, limits, num_replicas=8)
+    assert len(epoch.packs) <= 1.012 * min_packs(lengths, limits)
+
+
+def test_steps_stay_random_where_tokens_fill_the_packs():
+    lengths, limits = tiled_lengths(30_000), PackLimits(16, 5120)
+    epoch = arrange_epoch(lengths, limits, num_replicas=8)
+    assert len(epoch.packs) <= 1.012 * min_packs(lengths, limits)
+    assert step_randomness(source_mix(lengths.source, epoch.packs, epoch.steps)) < 1.1
 
 
 def test_oversized_samples_can_be_refused():

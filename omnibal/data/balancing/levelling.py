@@ -16,6 +16,8 @@ OTHER_ROUNDS: Final = 4
 """Rounds of exchanges between steps for the sake of the other loads."""
 GROUP_PASSES: Final = 2
 """How often steps are levelled after exchanges between them."""
+UNPRODUCTIVE: Final = 6
+"""Rounds end when fewer than one in so many exchanges brings packs nearer to each other."""
 MEETINGS: Final = 4
 """Counterparts in other steps that a pack of wrong vision units tries in a round."""
 
@@ -116,7 +118,7 @@ def _level_step(
                 _is_uneven(packs, light, tolerance.vision, tolerance.others)
             ):
                 swaps += exchange(samples, packs, heavy, light, 0, tolerance.others >> 2, turn, scratch)
-        if swaps == 0 and turn % 2:
+        if UNPRODUCTIVE * swaps < number // 2 and turn % 2:
             return
 
 
@@ -171,7 +173,7 @@ def _level_vision(
     before = end - begin + 1
     for turn in range(VISION_ROUNDS):
         number = _list_uneven(packs, begin, end, tolerance.vision, np.int64(1) << 62, order)
-        stuck = 4 * number > end - begin and 20 * number > 19 * before
+        stuck = 16 * number > end - begin and 10 * number > 9 * before
         if number == 0 or stuck:
             return
         before = number
@@ -207,10 +209,13 @@ def _level_others(
     for turn in range(OTHER_ROUNDS):
         number = _list_uneven(packs, begin, end, tolerance.vision, tolerance.group, order)
         _sort_packs(packs, order, number, False)
+        swaps = 0
         for place in range(number // 2):
             pack, other = order[number - 1 - place], order[place]
             wish = packs[other, EXCESS] - packs[pack, EXCESS]  # no vision units should move
-            exchange(samples, packs, pack, other, wish, tolerance.others >> 2, turn, scratch)
+            swaps += exchange(samples, packs, pack, other, wish, tolerance.others >> 2, turn, scratch)
+        if UNPRODUCTIVE * swaps < number // 2:
+            return
 
 
 @njit(cache=True, nogil=True)

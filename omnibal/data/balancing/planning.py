@@ -12,6 +12,7 @@ from omnibal.data.balancing.exchange import (
     DIMENSIONS,
     EXCESS,
     FIRST,
+    LOADS,
     NEXT,
     NOWHERE,
     ROOM,
@@ -60,6 +61,8 @@ class Instructions(NamedTuple):
     """Consecutive steps that may exchange samples."""
     relief_tries: int
     """Exchanges per pack that are tried to keep the limits."""
+    rugged: bool
+    """Whether samples do not combine to fill packs: then limits are kept before loads are made even."""
     dense: bool
     """Whether the first packs are made for several steps together."""
 
@@ -109,7 +112,17 @@ def instruct(
         others=TOLERANCE,
         group=TOLERANCE if tight else 5 * TOLERANCE // 2,
     )
-    return Instructions(scales, rule, known.tokens_drive, weights, tolerance, exchange_steps, relief_tries, dense)
+    return Instructions(
+        scales,
+        rule,
+        known.tokens_drive,
+        weights,
+        tolerance,
+        exchange_steps,
+        relief_tries,
+        not known.driver.is_volume,
+        dense,
+    )
 
 
 def plan_steps(
@@ -162,11 +175,27 @@ def _plan_steps(
     else:
         order = sort_within_steps(samples, step_starts, order)
         fill_packs(samples, packs, step_starts, order, rule.step_packs)
-    level_steps(samples, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, seed, scratch)
     tries = instructions.relief_tries * len(packs)
+    if instructions.rugged:
+        relieve(samples, packs, weights[0], weights[1], tries, seed, scratch)
+        samples[:, LOADS:] = measure(chosen, columns, scales)[:, LOADS:]
+        _weigh(samples, packs)
+    level_steps(samples, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, seed, scratch)
     overfull = relieve(samples, packs, weights[0], weights[1], tries, seed, scratch)
     packed, starts = _list_packs(samples, packs, chosen, rule, seed)
     return packed, starts, overfull
+
+
+@njit(cache=True, nogil=True)
+def _weigh(samples: Int32Array, packs: Int64Array) -> None:
+    """Measure what packs hold."""
+    packs[:, EXCESS:] = 0
+    for pack in range(len(packs)):
+        sample = packs[pack, FIRST]
+        while sample != NOWHERE:
+            for dimension in range(DIMENSIONS):
+                packs[pack, EXCESS + dimension] += samples[sample, LOADS + dimension]
+            sample = samples[sample, NEXT]
 
 
 @njit(cache=True, nogil=True)

@@ -25,6 +25,8 @@ STRICT_PASSES: Final = 2
 """How often all packs that hold too much try others that keep the limits afterwards."""
 PASSES: Final = 8
 """How often they try others in all; then the excess may also be handed on."""
+MEETINGS: Final = 64
+"""Others that a pack looks at in the first pass, twice as many in each that follows."""
 
 
 @njit(cache=True, nogil=True)
@@ -38,6 +40,8 @@ def relieve(
     scratch: Int32Array,
 ) -> int:
     """Exchange samples of packs over the limits with others until no pack holds too much, or none helps.
+
+    Each tries packs with most room, every one beginning with another of them, and packs drawn at random.
 
     Args:
         samples: Changed in place; their loads become their sizes.
@@ -55,22 +59,19 @@ def relieve(
     if left == 0:
         return 0
     _measure_by_size(samples, packs)
+    roomy = _sort_by_room(packs)
     turn = 0
     while left and tries:
+        served = 0
         for pack in range(len(packs)):
-            start = np.int64(scrambled(seed + np.uint64(turn * len(packs) + pack)) % np.uint64(len(packs)))
-            for distance in range(len(packs)):
-                if _is_kept(packs, pack) or tries == 0:
-                    break
-                other = (start + distance) % len(packs)
-                if other != pack and _has_room(packs, pack, other):
-                    tries -= 1
-                    # At first, tokens alone are no reason to make vision units uneven.
-                    evenness = vision_weight if turn == 0 and packs[pack, EXCESS] <= 0 else 0
-                    strictness = 1 << 16 if turn < STRICT_PASSES else 1
-                    _relieve_pair(
-                        samples, packs, pack, other, tries, vision_weight, token_weight, evenness, strictness, scratch
-                    )
+            if not _is_kept(packs, pack) and tries:
+                by_room = roomy[0 if packs[pack, EXCESS] > 0 else 1]
+                draw = scrambled(seed + np.uint64(turn * len(packs) + pack)) % np.uint64(len(packs))
+                tries = _relieve_pack(
+                    samples, packs, pack, by_room, served, np.int64(draw), turn, vision_weight, token_weight, tries,
+                    scratch,
+                )  # fmt: skip
+                served += 1
         left = _count_overfull(packs)
         turn += 1
         if turn == PASSES:
@@ -79,10 +80,46 @@ def relieve(
 
 
 @njit(cache=True, nogil=True)
+def _relieve_pack(
+    samples: Int32Array,
+    packs: Int64Array,
+    pack: int,
+    by_room: Int64Array,
+    roomy: int,
+    drawn: Integer,
+    turn: int,
+    vision_weight: Integer,
+    token_weight: Integer,
+    tries: int,
+    scratch: Int32Array,
+) -> int:
+    """Try others from two places in the order by room in turns; return how many more tries there are."""
+    for meeting in range(min(MEETINGS << turn, 2 * len(packs))):
+        if _is_kept(packs, pack) or tries == 0:
+            break
+        other = by_room[((drawn if meeting % 2 else roomy) + meeting // 2) % len(packs)]
+        if other != pack and _has_room(packs, pack, other):
+            tries -= 1
+            # At first, tokens alone are no reason to make vision units uneven.
+            evenness = vision_weight if turn == 0 and packs[pack, EXCESS] <= 0 else 0
+            strictness = 1 << 16 if turn < STRICT_PASSES else 1
+            _relieve_pair(
+                samples, packs, pack, other, tries, vision_weight, token_weight, evenness, strictness, scratch
+            )
+    return tries
+
+
+@njit(cache=True, nogil=True)
 def _measure_by_size(samples: Int32Array, packs: Int64Array) -> None:
     """Let loads be sizes, and excesses what packs hold beyond the limits."""
     samples[:, LOADS], samples[:, LOADS + 1] = samples[:, SIZES], samples[:, SIZES + 1]
     packs[:, EXCESS], packs[:, EXCESS + 1] = -packs[:, ROOM], -packs[:, ROOM + 1]
+
+
+@njit(cache=True, nogil=True)
+def _sort_by_room(packs: Int64Array) -> Any:
+    """Sort packs from the one with most room on: by vision units, and by tokens."""
+    return np.argsort(packs[:, EXCESS], kind="mergesort"), np.argsort(packs[:, EXCESS + 1], kind="mergesort")
 
 
 @njit(cache=True, nogil=True)
