@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Trains on two CPU processes in every way in turn: ./tools/endtoend/run.sh --stages 2 --out runs/endtoend.json
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+exec python -m deepspeed.launcher.runner --num_gpus 2 --log_level warning tools/endtoend/train.py "$@"

@@ -1,0 +1,73 @@
+"""The measured ladder as a table and a picture: python tools/endtoend/show.py pipeline.json replicas.json."""
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from omnibal.report.style import SERIES, new_figure, save, styled
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    """Print Markdown and draw."""
+    runs = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+    for run in runs:
+        print(f"\n### {_title(run)}\n\n{_table(run)}\n")
+    _draw(runs, HERE / "ladder.png")
+
+
+def _title(run: dict[str, Any]) -> str:
+    return "A pipeline of two stages" if run["stages"] == 2 else "Two replicas"
+
+
+def _rates(way: dict[str, Any]) -> list[float]:
+    """Samples per second of every timed step."""
+    return [samples / seconds for samples, seconds in zip(way["samples"], way["seconds"], strict=True)]
+
+
+def _table(run: dict[str, Any]) -> str:
+    lines = [
+        "| | cut | samples/s, median | 10 % … 90 % of steps | all steps | gain | cores busy | MiB of a stage |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    first = sum(run["ways"][0]["samples"]) / sum(run["ways"][0]["seconds"])
+    for way in run["ways"]:
+        rates, whole = _rates(way), sum(way["samples"]) / sum(way["seconds"])
+        low, high = np.quantile(rates, [0.1, 0.9])
+        busy = way["cpu_seconds"] / (2 * sum(way["seconds"]))
+        cells = (
+            way["name"], " ".join(map(str, way["partition"])), f"{median(rates):.2f}", f"{low:.2f} … {high:.2f}",
+            f"{whole:.2f}", f"{whole / first:.2f}", f"{busy:.0%}",
+            " ".join(f"{size:,.0f}" for size in run["memory_mib"][way["name"]]),
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    unrecomputed = " ".join(f"{size:,.0f}" for size in run["memory_mib"]["padded, nothing recomputed"])
+    steps = len(run["ways"][0]["seconds"])
+    return "\n".join(lines) + (
+        f"\n\n{steps} steps of each, in turn. Padded micro-batches would need {unrecomputed} MiB if nothing were "
+        f"recomputed. A pack's ViT takes {run['vision_to_language']:.2f} times as long as its LLM."
+    )
+
+
+def _draw(runs: list[dict[str, Any]], path: Path) -> None:
+    with styled():
+        figure = new_figure(9.5, 3.4 * len(runs))
+        axes = figure.subplots(len(runs), 2, squeeze=False)
+        for (rates, losses), run in zip(axes, runs, strict=True):
+            names = [way["name"] for way in run["ways"]]
+            rates.boxplot([_rates(way) for way in run["ways"]], tick_labels=names, widths=0.6)
+            rates.set(ylabel="samples/s", ylim=(0, None), title=_title(run))
+            for colour, way in zip(SERIES, run["ways"], strict=False):
+                losses.plot(way["seen"], way["losses"], color=colour, label=way["name"], linewidth=1.4)
+            losses.set(xlabel="samples", ylabel="loss of a target token", ylim=(0, None))
+            losses.legend()
+        save(figure, path)
+
+
+if __name__ == "__main__":
+    main()
