@@ -58,8 +58,8 @@ def figure_4() -> None:
             for colour, (name, ratios) in zip(SERIES, found.items(), strict=False):
                 values = [ratio[number] for ratio in ratios]
                 panel.plot(range(1, MOST_ITERATIONS + 1), values, color=colour, label=name, marker=".")
-            panel.set(title=kind, xlabel="iterations of ISF", ylim=(0, None))
-        figure.axes[0].set_ylabel(f"Dist Ratio, {RANKS} ranks")
+            panel.set(title=kind, xlabel="iterations of ISF")
+        figure.axes[0].set(ylabel=f"Dist Ratio, {RANKS} ranks", ylim=(0, None))
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
         save(figure, HERE / "figure_4.png")
 

@@ -4,16 +4,15 @@ from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
-from setting import OVERHEAD, Batches, Setting
+from setting import Batches, Setting
 
 from omnibal.cost import Load
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import Footprint, Level, TrainingSetup
-from omnibal.memory.recompute import choose_levels, recompute_seconds
+from omnibal.memory.footprint import Level
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import search_partition
-from omnibal.pipeline.schedule import zero_bubble
-from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.schedule import ScheduleName
+from omnibal.pipeline.simulate import mode_of, simulate_step
 from omnibal.planner import make_plan
 from omnibal.planner.ladder import Rung, parameter_cut
 from omnibal.planner.packings import packings
@@ -43,32 +42,12 @@ def rung(setting: Setting, name: str, batches: Batches, partition: Partition, re
     return Rung(name, setting.profile, batches.steps, batches.samples_per_step, partition, recompute, setting.links)
 
 
-def best(setting: Setting) -> Rung:
+def best(setting: Setting, schedule: ScheduleName = "1f1b") -> Rung:
     """Our joint plan: limits, cut and recomputation together, packs by our planner."""
-    result = make_plan(setting.profile, setting.drawn, setting.request)
+    result = make_plan(setting.profile, setting.drawn, replace(setting.request, schedule=schedule))
     packing, plan = result.choice.model.packing, result.plan
-    return rung(setting, "ours", Batches(packing.steps, packing.samples_per_step), plan.partition, plan.recompute)
-
-
-def split_backward(setting: Setting, ours: Rung) -> Rung:
-    """Our cut under the zero-bubble schedule, whose transfers run beside the computations.
-
-    Later stages then hold more micro-batches, and may have to recompute.
-    """
-    load, count = ours.load, setting.num_stages
-    schedule = zero_bubble(count, load.shape[-1])
-    largest = Load(*(float(getattr(load, name).max()) for name in SIZES))
-    setup = TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD)
-    footprint, budgets = Footprint(ours.profile, largest, schedule, setup), setting.request.budgets(count)
-    levels = [
-        level
-        for stage in range(count)
-        for level in choose_levels(
-            footprint, stage, ours.partition.layers(stage), recompute_seconds(ours.profile, load, stage), budgets[stage]
-        )
-    ]
-    links = {**ours.links, "schedule": schedule, "mode": "overlap"}
-    return replace(ours, name="ours, zero-bubble", recompute=tuple(levels), links=links)
+    batches = Batches(packing.steps, packing.samples_per_step)
+    return replace(rung(setting, "ours", batches, plan.partition, plan.recompute), schedule=schedule)
 
 
 def paper_cut(setting: Setting, batches: Batches) -> Partition:
@@ -113,7 +92,10 @@ def above_limit(setting: Setting, of: Rung) -> dict[str, float]:
     alike = (Load.stack([mean] * load.shape[-1]),) * load.shape[1]
 
     def simulated(**links: float) -> float:
-        step = simulate_step(of.profile, of.partition, alike, recompute=of.recompute, **(dict(of.links) | links))
+        step = simulate_step(
+            of.profile, of.partition, alike, recompute=of.recompute, schedule=of.table,
+            mode=mode_of(of.table, "rendezvous"), **(dict(of.links) | links),
+        )  # fmt: skip
         return gpu_days(setting, of, step.pipeline_seconds)
 
     reached = {

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Annotated
 
 import typer
-from ladder import above_limit, fitted, gpu_days, ladder, limits_days, split_backward
+from ladder import above_limit, best, fitted, gpu_days, ladder, limits_days
 from markdown import table
 from setting import OVERHEAD, Setting
 
@@ -43,14 +43,14 @@ def print_ladder(
 
 @app.command()
 def emulate(
-    rows: Annotated[list[str], typer.Argument(help="Of the ladder: 'baseline', '+ data', …, 'ours'.")],
+    rows: Annotated[list[str], typer.Argument(help="Of the ladder: 'baseline', '+ data', …, 'ours, zero-bubble'.")],
     micro_batches: MicroBatches = Setting.micro_batches,
     steps: Annotated[int, typer.Option(help="Of each row, behind one to warm up.")] = 1,
 ) -> None:
     """Run rows on DeepSpeed's engine, on sixteen local processes that sleep; a minute or two each."""
     setting = replace(Setting(), micro_batches=micro_batches)
     found = []
-    for rung in ladder(setting):
+    for rung in _rungs(setting):
         if rung.name in rows:
             emulated, predicted = _emulated(setting, rung, steps)
             days = [gpu_days(setting, rung, seconds) for seconds in (predicted, emulated)]
@@ -89,8 +89,7 @@ def longer() -> None:
 
 def _rungs(setting: Setting) -> list[Rung]:
     """The ladder, and our plan under zero-bubble."""
-    rungs = ladder(setting)
-    return [*rungs, split_backward(setting, rungs[-1])]
+    return [*ladder(setting), replace(best(setting, "zero-bubble"), name="ours, zero-bubble")]
 
 
 def _ladder(setting: Setting, rungs: list[Rung]) -> str:
@@ -111,7 +110,7 @@ def _emulated(setting: Setting, rung: Rung, count: int) -> tuple[float, float]:
     load = rung.load
     task = EmulationTask(
         profile=setting.profile,
-        plan=Plan(_largest(load), load.shape[-1], rung.partition, rung.recompute),
+        plan=Plan(_largest(load), load.shape[-1], rung.partition, rung.recompute, schedule=rung.schedule),
         steps=rung.steps[:count],
         links=setting.links,
         setup=TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD),

@@ -21,6 +21,7 @@ from omnibal.pipeline.anchor import greedy_anchor
 from omnibal.pipeline.devices import DEVICES
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.problem import PartitionProblem
+from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.times import step_times
 from omnibal.planner.ladder import parameter_cut
 
@@ -105,7 +106,8 @@ def table_4() -> str:
 
 def _problem(setting: Setting) -> PartitionProblem:
     times = step_times(setting.profile, setting.packed.steps[0], **setting.links)
-    return PartitionProblem(setting.profile, times, setting.num_stages, "rendezvous")
+    schedule = one_f_one_b(setting.num_stages, setting.micro_batches)
+    return PartitionProblem(setting.profile, times, schedule, "rendezvous")
 
 
 def _anchor(setting: Setting) -> tuple[int, ...]:
