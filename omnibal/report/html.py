@@ -1,11 +1,16 @@
 """The parts of a self-contained HTML page: sections, tables, and pictures inline."""
 
 import base64
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Final
 
+from omnibal.report.style import DOTS_PER_INCH
+
+_PNG_WIDTH: Final = slice(16, 20)
+_CSS_DOTS_PER_INCH: Final = 96
 STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 62rem; margin: 2rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.7rem; margin-bottom: 0; }
@@ -37,8 +42,9 @@ def section(title: str, *parts: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Plain text."""
-    return f"<p>{escape(text)}</p>"
+    """Plain text; what stands between backticks is code."""
+    content = re.sub("`(.*?)`", r"<code>\1</code>", escape(text))
+    return f"<p>{content}</p>"
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
@@ -52,7 +58,8 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | 
 
 
 def picture(path: Path, caption: str) -> str:
-    """A PNG within the page."""
-    content = base64.b64encode(path.read_bytes()).decode()
-    text = escape(caption)
-    return f'<figure><img alt="{text}" src="data:image/png;base64,{content}"><figcaption>{text}</figcaption></figure>'
+    """A PNG within the page, as large as it was drawn: its text is as large as that of all others."""
+    content = path.read_bytes()
+    width = int.from_bytes(content[_PNG_WIDTH]) * _CSS_DOTS_PER_INCH // DOTS_PER_INCH
+    text, source = escape(caption), f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return f'<figure><img alt="{text}" width="{width}" src="{source}"><figcaption>{text}</figcaption></figure>'

@@ -2,14 +2,25 @@ from omnibal.cost import Load
 from omnibal.memory.footprint import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import one_f_one_b
-from omnibal.report.html import page, paragraph, section, table
+from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance
+from omnibal.report.style import new_figure, save, styled
 from tests.pipeline.profiles import fixed_profile
 
 
 def test_text_is_escaped():
     assert "<p>a &lt; b</p>" in page("t", "l", [section("s", paragraph("a < b"))])
     assert table(["x"], [["<"], ["2"]], marked=1).count('<tr class="mark"><td>2</td></tr>') == 1
+
+
+def test_code_stands_between_backticks():
+    assert paragraph("`a < b` runs, `c` too") == "<p><code>a &lt; b</code> runs, <code>c</code> too</p>"
+
+
+def test_pictures_are_as_large_as_they_were_drawn(tmp_path):
+    with styled():
+        save(new_figure(5, 2), tmp_path / "five_inches.png")
+    assert f'alt="five inches" width="{5 * 96}"' in picture(tmp_path / "five_inches.png", "five inches")
 
 
 def test_imbalance_is_the_spread_over_stages_and_over_time():

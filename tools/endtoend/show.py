@@ -30,14 +30,19 @@ def _rates(way: dict[str, Any]) -> list[float]:
     return [samples / seconds for samples, seconds in zip(way["samples"], way["seconds"], strict=True)]
 
 
+def _throughput(way: dict[str, Any]) -> float:
+    """Samples per second of all timed steps."""
+    return float(sum(way["samples"]) / sum(way["seconds"]))
+
+
 def _table(run: dict[str, Any]) -> str:
     lines = [
         "| | cut | samples/s, median | 10 % … 90 % of steps | all steps | gain | cores busy | MiB of a stage |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    first = sum(run["ways"][0]["samples"]) / sum(run["ways"][0]["seconds"])
+    first = _throughput(run["ways"][0])
     for way in run["ways"]:
-        rates, whole = _rates(way), sum(way["samples"]) / sum(way["seconds"])
+        rates, whole = _rates(way), _throughput(way)
         low, high = np.quantile(rates, [0.1, 0.9])
         busy = way["cpu_seconds"] / (2 * sum(way["seconds"]))
         cells = (
@@ -59,11 +64,15 @@ def _draw(runs: list[dict[str, Any]], path: Path) -> None:
         figure = new_figure(9.5, 3.4 * len(runs))
         axes = figure.subplots(len(runs), 2, squeeze=False)
         for (rates, losses), run in zip(axes, runs, strict=True):
-            names = [way["name"] for way in run["ways"]]
-            rates.boxplot([_rates(way) for way in run["ways"]], tick_labels=names, widths=0.6)
+            ways = run["ways"]
+            names = [f"{way['name']}\n{_throughput(way) / _throughput(ways[0]):.2f} ×" for way in ways]
+            rates.boxplot(
+                [_rates(way) for way in ways], tick_labels=names, widths=0.6, medianprops={"color": SERIES[0]}
+            )
             rates.set(ylabel="samples/s", ylim=(0, None), title=_title(run))
-            for colour, way in zip(SERIES, run["ways"], strict=False):
-                losses.plot(way["seen"], way["losses"], color=colour, label=way["name"], linewidth=1.4)
+            for place, (colour, way) in enumerate(zip(SERIES, ways, strict=False)):
+                width = 0.9 * (len(ways) - place)  # curves that lie over each other are all seen
+                losses.plot(way["seen"], way["losses"], color=colour, label=way["name"], linewidth=width)
             losses.set(xlabel="samples", ylabel="loss of a target token", ylim=(0, None))
             losses.legend()
         save(figure, path)
