@@ -16,7 +16,7 @@ from omnibal.cost import Load
 from omnibal.data.policies import Method
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.engine.emulation import Emulation, EmulationTask, run_emulation
-from omnibal.memory.footprint import TrainingSetup
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.trace import chrome_trace
 from omnibal.plan import Plan

@@ -7,7 +7,8 @@ from pathlib import Path
 from omnibal.cli.planning import budget_of, lengths_of
 from omnibal.cli.step_task import Links
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Footprint, Level, TrainingSetup
+from omnibal.memory.footprint import Footprint, Level
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
 from omnibal.planner.ladder import plan_ladder

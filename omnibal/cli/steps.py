@@ -15,7 +15,8 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Footprint, Level, StageMemory, TrainingSetup
+from omnibal.memory.footprint import Footprint, Level, StageMemory
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import PartitionSearch, search_partition
 from omnibal.pipeline.profile import ModelProfile

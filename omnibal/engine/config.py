@@ -176,7 +176,8 @@ def complete_deepspeed_config(
         schedule: What the pipeline runs.
 
     Returns:
-        A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size.
+        A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size; without
+        ZeRO's contiguous gradients, whose two buffers of ``reduce_bucket_size`` are of no use where gradients stay.
 
     Raises:
         ConfigError: ZeRO stage 2 or 3; a micro-batch size other than 1; batch sizes that contradict each other;
@@ -201,7 +202,8 @@ def complete_deepspeed_config(
                 f"{key} must be {value} ({micro_batches} micro-batches of one pack, {num_replicas} replicas), "
                 f"got {given!r}; leave it out or say 'auto'"
             )
-    return {**config, **derived, **_complete_scheduler(config, total_steps)}
+    zero = {"contiguous_gradients": False} | config.get("zero_optimization", {})
+    return {**config, **derived, "zero_optimization": zero, **_complete_scheduler(config, total_steps)}
 
 
 def micro_batches_of(config: dict[str, Any]) -> int:

@@ -17,7 +17,8 @@ from omnibal.cost import Load
 from omnibal.engine.emulated_device import DeviceReport, StepLog
 from omnibal.engine.trials import reason_of
 from omnibal.errors import ConfigError, OmnibalError
-from omnibal.memory.footprint import Footprint, TrainingSetup
+from omnibal.memory.footprint import Footprint
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Schedule
 from omnibal.pipeline.simulate import Mode, Simulation, StepSimulation, mode_of, simulate_step

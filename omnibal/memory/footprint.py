@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.memory.frontier import NOT_OFFERED
+from omnibal.memory.state import ELEMENT_BYTES, TrainingSetup, TrainingState
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import LayerCost, ModelProfile
 from omnibal.pipeline.schedule import Schedule
@@ -24,7 +25,6 @@ Level = Literal["none", "selective", "full"]
 LEVELS: tuple[Level, ...] = ("none", "selective", "full")
 """Recompute levels, from the one that keeps most to the one that keeps least."""
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LOGITS_HELD = 2
 """Logits on the last stage: DeepSpeed drops those of a micro-batch only when the one after the next comes."""
 _GRADIENT_SHARE = 1 / 3
@@ -44,7 +44,7 @@ class StageMemory:
     gradients: int
     """Whole on every replica: a pipeline runs under ZeRO stage 0 or 1."""
     optimizer: int
-    """Optimizer state and master weights; a replica's share under ZeRO stage 1."""
+    """Optimizer state and master weights; a replica's share, but for ZeRO stage 0 in float32."""
     activations: int
     """Kept from forward to backward, for all micro-batches in flight."""
     pending: int
@@ -52,7 +52,8 @@ class StageMemory:
     buffers: int
     """What comes from and goes to the neighbouring stages."""
     transient: int
-    """What a layer's backward pass, or the loss, needs beyond what the layers behind it have freed, at the most."""
+    """What a layer's backward pass, the loss, or the optimizer's step needs beyond what has been freed by then, at the
+    most."""
     logits: int
     """On the last stage."""
     overhead: int
@@ -62,40 +63,6 @@ class StageMemory:
     def total(self) -> int:
         """The peak."""
         return sum(asdict(self).values())
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """What decides about memory beside model and pipeline.
-
-    Args:
-        num_replicas: Data-parallel ranks.
-        zero_stage: 0, or 1: each replica holds its share of the optimizer's state.
-        overhead_bytes: What a device holds whatever the model is; measure it once.
-        accumulate_float32: Whether gradients are summed up in float32 beside those in the forward pass's 16 bits
-            (DeepSpeed's ``data_types.grad_accum_dtype``).
-        target_share: The largest share of a micro-batch's tokens that carry loss; only their logits go through the
-            softmax.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    num_replicas: int = 1
-    zero_stage: int = 1
-    overhead_bytes: int = 0
-    accumulate_float32: bool = False
-    target_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.num_replicas < 1:
-            raise ConfigError(f"num_replicas must be positive, got {self.num_replicas}")
-        if self.zero_stage not in (0, 1):
-            raise ConfigError(f"zero_stage must be 0 or 1 under a pipeline, got {self.zero_stage}")
-        if self.overhead_bytes < 0:
-            raise ConfigError(f"overhead_bytes must not be negative, got {self.overhead_bytes}")
-        if not 0 <= self.target_share <= 1:
-            raise ConfigError(f"target_share must lie in [0, 1], got {self.target_share}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,19 +80,21 @@ class Footprint:
         setup: The rest.
 
     Raises:
-        ConfigError: The load is not of a single micro-batch, or logits have an unknown dtype.
+        ConfigError: The load is not of a single micro-batch, logits have an unknown dtype, or DeepSpeed cannot sum
+            gradients in float32.
     """
 
     profile: ModelProfile
     load: Load
     schedule: Schedule
     setup: TrainingSetup
+    state: TrainingState = field(init=False)
+    """What does not depend on micro-batches."""
 
     def __post_init__(self) -> None:
         if self.load.shape != ():
             raise ConfigError(f"load must be of a single micro-batch, got shape {self.load.shape}")
-        if self.profile.dtype not in _BYTES:
-            raise ConfigError(f"dtype of the profile must be one of {', '.join(_BYTES)}, got {self.profile.dtype!r}")
+        object.__setattr__(self, "state", TrainingState(self.profile, self.setup))
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -166,7 +135,7 @@ class Footprint:
     @property
     def loss_bytes(self) -> int:
         """What the loss needs at its peak, on the last stage, beside the logits."""
-        element_bytes, share = _BYTES[self.profile.dtype], self.setup.target_share
+        element_bytes, share = ELEMENT_BYTES[self.profile.dtype], self.setup.target_share
         cast_bytes = 4 + (element_bytes if element_bytes < 4 else 0)
         behind = _GRADIENTS_OF_LOGITS * element_bytes + share * cast_bytes
         return int(self._sent[-1] / element_bytes * max(share * _SOFTMAX_BYTES, behind))
@@ -178,8 +147,15 @@ class Footprint:
     def fixed_bytes(self, stage: int) -> IntArray:
         """What every possible stage in this place holds whatever its levels: all but activations and transient."""
         buffers, logits = self._buffers(stage), self._logits(stage)
-        static: IntArray = self._parameters + self._gradients + self._optimizer
-        return static + self._waiting(stage) + buffers + logits + self.setup.overhead_bytes
+        return self.state.whole + self._waiting(stage) + buffers + logits + self.setup.overhead_bytes
+
+    def update_bytes(self, stage: int) -> IntArray:
+        """What the end of a step needs beyond the fixed bytes of every possible stage: at least so much its peak is.
+
+        Activations, what waited, buffers and logits are gone by then, so it may be negative.
+        """
+        beyond: IntArray = self.state.update - self._waiting(stage) - self._buffers(stage) - self._logits(stage)
+        return beyond
 
     def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
         """The memory of one stage.
@@ -202,14 +178,16 @@ class Footprint:
                 f"got {levels[layer]!r}"
             )
         freed = kept[::-1].cumsum()[::-1] - kept
+        activations = self.held[stage] * int(kept.sum())
+        update = int(self.update_bytes(stage)[a, b]) - activations
         return StageMemory(
-            parameters=int(self._parameters[a, b]),
-            gradients=int(self._gradients[a, b]),
-            optimizer=int(self._optimizer[a, b]),
-            activations=self.held[stage] * int(kept.sum()),
+            parameters=int(self.state.parameters[a, b]),
+            gradients=int(self.state.gradients[a, b]),
+            optimizer=int(self.state.optimizer[a, b]),
+            activations=activations,
             pending=int(self._waiting(stage)[a, b]),
             buffers=int(self._buffers(stage)[a, b]),
-            transient=max(int((transient - freed).max()), self.least_transient(stage)),
+            transient=max(int((transient - freed).max()), self.least_transient(stage), update),
             logits=self._logits(stage),
             overhead=self.setup.overhead_bytes,
         )
@@ -282,36 +260,6 @@ class Footprint:
 
     def _logits(self, stage: int) -> int:
         return _LOGITS_HELD * int(self._sent[-1]) if stage == self.schedule.num_stages - 1 else 0
-
-    @cached_property
-    def _parameters(self) -> IntArray:
-        return self._between(lambda layer: layer.parameter_bytes)
-
-    @cached_property
-    def _gradients(self) -> IntArray:
-        gradients = self._between(lambda layer: layer.gradient_bytes)
-        element_bytes = _BYTES[self.profile.dtype]
-        if self.setup.accumulate_float32 and element_bytes < 4:
-            return gradients + gradients * 4 // element_bytes
-        return gradients
-
-    @cached_property
-    def _optimizer(self) -> IntArray:
-        owners = self.setup.num_replicas if self.setup.zero_stage else 1
-        return -(-self._between(lambda layer: layer.optimizer_bytes) // owners)
-
-    def _between(self, bytes_of: Callable[[LayerCost], int]) -> IntArray:
-        """Sums over the layers of every possible stage; layers tied to another one of the same stage are free."""
-        layers = self.profile.layers
-        sums = np.concatenate([[0], np.cumsum([bytes_of(layer) for layer in layers])]).astype(np.int64)
-        between: IntArray = sums[None, :] - sums[:, None]
-        newest: dict[str, int] = {}
-        for index, layer in enumerate(layers):
-            if layer.tied_key is not None:
-                if layer.tied_key in newest:
-                    between[: newest[layer.tied_key] + 1, index + 1 :] -= bytes_of(layer)
-                newest[layer.tied_key] = index
-        return between
 
 
 def first_trainable(profile: ModelProfile) -> int:

@@ -36,12 +36,13 @@ def choose_levels(
     rows = slice(layers.start, layers.stop)
     kept, transient = footprint.kept_bytes(stage)[rows], footprint.transient_bytes(stage, layers.stop)[rows]
     floor, held = footprint.least_transient(stage), footprint.held[stage]
-    fixed = int(footprint.fixed_bytes(stage)[layers.start, layers.stop])
-    chosen = least_recompute(
-        kept, transient, seconds[rows], room_bytes=budget_bytes - fixed, held=held, least_transient=floor
+    fixed, update = (
+        int(sizes[layers.start, layers.stop]) for sizes in (footprint.fixed_bytes(stage), footprint.update_bytes(stage))
     )
-    if chosen is None:
-        least = fixed + least_bytes(kept, transient, held=held, least_transient=floor)
+    room = budget_bytes - fixed
+    chosen = least_recompute(kept, transient, seconds[rows], room_bytes=room, held=held, least_transient=floor)
+    if chosen is None or update > room:
+        least = fixed + max(least_bytes(kept, transient, held=held, least_transient=floor), update)
         raise InfeasibleError(
             f"stage {stage} must fit its budget of {in_words(budget_bytes)}, got {in_words(least)} with as much "
             f"recomputed as possible ({least - budget_bytes} bytes are missing)"

@@ -49,6 +49,7 @@ class StageTable:
             is_stage = self._is_stage(stage)
             nothing = np.zeros_like(self.footprint.kept_bytes(stage))
             _, least = self._sweep(stage, nothing, np.where(is_stage, NOT_OFFERED, -1))
+            least = np.maximum(least, self.footprint.update_bytes(stage))
             missing.append(np.where(is_stage, least - self._budget_beside_fixed(stage), NOT_OFFERED))
         return np.stack(missing)
 
@@ -77,7 +78,9 @@ class StageTable:
 
     def _room(self, stage: int) -> IntArray:
         """The most that the peak of every stage in this place may be, -1 where it cannot be."""
-        return np.where(self._is_stage(stage), np.maximum(self._budget_beside_fixed(stage), -1), -1)
+        room = self._budget_beside_fixed(stage)
+        can_be = self._is_stage(stage) & (room >= np.maximum(self.footprint.update_bytes(stage), 0))
+        return np.where(can_be, room, -1)
 
     def _is_stage(self, stage: int) -> NDArray[np.bool_]:
         """Which entries leave every other stage a layer."""

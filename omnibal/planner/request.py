@@ -8,7 +8,7 @@ from typing import Any, Literal
 from omnibal.data.limits import PackLimits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import TrainingSetup
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.pipeline.simulate import Mode
 

@@ -11,7 +11,8 @@ from typing import Final
 import numpy as np
 
 from omnibal.cost import FloatArray, Load
-from omnibal.memory.footprint import Footprint, Level, TrainingSetup
+from omnibal.memory.footprint import Footprint, Level
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Schedule

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.data.metrics import dist_ratio
-from omnibal.memory.footprint import StageMemory, TrainingSetup
+from omnibal.memory.footprint import StageMemory
+from omnibal.memory.state import TrainingSetup
 from omnibal.plan import Plan
 from omnibal.planner.ladder import Rung
 from omnibal.report.html import page, paragraph, picture, section, table

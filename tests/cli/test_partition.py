@@ -10,7 +10,8 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.engine import trials as trials_module
 from omnibal.engine.trials import Trial
-from omnibal.memory.footprint import Footprint, TrainingSetup
+from omnibal.memory.footprint import Footprint
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import METHODS, search_partition
 from omnibal.pipeline.profile import ModelProfile

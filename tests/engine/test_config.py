@@ -59,6 +59,12 @@ def test_batch_sizes_follow_from_the_pipeline():
     assert filled["train_batch_size"] == 12
 
 
+def test_zero_holds_no_buffers_of_gradients_unless_told_to():
+    assert complete(ZERO_1)["zero_optimization"] == {"stage": 1, "contiguous_gradients": False}
+    told = {"zero_optimization": {"stage": 1, "contiguous_gradients": True}}
+    assert complete(told)["zero_optimization"] == told["zero_optimization"]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -9,7 +9,7 @@ from omnibal.engine import emulated_device
 from omnibal.engine.emulated_device import DOWN, Device, stage_work
 from omnibal.engine.emulation import LEAST_SLEEP_SECONDS, EmulationTask
 from omnibal.errors import ConfigError, InfeasibleError
-from omnibal.memory.footprint import TrainingSetup
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import Operation
 from omnibal.plan import Plan

@@ -9,7 +9,7 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.engine.emulation import EmulationTask, run_emulation
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import TrainingSetup
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
 from tests.engine.test_emulated_device import token_layer

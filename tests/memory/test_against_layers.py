@@ -7,7 +7,8 @@ import pytest
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.memory.footprint import LEVELS, Footprint, TrainingSetup
+from omnibal.memory.footprint import LEVELS, Footprint
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.measure import kept_bytes
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.vlm import load_model

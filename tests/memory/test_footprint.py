@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Footprint, StageMemory, TrainingSetup
+from omnibal.memory.footprint import Footprint, StageMemory
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
 from tests.memory.models import block, generator, model, random_model, random_schedule
@@ -100,21 +101,6 @@ def test_bytes_grow_with_the_load():
     assert memory.stage(0, range(1), ["full"]).activations == 18
 
 
-@pytest.mark.parametrize(("zero_stage", "expected"), [(0, 120), (1, 40)])
-def test_zero_shares_the_optimizer(zero_stage, expected):
-    layers = [block("block.0", optimizer_bytes=120)]
-    setup = TrainingSetup(num_replicas=3, zero_stage=zero_stage)
-    assert footprint(layers, one_f_one_b(1, 1), setup=setup).stage(0, range(1), ["none"]).optimizer == expected
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 40 + 80), ("float32", 40)])
-def test_float32_sums_of_gradients_come_on_top(dtype, expected):
-    layers = [block("block.0", gradient_bytes=40)]
-    setup = TrainingSetup(accumulate_float32=True)
-    memory = footprint(layers, one_f_one_b(1, 1), setup=setup, dtype=dtype)
-    assert memory.stage(0, range(1), ["none"]).gradients == expected
-
-
 def test_tied_layers_share_their_weights_where_they_meet():
     tied = {"parameter_bytes": 30, "gradient_bytes": 30, "optimizer_bytes": 30, "tied_key": "embedding"}
     layers = [block("embedding", **tied), block("block.0", parameter_bytes=5), block("head", **tied)]
@@ -136,6 +122,17 @@ def test_frozen_layers_at_the_start_of_the_pipeline_keep_nothing():
     assert memory.stage(1, range(1, 4), ["none"] * 3).activations == 300
 
 
+def test_the_optimizers_step_may_need_more_than_any_backward_pass():
+    layers = [block("block.0", none=4, full=2, output=3, parameter_bytes=20, gradient_bytes=20, optimizer_bytes=120)]
+    memory = footprint(layers, one_f_one_b(1, 1))
+    assert memory.state.update[0, 1] == 3 * 40 - 20
+    stage = memory.stage(0, range(1), ["none"])
+    # pixels (2) stand for the input; at the end of the step activations, input and logits are gone
+    assert (stage.activations, stage.buffers, stage.logits) == (4, 2, 6)
+    assert stage.activations + stage.buffers + stage.logits + stage.transient == 100
+    assert memory.update_bytes(0)[0, 1] == 100 - 2 - 6
+
+
 def test_matrices_over_stages_agree_with_each_stage():
     layers = [block(f"block.{i}", output=3 + i, parameter_bytes=i, optimizer_bytes=7 * i) for i in range(5)]
     memory = footprint(layers, one_f_one_b(3, 4), setup=TrainingSetup(num_replicas=2, overhead_bytes=11))
@@ -148,10 +145,6 @@ def test_matrices_over_stages_agree_with_each_stage():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: TrainingSetup(zero_stage=2), "zero_stage must be 0 or 1 under a pipeline, got 2"),
-        (lambda: TrainingSetup(num_replicas=0), "num_replicas must be positive, got 0"),
-        (lambda: TrainingSetup(target_share=1.5), "target_share must lie in"),
-        (lambda: TrainingSetup(overhead_bytes=-1), "overhead_bytes must not be negative, got -1"),
         (lambda: footprint(four_blocks(), one_f_one_b(1, 1), dtype="int8"), "dtype of the profile must be one of"),
         (
             lambda: Footprint(model(four_blocks()), Load([1, 2], [3, 4]), one_f_one_b(1, 1), PLAIN),

@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 
 from omnibal.cost import CostModel, Load
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import LEVELS, Footprint, TrainingSetup
+from omnibal.memory.footprint import LEVELS, Footprint
 from omnibal.memory.frontier import NOT_OFFERED
 from omnibal.memory.recompute import choose_levels, least_bytes, least_recompute, recompute_seconds
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.schedule import one_f_one_b
 from tests.memory.models import block, generator, model, random_model, random_schedule
 from tests.memory.oracles import fastest_columns, fastest_levels, least_total, peak_bytes, total_seconds

@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnibal.cost import Load
-from omnibal.memory.footprint import Footprint, TrainingSetup
+from omnibal.memory.footprint import Footprint
 from omnibal.memory.recompute import recompute_seconds
 from omnibal.memory.stage_table import StageTable
+from omnibal.memory.state import TrainingSetup
 from tests.memory.models import generator, random_model, random_schedule
 from tests.memory.oracles import fastest_levels, least_total
 

@@ -1,5 +1,5 @@
 from omnibal.cost import Load
-from omnibal.memory.footprint import TrainingSetup
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.report.html import page, paragraph, picture, section, table

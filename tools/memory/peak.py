@@ -17,8 +17,9 @@ from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import Footprint, Level, StageMemory, TrainingSetup
+from omnibal.memory.footprint import Footprint, Level, StageMemory
 from omnibal.memory.recompute import choose_levels, recompute_seconds
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName

@@ -1,0 +1,159 @@
+"""What a stage holds whatever its micro-batches are: weights, gradients, optimizer state; and what an update needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnibal.errors import ConfigError
+from omnibal.pipeline.profile import LayerCost, ModelProfile
+
+IntArray = NDArray[np.int64]
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""By the dtype of the forward pass."""
+_FLOAT32 = 4
+_ADAM_TEMPORARIES = 2
+"""Float32 numbers per parameter within torch's AdamW: the root of the second moment, and what it is divided into."""
+_REDUCED_AT_ONCE = 500_000_000
+"""Gradients that DeepSpeed copies into one buffer to reduce them over the replicas, at most."""
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What decides about memory beside model and pipeline.
+
+    Args:
+        num_replicas: Data-parallel ranks.
+        zero_stage: 0, or 1: each replica holds its share of the optimizer's state. In 16 bits DeepSpeed shares it under
+            0 too, and keeps a second copy of the gradients.
+        overhead_bytes: What a device holds whatever the model is; measure it once.
+        accumulate_float32: Whether gradients are summed up in float32 beside those in the forward pass's 16 bits
+            (DeepSpeed's ``data_types.grad_accum_dtype``).
+        target_share: The largest share of a micro-batch's tokens that carry loss; only their logits go through the
+            softmax.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    num_replicas: int = 1
+    zero_stage: int = 1
+    overhead_bytes: int = 0
+    accumulate_float32: bool = False
+    target_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ConfigError(f"num_replicas must be positive, got {self.num_replicas}")
+        if self.zero_stage not in (0, 1):
+            raise ConfigError(f"zero_stage must be 0 or 1 under a pipeline, got {self.zero_stage}")
+        if self.overhead_bytes < 0:
+            raise ConfigError(f"overhead_bytes must not be negative, got {self.overhead_bytes}")
+        if not 0 <= self.target_share <= 1:
+            raise ConfigError(f"target_share must lie in [0, 1], got {self.target_share}")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingState:
+    """Bytes of every possible stage of a model, as one replica holds them.
+
+    Matrices over possible stages have the shape (layers + 1, layers + 1): entry ``[a, b]`` belongs to layers ``a`` to
+    ``b - 1``.
+
+    Args:
+        profile: What the layers hold.
+        setup: Precision and replicas.
+
+    Raises:
+        ConfigError: The profile's dtype is unknown, or DeepSpeed cannot sum its gradients in float32.
+    """
+
+    profile: ModelProfile
+    setup: TrainingSetup
+
+    def __post_init__(self) -> None:
+        if self.profile.dtype not in ELEMENT_BYTES:
+            known = ", ".join(ELEMENT_BYTES)
+            raise ConfigError(f"dtype of the profile must be one of {known}, got {self.profile.dtype!r}")
+        if self._sums_float32 and self.setup.zero_stage == 0:
+            raise ConfigError("zero_stage must be 1 where 16-bit gradients are summed in float32, got 0")
+
+    @property
+    def whole(self) -> IntArray:
+        """All that stays from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @cached_property
+    def parameters(self) -> IntArray:
+        """In the dtype of the forward pass."""
+        return self._between(lambda layer: layer.parameter_bytes)
+
+    @property
+    def _is_float32(self) -> bool:
+        return ELEMENT_BYTES[self.profile.dtype] == _FLOAT32
+
+    @property
+    def _sums_float32(self) -> bool:
+        return self.setup.accumulate_float32 and not self._is_float32
+
+    @cached_property
+    def _trained(self) -> IntArray:
+        """Bytes of one gradient of each trained parameter, in the dtype of the forward pass."""
+        return self._between(lambda layer: layer.gradient_bytes)
+
+    @property
+    def _trained_float32(self) -> IntArray:
+        """The same in float32."""
+        return self._trained * _FLOAT32 // ELEMENT_BYTES[self.profile.dtype]
+
+    @cached_property
+    def gradients(self) -> IntArray:
+        """Whole on every replica; and once more where DeepSpeed sums 16-bit ones up in a buffer of its own."""
+        if self._sums_float32:
+            return self._trained + self._trained_float32
+        return self._trained * (1 if self._is_float32 or self.setup.zero_stage else 2)
+
+    @cached_property
+    def optimizer(self) -> IntArray:
+        """State, and master weights: of 16-bit parameters they belong to the state; ZeRO clones those in float32."""
+        state = self._between(lambda layer: layer.optimizer_bytes)
+        if self._is_float32 and self.setup.zero_stage == 0:
+            return state
+        return self._share(state + self._trained if self._is_float32 else state)
+
+    @cached_property
+    def update(self) -> IntArray:
+        """Beyond parameters, gradients and optimizer state: gradients on their way, or what the optimizer computes.
+
+        It runs on one flat gradient in float32, which is copied together where it is not summed up as such. ZeRO then
+        lets go of the gradients of the parameters.
+        """
+        if self._is_float32 and self.setup.zero_stage == 0:
+            return self._trained
+        copies = _ADAM_TEMPORARIES + (0 if self._sums_float32 else 1)
+        computed = self._share(copies * self._trained_float32)
+        if self.setup.zero_stage and not self._sums_float32:
+            computed = computed - self._trained
+        return np.maximum(computed, np.minimum(self._trained, _REDUCED_AT_ONCE * ELEMENT_BYTES[self.profile.dtype]))
+
+    def _share(self, sizes: IntArray) -> IntArray:
+        """What one of the replicas holds of what they share."""
+        return -(-sizes // self.setup.num_replicas)
+
+    def _between(self, bytes_of: Callable[[LayerCost], int]) -> IntArray:
+        """Sums over the layers of every possible stage; layers tied to another one of the same stage are free."""
+        layers = self.profile.layers
+        sums = np.concatenate([[0], np.cumsum([bytes_of(layer) for layer in layers])]).astype(np.int64)
+        between: IntArray = sums[None, :] - sums[:, None]
+        newest: dict[str, int] = {}
+        for index, layer in enumerate(layers):
+            if layer.tied_key is not None:
+                if layer.tied_key in newest:
+                    between[: newest[layer.tied_key] + 1, index + 1 :] -= bytes_of(layer)
+                newest[layer.tied_key] = index
+        return between
