@@ -53,7 +53,7 @@ def random_block(rng, name, **options):
     full = rng.integers(0, 20)
     none = full + rng.integers(0, 100)
     selective = int(rng.integers(full, none + 1)) if rng.random() < 0.7 else None
-    parameters = int(rng.integers(0, 50))
+    parameters = int(rng.integers(0, 10))
     return block(
         name,
         none=int(none),
