@@ -77,8 +77,8 @@ def read_costs(
     """The profile that a command's arguments name.
 
     Raises:
-        ConfigError: Neither a profile nor a model and a device are given, or both are; or the profile is not the
-            model's.
+        ConfigError: Neither a profile nor a model and a device are given, or both are; or the profile is of another
+            model, or of other frozen layers.
     """
     if profile is None:
         if model is None or device is None:
@@ -86,9 +86,13 @@ def read_costs(
         return count_costs(model, device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen)
     if device is not None:
         raise ConfigError(f"--device must be left out where a profile is given, got {device}: {profile} has its own")
+    if tensor_parallel > 1:
+        raise ConfigError(f"--tensor-parallel must be left out where a profile is given, got {tensor_parallel}")
     from omnibal.pipeline.profile import ModelProfile
 
     loaded = ModelProfile.load(profile)
+    if frozen:
+        loaded.check_matches(frozen=frozen)
     if model is not None:
         from omnibal.vlm import load_model
 

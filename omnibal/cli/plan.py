@@ -102,12 +102,21 @@ def plan(
     runs/lengths --num-stages 2 --num-replicas 1 --trials 3 --config
     ds_config.json
     """
-    from omnibal.cli.planning import PlanReport, budget_of, count_devices, fixed_limits, lengths_of, try_on_engine
+    from omnibal.cli.planning import (
+        PlanReport,
+        budget_of,
+        check_trials,
+        count_devices,
+        fixed_limits,
+        lengths_of,
+        try_on_engine,
+    )
     from omnibal.planner import PlanRequest, make_plan
 
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
     )
+    check_trials(costs, trials=trials, four_steps=four_steps, config=config)
     request = PlanRequest(
         num_devices=count_devices(num_stages, num_replicas, num_devices, costs),
         num_stages=num_stages,

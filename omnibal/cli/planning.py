@@ -70,7 +70,7 @@ def budget_of(given: str | None, profile: ModelProfile) -> int | tuple[int, ...]
         return int(DEVICES[name].memory_bytes)
     try:
         budgets = tuple(int(float(word) * GIB) for word in given.split(","))
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"--budget must be GiB such as 80 or 80,80,40, got {given!r}") from None
     return budgets[0] if len(budgets) == 1 else budgets
 
@@ -99,23 +99,39 @@ def lengths_of(paths: Sequence[Path] | None) -> SampleLengths:
     return read_lengths(paths, Reading()).lengths
 
 
+def check_trials(profile: ModelProfile, *, trials: int, four_steps: bool, config: Path | None) -> None:
+    """Refuse, before anything is planned, trials that cannot be.
+
+    Raises:
+        ConfigError: Trials are asked for without a ds_config, in two ways at once, of devices that share layers, or
+            with other layers frozen or another precision than the profile has.
+    """
+    if not trials and not four_steps:
+        if config is not None:
+            raise ConfigError(f"--config must come with --trials or --four-steps, got {config} alone")
+        return
+    if trials and four_steps:
+        raise ConfigError(f"--trials must be left out beside --four-steps, got {trials}")
+    if config is None:
+        raise ConfigError("--config must name a ds_config for --trials and --four-steps, got none")
+    if BETWEEN in profile.device:
+        raise ConfigError(f"trials must be of layers on one device each, got {profile.device}")
+    from omnibal.engine.config import dtype_of, read_config
+
+    deepspeed_config, section = read_config(config)
+    profile.check_matches(dtype=dtype_of(deepspeed_config), frozen=section.model.frozen)
+
+
 def try_on_engine(
     result: PlanResult, *, trials: int, four_steps: bool, config: Path | None, launcher: str | None
 ) -> tuple[Plan, tuple[PlanTrial, ...]]:
     """The plan to keep after the trials that were asked for, and these.
 
     Raises:
-        ConfigError: Trials are asked for without a ds_config, in two ways at once, or of devices that share layers.
         InfeasibleError: None of them runs.
     """
-    if not trials and not four_steps:
-        return result.plan, ()
-    if trials and four_steps:
-        raise ConfigError(f"--trials must be left out beside --four-steps, got {trials}")
     if config is None:
-        raise ConfigError("--config must name a ds_config for --trials and --four-steps, got none")
-    if BETWEEN in result.choice.model.profile.device:
-        raise ConfigError(f"trials must be of layers on one device each, got {result.choice.model.profile.device}")
+        return result.plan, ()
     from omnibal.cli.plan_trials import Engine
 
     engine = Engine(config, result, launcher)
@@ -196,6 +212,8 @@ class PlanReport:
         result = self.result
         if result.two_phase is None:
             return f"in two phases nothing fits: {result.two_phase_failure}"
+        if result.gain < 5e-4:
+            return "planning in two phases, data and model and then memory, would be as fast here"
         return f"{result.gain:.1%} less time per sample than the plan made in two phases ({result.two_phase.model})"
 
     def _memory(self) -> tuple[StageMemory, ...]:

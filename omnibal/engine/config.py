@@ -206,6 +206,11 @@ def complete_deepspeed_config(
     return {**config, **derived, "zero_optimization": zero, **_complete_scheduler(config, total_steps)}
 
 
+def dtype_of(config: dict[str, Any]) -> str:
+    """What the layers compute in, by its name in torch: bfloat16 where the ds_config enables it, else float32."""
+    return "bfloat16" if config.get("bf16", {}).get("enabled", False) else "float32"
+
+
 def micro_batches_of(config: dict[str, Any]) -> int:
     """Micro-batches per step: ``gradient_accumulation_steps`` of the ds_config, 1 where it is left out."""
     micro_batches = config.get("gradient_accumulation_steps", 1)

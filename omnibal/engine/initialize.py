@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
-from omnibal.engine.config import OmnibalSection, complete_deepspeed_config, micro_batches_of, read_config
+from omnibal.engine.config import OmnibalSection, complete_deepspeed_config, dtype_of, micro_batches_of, read_config
 from omnibal.engine.distributed import gather, rank_zero_first, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
@@ -165,7 +165,7 @@ def build_engine(
         folder: Hugging Face folder of the model, None where it has none.
     """
     # Weights are built in the dtype they train in: a stage in float32 first would need twice its memory.
-    dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled", False) else torch.float32
+    dtype: torch.dtype = getattr(torch, dtype_of(config))
     module = VlmPipelineModule(
         vlm,
         plan,

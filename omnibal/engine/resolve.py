@@ -36,8 +36,8 @@ def resolve_plan(
     """The plan file that the section names, or the plan that its keys spell out.
 
     Raises:
-        ConfigError: The plan does not fit the model, the number of stages or the micro-batches of the run; or what is
-            frozen does not fit the model.
+        ConfigError: The plan does not fit the model, the number of stages, the micro-batches or the frozen layers of
+            the run; or what is frozen does not fit the model.
     """
     pipeline, frozen = section.pipeline, section.model.frozen
     num_layers = len(vlm.records)
@@ -45,6 +45,8 @@ def resolve_plan(
     if pipeline.plan is not None:
         plan = Plan.load(pipeline.plan)
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
+        if "frozen" in plan.made_from:  # times and memory are other ones where other layers are trained
+            _check("frozen kinds of the plan", sorted(plan.made_from["frozen"]), sorted(set(frozen)))
         _check_partition(plan.partition, num_layers, num_stages)
         schedule = plan.schedule if pipeline.schedule == "auto" else pipeline.schedule
         # a prediction holds for its schedule only
@@ -61,7 +63,7 @@ def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> 
     _check("stages of the partition", partition.num_stages, num_stages)
 
 
-def _check(name: str, got: int, expected: int) -> None:
+def _check(name: str, got: object, expected: object) -> None:
     if got != expected:
         raise ConfigError(f"{name} must be {expected} as the model and the ds_config say, got {got}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -119,6 +119,11 @@ class ModelProfile:
         """Hash of everything in the profile, the same wherever it was loaded."""
         return _hash(self._content())
 
+    @property
+    def frozen_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers that have parameters and are not trained, sorted."""
+        return tuple(sorted({layer.kind for layer in self.layers if layer.parameter_bytes and not layer.trainable}))
+
     def check_matches(
         self,
         *,
@@ -126,17 +131,23 @@ class ModelProfile:
         device: str | None = None,
         dtype: str | None = None,
         versions: Mapping[str, str] | None = None,
+        frozen: Collection[str] | None = None,
     ) -> None:
-        """Refuse to use the profile for another model, device, dtype or other software than it holds for.
+        """Refuse to use the profile for another model, device, dtype, frozen layers or software than it holds for.
 
         Only what is given is compared; of ``versions`` only what the profile states too.
 
         Raises:
             ConfigError: Something differs; the message names every difference.
         """
-        pairs = {"device": (self.device, device or self.device), "dtype": (self.dtype, dtype or self.dtype)}
+        pairs: dict[str, tuple[object, object]] = {
+            "device": (self.device, device or self.device),
+            "dtype": (self.dtype, dtype or self.dtype),
+        }
         for name, version in (versions or {}).items():
             pairs[f"version of {name}"] = (self.versions.get(name, version), version)
+        if frozen is not None:
+            pairs["frozen kinds"] = (list(self.frozen_kinds), sorted(set(frozen)))
         differences = _differences(pairs)
         if records is not None:
             differences += _layer_differences(self.layers, records)

@@ -66,6 +66,11 @@ class PlanRequest:
             )
         if min(self.budgets(1)) < 1:
             raise ConfigError(f"budget_bytes must be positive, got {self.budget_bytes}")
+        if self.overhead_bytes >= min(self.budgets(1)):
+            raise ConfigError(
+                f"overhead_bytes must be less than a budget without its head room, {min(self.budgets(1))}, "
+                f"got {self.overhead_bytes}; it is what a device holds beside the model"
+            )
 
     def stage_counts(self, num_layers: int) -> list[int]:
         """Numbers of stages to try, rising.

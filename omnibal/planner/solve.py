@@ -97,6 +97,9 @@ def make_plan(
     made_from = {
         "profile": profile.content_hash,
         "device": profile.device,
+        "dtype": profile.dtype,
+        "versions": dict(profile.versions),
+        "frozen": list(profile.frozen_kinds),
         "lengths": lengths.content_hash,
         "request": request.to_record(),
     }

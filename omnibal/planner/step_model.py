@@ -68,8 +68,9 @@ class StepModel:
     def __str__(self) -> str:
         limits, replicas = self.packing.limits, len(self.packing.steps[0])
         return (
-            f"{self.num_stages} stages × {replicas} replicas, {self.schedule_name}, {self.packing.micro_batches} "
-            f"micro-batches of at most {limits.vision_units} vision units and {limits.llm_tokens} tokens"
+            f"{self.num_stages} stages × {replicas} replica{'s' * (replicas > 1)}, {self.schedule_name}, "
+            f"{self.packing.micro_batches} micro-batches of at most {limits.vision_units} vision units and "
+            f"{limits.llm_tokens} tokens"
         )
 
     @cached_property

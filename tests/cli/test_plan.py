@@ -84,11 +84,25 @@ def test_limits_can_be_fixed(omnibal, arguments, tmp_path):
         ([], "--budget must be given for 'test', got none"),
         (["--budget", "3", "--vision-units", 9], "limits must be given as both"),
         (["--budget", "3", "--num-devices", 8], "--num-replicas must be left out beside --num-devices, got 2"),
+        (["--budget", "inf"], "--budget must be GiB such as 80 or 80,80,40, got 'inf'"),
+        (["--budget", "3", "--overhead", 3], "overhead_bytes must be less than a budget without its head room"),
+        (["--budget", "3", "--tensor-parallel", 2], "--tensor-parallel must be left out where a profile is given"),
+        (["--budget", "3", "--frozen", "head"], "frozen kinds [] where the run has ['head']"),
+        (["--budget", "3", "--trials", 2], "--config must name a ds_config for --trials and --four-steps, got none"),
+        (["--budget", "3", "--config", "c.json"], "--config must come with --trials or --four-steps, got c.json alone"),
         (["--budget", "3,3"], "budget_bytes must be one for each of 4 stages, got 2"),
     ],
 )
 def test_wrong_options(omnibal, arguments, options, message):
     assert message in omnibal("plan", *arguments, *options, exit_code=2).stderr
+
+
+def test_trials_are_of_what_was_profiled(omnibal, arguments, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"omnibal": {"model": {"frozen": ["head"]}}}))
+    result = omnibal("plan", *arguments, "--budget", "3", "--trials", 1, "--config", config, exit_code=2)
+    assert "dtype 'bfloat16' where the run has 'float32'" in result.stderr
+    assert "frozen kinds [] where the run has ['head']" in result.stderr
 
 
 def test_lengths_and_devices_must_be_named(omnibal, profile, token_lengths):

@@ -73,6 +73,15 @@ def test_recompute_levels(vlm):
     assert plan_of(vlm, pipeline={"recompute": levels}).recompute == tuple(levels)
 
 
+def test_a_plan_for_other_frozen_layers_is_refused(vlm, tmp_path):
+    plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS)
+    replace(plan, made_from={"frozen": ["vision_block"]}).save(tmp_path / "plan.json")
+    named = {"plan": str(tmp_path / "plan.json")}
+    with pytest.raises(ConfigError, match=r"frozen kinds of the plan must be \[\] as .*, got \['vision_block'\]"):
+        plan_of(vlm, pipeline=named)
+    assert plan_of(vlm, pipeline=named, model={"frozen": ["vision_block"]}).partition == plan.partition
+
+
 def test_a_plan_file_takes_the_place_of_all(vlm, tmp_path):
     plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none", "full") * (NUM_LAYERS // 2))
     plan.save(tmp_path / "plan.json")

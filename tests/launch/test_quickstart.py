@@ -60,6 +60,7 @@ def test_train_kill_resume_export_ask(demo):
 
     output = (demo / "log.txt").read_text()
     assert "held-out answers right" in output
+    assert output.count("memory peak") >= 2  # a line for each stage
     metrics = read_metrics(demo / "metrics.jsonl")
     steps = [record["step"] for record in metrics.steps]
     assert steps == list(range(1, len(steps) + 1))

@@ -5,7 +5,7 @@ import pytest
 
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.simulate import simulate_step
-from omnibal.planner.search import improve, propose, two_phases
+from omnibal.planner.search import improve, propose, retreat, two_phases
 from tests.memory.oracles import fastest_levels, least_total
 from tests.planner.problems import partitions, random_step_model
 
@@ -102,3 +102,26 @@ def test_missing_bytes_are_exact(seed):
 def test_unbounded_memory_leaves_nothing_to_recompute():
     model = random_step_model(3, tightness=1.0)
     assert set(model.levels(improve(model).boundaries)) == {"none"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_retreat_frees_what_was_missing_at_the_least_cost(seed):
+    """Exactly: as fast as the fastest levels of all that free as much, other stages untouched, or an error."""
+    model = random_step_model(seed, max_blocks=3)
+    choice = improve(model)
+    before = model.footprint.stages(choice.partition, model.levels(choice.boundaries))
+    place = seed % model.num_stages
+    missing = tuple(7 + seed if stage == place else 0 for stage in range(model.num_stages))
+    layers, seconds = choice.partition.layers(place), model.recompute_seconds[place]
+    best = fastest_levels(model.footprint, place, layers, seconds, before[place].total - missing[place])
+    if np.isinf(best):
+        with pytest.raises(InfeasibleError, match="bytes are missing"):
+            retreat(choice, missing)
+        return
+    found = retreat(choice, missing)
+    assert found.boundaries == choice.boundaries
+    after = model.footprint.stages(found.partition, found.model.levels(found.boundaries))
+    assert after[place].total <= before[place].total - missing[place]
+    assert [a for s, a in enumerate(after) if s != place] == [b for s, b in enumerate(before) if s != place]
+    assert found.model.recompute_of(place, found.boundaries) == pytest.approx(best, abs=1e-9)
+    assert found.step_seconds >= choice.step_seconds * (1 - 1e-12)

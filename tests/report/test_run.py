@@ -1,0 +1,30 @@
+from dataclasses import replace
+
+from omnibal.data.limits import PackLimits
+from omnibal.memory.footprint import StageMemory
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan, Prediction, StagePrediction
+from omnibal.report.run import peak_text
+
+MIB = 2**20
+PLAN = Plan(PackLimits(9, 4096), 2, Partition((0, 1, 2)), ("none", "none"))
+
+
+def stage(size):
+    """Of so many bytes and as many of overhead, which is no part of what is compared."""
+    return StagePrediction(1.0, 1.0, 0.0, 0.0, StageMemory(0, 0, 0, size, 0, 0, 0, 0, overhead=size))
+
+
+def test_a_measured_peak_stands_beside_the_predicted_one():
+    plan = replace(PLAN, predicted=Prediction(1.0, 8.0, 0.0, (stage(200 * MIB), stage(4096 * MIB))))
+    assert peak_text((150 * MIB, 4300 * MIB), plan).splitlines() == [
+        "stage 0: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs",
+        "stage 1: memory peak 4.20 GiB, 105.0% of the 4.00 GiB predicted for the largest packs",
+    ]
+
+
+def test_a_peak_that_nobody_predicted_is_said_all_the_same():
+    assert peak_text((150 * MIB, MIB), PLAN).splitlines() == [
+        "stage 0: memory peak 150.00 MiB; nothing predicted",
+        "stage 1: memory peak 1.00 MiB; nothing predicted",
+    ]
