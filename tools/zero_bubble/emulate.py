@@ -11,7 +11,7 @@ import numpy as np
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.engine.emulation import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
-from omnibal.memory.footprint import TrainingSetup
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import LayerCost, ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName

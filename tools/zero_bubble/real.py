@@ -14,7 +14,8 @@ import torch.distributed as dist
 from models import LIMITS, LOAD, model, pack
 
 from omnibal.engine.distributed import free_port
-from omnibal.memory.footprint import Footprint, Level, TrainingSetup
+from omnibal.memory.footprint import Footprint, Level
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES
