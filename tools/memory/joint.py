@@ -1,8 +1,9 @@
 """Planning together against planning in two phases, on the paper's models; see README.md."""
 
+import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)
 LIMITS = PackLimits(9, 4096)
 MODELS = {"6B+20B": ("InternLM2-20B", 2), "6B+34B": ("Yi-34B", 2), "6B+70B": ("Llama3-70B", 4)}
+LIMIT_SETS = {"fixed": (LIMITS,), "free": (None,), "both": (LIMITS, None)}
 STAGES = (8, 16)
 REPLICAS = 2
 BUDGETS = (24, 28, 32, 40, 48, 64, 80)
@@ -54,14 +56,14 @@ class Row:
         return [*head, baseline, _describe(result.choice), gain, _recomputed(result.choice), f"{self.seconds:.1f}"]
 
 
-def rows() -> Iterator[Row]:
-    """Solve every problem."""
+def rows(models: Sequence[str], limit_sets: Sequence[PackLimits | None]) -> Iterator[Row]:
+    """Solve every problem of some models."""
     problems = [
         (model, stages, budget, levels, limits)
-        for model in MODELS
+        for model in models
         for stages in STAGES
         for levels in ("none, full", "all three")
-        for limits in (LIMITS, None)
+        for limits in limit_sets
         for budget in BUDGETS
     ]
     for model, stages, budget, levels, limits in tqdm(problems):
@@ -84,7 +86,11 @@ def rows() -> Iterator[Row]:
 def main() -> None:
     """Print the table as Markdown."""
     heads = ("model", "stages", "GiB", "levels", "limits", "two phases", "together", "gain", "recomputed", "s to plan")
-    solved = list(rows())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=[*MODELS], help="some of the models")
+    parser.add_argument("--limits", choices=LIMIT_SETS, default="both", help="of packs")
+    arguments = parser.parse_args()
+    solved = list(rows(arguments.models, LIMIT_SETS[arguments.limits]))
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in solved:
         print(f"| {' | '.join(row.cells())} |")

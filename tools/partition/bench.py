@@ -21,6 +21,7 @@ from omnibal.engine.config import complete_deepspeed_config, read_config
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.step import Step
+from omnibal.memory.footprint import Level
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
@@ -62,11 +63,12 @@ class Packs:
 
 @dataclass(frozen=True)
 class Case:
-    """A partition and packs."""
+    """A partition and packs; nothing recomputes where no levels are given."""
 
     name: str
     partition: Partition
     packs: Packs
+    recompute: tuple[Level, ...] = ()
 
 
 @dataclass
@@ -149,7 +151,7 @@ def time_steps(
         report: Called with a line after each round, on rank 0.
     """
     model = load_model(config)
-    engines = [_engine(model, case) for case in cases]
+    engines = [make_engine(model, case) for case in cases]
     timings = [Timings() for _ in cases]
     for engine in engines:
         engine.train_batch()
@@ -208,11 +210,12 @@ class _SamePacks:
         return self._step, list(self._batches)
 
 
-def _engine(model: VisionLanguageModel, case: Case) -> OmnibalEngine:
+def make_engine(model: VisionLanguageModel, case: Case) -> OmnibalEngine:
+    """This rank's engine, which trains a case again and again."""
     micro_batches, num_stages = len(case.packs.packs), case.partition.num_stages
     deepspeed_config, section = read_config(SETTINGS | {"gradient_accumulation_steps": micro_batches})
     config = complete_deepspeed_config(deepspeed_config, num_stages=num_stages, num_replicas=1, total_steps=100)
     load = case.packs.load
     largest = PackLimits(int(load.vision_units.max()), int(load.llm_tokens.max()))  # a larger pack would recompute
-    plan = Plan(largest, micro_batches, case.partition, ("none",) * len(model.records))
+    plan = Plan(largest, micro_batches, case.partition, case.recompute or ("none",) * len(model.records))
     return build_engine(config, section, model, plan, _SamePacks(case.packs, model), None)
