@@ -26,15 +26,19 @@ def arguments(token_lengths, tmp_path):
     return [tmp_path / "profile.json", *lengths, *files, *OPTIONS]
 
 
+def surplus_of(plan, missing):
+    return BUDGET + missing - max(stage.memory.total for stage in plan.predicted.stages)
+
+
 @pytest.fixture
 def engine(monkeypatch):
-    """Install an engine whose stages hold so much more than predicted; what it ran."""
+    """Install an engine whose stages hold more than predicted: the first plan's are short of so many bytes."""
     ran = []
 
-    def install(surplus):
+    def install(missing):
         def run(config, plan, launcher_options, steps):
             ran.append(plan)
-            peaks = tuple(stage.memory.total + surplus for stage in plan.predicted.stages)
+            peaks = tuple(stage.memory.total + surplus_of(ran[0], missing) for stage in plan.predicted.stages)
             return Trial(plan, (1.0 + len(ran),) * steps, peaks)
 
         monkeypatch.setattr(trials_module, "_run_trial", run)
@@ -44,14 +48,15 @@ def engine(monkeypatch):
 
 
 def test_a_plan_that_holds_more_than_predicted_retreats_until_it_fits(omnibal, arguments, engine, tmp_path):
-    ran = engine(200 * MIB)
+    ran = engine(50 * MIB)
     record = json.loads(omnibal("plan", *arguments, "--trials", 1, "--json").stdout)
     first, *retreats = ran
+    surplus = surplus_of(first, 50 * MIB)
     assert retreats
     assert {plan.partition for plan in retreats} == {first.partition}
     kept = Plan.load(tmp_path / "plan.json")
     assert kept == ran[-1]
-    assert max(stage.memory.total for stage in kept.predicted.stages) + 200 * MIB <= BUDGET
+    assert max(stage.memory.total for stage in kept.predicted.stages) + surplus <= BUDGET
     assert sum(level != "none" for level in kept.recompute) > sum(level != "none" for level in first.recompute)
     outcomes = [trial["outcome"] for trial in record["trials"]]
     assert outcomes[0].startswith("out of memory, ") and "bytes" in outcomes[0]
@@ -59,7 +64,7 @@ def test_a_plan_that_holds_more_than_predicted_retreats_until_it_fits(omnibal, a
     # every retreat frees on each stage what the trial before was short of there
     for before, after in zip(ran, retreats, strict=False):
         for held, less in zip(before.predicted.stages, after.predicted.stages, strict=True):
-            missing = max(held.memory.total + 200 * MIB - BUDGET, 0)
+            missing = max(held.memory.total + surplus - BUDGET, 0)
             assert less.memory.total <= held.memory.total - missing
             assert missing or less.memory == held.memory
 

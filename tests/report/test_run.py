@@ -12,7 +12,10 @@ PLAN = Plan(PackLimits(9, 4096), 2, Partition((0, 1, 2)), ("none", "none"))
 
 def stage(size):
     """Of so many bytes and as many of overhead, which is no part of what is compared."""
-    return StagePrediction(1.0, 1.0, 0.0, 0.0, StageMemory(0, 0, 0, size, 0, 0, 0, 0, overhead=size))
+    terms = ("parameters", "gradients", "optimizer", "pending", "buffers", "transient", "logits")
+    memory = StageMemory(**dict.fromkeys(terms, 0), activations=size, overhead=size)
+    times = ("forward_seconds", "backward_seconds", "recompute_seconds", "idle_ratio")
+    return StagePrediction(**dict.fromkeys(times, 0.0), pending_bytes=0, memory=memory)
 
 
 def test_a_measured_peak_stands_beside_the_predicted_one():
