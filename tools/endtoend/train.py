@@ -23,7 +23,8 @@ from omnibal.engine.config import complete_deepspeed_config, read_config
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.step import Step
-from omnibal.memory.footprint import Footprint, Level, TrainingSetup
+from omnibal.memory.footprint import Footprint, Level
+from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.profile import ModelProfile
