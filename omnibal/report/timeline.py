@@ -15,10 +15,11 @@ from omnibal.pipeline.simulate import Event, Simulation
 from omnibal.report.style import BLUE, GREY, ORANGE, SERIES, new_figure, save, styled
 
 GREEN: Final = SERIES[2]
+PINK: Final = SERIES[3]
 COLOURS: Final = {
     Operation.F: ("forward", BLUE),
     Operation.BW: ("backward", ORANGE),
-    Operation.B: ("backward to inputs", ORANGE),
+    Operation.B: ("backward to inputs", PINK),
     Operation.W: ("backward to weights", GREEN),
 }
 TRANSFER: Final = ("transfer", "#B0B7BF")

@@ -1,5 +1,6 @@
 """The footprint against reality: bytes that two CPU processes hold in a step of DeepSpeed's pipeline; see README.md."""
 
+import argparse
 import os
 import socket
 import tempfile
@@ -177,6 +178,9 @@ def variants(footprint: Footprint, profile: ModelProfile, partition: Partition) 
 
 def main() -> None:
     """Print the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("schedules", nargs="*", default=list(CUTS), help="all, if none are named")
+    schedules = parser.parse_args().schedules
     torch.set_num_threads(1)
     profile = measure_profile(model(), PackLimits(TILES, SAMPLES * TOKENS), max_spread=float("inf"))
     load = Load(TILES, SAMPLES * TOKENS, SAMPLES * TOKENS**2)
@@ -184,7 +188,7 @@ def main() -> None:
     setup = TrainingSetup(zero_stage=0, target_share=targets)
     print("| schedule | cut | levels | stage | predicted MiB | measured MiB | error |\n|---|---|---|---|---|---|---|")
     errors = []
-    for schedule, boundaries in [(name, cut) for name, cuts in CUTS.items() for cut in cuts]:
+    for schedule, boundaries in [(name, cut) for name in schedules for cut in CUTS[name]]:
         partition = Partition(boundaries)
         footprint = Footprint(profile, load, SCHEDULES[schedule](2, MICRO_BATCHES), setup)
         for name, levels in variants(footprint, profile, partition):

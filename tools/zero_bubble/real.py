@@ -3,15 +3,14 @@
 import argparse
 import json
 import os
+import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from models import LIMITS, LOAD, model, pack
+from small import LIMITS, LOAD, model, pack
 
 from omnibal.engine.distributed import free_port
 from omnibal.memory.footprint import Footprint, Level
@@ -23,7 +22,10 @@ from omnibal.pipeline.simulate import mode_of, simulate_step
 from omnibal.plan import Plan
 from omnibal.vlm.measure import measure_profile
 
-STAGES, ROUNDS = 2, 8
+sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
+from quiet import Instant, foreign_share
+
+STAGES, ROUNDS = 2, 6
 CASES: tuple[tuple[int, Level], ...] = ((4, "none"), (8, "none"), (8, "full"))
 """Micro-batches, and what every layer recomputes."""
 BANDWIDTH = 2e9
@@ -72,16 +74,18 @@ def train(rank: int, folder: str, port: int, cases: list[dict[str, Plan]]) -> No
 def _steps(case: dict[str, Plan]) -> dict[str, Any]:
     engines = {schedule: _engine(plan) for schedule, plan in case.items()}
     seconds: dict[str, list[float]] = {schedule: [] for schedule in engines}
+    foreign: dict[str, list[float]] = {schedule: [] for schedule in engines}
     losses: dict[str, list[float]] = {schedule: [] for schedule in engines}
     for _ in range(1 + ROUNDS):
         for schedule, engine in engines.items():
-            dist.barrier()
-            start = time.perf_counter()
+            before = Instant.now()
             losses[schedule].append(engine.train_batch().item())
-            dist.barrier()
-            seconds[schedule].append(time.perf_counter() - start)
+            after = Instant.now()
+            seconds[schedule].append(after.wall - before.wall)
+            foreign[schedule].append(foreign_share(before, after))
     return {
         "seconds": {schedule: measured[1:] for schedule, measured in seconds.items()},  # the first one warms up
+        "foreign": {schedule: measured[1:] for schedule, measured in foreign.items()},
         "losses": losses,
         "pending_bytes": {schedule: engine.weight_gradients.peak_bytes for schedule, engine in engines.items()},
     }
@@ -140,6 +144,7 @@ def _row(profile: ModelProfile, case: dict[str, Plan], by_rank: list[dict[str, A
         "partition": list(split.partition.boundaries),
         "predicted_seconds": predicted,
         "seconds": by_rank[0]["seconds"],
+        "foreign": by_rank[0]["foreign"],
         "equal_losses": by_rank[0]["losses"]["1f1b"] == by_rank[0]["losses"]["zero-bubble"],
         "predicted_pending_bytes": [
             int(footprint.pending_bytes(stage)[own.start, own.stop]) for stage, own in enumerate(layers)

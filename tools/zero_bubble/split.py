@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from models import model, pack
+from small import model, pack
 
 from omnibal.vlm.layer_trial import LayerTrial
 

@@ -1,0 +1,57 @@
+"""Plans under each schedule for the OmniBal paper's 6B + 20B model, budget by budget; see README.md."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.errors import InfeasibleError
+from omnibal.pipeline.profile import ModelProfile
+from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.planner import PlanRequest, make_plan
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
+from models import counted_profile
+
+GIB = 2**30
+LENGTHS = tiled_lengths(40_000, seed=1)
+STAGES, REPLICAS, GLOBAL_BATCH = 8, 2, 256
+BUDGETS = (28, 32, 40, 48, 64, 80)
+
+
+def main() -> None:
+    """Plan for every budget and schedule; write all figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="JSON of all figures")
+    arguments = parser.parse_args()
+    profile = counted_profile("InternLM2-20B", 2, selective=True)
+    rows = []
+    for budget in BUDGETS:
+        rows.append({"budget": budget} | {schedule: plan(profile, budget, schedule) for schedule in SCHEDULES})
+        print(rows[-1], flush=True)
+    arguments.file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def plan(profile: ModelProfile, budget: int, schedule: Any) -> dict[str, float] | None:
+    """Seconds of a step, layers that recompute, GiB of weight gradients that wait; None where nothing fits."""
+    request = PlanRequest(
+        num_devices=STAGES * REPLICAS, num_stages=STAGES, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
+        overhead_bytes=2 * GIB, bandwidth_bytes_per_second=25e9, limits=PackLimits(9, 4096), schedule=schedule,
+    )  # fmt: skip
+    try:
+        found = make_plan(profile, LENGTHS, request).plan
+    except InfeasibleError:
+        return None
+    assert found.predicted is not None
+    return {
+        "seconds": found.predicted.step_seconds,
+        "recomputed": sum(level != "none" for level in found.recompute),
+        "pending": max(stage.pending_bytes for stage in found.predicted.stages) / GIB,
+    }
+
+
+if __name__ == "__main__":
+    main()
