@@ -14,7 +14,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.engine.config import OmnibalSection, complete_deepspeed_config, dtype_of, micro_batches_of, read_config
-from omnibal.engine.distributed import gather, rank_zero_first, together
+from omnibal.engine.distributed import gather, rank_zero_first, release_shared_memory, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
@@ -47,6 +47,7 @@ def initialize(
     """
     if not dist.is_initialized():
         deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+        release_shared_memory()
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
     given = together(lambda: _read(config, model, dataset, num_processes), where=where)

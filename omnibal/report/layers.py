@@ -82,7 +82,7 @@ def _figures(group: Sequence[LayerCost], load: Load, total: float) -> LayerFigur
 def time_table(rows: Sequence[LayerFigures]) -> Table:
     """Milliseconds of one layer of each kind, and the share of the model's time that all of them take."""
     measured = any(row.spread for row in rows)
-    names = ("layers", "forward ms", "backward", "weight gradients", "all of them", *(["spread"] if measured else []))
+    names = ("layers", "forward ms", "backward", "weights", "of all", *(["spread"] if measured else []))
     table = _table(names)
     for row in rows:
         seconds = row.forward_seconds, row.backward_seconds, row.weight_seconds

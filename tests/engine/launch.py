@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from omnibal.engine.distributed import free_port
+from omnibal.engine.distributed import SHARED_MEMORY, free_port, release_shared_memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +27,7 @@ def launch(num_processes, function, *arguments, timeout_seconds=600):
         port = free_port()
         processes = [_start(function, folder, rank, num_processes, port) for rank in range(num_processes)]
         _wait(processes, folder, timeout_seconds)
+        assert not [*SHARED_MEMORY.glob(f"deepspeed_*_{port}_*")], "a launch leaves memory taken"
         return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(num_processes)]
 
 
@@ -75,6 +76,7 @@ def _work():
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    release_shared_memory()
     module, name = function.split(":")
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
     result = getattr(importlib.import_module(module), name)(*arguments)
