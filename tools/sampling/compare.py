@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from data import mixed_lengths, real_lengths
 from measure import figures_of, plan_by_peers, plan_by_rule, plan_ours
-from paper import table_3, table_6
+from paper import shortened_texts, table_3, table_6
 from peers_environment import HERE, peers_python
 from picture import draw_tradeoff
 from rules import Task
@@ -75,8 +75,10 @@ def main(
             title = f"dp {RANKS[0]}, limits {limits.vision_units} vision units and {limits.llm_tokens} LLM tokens"
             shown = {METHODS[key]: figures[0] for key, figures in found.items()}
             draw_tradeoff(shown, title, out.with_name("tradeoff.png"))
-    for part, title in [(lengths, name), *([mixed_lengths()] if mix else [])]:
-        parts += _paper_section(part, title)
+    parts += _paper_section(lengths, name)
+    if mix:
+        parts += _paper_section(*mixed_lengths())
+        parts += _gap_section(mixed_lengths()[0])
     out.write_text("\n".join(parts) + "\n")
     typer.echo(f"written: {out}")
 
@@ -98,7 +100,8 @@ def _head(name: str) -> str:
     return (
         f"# Samplers side by side\n\n{date.today()}, {os.cpu_count()} cores ({platform.machine()}), "
         f"Python {platform.python_version()}, numpy {version('numpy')}, numba {version('numba')}; peers: {versions}."
-        f"\n\n{name}; one micro-batch per rank and step.\n{LEGEND}"
+        f"\n\n{name}; one micro-batch per rank and step. "
+        f"The planner's targets, one by one: [TARGETS.md](TARGETS.md).\n{LEGEND}"
     )
 
 
@@ -144,6 +147,12 @@ def _paper_section(lengths: SampleLengths, name: str) -> Iterator[str]:
     yield from _table(columns, table_3(lengths))
     yield "\nTable 6, ISF as published:\n"
     yield from _table(["Q'v, Q't", "DR vision", "DR LLM", "packs"], table_6(lengths))
+
+
+def _gap_section(lengths: SampleLengths) -> Iterator[str]:
+    yield "\nISF on the same samples with shorter texts (the paper: 4.6, 0.02, 0.14):\n"
+    columns = ["length of texts", "samples per pack", "packs full by vision", "DR vision", "DR LLM"]
+    yield from _table(columns, shortened_texts(lengths))
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

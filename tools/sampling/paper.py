@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from measure import figures_of, plan_by_rule, plan_ours
 from rules import Task
 
+from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio
+from omnibal.data.synthetic import TOKENS_PER_TILE
 from omnibal.report.packing import PackingFigures
 
 RANKS = 8
@@ -21,6 +25,9 @@ TABLE_3 = {
     "ISF, as published": ("published_isf", (4.6, 0, 0.02, 0.14)),
 }
 """Method, rule, and the paper's samples per micro-batch, Pad Ratio, Dist Ratio vision and LLM."""
+
+TEXT_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)
+"""Lengths of texts, as shares of the made-up ones."""
 
 TABLE_6 = (
     ((0, 64), (0.0159, 0.145)),
@@ -61,6 +68,28 @@ def table_6(lengths: SampleLengths) -> list[Sequence[str]]:
                 f"{found.dist_ratio_vision:.4f} / {vision:g}",
                 f"{found.dist_ratio_tokens:.3f} / {tokens:g}",
                 f"{found.packs:,}",
+            ]
+        )
+    return rows
+
+
+def shortened_texts(lengths: SampleLengths) -> list[Sequence[str]]:
+    """Rows of ISF on the same samples with shorter texts: what the Dist Ratios depend on."""
+    image_tokens = lengths.vision_units * TOKENS_PER_TILE
+    rows = []
+    for share in TEXT_SHARES:
+        tokens = np.maximum(image_tokens + (lengths.llm_tokens - image_tokens) * share, 1).astype(np.int32)
+        shorter = SampleLengths(lengths.vision_units, tokens)
+        packs = iterative_sampling_and_filtering(shorter, LIMITS)
+        whole = np.random.default_rng(0).permutation(len(packs) // RANKS * RANKS).reshape(-1, RANKS)
+        vision, tokens_held = packs.vision_units(shorter), packs.llm_tokens(shorter)
+        rows.append(
+            [
+                f"{share:.0%}",
+                f"{len(shorter) / len(packs):.2f}",
+                f"{(vision >= LIMITS.full_vision_units).mean():.1%}",
+                f"{dist_ratio(vision[whole]):.4f}",
+                f"{dist_ratio(tokens_held[whole]):.3f}",
             ]
         )
     return rows
