@@ -95,14 +95,14 @@ def published_isf_50(task: Task) -> Packs:
 
 def best_fit(task: Task) -> Packs:
     """Best fit decreasing in both dimensions; the packs in random order."""
-    packs = _best_fit_packs(task)
+    packs = best_fit_packs(task)
     whole = len(packs) // task.num_replicas * task.num_replicas
     return packs.take(task.generator().permutation(len(packs))[:whole])
 
 
 def best_fit_sorted(task: Task) -> Packs:
     """The same packs, sorted across all steps: small Dist Ratios, and nothing left of randomness."""
-    packs = _best_fit_packs(task)
+    packs = best_fit_packs(task)
     load = packs.load(task.lengths)
     order = np.lexsort((load.llm_tokens_squared, load.llm_tokens, load.vision_units))
     whole = order[: len(order) // task.num_replicas * task.num_replicas]
@@ -148,7 +148,8 @@ def _spread_longest_first(step: Order, task: Task) -> Order:
     return np.array(ranks).ravel()
 
 
-def _best_fit_packs(task: Task) -> Packs:
+def best_fit_packs(task: Task) -> Packs:
+    """Packs by best fit in both dimensions, largest samples first."""
     vision, tokens = task.lengths.vision_units, task.lengths.llm_tokens
     share = np.maximum(vision / max(task.limits.vision_units, 1), tokens / task.limits.llm_tokens)
     order = np.argsort(-share, kind="stable")
