@@ -91,10 +91,11 @@ def test_what_a_pipeline_forbids_is_refused(config, message):
         {"torch_autocast": {"enabled": True}},
     ],
 )
-def test_what_deferred_gradients_forbid_is_refused(change):
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-lean"])
+def test_what_deferred_gradients_forbid_is_refused(change, schedule):
     complete(ZERO_1 | change)
     with pytest.raises(ConfigError, match=r"\w+\.\w+ must be false under zero-bubble, got true"):
-        complete(ZERO_1 | change, schedule="zero-bubble")
+        complete(ZERO_1 | change, schedule=schedule)
 
 
 @pytest.mark.parametrize("config", [ZERO_1, BF16, {"gradient_clipping": 0}])

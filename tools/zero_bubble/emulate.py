@@ -14,13 +14,14 @@ from omnibal.engine.emulation import LEAST_SLEEP_SECONDS, EmulationTask, run_emu
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import LayerCost, ModelProfile
-from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
+from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation
 from omnibal.plan import Plan
 from omnibal.report.timeline import plot_timeline
 
 COSTS = {"1 : 1 : 1": (1.0, 1.0, 0.0), "1 : 1.25 : 0.8, transfers 0.02": (1.25, 0.8, 0.02)}
 """Of a stage, in forward passes: backward to the inputs, to the weights, a transfer; the second as measured."""
+COMPARED: tuple[ScheduleName, ...] = ("1f1b", "zero-bubble")
 TOKENS, SPREAD = 4000, 0.1
 MICRO_BATCHES = (8, 16, 32)
 REPETITIONS = 2
@@ -67,27 +68,25 @@ def ratio(ran: Simulation, predicted: Simulation) -> float:
     return ran.makespan_seconds / float(predicted.busy_seconds.mean())
 
 
-def measure(
-    num_stages: int, micro_batches: int, schedule: ScheduleName, costs: str, picture: Path | None
-) -> list[dict[str, Any]]:
+def measure(task: EmulationTask, costs: str, *, emulate: bool, picture: Path | None) -> list[dict[str, Any]]:
     """One run of the engine; a row for equal micro-batches, and one for those that vary."""
-    task = task_of(num_stages, micro_batches, schedule, costs)
-    ran = [step.replicas[0] for step in run_emulation(task).steps]
     predicted = [step.replicas[0] for step in task.predicted]
-    if picture is not None:
+    ran = [step.replicas[0] for step in run_emulation(task).steps] if emulate else None
+    if ran is not None and picture is not None:
         plot_timeline({"emulated": ran[0], "simulated": predicted[0]}, picture)
     rows = []
     for name, chosen in (("equal", slice(0, 2)), ("varied", slice(2, None))):
-        pairs = list(zip(ran[chosen], predicted[chosen], strict=True))
+        said = predicted[chosen]
+        found = None if ran is None else median(ratio(*pair) for pair in zip(ran[chosen], said, strict=True))
         rows.append(
             {
                 "costs": costs,
-                "stages": num_stages,
-                "micro_batches": micro_batches,
+                "stages": task.plan.num_stages,
+                "micro_batches": task.plan.micro_batches,
                 "packs": name,
-                "schedule": schedule,
-                "simulated": median(ratio(said, said) for _, said in pairs),
-                "emulated": median(ratio(found, said) for found, said in pairs),
+                "schedule": task.plan.schedule,
+                "simulated": median(ratio(step, step) for step in said),
+                "emulated": found,
             }
         )
     return rows
@@ -99,15 +98,17 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="JSON of all rows")
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--costs", type=int, choices=range(len(COSTS)), required=True)
+    parser.add_argument("--no-emulate", action="store_true", help="only simulate")
     arguments = parser.parse_args()
     stages, costs = arguments.stages, list(COSTS)[arguments.costs]
     rows = json.loads(arguments.file.read_text()) if arguments.file.exists() else []
     rows = [row for row in rows if (row["stages"], row["costs"]) != (stages, costs)]
     for micro_batches in MICRO_BATCHES:
-        for schedule in SCHEDULES:
+        for schedule in COMPARED:
             is_drawn = (stages, micro_batches, costs) == DRAWN
             picture = arguments.file.parent / f"timeline-{schedule}.png" if is_drawn else None
-            rows += measure(stages, micro_batches, schedule, costs, picture)
+            task = task_of(stages, micro_batches, schedule, costs)
+            rows += measure(task, costs, emulate=not arguments.no_emulate, picture=picture)
             print(rows[-2], rows[-1], sep="\n", flush=True)
             arguments.file.write_text(json.dumps(rows, indent=1) + "\n")
 

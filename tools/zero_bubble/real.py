@@ -25,8 +25,8 @@ from omnibal.vlm.measure import measure_profile
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
 from quiet import Instant, foreign_share
 
-STAGES, ROUNDS = 2, 6
-CASES: tuple[tuple[int, Level], ...] = ((4, "none"), (8, "none"), (8, "full"))
+STAGES, ROUNDS = 2, 5
+CASES: tuple[tuple[int, Level], ...] = ((8, "none"), (8, "full"))
 """Micro-batches, and what every layer recomputes."""
 BANDWIDTH = 2e9
 

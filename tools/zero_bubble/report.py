@@ -7,6 +7,8 @@ from statistics import median
 from typing import Any
 
 MIB = 2**20
+MOST_FOREIGN = 0.04
+"""As in tools/partition/quiet.py."""
 PARTS = ("forward", "backward", "inputs", "weights")
 
 
@@ -36,9 +38,7 @@ def emulated(rows: list[dict[str, Any]]) -> str:
                 f"{micro_batches}",
                 f"{plain['simulated']:.3f}",
                 f"{ours['simulated']:.3f}",
-                f"{plain['emulated']:.3f}",
-                f"{ours['emulated']:.3f}",
-                f"{plain['emulated'] / ours['emulated']:.3f}",
+                *_emulated(plain["emulated"], ours["emulated"]),
             )
         )
     names = (
@@ -48,11 +48,18 @@ def emulated(rows: list[dict[str, Any]]) -> str:
     return table(names, lines)
 
 
+def _emulated(plain: float | None, ours: float | None) -> tuple[str, str, str]:
+    """Steps and gain; nothing where the engine did not run."""
+    if plain is None or ours is None:
+        return "–", "–", "–"
+    return f"{plain:.3f}", f"{ours:.3f}", f"{plain / ours:.3f}"
+
+
 def real(rows: list[dict[str, Any]]) -> str:
-    """Medians of steps on two processes, and what waited."""
+    """Medians of undisturbed steps on two processes, and what waited."""
     lines = []
     for row in rows:
-        plain, ours = (median(row["seconds"][schedule]) for schedule in ("1f1b", "zero-bubble"))
+        plain, ours = (_undisturbed(row, schedule) for schedule in ("1f1b", "zero-bubble"))
         said = row["predicted_seconds"]
         pairs = zip(row["pending_bytes"], row["predicted_pending_bytes"], strict=True)
         lines.append(
@@ -72,6 +79,13 @@ def real(rows: list[dict[str, Any]]) -> str:
         "MiB that waited, of the footprint's, by stage",
     )  # fmt: skip
     return table(names, lines)
+
+
+def _undisturbed(row: dict[str, Any], schedule: str) -> float:
+    """The median of steps during which others took hardly any of the CPU; not a number if there are none."""
+    pairs = zip(row["seconds"][schedule], row["foreign"][schedule], strict=True)
+    counted = [seconds for seconds, share in pairs if share <= MOST_FOREIGN]
+    return median(counted) if counted else float("nan")
 
 
 def split(rows: list[dict[str, Any]]) -> str:
