@@ -30,7 +30,7 @@ def table_1() -> None:
     setup = TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD)
     rungs = ladder(setting)
     found = {
-        rung.name: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, setup)
+        rung.name: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, setup, rung.table)
         for rung in (rungs[0], rungs[-1])
     }
     rows = [(f"{name}, {where}", *cells) for name, entry in found.items() for where, *cells in entry.rows()]
