@@ -133,5 +133,5 @@ def test_levels_must_fit_the_partition(levels, message):
 
 
 def test_a_schedule_is_known():
-    with pytest.raises(ConfigError, match="schedule must be one of 1f1b, zero-bubble, got 'gpipe'"):
+    with pytest.raises(ConfigError, match="schedule must be one of 1f1b, zero-bubble, zero-bubble-lean, got 'gpipe'"):
         Plan(PackLimits(1, 1), 1, Partition((0, 1)), ("none",), schedule="gpipe")
