@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
@@ -75,7 +75,7 @@ def iterative_sampling_and_filtering(
     return Packs(packed, starts[: num_packs + 1].copy())
 
 
-@njit(cache=True)
+@compiled
 def _sample_and_filter(
     order: IntArray,
     vision_units: IntArray,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
@@ -190,7 +190,7 @@ def _martello_toth(counts: IntArray) -> int:
     return int(large + (-(-more // limit)).max())
 
 
-@njit(cache=True)
+@compiled
 def _histograms(vision_units: IntArray, llm_tokens: IntArray, most_vision: int, most_tokens: int) -> Any:
     vision = np.zeros(most_vision + 1, dtype=np.int64)
     tokens = np.zeros(most_tokens + 1, dtype=np.int64)

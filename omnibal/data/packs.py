@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.cost import Load
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.errors import DataError
@@ -126,7 +126,7 @@ def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return starts
 
 
-@njit(cache=True)
+@compiled
 def _pack_sums(values: IntArray, samples: IntArray, starts: IntArray, squared: bool) -> Any:
     sums = np.zeros(len(starts) - 1, dtype=np.int64)
     for pack in range(len(sums)):
@@ -136,7 +136,7 @@ def _pack_sums(values: IntArray, samples: IntArray, starts: IntArray, squared: b
     return sums
 
 
-@njit(cache=True)
+@compiled
 def _copy_packs(samples: IntArray, starts: IntArray, order: IntArray, out: IntArray) -> None:
     position = 0
     for pack in order:

@@ -16,8 +16,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from omnibal.compiled import compiled
 
 IntArray = NDArray[np.int64]
 
@@ -40,14 +41,14 @@ class Frontier(NamedTuple):
     """The level of the layer that was added."""
 
 
-@njit(cache=True)
+@compiled
 def start(least_transient: int) -> Frontier:
     """No layer yet: a peak of what comes and goes behind them."""
     nothing = np.zeros(1, dtype=np.int64)
     return Frontier(nothing, nothing, np.full(1, least_transient, dtype=np.int64), nothing, nothing)
 
 
-@njit(cache=True)
+@compiled
 def extend(
     behind: Frontier, kept: IntArray, time: IntArray, transient: IntArray, held: int, most_bytes: int
 ) -> Frontier:
@@ -92,12 +93,12 @@ def extend(
     return _frontier(found[:, :count])
 
 
-@njit(cache=True)
+@compiled
 def _frontier(rows: IntArray) -> Frontier:
     return Frontier(rows[0].copy(), rows[1].copy(), rows[2].copy(), rows[3].copy(), rows[4].copy())
 
 
-@njit(cache=True)
+@compiled
 def _is_dominated(stairs_kept: IntArray, stairs_peak: IntArray, kept: int, peak: int) -> bool:
     dominated = False
     for stair in range(len(stairs_kept)):
@@ -105,7 +106,7 @@ def _is_dominated(stairs_kept: IntArray, stairs_peak: IntArray, kept: int, peak:
     return dominated
 
 
-@njit(cache=True)
+@compiled
 def _add_stair(stairs_kept: IntArray, stairs_peak: IntArray, num_stairs: int, kept: int, peak: int) -> int:
     """Add a point to those that no other is below in both, and drop those that it is below."""
     left = 0
@@ -117,7 +118,7 @@ def _add_stair(stairs_kept: IntArray, stairs_peak: IntArray, num_stairs: int, ke
     return left + 1
 
 
-@njit(cache=True)
+@compiled
 def sweep(
     kept: IntArray, time: IntArray, transient: IntArray, held: int, least_transient: int, room: IntArray
 ) -> tuple[IntArray, IntArray]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from omnibal.compiled import compiled
 from omnibal.pipeline.schedule import Operation, Schedule
 from omnibal.pipeline.simulate import Mode
 from omnibal.pipeline.times import StepTimes
@@ -109,7 +109,7 @@ def _least_crossings(crossing: FloatArray, cuts: int) -> FloatArray:
     return result
 
 
-@njit(cache=True)
+@compiled
 def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], blocking: bool) -> FloatArray:
     stages_before, stages_behind = stages_around
     num_layers = len(reduce) - 1
@@ -122,7 +122,7 @@ def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], 
     return result
 
 
-@njit(cache=True)
+@compiled
 def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatArray) -> tuple[float, float]:
     """When the stage ends if it holds layers a to b, and when the first stage does, at the least."""
     a, b = layers

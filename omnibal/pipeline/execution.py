@@ -11,9 +11,9 @@ they can: O(instructions) for pipelines that keep busy, O(instructions × stages
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from omnibal.compiled import compiled
 from omnibal.pipeline.schedule import Operation, Table
 
 FloatArray = NDArray[np.float64]
@@ -22,7 +22,7 @@ _F, _BW, _B, _W = int(Operation.F), int(Operation.BW), int(Operation.B), int(Ope
 _SEND_ACTIVATION, _RECEIVE_GRADIENT = int(Operation.SEND_ACTIVATION), int(Operation.RECEIVE_GRADIENT)
 
 
-@njit(cache=True)
+@compiled
 def run_blocking(
     table: Table, durations: FloatArray, transfers: FloatArray, starts: FloatArray, ends: FloatArray
 ) -> bool:
@@ -60,7 +60,7 @@ def run_blocking(
     return bool(np.all(done == lengths))
 
 
-@njit(cache=True)
+@compiled
 def run_overlapped(
     table: Table, durations: FloatArray, transfers: FloatArray, starts: FloatArray, ends: FloatArray
 ) -> bool:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from omnibal.compiled import compiled
 from omnibal.pipeline.bound import differences, stage_bounds
 from omnibal.pipeline.dynamic import Boundaries, least_maximum
 from omnibal.pipeline.execution import run_blocking, run_overlapped
@@ -104,7 +104,7 @@ class PartitionProblem:
         return self.stage_seconds - self.waiting_seconds + 2 * self.crossing_seconds[None, :]
 
 
-@njit(cache=True)
+@compiled
 def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking: bool) -> FloatArray:
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     result = np.zeros(len(partitions))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from omnibal.compiled import compiled
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
@@ -87,7 +87,7 @@ def step_times(
     )
 
 
-@njit(cache=True)
+@compiled
 def durations_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
     """Seconds of F, BW, B and W on every stage of a partition, shape (4, micro-batches, stages)."""
     num_stages, micro_batches = len(boundaries) - 1, times.forward.shape[1]
@@ -103,7 +103,7 @@ def durations_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatA
     return result
 
 
-@njit(cache=True)
+@compiled
 def transfers_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
     """Seconds of every micro-batch's transfer over every cut, shape (micro-batches, stages - 1)."""
     crossing: FloatArray = times.crossing[replica][:, boundaries[1:-1]]

@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated, Any
@@ -17,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import InternVLForConditionalGeneration
 
+from omnibal.data.limits import PackLimits
+from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.demo import write_demo
 from omnibal.engine.config import complete_deepspeed_config
@@ -26,37 +30,43 @@ from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
 
 ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results.json"
+HELD_OUT = 2000
 IGNORED = -100
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="How many pairs of runs.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="How many pairs of runs.", min=1)] = 8,
     epochs: Annotated[int, typer.Option(help="Times through the data; 0: as the quickstart.", min=0)] = 0,
 ) -> None:
-    """Train pairs of models and compare what they know."""
-    rows = [compare(seed, epochs) for seed in range(seeds)]
-    (Path(__file__).parent / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
+    """Train pairs of models and compare what they know; pairs that results.json holds are not trained again."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    for seed in range(seeds):
+        if all(row["seed"] != seed for row in rows):
+            rows.append(compare(seed, epochs))
+            RESULTS.write_text(json.dumps(rows, indent=2) + "\n")
     Console().print(table_of(rows))
 
 
 def compare(seed: int, epochs: int) -> dict[str, Any]:
-    """Held-out accuracy of both models of a seed."""
+    """Held-out accuracy of both models of a seed, which train side by side."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        paths = write_demo(folder / "data", samples=6000, seed=seed)
+        paths = write_demo(folder / "data", samples=6000, held_out=HELD_OUT, seed=seed)
         start = initial_model(paths.model, folder / "start", seed)
         config = run_config(folder, start, seed, epochs)
-        train_on_packs(config, folder)
-        steps = read_metrics(folder / "run" / "metrics.jsonl").steps
-        train = InternVLDataset(paths.meta, start)
-        padded = train_on_padded_batches(start, train, config, len(steps), seed)
+        dataset = InternVLDataset(paths.meta, start)
+        steps = steps_per_epoch(dataset, config)
+        with training_on_packs(folder):
+            padded = train_on_padded_batches(start, dataset, config, steps, seed)
+        taken = read_metrics(folder / "run" / "metrics.jsonl").steps
+        assert len(taken) == steps * config["omnibal"]["run"]["epochs"], "both take as many steps"
         packed = InternVLForConditionalGeneration.from_pretrained(folder / "run" / "model")
         held_out = InternVLDataset(paths.held_out_meta, start)
-        samples = sum(step["samples"] for step in steps)
         return {
             "seed": seed,
-            "steps": len(steps),
-            "samples": samples,
+            "steps": len(taken),
+            "samples": sum(step["samples"] for step in taken),
             "packed": accuracy(packed, held_out),
             "padded": accuracy(padded, held_out),
         }
@@ -84,28 +94,52 @@ def run_config(folder: Path, start: Path, seed: int, epochs: int) -> dict[str, A
     return config
 
 
-def train_on_packs(config: dict[str, Any], folder: Path) -> None:
-    """Run launch/train.py on two processes."""
-    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())]
+def steps_per_epoch(dataset: InternVLDataset, config: dict[str, Any]) -> int:
+    """How many steps the packs of an epoch make."""
+    packing = config["omnibal"]["packing"]
+    sampler = BalancedBatchSampler(
+        dataset.lengths(),
+        PackLimits(packing["vision_units"], packing["llm_tokens"]),
+        num_replicas=1,
+        rank=0,
+        micro_batches=config["gradient_accumulation_steps"],
+        seed=packing["seed"],
+    )
+    return sampler.num_steps
+
+
+@contextmanager
+def training_on_packs(folder: Path) -> Iterator[None]:
+    """launch/train.py in a process beside this one, which has ended when the context does."""
+    launcher = ["deepspeed", "--num_gpus", "1", "--master_port", str(free_port())]
     command = [*launcher, "launch/train.py", "--deepspeed_config", str(folder / "config.json")]
-    subprocess.run(command, cwd=ROOT, check=True)
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield
+        if process.wait() != 0:
+            raise RuntimeError(f"training on packs failed:\n{(folder / 'log.txt').read_text()[-4000:]}")
+    finally:
+        process.terminate()
 
 
 def train_on_padded_batches(
-    start: Path, dataset: InternVLDataset, config: dict[str, Any], steps: int, seed: int
+    start: Path, dataset: InternVLDataset, config: dict[str, Any], steps_per_epoch: int, seed: int
 ) -> InternVLForConditionalGeneration:
     """Train with plain transformers: as many steps, as many samples, padded."""
     model = InternVLForConditionalGeneration.from_pretrained(start)
-    complete = complete_deepspeed_config(config, num_stages=1, num_replicas=1, total_steps=steps)
+    epochs = config["omnibal"]["run"]["epochs"]
+    total_steps = epochs * steps_per_epoch
+    complete = complete_deepspeed_config(config, num_stages=1, num_replicas=1, total_steps=total_steps)
     settings = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
     schedule = WarmupCosineLR(optimizer, **complete["scheduler"]["params"])
-    epochs = config["omnibal"]["run"]["epochs"]
     generator = torch.Generator().manual_seed(seed)
-    order = torch.cat([torch.randperm(len(dataset), generator=generator) for _ in range(epochs)])
+    orders = [torch.randperm(len(dataset), generator=generator) for _ in range(epochs)]
+    steps = [step for order in orders for step in order.tensor_split(steps_per_epoch)]
     model.train()
-    for chunk in tqdm(order.tensor_split(steps), desc="padded batches", unit="step"):
-        model(**padded_batch([dataset[index] for index in chunk.tolist()])).loss.backward()
+    for step in tqdm(steps, desc="padded batches", unit="step"):
+        model(**padded_batch([dataset[index] for index in step.tolist()])).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
         optimizer.step()
         optimizer.zero_grad()
@@ -139,19 +173,22 @@ def accuracy(model: InternVLForConditionalGeneration, dataset: InternVLDataset) 
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
-    """Accuracies by seed, and their mean and spread."""
-    table = Table("seed", "steps", "samples", "packs", "padded batches")
-    for row in rows:
-        table.add_row(
-            str(row["seed"]), str(row["steps"]), str(row["samples"]), f"{row['packed']:.1%}", f"{row['padded']:.1%}"
-        )
+    """Accuracies and their difference by seed; their means, deviations and standard errors over the seeds."""
+    columns = {"packs": [row["packed"] for row in rows], "padded batches": [row["padded"] for row in rows]}
+    columns["difference"] = [row["packed"] - row["padded"] for row in rows]
+    table = Table("seed", "steps", "samples", *columns)
+    for number, row in enumerate(rows):
+        shown = [f"{values[number]:.1%}" for values in columns.values()]
+        table.add_row(str(row["seed"]), str(row["steps"]), str(row["samples"]), *shown)
     if len(rows) > 1:
-        shown = [
-            f"{mean(row[arm] for row in rows):.1%} ± {stdev(row[arm] for row in rows):.1%}"
-            for arm in ("packed", "padded")
-        ]
-        table.add_row("mean ± deviation", "", "", *shown)
+        for name, value_of in (("mean", mean), ("deviation", stdev), ("standard error", standard_error)):
+            table.add_row(name, "", "", *(f"{value_of(values):.1%}" for values in columns.values()))
     return table
+
+
+def standard_error(values: list[float]) -> float:
+    """How far the mean is off, in its own unit."""
+    return stdev(values) / len(values) ** 0.5
 
 
 if __name__ == "__main__":

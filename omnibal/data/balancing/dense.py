@@ -3,8 +3,8 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.data.balancing.exchange import (
     COUNT,
     DIMENSIONS,
@@ -23,7 +23,7 @@ MOST_PACKS: Final = 1024
 """Packs that are filled together: each sample looks at all of them."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fill_packs_densely(
     samples: Int32Array,
     packs: Int64Array,
@@ -60,7 +60,7 @@ def fill_packs_densely(
         _deal_group(group, step_packs, seed + np.uint64(step * step_packs))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill_group(samples: Int32Array, group: Int64Array, chosen: Int64Array, weights: tuple[int, int]) -> None:
     shares = np.empty(len(chosen), dtype=np.int64)
     for place in range(len(chosen)):
@@ -84,7 +84,7 @@ def _fill_group(samples: Int32Array, group: Int64Array, chosen: Int64Array, weig
             group[pack, EXCESS + dimension] += samples[sample, LOADS + dimension]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_pack(samples: Int32Array, group: Int64Array, opened: int, sample: Integer, weights: tuple[int, int]) -> int:
     """Pack with least room after it takes a sample; the first empty one where none has room, if there is one."""
     best, least = opened, np.int64(1) << 62
@@ -102,7 +102,7 @@ def _best_pack(samples: Int32Array, group: Int64Array, opened: int, sample: Inte
     return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _deal_group(group: Int64Array, step_packs: int, seed: Any) -> None:
     """Order packs such that those of a step have like vision units, in random order otherwise."""
     keys = np.empty(len(group), dtype=np.int64)

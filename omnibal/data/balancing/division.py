@@ -3,8 +3,8 @@
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.data.balancing.exchange import (
     DIMENSIONS,
     LOADS,
@@ -47,7 +47,7 @@ class StepRule(NamedTuple):
     """Weight of the load that does not drive in keeping it in proportion; 0 where it need not be."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def divide(
     driver: Int32Array,
     vision: Int32Array,
@@ -115,7 +115,7 @@ def divide(
     return starts
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sums(
     driver: Int32Array, vision: Int32Array, other: Int32Array, order: Int64Array, begin: int, end: int
 ) -> tuple[Integer, Integer, Integer]:
@@ -128,13 +128,13 @@ def _sums(
     return drawn, drawn_vision, drawn_other
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _share(due: Integer, rule: StepRule) -> Integer:
     """What a step should hold of a load that is due: rounded up, so that the last step gets what is left."""
     return min(max(-(-due // rule.share_unit) * rule.share_unit, 0), rule.step_packs * rule.most_share)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _draw(
     driver: Int32Array,
     other: Int32Array,
@@ -169,7 +169,7 @@ def _draw(
     return end
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _trim(
     table: Int32Array,
     order: Int64Array,
@@ -216,7 +216,7 @@ def _trim(
     return new_end
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _top_up(driver: Int32Array, order: Int64Array, end: int, most: int, missing: Integer) -> int:
     """Add the largest of the next samples that fit, as long as one does; return the step's new end."""
     while end < most:

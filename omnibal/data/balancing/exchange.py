@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from omnibal.compiled import compiled
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -51,7 +52,7 @@ def make_scratch() -> Int32Array:
     return np.zeros((2, SUMS + DIMENSIONS, MOST_SUBSETS), dtype=np.int32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def exchange(
     samples: Int32Array,
     packs: Int64Array,
@@ -95,13 +96,13 @@ def exchange(
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _within_bits(excess: Integer) -> Integer:
     """Cut off what sums of several loads in 32 bits have no room for."""
     return min(max(excess, -(1 << 28)), 1 << 28)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def list_subsets(
     samples: Int32Array, packs: Int64Array, pack: int, turn: int, scratch: Int32Array, side: int
 ) -> tuple[int, int]:
@@ -123,7 +124,7 @@ def list_subsets(
     return num_members, add_subsets(samples, scratch, side, num_members, MOST_WHOLE, turn)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_subsets(
     samples: Int32Array, scratch: Int32Array, side: int, num_members: int, most_whole: int, turn: int
 ) -> int:
@@ -161,7 +162,7 @@ def add_subsets(
     return number
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def nearest(
     scratch: Int32Array, num_mine: int, num_theirs: int, vision: int, cost: int, tokens: int, bound: int
 ) -> tuple[int, int]:
@@ -196,7 +197,7 @@ def nearest(
     return given, taken
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _distance(scratch: Int32Array, given: int, taken: int, vision: int, cost: int, tokens: int) -> Integer:
     return (
         abs(scratch[0, SUMS, given] - scratch[1, SUMS, taken] - vision)
@@ -205,14 +206,14 @@ def _distance(scratch: Int32Array, given: int, taken: int, vision: int, cost: in
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def keeps_samples(packs: Int64Array, pack: int, other: int, give: int, take: int) -> bool:
     """Tell whether both packs have samples left after they swap the members in two masks."""
     change = _bits(take) - _bits(give)
     return bool(packs[pack, COUNT] + change > 0 and packs[other, COUNT] - change > 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _keeps_limits(
     samples: Int32Array, packs: Int64Array, pack: int, other: int, scratch: Int32Array, given: int, taken: int
 ) -> bool:
@@ -225,7 +226,7 @@ def _keeps_limits(
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _size(samples: Int32Array, table: Int32Array, subset: int, size: int) -> Integer:
     """Vision units (0) or tokens (1) of a subset."""
     total = np.int64(0)
@@ -238,7 +239,7 @@ def _size(samples: Int32Array, table: Int32Array, subset: int, size: int) -> Int
     return total
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def swap(
     samples: Int32Array,
     packs: Int64Array,
@@ -269,7 +270,7 @@ def swap(
     _relink(samples, packs, other_sample, other, pack, scratch[1], num_others, take)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _relink(
     samples: Int32Array, packs: Int64Array, sample: int, pack: int, other: int, table: Int32Array, count: int, gone: int
 ) -> None:
@@ -286,14 +287,14 @@ def _relink(
         sample = behind
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def prepend(samples: Int32Array, packs: Int64Array, pack: int, sample: int) -> None:
     """Link a sample in front of a pack's chain."""
     samples[sample, NEXT] = packs[pack, FIRST]
     packs[pack, FIRST] = sample
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _bits(mask: Any) -> int:
     """Number of ones among the last 31 bits."""
     mask = mask - ((mask >> 1) & 0x55555555)

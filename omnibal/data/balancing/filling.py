@@ -3,8 +3,8 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.data.balancing.exchange import (
     COUNT,
     DIMENSIONS,
@@ -22,7 +22,7 @@ MOST_LOOKS: Final = 32
 """Packs, from about the lightest on, that are looked at for room."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fill_packs(
     samples: Int32Array, packs: Int64Array, step_starts: Int64Array, order: Int64Array, step_packs: int
 ) -> None:
@@ -60,7 +60,7 @@ def fill_packs(
             _sink(weights, heap, place, weight, pack)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _find_room(samples: Int32Array, packs: Int64Array, heap: Int64Array, sample: int) -> int:
     """Place in the heap of the first pack that has room for a sample; 0 where none of the first few has."""
     vision, tokens = samples[sample, SIZES], samples[sample, SIZES + 1]
@@ -70,7 +70,7 @@ def _find_room(samples: Int32Array, packs: Int64Array, heap: Int64Array, sample:
     return 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sink(weights: Int64Array, heap: Int64Array, place: int, weight: int, pack: int) -> None:
     """Replace an entry of a heap by a heavier one."""
     while 2 * place + 1 < len(heap):
@@ -84,7 +84,7 @@ def _sink(weights: Int64Array, heap: Int64Array, place: int, weight: int, pack: 
     weights[place], heap[place] = weight, pack
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sort_within_steps(samples: Int32Array, starts: Int64Array, order: Int64Array) -> Any:
     """Sort each step's samples from large to small by the sum of all loads.
 

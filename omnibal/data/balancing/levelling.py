@@ -3,8 +3,8 @@
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.data.balancing.exchange import DIMENSIONS, EXCESS, Int32Array, Int64Array, Integer, exchange
 from omnibal.data.balancing.shuffle import scrambled
 
@@ -33,7 +33,7 @@ class Tolerance(NamedTuple):
     """In cost and in tokens, between steps."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def level_steps(
     samples: Int32Array,
     packs: Int64Array,
@@ -76,7 +76,7 @@ def level_steps(
                 _level_step(samples, packs, begin, end, tolerance, order, scratch)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _center(packs: Int64Array, begin: int, end: int, from_dimension: int) -> None:
     """Measure packs ``begin`` … ``end`` − 1 against their mean, in all dimensions from the given one on."""
     for column in range(EXCESS + from_dimension, EXCESS + DIMENSIONS):
@@ -88,7 +88,7 @@ def _center(packs: Int64Array, begin: int, end: int, from_dimension: int) -> Non
             packs[pack, column] -= mean
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _level_step(
     samples: Int32Array,
     packs: Int64Array,
@@ -122,7 +122,7 @@ def _level_step(
             return
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _is_uneven(packs: Int64Array, pack: int, vision: Integer, others: Integer) -> bool:
     return bool(
         abs(packs[pack, EXCESS]) > vision
@@ -131,7 +131,7 @@ def _is_uneven(packs: Int64Array, pack: int, vision: Integer, others: Integer) -
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_packs(packs: Int64Array, order: Int64Array, number: int, by_vision: bool) -> None:
     """Sort packs from light to heavy: Shell's sort, quick on what was sorted a round before."""
     gap = 1
@@ -149,12 +149,12 @@ def _sort_packs(packs: Int64Array, order: Int64Array, number: int, by_vision: bo
         gap //= 3
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _weight(packs: Int64Array, pack: int, by_vision: bool) -> int:
     return int(packs[pack, EXCESS] if by_vision else packs[pack, EXCESS + 1] + packs[pack, EXCESS + 2])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _level_vision(
     samples: Int32Array,
     packs: Int64Array,
@@ -195,7 +195,7 @@ def _level_vision(
                 exchange(samples, packs, pack, other, wish, 0, turn, scratch)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _level_others(
     samples: Int32Array,
     packs: Int64Array,
@@ -218,7 +218,7 @@ def _level_others(
             return
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _list_uneven(packs: Int64Array, begin: int, end: int, vision: Integer, others: Integer, order: Int64Array) -> int:
     number = 0
     for pack in range(begin, end):

@@ -3,8 +3,8 @@
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.cost import CostModel
 from omnibal.data.balancing.dense import fill_packs_densely
 from omnibal.data.balancing.division import StepRule, divide
@@ -144,7 +144,7 @@ def plan_steps(
     return None if overfull else Packs(packed, starts)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def driving_shares(samples: Int64Array, columns: Columns, instructions: Instructions) -> Any:
     """The driving load of each sample, by which the random order is cut."""
     weights, scales = instructions.driver_weights, instructions.scales
@@ -155,7 +155,7 @@ def driving_shares(samples: Int64Array, columns: Columns, instructions: Instruct
     return shares
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _plan_steps(
     chosen: Int64Array, columns: Columns, instructions: Instructions, num_steps: int, seed: Any, scratch: Int32Array
 ) -> Any:
@@ -186,7 +186,7 @@ def _plan_steps(
     return packed, starts, overfull
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _weigh(samples: Int32Array, packs: Int64Array) -> None:
     """Measure what packs hold."""
     packs[:, EXCESS:] = 0
@@ -198,7 +198,7 @@ def _weigh(samples: Int32Array, packs: Int64Array) -> None:
             sample = samples[sample, NEXT]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, rule: StepRule, seed: Any) -> Any:
     """List the packs' samples step after step, rank after rank, micro-batch after micro-batch.
 
@@ -235,7 +235,7 @@ def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, rule
     return packed, starts
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_by_load(packs: Int64Array, order: Int64Array) -> None:
     """Sort packs by their vision units, then by their tokens."""
     keys = np.empty(len(order), dtype=np.int64)
@@ -244,7 +244,7 @@ def _sort_by_load(packs: Int64Array, order: Int64Array) -> None:
     order[:] = order[np.argsort(keys, kind="mergesort")]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _shuffle(items: Int64Array, seed: Any) -> None:
     for place in range(len(items) - 1, 0, -1):
         drawn = np.int64(scrambled(seed + np.uint64(place)) % np.uint64(place + 1))

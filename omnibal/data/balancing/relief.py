@@ -3,8 +3,8 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.data.balancing.exchange import (
     EXCESS,
     LOADS,
@@ -29,7 +29,7 @@ MEETINGS: Final = 64
 """Others that a pack looks at in the first pass, twice as many in each that follows."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def relieve(
     samples: Int32Array,
     packs: Int64Array,
@@ -79,7 +79,7 @@ def relieve(
     return left
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _relieve_pack(
     samples: Int32Array,
     packs: Int64Array,
@@ -109,20 +109,20 @@ def _relieve_pack(
     return tries
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _measure_by_size(samples: Int32Array, packs: Int64Array) -> None:
     """Let loads be sizes, and excesses what packs hold beyond the limits."""
     samples[:, LOADS], samples[:, LOADS + 1] = samples[:, SIZES], samples[:, SIZES + 1]
     packs[:, EXCESS], packs[:, EXCESS + 1] = -packs[:, ROOM], -packs[:, ROOM + 1]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sort_by_room(packs: Int64Array) -> Any:
     """Sort packs from the one with most room on: by vision units, and by tokens."""
     return np.argsort(packs[:, EXCESS], kind="mergesort"), np.argsort(packs[:, EXCESS + 1], kind="mergesort")
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _count_overfull(packs: Int64Array) -> int:
     number = 0
     for pack in range(len(packs)):
@@ -130,13 +130,13 @@ def _count_overfull(packs: Int64Array) -> int:
     return number
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _is_kept(packs: Int64Array, pack: int) -> bool:
     """Tell whether a pack keeps the limits."""
     return bool(packs[pack, ROOM] >= 0 and packs[pack, ROOM + 1] >= 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _has_room(packs: Int64Array, pack: int, other: Integer) -> bool:
     """Tell whether the other pack has room for some of what is too much in the pack."""
     return bool(
@@ -145,7 +145,7 @@ def _has_room(packs: Int64Array, pack: int, other: Integer) -> bool:
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _relieve_pair(
     samples: Int32Array,
     packs: Int64Array,

@@ -8,8 +8,8 @@ import math
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from omnibal.compiled import compiled
 from omnibal.cost import CostModel
 from omnibal.data.balancing.exchange import DIMENSIONS, LOADS, NEXT, NOWHERE, SIZES, Int64Array
 from omnibal.data.lengths import IntArray, SampleLengths
@@ -90,7 +90,7 @@ def _weight(pack: int, mean: float, most: int) -> int:
     return int(max(min(pack // max(mean, 1e-9), MOST_LOAD // max(most, 1)), 1))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def measure(chosen: Int64Array, columns: Columns, scales: Scales) -> Any:
     """Measure samples; one that exceeds a limit as if it were at both.
 
@@ -117,7 +117,7 @@ def measure(chosen: Int64Array, columns: Columns, scales: Scales) -> Any:
     return samples
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def capped_sizes(columns: Columns, sample: int, scales: Scales) -> Any:
     """Vision units and tokens of a sample, those of the limits where it exceeds one.
 

@@ -4,7 +4,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from omnibal.compiled import compiled
 
 ROUNDS: Final = 4
 LEAST_BITS: Final = 10  # on a smaller domain the network does not reach all permutations equally often
@@ -40,7 +41,7 @@ def shuffle_keys(*seed: int) -> UInt64Array:
     return np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64).astype(np.uint64)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def scrambled(value: Any) -> Any:
     """Turn 64 bits into 32 that look random (multiplications as in Steele, Lea and Flood's SplitMix, 2014)."""
     value = value * np.uint64(0xBF58476D1CE4E5B9)
@@ -48,7 +49,7 @@ def scrambled(value: Any) -> Any:
     return value >> np.uint64(32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _shuffled(size: Any, first: int, last: int, bits: int, keys: UInt64Array) -> Any:
     order = np.empty(last - first, dtype=np.int64)
     low_bits = np.uint64(bits // 2)

@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from omnibal.compiled import compiled
 
 Block = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
@@ -74,7 +75,7 @@ class ArrayScanner:
         return Entries(starts, stops, lines)
 
 
-@njit(cache=True)
+@compiled
 def _scan_array(block: Block, state: Offsets, found: npt.NDArray[Any]) -> int:
     """Writes (start, stop, line) of the entries that end in a block; returns how many."""
     count = 0

@@ -1,0 +1,45 @@
+"""Functions compiled by numba, and kept on disk for as long as what they were compiled from stays as it is."""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeVar, cast
+
+from numba import njit
+from numba.core.dispatcher import Dispatcher
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def compiled(function: Function) -> Function:
+    """Compile a function when it is first called, without Python's global lock, once for all later processes.
+
+    It may call compiled functions of its own folder only. numba's cache looks at the file of the function that Python
+    calls, and goes on with old code after a change in another file that this one calls; here it looks at the folder.
+
+    Args:
+        function: Of arrays and numbers.
+    """
+    dispatcher = njit(cache=True, nogil=True)(function)
+    if isinstance(dispatcher, Dispatcher):  # not where NUMBA_DISABLE_JIT is set
+        file = sys.modules[function.__module__].__file__
+        assert file is not None, "a module's functions stand in a file"
+        # There is no public way to say what a function depends on.
+        dispatcher._cache._cache_file._source_stamp = folder_hash(Path(file).parent)  # type: ignore[attr-defined]
+    return cast(Function, dispatcher)
+
+
+@cache
+def folder_hash(folder: Path) -> str:
+    """Of the names and contents of a folder's Python files, in hexadecimal digits.
+
+    Args:
+        folder: Its subfolders do not count.
+    """
+    digest = sha256()
+    for file in sorted(folder.glob("*.py")):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
