@@ -36,7 +36,7 @@ IGNORED = -100
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="How many pairs of runs.", min=1)] = 8,
+    seeds: Annotated[int, typer.Option(help="How many pairs of runs.", min=1)] = 4,
     epochs: Annotated[int, typer.Option(help="Times through the data; 0: as the quickstart.", min=0)] = 0,
 ) -> None:
     """Train pairs of models and compare what they know; pairs that results.json holds are not trained again."""
