@@ -61,13 +61,13 @@ class Engine:
         model = self.result.choice.model
 
         def run(plan: Plan) -> Trial:
-            (trial,) = self._run(f"the paper's trial {len(self.trials) + 1}", plan)
+            (trial,) = self._run(f"paper's {len(self.trials) + 1}", plan)
             return trial
 
         kinds = [layer.kind for layer in model.profile.layers]
         budgets = model.request.allocatable_bytes(model.num_stages)
         found = take_four_steps(self.result.plan, kinds, model.footprint.held, budgets, run)
-        self._run("the solver's levels", self.result.plan)
+        self._run("solver's", self.result.plan)
         return found.plan
 
     def _run(

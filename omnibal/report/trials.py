@@ -65,11 +65,11 @@ class PlanTrial:
 
 
 def plan_trials_table(trials: Sequence[PlanTrial]) -> Table:
-    """A row per trial, in the order given."""
+    """A row per trial, in the order given: time and peak as measured, and as the plan predicted them."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("trial")
     unit, unit_name = unit_of(size for trial in trials for size in (*trial.peak_bytes, *trial.predicted_bytes, 0))
-    names = ("packs", "recomputed", "ms", "predicted", "samples/s", f"peak {unit_name}", "predicted")
+    names = ("packs", "recompute", "ms", "plan ms", "samples/s", unit_name, f"plan {unit_name}")
     for name in names:
         table.add_column(name, justify="right", overflow="fold")
     table.add_column("outcome", overflow="fold")
