@@ -85,6 +85,14 @@ class Load:
         """``()`` for a single micro-batch."""
         return self.llm_tokens.shape
 
+    def ravel(self) -> Load:
+        """The same micro-batches along one axis."""
+        return Load(*(getattr(self, name).ravel() for name in _SIZES))
+
+    def mean(self) -> Load:
+        """One micro-batch that holds the mean of all."""
+        return Load(*(getattr(self, name).mean() for name in _SIZES))
+
     def __len__(self) -> int:
         return len(self.llm_tokens)
 

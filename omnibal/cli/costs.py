@@ -33,7 +33,11 @@ FrozenOption = Annotated[
 ]
 BandwidthOption = Annotated[
     float | None,
-    typer.Option(help="GB/s between stages; by default what the profile's device has within a node.", min=0),
+    typer.Option(
+        help="GB/s between stages; by default what the profile's device has within a node: give your network's where "
+        "neighbouring stages lie on different nodes.",
+        min=0,
+    ),
 ]
 
 

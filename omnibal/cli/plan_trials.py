@@ -66,7 +66,7 @@ class Engine:
 
         kinds = [layer.kind for layer in model.profile.layers]
         budgets = model.request.allocatable_bytes(model.num_stages)
-        found = take_four_steps(self.result.plan, kinds, model.footprint.held, budgets, run)
+        found = take_four_steps(self.result.plan, kinds, model.footprint.schedule.in_flight, budgets, run)
         self._run("solver's", self.result.plan)
         return found.plan
 

@@ -21,7 +21,7 @@ from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import PartitionSearch, search_partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
-from omnibal.pipeline.simulate import Mode, StepSimulation, mode_of, simulate_step
+from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
 from omnibal.planner.packings import largest_load
 from omnibal.report.stages import PartitionFigures
 
@@ -190,7 +190,7 @@ class StepTask:
         """The step under a partition."""
         table = self.table(partition)
         return simulate_step(
-            self.profile, partition, self.packs.loads, schedule=table, mode=mode_of(table, self.mode),
+            self.profile, partition, self.packs.loads, schedule=table, mode=self.mode,
             recompute=self.recompute, **asdict(self.links),
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ from omnibal.memory.footprint import Footprint
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Schedule
-from omnibal.pipeline.simulate import Mode, Simulation, StepSimulation, mode_of, simulate_step
+from omnibal.pipeline.simulate import Simulation, StepSimulation, simulate_step
 from omnibal.plan import Plan
 
 LEAST_SLEEP_SECONDS = 0.1
@@ -81,18 +81,13 @@ class EmulationTask:
         """What every replica's stages run."""
         return self.plan.table
 
-    @property
-    def mode(self) -> Mode:
-        """How its transfers run."""
-        return mode_of(self.schedule, "rendezvous")
-
     @cached_property
     def predicted(self) -> tuple[StepSimulation, ...]:
         """What the simulator says of each step."""
         return tuple(
             simulate_step(
                 self.profile, self.plan.partition, loads, recompute=self.plan.recompute, schedule=self.schedule,
-                mode=self.mode, **self.links,
+                **self.links,
             )
             for loads in self.steps
         )  # fmt: skip
@@ -187,7 +182,7 @@ def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulat
 
 
 def _pipeline(task: EmulationTask, logs: Sequence[StepLog], start: float) -> Simulation:
-    table = task.schedule.blocking_table if task.mode == "rendezvous" else task.schedule.table
+    table = task.predicted[0].replicas[0].table  # both run the same instructions
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     for stage, log in enumerate(logs):
         length = table.lengths[stage]

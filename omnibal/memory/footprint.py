@@ -96,11 +96,6 @@ class Footprint:
             raise ConfigError(f"load must be of a single micro-batch, got shape {self.load.shape}")
         object.__setattr__(self, "state", TrainingState(self.profile, self.setup))
 
-    @property
-    def held(self) -> tuple[int, ...]:
-        """Micro-batches whose activations each stage holds at most."""
-        return self.schedule.in_flight
-
     def kept_bytes(self, stage: int) -> IntArray:
         """What a layer keeps of one micro-batch at each level, shape (layers, levels).
 
@@ -178,7 +173,7 @@ class Footprint:
                 f"got {levels[layer]!r}"
             )
         freed = kept[::-1].cumsum()[::-1] - kept
-        activations = self.held[stage] * int(kept.sum())
+        activations = self.schedule.in_flight[stage] * int(kept.sum())
         update = int(self.update_bytes(stage)[a, b]) - activations
         return StageMemory(
             parameters=int(self.state.parameters[a, b]),
@@ -252,9 +247,9 @@ class Footprint:
         """
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
         splits = any(self.schedule.pending_weights)
-        gradients_back = self.held[stage - 1] if splits else 2
-        inputs = self._sent * (self.held[stage] + (0 if is_first else gradients_back))
-        outputs = self._sent * (0 if is_last else self.held[stage] + (2 if splits else 1))
+        gradients_back = self.schedule.in_flight[stage - 1] if splits else 2
+        inputs = self._sent * (self.schedule.in_flight[stage] + (0 if is_first else gradients_back))
+        outputs = self._sent * (0 if is_last else self.schedule.in_flight[stage] + (2 if splits else 1))
         buffers: IntArray = inputs[:, None] + outputs[None, :]
         return buffers
 

@@ -35,7 +35,7 @@ def choose_levels(
     """
     rows = slice(layers.start, layers.stop)
     kept, transient = footprint.kept_bytes(stage)[rows], footprint.transient_bytes(stage, layers.stop)[rows]
-    floor, held = footprint.least_transient(stage), footprint.held[stage]
+    floor, held = footprint.least_transient(stage), footprint.schedule.in_flight[stage]
     fixed, update = (
         int(sizes[layers.start, layers.stop]) for sizes in (footprint.fixed_bytes(stage), footprint.update_bytes(stage))
     )

@@ -56,7 +56,8 @@ class StageTable:
     def _sweep(self, stage: int, time: IntArray, room: IntArray) -> tuple[IntArray, IntArray]:
         """Least time (-1 for none) and least peak of every stage in a place, shape (layers + 1, layers + 1)."""
         footprint, size = self.footprint, len(room)
-        kept, held, floor = footprint.kept_bytes(stage), footprint.held[stage], footprint.least_transient(stage)
+        kept, floor = footprint.kept_bytes(stage), footprint.least_transient(stage)
+        held = footprint.schedule.in_flight[stage]
         best, least = np.full((size, size), -1), np.full((size, size), NOT_OFFERED)
         for b in np.flatnonzero((room >= 0).any(axis=0)):
             transient = footprint.transient_bytes(stage, int(b))

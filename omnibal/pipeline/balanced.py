@@ -6,6 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.profile import ModelProfile
+
+
+def parameter_cut(profile: ModelProfile, num_stages: int) -> Partition:
+    """DeepSpeed's ``partition_method="parameters"``: parameters that are trained count, as their gradients do."""
+    return Partition(balanced_boundaries([layer.gradient_bytes for layer in profile.layers], num_stages))
+
 
 def balanced_boundaries(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """DeepSpeed's ``partition_balanced``, which ``partition_method="parameters"`` feeds with trainable parameters.

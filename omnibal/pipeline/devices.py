@@ -26,8 +26,6 @@ class Device:
     memory_bytes_per_second: float
     link_bytes_per_second: float
     """To another device of the same node, one direction."""
-    network_bytes_per_second: float
-    """To a device of another node, one direction."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -40,11 +38,10 @@ class Device:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        Device("A100-40GB", 312e12, 0.5, 40 * 2**30, 1.555e12, 300e9, 25e9),
-        Device("A100-80GB", 312e12, 0.5, 80 * 2**30, 2.039e12, 300e9, 25e9),
-        Device("H100-80GB", 989e12, 0.45, 80 * 2**30, 3.35e12, 450e9, 50e9),
-        Device("H200-141GB", 989e12, 0.45, 141e9, 4.8e12, 450e9, 50e9),
+        Device("A100-40GB", 312e12, 0.5, 40 * 2**30, 1.555e12, 300e9),
+        Device("A100-80GB", 312e12, 0.5, 80 * 2**30, 2.039e12, 300e9),
+        Device("H100-80GB", 989e12, 0.45, 80 * 2**30, 3.35e12, 450e9),
+        Device("H200-141GB", 989e12, 0.45, 141e9, 4.8e12, 450e9),
     )
 }
-"""SXM modules by their data sheets, with a network port of 200 or 400 Gbit/s each; the fractions are what published
-training runs commonly reach."""
+"""SXM modules by their data sheets; the fractions are what published training runs commonly reach."""

@@ -11,7 +11,7 @@ import numpy as np
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.anchor import best_neighbours, greedy_anchor
-from omnibal.pipeline.balanced import balanced_boundaries
+from omnibal.pipeline.balanced import parameter_cut
 from omnibal.pipeline.boundaries import Partition, check_num_stages
 from omnibal.pipeline.dynamic import Boundaries, least_maximum, model_optima
 from omnibal.pipeline.local_search import descend
@@ -121,8 +121,7 @@ def _uniform(problem: PartitionProblem) -> list[Boundaries]:
 
 
 def _parameters(problem: PartitionProblem) -> list[Boundaries]:
-    weights = [layer.gradient_bytes for layer in problem.profile.layers]  # those that are trained count
-    return [balanced_boundaries(weights, problem.num_stages)]
+    return [parameter_cut(problem.profile, problem.num_stages).boundaries]
 
 
 def _paper(problem: PartitionProblem) -> list[Boundaries]:

@@ -197,7 +197,7 @@ def simulate_step(
         shard_optimizer: Whether each replica updates its share of the parameters only (ZeRO stage 1).
         recompute: A level for each layer; by default ``"none"``.
         schedule: By default 1F1B.
-        mode: As in :func:`simulate`.
+        mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`).
 
     Raises:
         ConfigError: The partition, the levels or the schedule do not fit, loads are not one per replica and equally
@@ -216,6 +216,7 @@ def simulate_step(
             f"schedule must be for {partition.num_stages} stages and {micro_batches} micro-batches, "
             f"got {schedule.num_stages} and {schedule.micro_batches}"
         )
+    mode = mode_of(schedule, mode)
     boundaries = np.array(partition.boundaries)
     replicas = tuple(
         run(schedule, durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries), mode)

@@ -15,11 +15,11 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.padded import random_padded_steps
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.memory.footprint import Level
-from omnibal.pipeline.balanced import balanced_boundaries
+from omnibal.pipeline.balanced import parameter_cut
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
-from omnibal.pipeline.simulate import StepSimulation, mode_of, simulate_step
+from omnibal.pipeline.simulate import StepSimulation, simulate_step
 from omnibal.plan import Plan
 
 Steps = tuple[tuple[Load, ...], ...]
@@ -60,11 +60,10 @@ class Rung:
         """Every step."""
         return tuple(
             simulate_step(
-                self.profile, self.partition, loads, recompute=self.recompute, schedule=self.table,
-                mode=mode_of(self.table, "rendezvous"), **self.links,
+                self.profile, self.partition, loads, recompute=self.recompute, schedule=self.table, **self.links
             )
             for loads in self.steps
-        )  # fmt: skip
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -85,11 +84,6 @@ class Rung:
     def load(self) -> Load:
         """Every micro-batch, shape (steps, replicas, micro-batches)."""
         return Load.stack(Load.stack(step) for step in self.steps)
-
-
-def parameter_cut(profile: ModelProfile, num_stages: int) -> Partition:
-    """DeepSpeed's cut by parameters."""
-    return Partition(balanced_boundaries([layer.parameter_bytes for layer in profile.layers], num_stages))
 
 
 def plan_ladder(

@@ -24,7 +24,7 @@ def simulate_choice(choice: Choice) -> list[StepSimulation]:
             loads,
             recompute=levels,
             schedule=model.schedule,
-            mode=model.mode,
+            mode=model.request.mode,
             **model.request.links,
         )
         for loads in model.packing.steps

@@ -50,7 +50,6 @@ class StepModel:
     ) -> None:
         self.profile, self.packing, self.num_stages, self.request = profile, packing, num_stages, request
         self.schedule_name, self.schedule = schedule, SCHEDULES[schedule](num_stages, packing.micro_batches)
-        self.mode = mode_of(self.schedule, request.mode)
         self.budgets = budgets or request.budgets(num_stages)
         num_replicas = len(packing.steps[0])
         setup = request.setup(num_replicas, packing.target_share)
@@ -149,7 +148,7 @@ class StepModel:
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
         times = step_times(self.profile, loads, **self.request.links)
-        return PartitionProblem(self.profile, times, self.schedule, self.mode)
+        return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, self.request.mode))
 
     def _levels(self, stage: int, boundaries: Boundaries) -> tuple[Level, ...]:
         a, b = boundaries[stage], boundaries[stage + 1]

@@ -45,9 +45,7 @@ class Imbalance:
         schedule: Schedule,
     ) -> Imbalance:
         """Of micro-batches, shape (steps, replicas, micro-batches), under a partition and its levels."""
-        columns = [getattr(loads, name)[:, 0].ravel()[:SHOWN] for name in ("vision_units", "llm_tokens")]
-        squares = [getattr(loads, name)[:, 0].ravel()[:SHOWN] for name in ("llm_tokens_squared", "vision_squared")]
-        shown = Load(*columns, *squares)
+        shown = loads[:, 0].ravel()[:SHOWN]
         forward = np.stack([layer.forward_seconds(shown) for layer in profile.layers], axis=1)
         stages = [forward[:, a:b].sum(axis=1) for a, b in pairwise(partition.boundaries)]
         memory = [

@@ -15,15 +15,13 @@ from omnibal.plan import Plan
 from omnibal.planner.ladder import Rung
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance, plot_imbalance
-from omnibal.report.memory import plot_memory
+from omnibal.report.memory import GIB, plot_memory
 from omnibal.report.metrics import Metrics
 from omnibal.report.rank_loads import Arranged, plot_rank_loads
 from omnibal.report.run import VISION_KINDS
 from omnibal.report.stages import slowest_replica
 from omnibal.report.timeline import plot_timeline
 from omnibal.report.training import plot_training
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -137,11 +135,8 @@ def _data_row(name: str, rung: Rung) -> tuple[str, ...]:
 
 
 def _arranged(rung: Rung) -> Arranged:
-    flat = rung.load.shape
-    numbers = np.arange(int(np.prod(flat))).reshape(flat)
-    columns = (getattr(rung.load, name).ravel() for name in ("vision_units", "llm_tokens"))
-    squares = (getattr(rung.load, name).ravel() for name in ("llm_tokens_squared", "vision_squared"))
-    return Arranged(type(rung.load)(*columns, *squares), numbers)
+    flat = rung.load.ravel()
+    return Arranged(flat, np.arange(len(flat)).reshape(rung.load.shape))
 
 
 def _stages(part: PlanPart, folder: Path) -> str:

@@ -59,15 +59,8 @@ def test_the_loss_needs_most_in_the_softmax_or_behind_it(dtype, share, bytes_per
     assert memory.stage(0, range(1), ["none"]).transient == max(memory.loss_bytes, 80)
 
 
-def test_micro_batches_are_counted_on_the_table():
-    layers = four_blocks()
-    assert footprint(layers, one_f_one_b(4, 8)).held == (4, 3, 2, 1)
-    assert footprint(layers, one_f_one_b(4, 2)).held == (2, 2, 2, 1)
-
-
 def test_postponed_weight_gradients_hold_on_to_what_they_need():
     memory = footprint(four_blocks(none=100, full=10, output=8, pending=70), zero_bubble(2, 8))
-    assert memory.held == (2, 1)
     first, last = memory.stages(Partition((0, 2, 4)), ["none", "none", "full", "none"])
     # stage 0 runs unsplit; in its buffers the next gradient of its output comes beside the one in use
     assert (first.activations, first.pending, first.transient, first.buffers) == (400, 0, 33, 2 * (10 + 8) + 2 * 8)
@@ -140,7 +133,7 @@ def test_matrices_over_stages_agree_with_each_stage():
     for stage, (a, b) in enumerate([(0, 2), (1, 4), (2, 5)]):
         found = memory.stage(stage, range(a, b), ["full"] * (b - a))
         assert memory.fixed_bytes(stage)[a, b] == found.total - found.activations - found.transient
-        assert memory.kept_bytes(stage)[a:b, 2].sum() * memory.held[stage] == found.activations
+        assert memory.kept_bytes(stage)[a:b, 2].sum() * memory.schedule.in_flight[stage] == found.activations
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ from deepspeed.runtime.utils import partition_balanced
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.pipeline.balanced import balanced_boundaries
+from omnibal.pipeline.balanced import balanced_boundaries, parameter_cut
+from tests.pipeline.profiles import layer, profile
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=14), st.data())
@@ -20,3 +21,9 @@ def test_it_minimises_a_difference_and_not_the_heaviest_stage():
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_stages_of_one_layer_or_all(num_stages):
     assert balanced_boundaries([5, 1, 1], num_stages) == (0, *range(1, num_stages), 3)
+
+
+def test_frozen_parameters_do_not_count():
+    first, second = (layer(name, parameter_bytes=1, gradient_bytes=1) for name in ("first", "second"))
+    frozen = layer("frozen", parameter_bytes=9)
+    assert parameter_cut(profile([frozen, first, second]), 2).boundaries == (0, 2, 3)

@@ -12,7 +12,7 @@ from omnibal.pipeline.devices import DEVICES, Device
 from omnibal.pipeline.flops import analytic_profile
 
 # 1 operation per second in 16 bits and 1 byte per second: seconds count operations and bytes
-COUNTER = Device("counter", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+COUNTER = Device("counter", 1.0, 1.0, 1.0, 1.0, 1.0)
 CONFIG = {
     "model_type": "internvl",
     "downsample_ratio": 0.5,

@@ -11,7 +11,7 @@ from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import zero_bubble
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
-from omnibal.planner.ladder import parameter_cut, plan_ladder
+from omnibal.planner.ladder import plan_ladder
 from tests.pipeline.profiles import layer, profile
 
 LINKS = {"bandwidth_bytes_per_second": 1e6}
@@ -24,7 +24,7 @@ def costs():
     """Four layers; the last one has most of the parameters and costs as much as the others."""
     sizes = (1, 1, 1, 30)
     return profile(
-        layer(f"block.{number}", forward=0.01 * (number + 1), parameter_bytes=size) for number, size in enumerate(sizes)
+        layer(f"block.{number}", forward=0.01 * (number + 1), gradient_bytes=size) for number, size in enumerate(sizes)
     )
 
 
@@ -48,7 +48,7 @@ def test_another_schedule_is_a_rung_of_its_own(costs, rungs):
 def test_one_thing_changes_at_a_time(costs, rungs):
     before, data, model, memory = rungs
     assert [rung.name for rung in rungs] == ["as today", "+ data", "+ model", "+ memory"]
-    assert before.partition == data.partition == parameter_cut(costs, 2) == Partition((0, 3, 4))
+    assert before.partition == data.partition == Partition((0, 3, 4))
     assert before.recompute == data.recompute == model.recompute == ("full",) * 4
     assert data.steps == model.steps == memory.steps
     assert (memory.partition, memory.recompute) == (PLAN.partition, PLAN.recompute)
@@ -71,7 +71,3 @@ def test_figures_are_those_of_the_simulator(costs, rungs):
         assert rung.step_seconds == pytest.approx(seconds)
         assert rung.samples_per_second == pytest.approx(rung.samples_per_step / seconds)
         assert rung.bubble_ratio == pytest.approx(np.mean([step.bubble_ratio for step in steps]))
-
-
-def test_a_parameter_cut_balances_parameters(costs):
-    assert parameter_cut(costs, 2).boundaries == (0, 3, 4)

@@ -22,7 +22,7 @@ def everything(model):
             continue
         steps = [
             simulate_step(
-                model.profile, partition, loads, recompute=levels, schedule=model.schedule, mode=model.mode,
+                model.profile, partition, loads, recompute=levels, schedule=model.schedule, mode=model.request.mode,
                 **model.request.links,
             )
             for loads in model.packing.steps

@@ -25,12 +25,12 @@ from omnibal.engine.initialize import build_engine
 from omnibal.engine.step import Step
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
+from omnibal.pipeline.balanced import parameter_cut
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.plan import Plan
-from omnibal.planner.ladder import parameter_cut
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
 

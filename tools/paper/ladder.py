@@ -9,17 +9,17 @@ from setting import Batches, Setting
 from omnibal.cost import Load
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Level
+from omnibal.pipeline.balanced import parameter_cut
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.schedule import ScheduleName
-from omnibal.pipeline.simulate import mode_of, simulate_step
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner import make_plan
-from omnibal.planner.ladder import Rung, parameter_cut
+from omnibal.planner.ladder import Rung
 from omnibal.planner.packings import packings
 from omnibal.planner.step_model import StepModel
 
 DAY_SECONDS = 86_400
-SIZES = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared")
 """Of a Load, in the order in which it takes them."""
 
 
@@ -88,14 +88,12 @@ def limits_days(setting: Setting, of: Rung) -> tuple[float, float]:
 def above_limit(setting: Setting, of: Rung) -> dict[str, float]:
     """Why a step takes longer than 1F1B's limit: the share of the limit that each reason adds."""
     days, load = limits_days(setting, of)[0], of.load
-    mean = Load(*(float(getattr(load, name).mean()) for name in SIZES))
-    alike = (Load.stack([mean] * load.shape[-1]),) * load.shape[1]
+    alike = (Load.stack([load.mean()] * load.shape[-1]),) * load.shape[1]
 
     def simulated(**links: float) -> float:
         step = simulate_step(
-            of.profile, of.partition, alike, recompute=of.recompute, schedule=of.table,
-            mode=mode_of(of.table, "rendezvous"), **(dict(of.links) | links),
-        )  # fmt: skip
+            of.profile, of.partition, alike, recompute=of.recompute, schedule=of.table, **(dict(of.links) | links)
+        )
         return gpu_days(setting, of, step.pipeline_seconds)
 
     reached = {

@@ -18,12 +18,12 @@ from omnibal.data.metrics import dist_ratio
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import patch_lengths
 from omnibal.pipeline.anchor import greedy_anchor
+from omnibal.pipeline.balanced import parameter_cut
 from omnibal.pipeline.devices import DEVICES
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.times import step_times
-from omnibal.planner.ladder import parameter_cut
 
 A100, H100 = DEVICES["A100-80GB"], DEVICES["H100-80GB"]
 TABLE_3 = {

@@ -18,7 +18,7 @@ from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES
-from omnibal.pipeline.simulate import mode_of, simulate_step
+from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.vlm.measure import measure_profile
 
@@ -133,7 +133,7 @@ def _row(profile: ModelProfile, case: dict[str, Plan], by_rank: list[dict[str, A
     predicted = {
         schedule: simulate_step(
             profile, plan.partition, loads, bandwidth_bytes_per_second=BANDWIDTH, recompute=plan.recompute,
-            schedule=plan.table, mode=mode_of(plan.table, "rendezvous"),
+            schedule=plan.table,
         ).step_seconds
         for schedule, plan in case.items()
     }  # fmt: skip
