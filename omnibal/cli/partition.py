@@ -74,7 +74,7 @@ def partition(
     launcher: Annotated[
         str | None, typer.Option(help="Options of the deepspeed launcher; --num_gpus with stages × replicas.")
     ] = None,
-    output: Annotated[
+    out: Annotated[
         Path | None, typer.Option(help="Write a plan.json that a ds_config can name in omnibal.pipeline.plan.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw what stages do under each method, a PNG.")] = None,
@@ -90,7 +90,7 @@ def partition(
     runs/lengths --num-replicas 4 --micro-batches 16 --compare
 
     Example, tried on the machine itself: omnibal partition profile.json
-    --num-stages 2 --trials 5 --config ds_config.json --output plan.json
+    --num-stages 2 --trials 5 --config ds_config.json --out plan.json
     """
     from omnibal.cli.partition_plan import try_candidates
     from omnibal.cli.partition_report import PartitionReport
@@ -112,7 +112,7 @@ def partition(
     found = {name: task.search(num_stages, name, max(top, trials)) for name in dict.fromkeys(wanted)}
     tried = try_candidates(task, found[method].candidates[:trials], method, run, launcher) if run and trials else []
     report = PartitionReport(task, method, found, top, tuple(tried))
-    report = replace(report, written=report.write(output, plot))
+    report = replace(report, written=report.write(out, plot))
     if as_json:
         typer.echo(json.dumps(report.to_record(), indent=2))
     else:

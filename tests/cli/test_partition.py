@@ -107,9 +107,7 @@ def test_a_plan_and_a_picture_are_written(omnibal, saved, tmp_path):
     output, plot = tmp_path / "new" / "plan.json", tmp_path / "new" / "stages.png"
     options = ("--num-stages", 2, "--bandwidth", 1, "--num-replicas", 2, "--micro-batches", 4, "--vision-units", 5)
     record = json.loads(
-        omnibal(
-            "partition", saved, *options, "--recompute", "full", "--output", output, "--plot", plot, "--json"
-        ).stdout
+        omnibal("partition", saved, *options, "--recompute", "full", "--out", output, "--plot", plot, "--json").stdout
     )
     assert record["written"] == [str(output), str(plot)]
     assert list(record["methods"]) == ["uniform", "parameters", "paper", "search"]
@@ -138,7 +136,7 @@ def test_a_plan_and_a_picture_are_written(omnibal, saved, tmp_path):
 
 def test_candidates_are_tried_and_the_fastest_is_kept(omnibal, saved, ds_config, engine, tmp_path):
     options = ("--num-stages", 2, "--bandwidth", 1, "--num-replicas", 2, "--trials", 3, "--config", ds_config)
-    result = omnibal("partition", saved, *options, "--output", tmp_path / "plan.json")
+    result = omnibal("partition", saved, *options, "--out", tmp_path / "plan.json")
     ((config, plans, launcher),) = engine.calls
     assert config["gradient_accumulation_steps"] == 3
     assert config["omnibal"]["model"]["path"] == "models/mine"
@@ -168,7 +166,7 @@ def test_trials_are_rows_of_the_record(omnibal, saved, ds_config, engine):
 
 def test_without_any_candidate_that_runs_nothing_is_chosen(omnibal, saved, ds_config, engine, tmp_path):
     options = ("--num-stages", 2, "--bandwidth", 1, "--trials", 1, "--config", ds_config)
-    result = omnibal("partition", saved, *options, "--output", tmp_path / "plan.json", exit_code=2)
+    result = omnibal("partition", saved, *options, "--out", tmp_path / "plan.json", exit_code=2)
     assert "a candidate must run, got 1 failures; the first: OutOfMemoryError: no" in result.stderr
     assert not (tmp_path / "plan.json").exists()
 
