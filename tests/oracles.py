@@ -1,7 +1,6 @@
 """Slow, obvious solvers that the fast ones must agree with."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -65,11 +64,6 @@ def fewest_packs(loads: Sequence[tuple[int, int]], limits: PackLimits) -> int:
 
     place(0, [])
     return best
-
-
-def pack_lists(samples: Sequence[int], starts: Sequence[int]) -> list[list[int]]:
-    """Packs as nested lists."""
-    return [list(samples[start:end]) for start, end in pairwise(starts)]
 
 
 def _total(column: np.ndarray, group: Sequence[int]) -> int:
