@@ -2,10 +2,13 @@
 
 import difflib
 import json
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
@@ -135,26 +138,36 @@ def _validate(section: type[S], content: object) -> S:
     try:
         return section.model_validate(content)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(section, dict(problem)) for problem in error.errors())) from None
+        by_key = groupby(error.errors(), key=lambda problem: _keys(section, problem["loc"]))
+        raise ConfigError("; ".join(_explain(section, keys, list(problems)) for keys, problems in by_key)) from None
 
 
-def _explain(section: type[Section], problem: dict[str, Any]) -> str:
-    location = problem["loc"]
-    name = ".".join(["omnibal", *map(str, location)])
-    if problem["type"] != "extra_forbidden":
-        return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
-    known = _fields_at(section, location[:-1])
-    nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-    remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
-    return f"{name} must be a known key, got {location[-1]!r}; {remedy}"
+def _keys(section: type[Section], location: Sequence[str | int]) -> tuple[str, ...]:
+    """Keys down to the wrong one; where several kinds of value are possible, pydantic goes on with those it tried."""
+    keys = []
+    for key in map(str, location):
+        keys.append(key)
+        inner = section.model_fields[key].annotation if key in section.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, Section)):
+            break
+        section = inner
+    return tuple(keys)
 
 
-def _fields_at(section: type[Section], location: tuple[str | int, ...]) -> list[str]:
-    for part in location:
-        annotation = section.model_fields[str(part)].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, Section), "only sections hold unknown keys"
-        section = annotation
-    return list(section.model_fields)
+def _explain(section: type[Section], keys: tuple[str, ...], problems: Sequence[ErrorDetails]) -> str:
+    """Say what is wrong with the value of one key."""
+    name = ".".join(["omnibal", *keys])
+    if problems[0]["type"] == "extra_forbidden":
+        for key in keys[:-1]:
+            section = section.model_fields[key].annotation  # type: ignore[assignment]  # only sections have keys
+        nearest = difflib.get_close_matches(keys[-1], section.model_fields, n=1, cutoff=0.5)
+        remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(section.model_fields)}"
+        return f"{name} must be a known key, got {keys[-1]!r}; {remedy}"
+    entries = [problem for problem in problems if keys and isinstance(problem["loc"][-1], int)]
+    if entries:  # a list was meant
+        name, problems = f"{name}[{entries[0]['loc'][-1]}]", entries[:1]
+    rules = (problem["msg"].removeprefix("Input should be ") for problem in problems)
+    return f"{name} must be {' or '.join(rules)}, got {problems[0]['input']!r}"
 
 
 def complete_deepspeed_config(

@@ -30,10 +30,23 @@ def test_section_is_split_from_what_deepspeed_reads(tmp_path):
         ({"packing": {"llm_token": 1}}, "omnibal.packing.llm_token must be a known key.*did you mean 'llm_tokens'"),
         ({"pipelines": {}}, "omnibal.pipelines must be a known key.*did you mean 'pipeline'"),
         ({"run": {"zzz": 1}}, "known keys are output, epochs"),
-        ({"packing": {"llm_tokens": 0}}, "omnibal.packing.llm_tokens: input should be greater than.*got 0"),
+        ({"packing": {"llm_tokens": 0}}, "^omnibal.packing.llm_tokens must be greater than or equal to 1, got 0$"),
+        (
+            {"pipeline": {"recompute": "some"}},
+            "^omnibal.pipeline.recompute must be 'none', 'selective' or 'full' or a valid list, got 'some'$",
+        ),
+        (
+            {"pipeline": {"recompute": ["none", "most"]}},
+            r"^omnibal.pipeline.recompute\[1\] must be 'none', 'selective' or 'full', got 'most'$",
+        ),
+        (
+            {"pipeline": {"num_stages": 0}, "data": {"workers": -1}},
+            "^omnibal.data.workers must be .* to 0, got -1; omnibal.pipeline.num_stages must be .* or 'auto', got 0$",
+        ),
         ({"packing": {"method": "sorted"}}, "omnibal.packing.method.*got 'sorted'"),
-        ({"pipeline": {"recompute": "some"}}, "omnibal.pipeline.recompute"),
-        ([], "omnibal: input should be"),
+        ({"model": {"frozen": "vision_block"}}, "^omnibal.model.frozen must be a valid list, got 'vision_block'$"),
+        ({"model": {"frozen": [1]}}, r"^omnibal.model.frozen\[0\] must be a valid string, got 1$"),
+        ([], "^omnibal must be a valid dictionary"),
     ],
 )
 def test_wrong_keys_and_values_are_named(section, message):
