@@ -46,9 +46,9 @@ def test_every_pack_keeps_a_ceiling_in_bytes():
 
 
 def test_a_ceiling_below_the_largest_sample_is_infeasible():
-    with pytest.raises(InfeasibleError, match=r"largest sample \(5 vision units, 3509 LLM tokens\), got 4 and 9000"):
+    with pytest.raises(InfeasibleError, match=r"largest sample \(5 vision units, 2952 LLM tokens\), got 4 and 9000"):
         search_limits(LENGTHS, PackLimits(4, 9000))
-    with pytest.raises(InfeasibleError, match=r"3509 LLM tokens: 0\.33 GiB\), got 0\.10 GiB"):
+    with pytest.raises(InfeasibleError, match=r"2952 LLM tokens: 0\.27 GiB\), got 0\.10 GiB"):
         search_limits(LENGTHS, MemoryCeiling(CostModel(llm_tokens=1e5), 0.1 * 2**30))
 
 

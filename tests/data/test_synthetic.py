@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 
 from omnibal.data.isf import iterative_sampling_and_filtering
-from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio
 from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError
 from tests.data.real_lengths import FILES, needs_real_lengths, real_lengths
@@ -12,12 +14,53 @@ def text_tokens(lengths):
     return lengths.llm_tokens - 256 * lengths.vision_units
 
 
-def test_the_mix_has_the_published_statistics():
-    lengths = tiled_lengths(100_000)
-    limits = paper_limits(lengths)
-    assert limits == PackLimits(9, 4096)
-    packs = iterative_sampling_and_filtering(lengths, limits)
-    assert 4.4 < len(lengths) / len(packs) < 4.8  # 4.6 in the paper's table 3
+def as_the_paper_counts(lengths, most_tiles):
+    """A blank image for samples without one, and at most so many tiles to an image."""
+    tiles = np.clip(lengths.vision_units, 1, most_tiles)
+    images = np.minimum(lengths.vision_units, most_tiles)
+    return SampleLengths(tiles, text_tokens(lengths) + 256 * images)
+
+
+@pytest.fixture(scope="module")
+def mix():
+    return tiled_lengths(100_000)
+
+
+def test_the_mix_has_the_published_tiles(mix):
+    tiles = as_the_paper_counts(mix, 5).vision_units
+    assert tiles.mean() == pytest.approx(1.9, abs=0.05)  # OmniBal, table 1
+    assert tiles.std() == pytest.approx(1.2, abs=0.1)
+
+
+def test_the_mix_leads_to_the_published_limits(mix):
+    assert mix.llm_tokens.max() == 4096
+    # The published code takes the mean of lengths rounded up to multiples of 256.
+    rounded = -(-mix.llm_tokens // 256) * 256
+    assert 4096 // (rounded.mean() / as_the_paper_counts(mix, 5).vision_units.mean()) == 9
+
+
+@pytest.mark.parametrize(
+    ("most_tiles", "samples_per_pack"),
+    [(5, 4.6), (1, 7.6)],  # OmniBal, table 10, with up to four tiles and a thumbnail, and with one
+)
+def test_packs_of_the_mix_hold_the_published_number_of_samples(mix, most_tiles, samples_per_pack):
+    lengths = as_the_paper_counts(mix, most_tiles)
+    packs = iterative_sampling_and_filtering(lengths, PackLimits(9, 4096))
+    assert len(lengths) / len(packs) == pytest.approx(samples_per_pack, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("full_vision_units", "vision", "tokens"),
+    [(9, 0.0156, 0.144), (8, 0.0417, 0.20)],  # OmniBal, table 6
+)
+def test_packs_of_the_mix_have_about_the_published_dist_ratios(mix, full_vision_units, vision, tokens):
+    lengths = as_the_paper_counts(mix, 5)
+    packs = iterative_sampling_and_filtering(
+        lengths, PackLimits(9, 4096, full_vision_units=full_vision_units), iterations=50
+    )
+    steps = np.random.default_rng(0).permutation(len(packs) // 8 * 8).reshape(-1, 8)
+    assert dist_ratio(packs.vision_units(lengths)[steps]) == pytest.approx(vision, abs=0.01)
+    assert dist_ratio(packs.llm_tokens(lengths)[steps]) == pytest.approx(tokens, abs=0.06)
 
 
 @needs_real_lengths

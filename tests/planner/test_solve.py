@@ -108,7 +108,7 @@ def test_it_fits_where_two_phases_run_out_of_memory():
 
 
 def test_planning_together_is_faster_where_memory_is_tight():
-    profile = vision_language_model(20, 20, 10 * MIB)
+    profile = vision_language_model(22, 20, 10 * MIB)
     results = [
         make_plan(profile, LENGTHS, request(budget * MIB, limits=PackLimits(9, 4096))) for budget in (1500, 1700, 1900)
     ]

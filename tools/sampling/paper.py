@@ -1,4 +1,4 @@
-"""Tables 3 and 6 of the OmniBal paper, measured beside the paper's figures."""
+"""Tables 3 and 6 of the OmniBal paper, and what the made-up mix was fitted to, beside the paper's figures."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,8 @@ import numpy as np
 from measure import figures_of, plan_by_rule, plan_ours
 from rules import Task
 
-from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.metrics import dist_ratio
 from omnibal.data.synthetic import TOKENS_PER_TILE
 from omnibal.report.packing import PackingFigures
 
@@ -26,8 +24,10 @@ TABLE_3 = {
 }
 """Method, rule, and the paper's samples per micro-batch, Pad Ratio, Dist Ratio vision and LLM."""
 
-TEXT_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""Lengths of texts, as shares of the made-up ones."""
+MOST_TILES = 5
+"""Four and a thumbnail."""
+ROUNDED = 256
+"""The published code takes the mean of lengths rounded up to multiples of this."""
 
 TABLE_6 = (
     ((0, 64), (0.0159, 0.145)),
@@ -73,25 +73,34 @@ def table_6(lengths: SampleLengths) -> list[Sequence[str]]:
     return rows
 
 
-def shortened_texts(lengths: SampleLengths) -> list[Sequence[str]]:
-    """Rows of ISF on the same samples with shorter texts: what the Dist Ratios depend on."""
-    image_tokens = lengths.vision_units * TOKENS_PER_TILE
-    rows = []
-    for share in TEXT_SHARES:
-        tokens = np.maximum(image_tokens + (lengths.llm_tokens - image_tokens) * share, 1).astype(np.int32)
-        shorter = SampleLengths(lengths.vision_units, tokens)
-        packs = iterative_sampling_and_filtering(shorter, LIMITS)
-        whole = np.random.default_rng(0).permutation(len(packs) // RANKS * RANKS).reshape(-1, RANKS)
-        vision, tokens_held = packs.vision_units(shorter), packs.llm_tokens(shorter)
-        rows.append(
-            [
-                f"{share:.0%}",
-                f"{len(shorter) / len(packs):.2f}",
-                f"{(vision >= LIMITS.full_vision_units).mean():.1%}",
-                f"{dist_ratio(vision[whole]):.4f}",
-                f"{dist_ratio(tokens_held[whole]):.3f}",
-            ]
-        )
+def as_the_paper_counts(lengths: SampleLengths, most_tiles: int = MOST_TILES) -> SampleLengths:
+    """At most so many tiles to a sample, and one for a blank image where it has none."""
+    tiles = np.minimum(lengths.vision_units, most_tiles)
+    fewer = (lengths.vision_units - tiles) * TOKENS_PER_TILE
+    return SampleLengths(np.maximum(tiles, 1), lengths.llm_tokens - fewer, source=lengths.source)
+
+
+def fit_of_the_mix(lengths: SampleLengths) -> list[Sequence[str]]:
+    """Rows of what the made-up mix was fitted to, and of what else the paper says: what, paper, measured, fitted."""
+    counted = as_the_paper_counts(lengths)
+    tiles, rounded = counted.vision_units, -(-counted.llm_tokens // ROUNDED) * ROUNDED
+    limit = LIMITS.llm_tokens * tiles.sum() / rounded.sum()
+    parts = (
+        ("whole mix (tables 3, 10)", counted, "4.6", "0.02 / 0.14"),
+        ("one tile to an image (table 10)", as_the_paper_counts(lengths, 1), "7.6", "0.06 / 0.05"),
+        ("LLaVA-665K (table 8)", counted.take(np.flatnonzero(counted.source == 0)), "", "0.02 / 0.145"),
+    )
+    rows = [
+        ["tiles of a sample (table 1)", "1.9 ± 1.2", f"{tiles.mean():.2f} ± {tiles.std():.2f}", "yes"],
+        ["Qv: 4096 over the tokens of a tile", "9", f"{limit:.2f}", ""],
+    ]
+    for name, part, samples, ratios in parts:
+        task = Task(part, LIMITS, RANKS, BATCH)
+        found = figures_of("published_isf", plan_by_rule("published_isf", task), task)
+        if samples:
+            rows.append([f"samples per pack, {name}", samples, f"{found.samples_per_pack:.2f}", "yes"])
+        measured = f"{found.dist_ratio_vision:.4f} / {found.dist_ratio_tokens:.3f}"
+        rows.append([f"DR vision / LLM, {name}", ratios, measured, ""])
     return rows
 
 
