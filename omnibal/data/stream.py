@@ -144,7 +144,10 @@ class PackStream:
 
 
 def _alike(load: Load, ranks: Ranks, generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Order packs such that those of one micro-batch, over all ranks, have like loads."""
+    """Order packs such that those of one micro-batch, over all ranks, have like loads; micro-batches as planned.
+
+    The smallest runs first, the others from the largest on.
+    """
     by_load = np.lexsort((load.llm_tokens, load.vision_units)).reshape(ranks.micro_batches, ranks.num_replicas)
-    groups = generator.permuted(by_load, axis=1)[generator.permutation(ranks.micro_batches)]
+    groups = generator.permuted(by_load, axis=1)[-np.arange(ranks.micro_batches)]
     return groups.T.ravel()

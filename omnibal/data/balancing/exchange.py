@@ -3,7 +3,7 @@
 Compiled code works on three plain integer arrays:
 
 - ``samples``, int32, a row per sample: the next sample of its pack (``NEXT``), its vision units and tokens (from
-  ``SIZES`` on), and its loads in ``DIMENSIONS`` dimensions, each from 0 to 2**24 (from ``LOADS`` on);
+  ``SIZES`` on), and its loads in ``DIMENSIONS`` dimensions, each at most 2**24 either way (from ``LOADS`` on);
 - ``packs``, int64, a row per pack: its first sample (``FIRST``), its number of samples (``COUNT``), its room for more
   vision units and tokens (from ``ROOM`` on), and how far its loads are from what it should hold (from ``EXCESS`` on);
 - ``scratch``, int32, one table for each of two packs: room for their members and subsets.

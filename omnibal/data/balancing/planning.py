@@ -1,5 +1,6 @@
 """Planning of a window: a random stream of samples becomes the packs of a number of steps."""
 
+import math
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -82,16 +83,23 @@ def instruct(
     """Work out the instructions for steps of which all samples would make ``num_packs`` packs."""
     per_pack = known.num_samples / max(num_packs, 1)
     tight = known.mean_tokens * per_pack > TIGHT * limits.llm_tokens
+    pack_vision = known.mean_vision * per_pack
+    whole_vision = COARSE <= pack_vision < FINE
+    # Packs that run one after the other may differ by a vision unit: in proportion they keep all stages equally busy.
+    in_proportion = (
+        whole_vision and micro_batches > 1 and not tight
+        and known.mean_tokens * per_pack * math.ceil(pack_vision) <= limits.llm_tokens * pack_vision
+    )  # fmt: skip
     scales = scales_for(
         limits.vision_units,
         limits.llm_tokens,
         cost,
-        pack_vision=known.mean_vision * per_pack,
+        pack_vision=pack_vision,
         pack_tokens=known.mean_tokens * per_pack,
         pack_cost=known.mean_cost * per_pack / (TIGHT_COST if tight else 1),
         level_tokens=tight,
+        in_proportion=in_proportion,
     )
-    whole_vision = COARSE <= known.mean_vision * per_pack < FINE
     whole_share = whole_vision and not known.tokens_drive and known.vision.is_volume
     other_mean = known.mean_vision if known.tokens_drive else known.mean_tokens
     other_weight = int(PACK // max(other_mean * per_pack, 1))
@@ -138,7 +146,7 @@ def plan_steps(
         seed: What chance decides by.
 
     Returns:
-        The packs, step after step, those of a step in random order; or None where some would hold too much.
+        The packs, step after step, those of a step in running order; or None where some would hold too much.
     """
     packed, starts, overfull = _plan_steps(samples, columns, instructions, num_steps, np.uint64(seed), make_scratch())
     return None if overfull else Packs(packed, starts)
@@ -202,15 +210,16 @@ def _weigh(samples: Int32Array, packs: Int64Array) -> None:
 def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, rule: StepRule, seed: Any) -> Any:
     """List the packs' samples step after step, rank after rank, micro-batch after micro-batch.
 
-    Packs of like vision units, and of like tokens where those are equal, run at the same time, otherwise their order
-    is random.
+    Packs of like vision units, and of like tokens where those are equal, run at the same time. The smallest run first,
+    then all others from the largest on: a pipeline fills and drains with small ones, and its stages, which at any time
+    are busy with neighbours, wait less where those are alike. Which rank gets which pack is random.
     """
     packed = np.empty(len(chosen), dtype=np.int64)
     starts = np.zeros(len(packs) + 1, dtype=np.int64)
     step_packs, num_replicas = rule.step_packs, rule.num_replicas
     micro_batches = step_packs // num_replicas
     order = np.empty(step_packs, dtype=np.int64)
-    turns = np.empty(micro_batches, dtype=np.int64)
+    turns = (np.arange(micro_batches) - 1) % micro_batches
     end = number = 0
     for begin in range(0, len(packs), step_packs):
         for place in range(step_packs):
@@ -219,10 +228,8 @@ def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, rule
         if micro_batches > 1:
             _sort_by_load(packs, order)
         for micro_batch in range(micro_batches):
-            turns[micro_batch] = micro_batch
             first = micro_batch * num_replicas
             _shuffle(order[first : first + num_replicas], draws + np.uint64(first))
-        _shuffle(turns, draws + np.uint64(step_packs))
         for rank in range(num_replicas):
             for turn in turns:
                 sample = packs[order[turn * num_replicas + rank], FIRST]
@@ -237,7 +244,7 @@ def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, rule
 
 @compiled
 def _sort_by_load(packs: Int64Array, order: Int64Array) -> None:
-    """Sort packs by their vision units, then by their tokens."""
+    """Sort packs by their vision units, then by their tokens, the largest first."""
     keys = np.empty(len(order), dtype=np.int64)
     for place in range(len(order)):
         keys[place] = (packs[order[place], ROOM] << 32) + packs[order[place], ROOM + 1]

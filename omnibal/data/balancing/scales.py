@@ -57,7 +57,7 @@ def columns_of(lengths: SampleLengths) -> Columns:
 
 def scales_for(
     most_vision: int, most_tokens: int, cost: CostModel, *, pack_vision: float, pack_tokens: float, pack_cost: float,
-    level_tokens: bool,
+    level_tokens: bool, in_proportion: bool,
 ) -> Scales:  # fmt: skip
     """Choose weights such that a mean pack weighs ``PACK`` in each dimension, ``VISION_WEIGHT`` times that in vision.
 
@@ -69,16 +69,19 @@ def scales_for(
         pack_tokens: Tokens of a mean pack.
         pack_cost: Cost of a mean pack.
         level_tokens: Whether tokens are to be even too.
+        in_proportion: Whether a pack's cost is to be in proportion to its vision units, in the place of even.
     """
     # A power of two: the rounding of the mean cost, which may differ between machines, does not reach the samples.
     unit = 2.0 ** math.floor(math.log2(max(pack_cost, 1e-300))) / PACK
+    # Packs are in proportion where what their vision units do not account for is even. Rounded as said above.
+    share = round(pack_cost / pack_vision / unit) if in_proportion else 0
     return Scales(
         most_vision,
         most_tokens,
         _weight(VISION_WEIGHT * PACK, pack_vision, most_vision),
         _weight(PACK, pack_tokens, most_tokens) if level_tokens else 0,
         (
-            cost.vision_units / unit,
+            cost.vision_units / unit - share,
             cost.llm_tokens / unit,
             cost.llm_tokens_squared / unit,
             cost.vision_squared / unit,
@@ -112,7 +115,7 @@ def measure(chosen: Int64Array, columns: Columns, scales: Scales) -> Any:
         samples[place, NEXT] = NOWHERE
         samples[place, SIZES], samples[place, SIZES + 1] = vision, tokens
         samples[place, LOADS] = min(vision * scales.vision, MOST_LOAD)
-        samples[place, LOADS + 1] = np.int64(min(cost, np.float64(MOST_LOAD)))
+        samples[place, LOADS + 1] = np.int64(min(max(cost, -np.float64(MOST_LOAD)), np.float64(MOST_LOAD)))
         samples[place, LOADS + 2] = min(tokens * scales.tokens, MOST_LOAD)
     return samples
 
