@@ -12,7 +12,7 @@ from omnibal.pipeline.devices import DEVICES, Device
 if TYPE_CHECKING:
     from omnibal.pipeline.profile import ModelProfile
 
-Dtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["bfloat16", "float32"]
 
 GIGA: Final = 1e9
 

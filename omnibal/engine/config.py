@@ -193,8 +193,8 @@ def complete_deepspeed_config(
         ZeRO's contiguous gradients, whose two buffers of ``reduce_bucket_size`` are of no use where gradients stay.
 
     Raises:
-        ConfigError: ZeRO stage 2 or 3; a micro-batch size other than 1; batch sizes that contradict each other;
-            gradient clipping that DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then
+        ConfigError: float16; ZeRO stage 2 or 3; a micro-batch size other than 1; batch sizes that contradict each
+            other; gradient clipping that DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then
             counts only the first stage; a ds_config that does not mention clipping clips at 1.0); what cannot be
             under a zero-bubble schedule.
     """
@@ -220,7 +220,15 @@ def complete_deepspeed_config(
 
 
 def dtype_of(config: dict[str, Any]) -> str:
-    """What the layers compute in, by its name in torch: bfloat16 where the ds_config enables it, else float32."""
+    """What the layers compute in, by its name in torch: bfloat16 where the ds_config enables it, else float32.
+
+    Raises:
+        ConfigError: It enables float16, whose gradients would need a loss scale that the engine does not keep.
+    """
+    if config.get("fp16", {}).get("enabled", False):
+        raise ConfigError(
+            f"fp16.enabled must be false, got {config['fp16']['enabled']!r}; enable bf16, or neither for float32"
+        )
     return "bfloat16" if config.get("bf16", {}).get("enabled", False) else "float32"
 
 
@@ -245,9 +253,9 @@ def _check_zero(config: dict[str, Any]) -> None:
 
 
 def _check_clipping(config: dict[str, Any], num_stages: int) -> None:
-    half = any(config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
+    is_float32 = dtype_of(config) == "float32"
     clipping = config.get("gradient_clipping", 1.0)
-    if num_stages > 1 and not half and config.get("zero_optimization", {}).get("stage", 0) == 0 and clipping != 0:
+    if num_stages > 1 and is_float32 and config.get("zero_optimization", {}).get("stage", 0) == 0 and clipping != 0:
         given = repr(clipping) if "gradient_clipping" in config else "none (DeepSpeed then clips at 1.0)"
         raise ConfigError(
             f"gradient_clipping must be 0 with fp32, ZeRO stage 0 and {num_stages} pipeline stages, got {given}; "

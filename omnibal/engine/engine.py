@@ -183,9 +183,7 @@ class OmnibalEngine(TableEngine):
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        if self.bfloat16_enabled():
-            return torch.bfloat16
-        return torch.float16 if self.fp16_enabled() else torch.float32
+        return torch.bfloat16 if self.bfloat16_enabled() else torch.float32
 
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> Tensor:
         # DeepSpeed reuses buffers by size alone, across dtypes and between activations and gradients, which breaks

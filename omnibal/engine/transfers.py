@@ -9,7 +9,7 @@ from torch import Tensor
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32)
 _DESCRIPTION: Shape = (torch.int64, (64,))
 """What tells a receiver the tensors that follow: how many, and of each its dtype, dimensions and sizes."""
 

@@ -14,7 +14,7 @@ from omnibal.pipeline.profile import LayerCost, ModelProfile
 
 IntArray = NDArray[np.int64]
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 """By the dtype of the forward pass."""
 _FLOAT32 = 4
 _ADAM_TEMPORARIES = 2

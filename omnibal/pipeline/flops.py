@@ -11,7 +11,7 @@ from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.pipeline.devices import Device
 from omnibal.pipeline.profile import LayerCost, ModelProfile
 
-_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT32_BYTES = 4
 _TOKEN_BYTES = 16
 """input_ids and position_ids, which every cut sends along, per LLM token."""
@@ -41,7 +41,7 @@ def analytic_profile(
     Args:
         records: The layers, from ``omnibal.families``.
         device: What they run on, such as one of ``omnibal.pipeline.devices.DEVICES``.
-        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        dtype: ``"bfloat16"`` or ``"float32"``.
         tensor_parallel: Degree, a divisor of all costs but of what is sent; its own communication is not counted.
         frozen: Kinds of layers that are not trained.
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omnibal.engine.config import complete_deepspeed_config, read_config
+from omnibal.engine.config import complete_deepspeed_config, dtype_of, read_config
 from omnibal.errors import ConfigError
 
 BF16 = {"bf16": {"enabled": True}}
@@ -94,6 +94,22 @@ def test_zero_holds_no_buffers_of_gradients_unless_told_to():
 def test_what_a_pipeline_forbids_is_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         complete(config)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_float16_is_refused_wherever_a_ds_config_is_read(num_stages, schedule):
+    config = ZERO_1 | {"fp16": {"enabled": True}, "gradient_clipping": 0}
+    message = "fp16.enabled must be false, got True; enable bf16"
+    with pytest.raises(ConfigError, match=message):
+        complete(config, num_stages=num_stages, schedule=schedule)
+    with pytest.raises(ConfigError, match=message):
+        dtype_of(config)
+
+
+def test_precision_is_what_the_ds_config_enables():
+    assert dtype_of({"fp16": {"enabled": False}}) == dtype_of({}) == "float32"
+    assert dtype_of(BF16 | {"fp16": {"enabled": False}}) == "bfloat16"
 
 
 @pytest.mark.parametrize(

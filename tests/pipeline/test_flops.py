@@ -141,7 +141,7 @@ def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
             "kind of a layer must be one of patch_embedding, .* got 'magic'",
         ),
         ({"frozen": ["vision"]}, "frozen must hold kinds of the model's layers.*got 'vision'"),
-        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float32, got 'int8'"),
         ({"tensor_parallel": 0}, "tensor_parallel must be positive, got 0"),
     ],
 )

@@ -56,12 +56,12 @@ class Row:
         return [*head, baseline, _describe(result.choice), gain, _recomputed(result.choice), f"{self.seconds:.1f}"]
 
 
-def rows(models: Sequence[str], limit_sets: Sequence[PackLimits | None]) -> Iterator[Row]:
+def rows(models: Sequence[str], stages_list: Sequence[int], limit_sets: Sequence[PackLimits | None]) -> Iterator[Row]:
     """Solve every problem of some models."""
     problems = [
         (model, stages, budget, levels, limits)
         for model in models
-        for stages in STAGES
+        for stages in stages_list
         for levels in ("none, full", "all three")
         for limits in limit_sets
         for budget in BUDGETS
@@ -88,9 +88,10 @@ def main() -> None:
     heads = ("model", "stages", "GiB", "levels", "limits", "two phases", "together", "gain", "recomputed", "s to plan")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=[*MODELS], help="some of the models")
+    parser.add_argument("--stages", type=int, nargs="*", default=STAGES, help="numbers of stages")
     parser.add_argument("--limits", choices=LIMIT_SETS, default="both", help="of packs")
     arguments = parser.parse_args()
-    solved = list(rows(arguments.models, LIMIT_SETS[arguments.limits]))
+    solved = list(rows(arguments.models, arguments.stages, LIMIT_SETS[arguments.limits]))
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in solved:
         print(f"| {' | '.join(row.cells())} |")

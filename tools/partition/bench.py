@@ -35,7 +35,6 @@ SETTINGS = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
     "zero_optimization": {"stage": 0},
     "gradient_clipping": 0.0,
-    "omnibal": {"model": {"weights": "random"}},
 }
 
 
@@ -63,12 +62,14 @@ class Packs:
 
 @dataclass(frozen=True)
 class Case:
-    """A partition and packs; nothing recomputes where no levels are given."""
+    """A partition and packs; nothing recomputes where no levels are given, and every layer is trained by default."""
 
     name: str
     partition: Partition
     packs: Packs
     recompute: tuple[Level, ...] = ()
+    frozen: tuple[str, ...] = ()
+    """Kinds of layers."""
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Timings:
     disturbed: int = 0
 
 
-def measure_model(config: InternVLConfig, limits: PackLimits) -> tuple[ModelProfile, float]:
+def measure_model(config: InternVLConfig, limits: PackLimits, frozen: Sequence[str] = ()) -> tuple[ModelProfile, float]:
     """Profile on all ranks at once, as they will train: they share caches and memory.
 
     Returns:
@@ -97,7 +98,7 @@ def measure_model(config: InternVLConfig, limits: PackLimits) -> tuple[ModelProf
         before = Instant.now()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            profile = measure_profile(model, limits)
+            profile = measure_profile(model, limits, frozen=frozen)
         share = foreign_share(before, Instant.now())
         if best is None or share < best[0]:
             best = share, profile
@@ -213,7 +214,10 @@ class _SamePacks:
 def make_engine(model: VisionLanguageModel, case: Case) -> OmnibalEngine:
     """This rank's engine, which trains a case again and again."""
     micro_batches, num_stages = len(case.packs.packs), case.partition.num_stages
-    deepspeed_config, section = read_config(SETTINGS | {"gradient_accumulation_steps": micro_batches})
+    omnibal = {"model": {"weights": "random", "frozen": list(case.frozen)}}
+    deepspeed_config, section = read_config(
+        SETTINGS | {"gradient_accumulation_steps": micro_batches, "omnibal": omnibal}
+    )
     config = complete_deepspeed_config(deepspeed_config, num_stages=num_stages, num_replicas=1, total_steps=100)
     load = case.packs.load
     largest = PackLimits(int(load.vision_units.max()), int(load.llm_tokens.max()))  # a larger pack would recompute

@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -35,14 +35,14 @@ ROUNDS, MINUTES = 5, 3
 def main() -> None:
     """Measure, predict, and report all that the file holds."""
     parser = make_parser(__doc__)
-    parser.add_argument("file", type=Path, help="JSON of all timings; those of the same packs are replaced")
-    parser.add_argument("--packs", choices=PACK_SETS, help="measure these; left out, only report")
+    parser.add_argument("file", type=Path, help="JSON of all timings; those of the same slice are replaced")
+    parser.add_argument("--slice", choices=SLICES, help="measure it; left out, only report")
     arguments = parser.parse_args()
     rows = json.loads(arguments.file.read_text()) if arguments.file.exists() else []
-    if arguments.packs:
+    if arguments.slice:
         start()
-        measured = measure(arguments.packs, arguments.rounds)
-        rows = [row for row in rows if row["packs"] != arguments.packs] + measured
+        measured = measure(arguments.slice, arguments.rounds)
+        rows = [row for row in rows if row["slice"] != arguments.slice] + measured
         if dist.get_rank() == 0:
             arguments.file.write_text(json.dumps(rows, indent=1) + "\n")
     if int(os.environ.get("RANK", "0")) == 0:
@@ -50,16 +50,17 @@ def main() -> None:
 
 
 def measure(name: str, rounds: int) -> list[dict]:
-    """All cuts on one set of packs: what was predicted from a profile and a link of the same minutes, and the steps."""
-    config, packs = MODELS["mixed"], PACK_SETS[name]()
-    profile, share = measure_model(config, LIMITS)
+    """All cuts of a slice: what was predicted from a profile and a link of the same minutes, and the steps."""
+    config, (make_packs, frozen) = MODELS["mixed"], SLICES[name]
+    packs = make_packs()
+    profile, share = measure_model(config, LIMITS, frozen)
     link = measure_link()
     size = len(profile.layers)
-    cases = [Case(f"{cut} + {size - cut}", Partition((0, cut, size)), packs) for cut in CUTS]
+    cases = [Case(f"{cut} + {size - cut}", Partition((0, cut, size)), packs, frozen=frozen) for cut in CUTS]
     timings = time_steps(config, cases, rounds=rounds, minutes=MINUTES, report=print)
     return [
         {
-            "packs": name,
+            "slice": name,
             "cut": case.name,
             "heading": heading(share, link),
             "predicted_seconds": predict(profile, case, link),
@@ -100,7 +101,15 @@ def uneven() -> Packs:
     return Packs("uneven", tuple(tuple(pack.tolist()) for pack in packs), lengths)
 
 
-PACK_SETS = {name: partial(sampled, name) for name in ("balanced", "isf", "random")} | {"uneven": uneven}
+SLICES: dict[str, tuple[Callable[[], Packs], tuple[str, ...]]] = {
+    "balanced": (partial(sampled, "balanced"), ()),
+    "isf": (partial(sampled, "isf"), ()),
+    "random": (partial(sampled, "random"), ()),
+    "uneven": (uneven, ()),
+    "frozen-vit": (partial(sampled, "balanced"), ("patch_embedding", "vision_block")),
+    "frozen-llm": (partial(sampled, "balanced"), ("text_embedding", "decoder_block", "final_norm", "head")),
+}
+"""Packs, and kinds of layers that are frozen."""
 
 
 def predict(profile: ModelProfile, case: Case, link: CostModel) -> float:
@@ -128,12 +137,12 @@ def report(rows: Sequence[dict]) -> str:
         seconds, middle = row["measured_seconds"], median(row["measured_seconds"])
         errors.append(row["predicted_seconds"] / middle - 1)
         times = f"{1e3 * middle:,.0f}", f"{1e3 * row['predicted_seconds']:,.0f}", f"{errors[-1]:+.1%}"
-        cells.append((row["packs"], row["cut"], *times, f"{(max(seconds) - min(seconds)) / middle:.1%}"))
-    names = ("packs", "layers of the stages", "measured ms", "predicted ms", "error", "spread of the measured")
+        cells.append((row["slice"], row["cut"], *times, f"{(max(seconds) - min(seconds)) / middle:.1%}"))
+    names = ("slice", "layers of the stages", "measured ms", "predicted ms", "error", "spread of the measured")
     sizes, medians = np.abs(errors), [median(row["measured_seconds"]) for row in rows]
     rank = spearmanr(medians, [row["predicted_seconds"] for row in rows]).statistic
     steps, disturbed = sum(len(row["measured_seconds"]) for row in rows), sum(row["disturbed"] for row in rows)
-    headings = "\n".join(dict.fromkeys(f"- {row['packs']}: {row['heading']}" for row in rows))
+    headings = "\n".join(dict.fromkeys(f"- {row['slice']}: {row['heading']}" for row in rows))
     return (
         f"{headings}\n\n{table(names, cells)}\n\n"
         f"{len(rows)} cases, {steps} quiet steps, {disturbed} disturbed ones left out: error "

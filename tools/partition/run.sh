@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures on two CPU processes: ./tools/partition/run.sh reality.py reality.json --packs balanced
+# Measures on two CPU processes: ./tools/partition/run.sh reality.py reality.json --slice balanced
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
