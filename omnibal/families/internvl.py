@@ -19,7 +19,7 @@ def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
 
     Returns:
         Records whose sizes are: ``hidden`` (width of the layer's output), ``intermediate``, ``heads``, ``kv_heads``,
-        ``head_dim``, ``vocab``; ``patches_per_tile`` and ``tokens_per_tile`` (patches and CLS) of the ViT;
+        ``head_dim``, ``vocab``; ``rms_norms`` and ``qk_norms`` of a block; ``patches_per_tile`` and ``tokens_per_tile`` (patches and CLS) of the ViT;
         ``shuffled`` (width into the projector), ``image_tokens_per_tile`` (what a tile brings to the language
         model); ``parameters``.
 
@@ -102,9 +102,10 @@ def _embedding_sizes(vision: Mapping[str, Any], hidden: int, counts: Mapping[str
 
 def _block_sizes(vision: Mapping[str, Any], hidden: int) -> dict[str, int]:
     heads, intermediate = size(vision, "num_attention_heads"), size(vision, "intermediate_size")
-    norm = hidden if vision.get("norm_type", "layer_norm") == "rms_norm" else 2 * hidden
+    has_rms_norms = vision.get("norm_type", "layer_norm") == "rms_norm"
+    qk_norms = 2 if vision.get("use_qk_norm", False) else 0
+    norm = hidden if has_rms_norms else 2 * hidden
     biases = hidden * (4 if vision.get("attention_bias", False) else 1)
-    head_norms = 2 * hidden if vision.get("use_qk_norm", False) else 0
     scales = 2 * hidden
     mlp = 2 * hidden * intermediate + intermediate + hidden
     return {
@@ -112,5 +113,7 @@ def _block_sizes(vision: Mapping[str, Any], hidden: int) -> dict[str, int]:
         "intermediate": intermediate,
         "heads": heads,
         "head_dim": hidden // heads,
-        "parameters": 4 * hidden**2 + biases + head_norms + 2 * norm + scales + mlp,
+        "rms_norms": 2 if has_rms_norms else 0,
+        "qk_norms": qk_norms,
+        "parameters": 4 * hidden**2 + biases + qk_norms * hidden + 2 * norm + scales + mlp,
     }

@@ -53,6 +53,8 @@ def _block_sizes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
         "heads": heads,
         "kv_heads": size(config, "num_key_value_heads", default=heads),
         "head_dim": size(config, "head_dim", default=hidden // heads),
+        "rms_norms": 2,
+        "qk_norms": 2 if config["model_type"] == "qwen3" else 0,
     }
     return sizes | {"parameters": _block_parameters(config, sizes)}
 
@@ -63,8 +65,7 @@ def _block_parameters(config: Mapping[str, Any], sizes: Mapping[str, int]) -> in
     total = 2 * hidden * (query + key_value) + 3 * hidden * intermediate + 2 * hidden
     if config["model_type"] == "qwen2":
         return total + query + 2 * key_value
-    if config["model_type"] == "qwen3":
-        total += 2 * head_dim
+    total += sizes["qk_norms"] * head_dim
     if config.get("attention_bias", False):
         total += query + 2 * key_value + hidden
     if config.get("mlp_bias", False):

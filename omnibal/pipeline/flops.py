@@ -73,6 +73,8 @@ class _Work:
     """Elements read and written beside the products, forward; backward takes as many."""
     saved: CostModel = field(default_factory=CostModel)
     """Elements that autograd keeps."""
+    saved_float32: CostModel = field(default_factory=CostModel)
+    """Float32 numbers that it keeps beside them, whatever the dtype: the inputs of RMS norms."""
     pending: CostModel = field(default_factory=CostModel)
     """Elements that weight gradients keep while they wait: inputs of the products, and gradients of their outputs.
 
@@ -114,7 +116,7 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         output_bytes=unit.element_bytes * work.output + CostModel(llm_tokens=_TOKEN_BYTES),
         # a recomputed layer keeps its input; the first one keeps nothing else anyway
         saved_bytes={
-            "none": element * work.saved,
+            "none": element * work.saved + _FLOAT32_BYTES * unit.share * work.saved_float32,
             "full": unit.element_bytes * (before.output if before else work.saved),
         },
         parameter_bytes=round(parameters * unit.element_bytes),
@@ -142,9 +144,13 @@ def _vision_block(sizes: Mapping[str, int]) -> _Work:
     return _Work(
         products=CostModel(vision_units=2 * tokens * (4 * hidden**2 + 2 * hidden * intermediate)),
         attention=CostModel(vision_units=4 * tokens**2 * hidden),
-        # input and output of two norms; queries, keys, values, attention's output; the MLP's activation and its input;
-        # the two residual branches, which are scaled
-        saved=CostModel(vision_units=tokens * (4 * hidden + 4 * hidden + 2 * intermediate + 2 * hidden)),
+        # of two norms the output, and the input or (RMS) what is multiplied by the weight; queries, keys, values,
+        # attention's output; the MLP's activation and its input; the two residual branches, which are scaled; of norms
+        # of queries and keys what is multiplied by the weight
+        saved=CostModel(
+            vision_units=tokens * (4 * hidden + 4 * hidden + 2 * intermediate + 2 * hidden + sizes["qk_norms"] * hidden)
+        ),
+        saved_float32=CostModel(vision_units=tokens * (sizes["rms_norms"] + sizes["qk_norms"]) * hidden),
         # outputs of two norms and of attention, the MLP's activation; and the gradients of all products
         pending=CostModel(vision_units=tokens * (3 * hidden + intermediate + 5 * hidden + intermediate)),
         output=CostModel(vision_units=tokens * hidden),
@@ -170,12 +176,15 @@ def _text_embedding(sizes: Mapping[str, int]) -> _Work:
 def _decoder_block(sizes: Mapping[str, int]) -> _Work:
     hidden, intermediate = sizes["hidden"], sizes["intermediate"]
     query, key_value = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
+    normed = sizes["qk_norms"] // 2 * (query + key_value)
     return _Work(
         products=CostModel(llm_tokens=2 * (2 * hidden * (query + key_value) + 3 * hidden * intermediate)),
         attention=CostModel(llm_tokens_squared=2 * query),  # half of all pairs of tokens, 2 products, 2 operations each
-        # two norms (their input in float32, their output before and after the weight); queries, keys, values,
-        # attention's output; the MLP's gate, its activation, the other branch, their product
-        saved=CostModel(llm_tokens=8 * hidden + 2 * query + 2 * key_value + 4 * intermediate),
+        # of two norms the output before and after the weight; queries, keys, values, attention's output; the MLP's
+        # gate, its activation, the other branch, their product; of norms of queries and keys the output before the
+        # weight
+        saved=CostModel(llm_tokens=4 * hidden + 2 * query + 2 * key_value + 4 * intermediate + normed),
+        saved_float32=CostModel(llm_tokens=2 * hidden + normed),
         # outputs of two norms and of attention, the MLP's product; and the gradients of all products
         pending=CostModel(
             llm_tokens=2 * hidden + query + intermediate + query + 2 * key_value + 2 * hidden + 2 * intermediate
@@ -188,7 +197,8 @@ def _final_norm(sizes: Mapping[str, int]) -> _Work:
     hidden = sizes["hidden"]
     return _Work(
         traffic=CostModel(llm_tokens=4 * hidden),
-        saved=CostModel(llm_tokens=3 * hidden),
+        saved=CostModel(llm_tokens=hidden),
+        saved_float32=CostModel(llm_tokens=hidden),
         output=CostModel(llm_tokens=hidden),
     )
 

@@ -21,6 +21,8 @@ TEXT = {
     "vocab_size": 61,
 }
 
+LAYER_NORMS = {"rms_norms": 0, "qk_norms": 0}
+
 
 def config(*, vision=None, text=None, **options):
     return {
@@ -40,7 +42,7 @@ def test_layers_from_patches_to_logits():
             (
                 f"vision_block.{i}",
                 "vision_block",
-                tile | {"hidden": 24, "intermediate": 40, "heads": 2, "head_dim": 12, "parameters": 4456},
+                tile | {"hidden": 24, "intermediate": 40, "heads": 2, "head_dim": 12, "parameters": 4456} | LAYER_NORMS,
             )
             for i in (0, 1)
         ),
@@ -53,7 +55,8 @@ def test_layers_from_patches_to_logits():
         (
             "decoder_block.0",
             "decoder_block",
-            {"hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "parameters": 7808},
+            {"hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "parameters": 7808}
+            | {"rms_norms": 2, "qk_norms": 0},
         ),
         ("final_norm", "final_norm", {"hidden": 32, "parameters": 32}),
         ("head", "head", {"hidden": 32, "vocab": 61, "parameters": 1952}),

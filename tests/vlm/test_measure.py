@@ -114,6 +114,30 @@ def test_what_waits_is_what_counting_says(profile):
         assert (measured.weight_seconds(load) > 0) == (measured.pending_bytes(load) > 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("text", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "vision", [{}, {"norm_type": "rms_norm"}, {"use_qk_norm": True}, {"norm_type": "rms_norm", "use_qk_norm": True}]
+)
+def test_what_blocks_keep_is_what_counting_says(vision, text, dtype):
+    wide = {"hidden_size": 256, "intermediate_size": 512}
+    model = load_model(tiny_config(text=text, vision_options=vision | wide, text_options=wide | {"head_dim": 64}))
+    pack = TrialPack(2, (30,))
+    payload = pack.payload(model, dtype=dtype)
+    counted = analytic_profile(model.records, DEVICES["A100-80GB"], dtype=str(dtype).removeprefix("torch."))
+    # On a CPU attention's output is copied, and each block keeps its own rotary tables: cosines and sines.
+    heads, head_dim = 4, 64
+    beyond = {"vision_block": 0, "decoder_block": pack.tokens * (heads + 2) * head_dim * dtype.itemsize}
+    for layer, cost in zip(build_layers(model, dtype=dtype), counted.layers, strict=True):
+        hidden = payload[0].detach().requires_grad_()
+        free = [*layer.parameters(), *layer.buffers(), *payload[1:]]
+        if cost.kind in beyond:
+            kept = kept_bytes(lambda layer=layer, hidden=hidden: layer((hidden, *payload[1:]))[0], free=free)
+            assert kept == pytest.approx(cost.saved_bytes["none"](pack.load) + beyond[cost.kind], rel=0.01), cost.name
+        with torch.no_grad():
+            payload = layer(payload)
+
+
 def test_parameters_in_bytes(profile, frozen_profile):
     layers = build_layers(MODEL)
     for layer, single, half in zip(layers, profile.layers, frozen_profile.layers, strict=True):

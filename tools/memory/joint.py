@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,13 +16,17 @@ from omnibal.errors import InfeasibleError
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.planner.search import Choice
 
-sys.path.insert(0, str(Path(__file__).parent))
-from models import counted_profile
+sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
+from paper_models import BASELINE
+from selective import profile_of
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)
 LIMITS = PackLimits(9, 4096)
-MODELS = {"6B+20B": ("InternLM2-20B", 2), "6B+34B": ("Yi-34B", 2), "6B+70B": ("Llama3-70B", 4)}
+MODELS = {
+    name: replace(BASELINE, language=language, tensor_parallel=degree)
+    for name, language, degree in (("6B+20B", "InternLM2-20B", 2), ("6B+34B", "Yi-34B", 2), ("6B+70B", "Llama3-70B", 4))
+}
 LIMIT_SETS = {"fixed": (LIMITS,), "free": (None,), "both": (LIMITS, None)}
 STAGES = (8, 16)
 REPLICAS = 2
@@ -67,8 +71,7 @@ def rows(models: Sequence[str], stages_list: Sequence[int], limit_sets: Sequence
         for budget in BUDGETS
     ]
     for model, stages, budget, levels, limits in tqdm(problems):
-        language, tensor_parallel = MODELS[model]
-        profile = counted_profile(language, tensor_parallel, selective=levels == "all three")
+        profile = profile_of(MODELS[model], selective=levels == "all three")
         request = PlanRequest(
             num_devices=stages * REPLICAS, num_stages=stages, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
             overhead_bytes=OVERHEAD, bandwidth_bytes_per_second=BANDWIDTH, limits=limits,

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from omnibal.pipeline.profile import ModelProfile
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.step_model import StepModel
 
-sys.path.insert(0, str(Path(__file__).parent))
-from models import counted_profile
+sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
+from paper_models import BASELINE, TABLE_9, Published
+from selective import profile_of
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)
@@ -30,25 +30,14 @@ GLOBAL_BATCH = 256
 BANDWIDTH = 25e9
 
 
-@dataclass(frozen=True)
-class Published:
-    """A row of the paper's Table 9 (its InternViT-6B rows)."""
-
-    language: str
-    tensor_parallel: int
-    replicas: int
-    layers: tuple[int, ...]
-    """Blocks of each stage, those of the ViT first."""
-    recomputed: tuple[int, ...]
-
-
-TABLE_9 = (
-    Published("Llama3-8B", 1, 8, (16, 17, 20, 24), (8, 7, 10, 24)),
-    Published("InternLM2-20B", 2, 4, (22, 23, 24, 24), (0, 0, 0, 0)),
-    Published("Yi-34B", 4, 2, (28, 29, 24, 24), (3, 2, 0, 0)),
-    Published("Llama3-70B", 4, 2, (22, 23, 13, 14, 14, 14, 13, 12), (11, 12, 8, 5, 3, 2, 0, 0)),
-    Published("Qwen1.5-110B", 8, 1, (21, 22, 13, 13, 14, 14, 14, 14), (6, 9, 1, 3, 0, 0, 0, 0)),
-)
+RECOMPUTED = {
+    "Llama3-8B": (8, 7, 10, 24),
+    "InternLM2-20B": (0, 0, 0, 0),
+    "Yi-34B": (3, 2, 0, 0),
+    "Llama3-70B": (11, 12, 8, 5, 3, 2, 0, 0),
+    "Qwen1.5-110B": (6, 9, 1, 3, 0, 0, 0, 0),
+}
+"""Blocks of each stage that recompute in Table 9, by the language model under InternViT-6B."""
 TABLE_5 = {
     "everything recomputed (paper: + data & model balance)": (58.2, 56.2, 32.5, 32.7),
     "nothing recomputed (paper: + memory balance)": (12.3, 21.7, 24.7, 30.0),
@@ -81,14 +70,13 @@ def paper_levels(profile: ModelProfile, partition: Partition, recomputed: Sequen
 
 def step_model(row: Published, *, budget: int = MEMORY, selective: bool = False) -> StepModel:
     """The row's model and cluster, at the paper's limits."""
-    profile = counted_profile(row.language, row.tensor_parallel, selective=selective)
-    return make_plan(profile, LENGTHS, request_of(row, budget)).choice.model
+    return make_plan(profile_of(row, selective=selective), LENGTHS, request_of(row, budget)).choice.model
 
 
 def request_of(row: Published, budget: int = MEMORY) -> PlanRequest:
     """Its cluster."""
     return PlanRequest(
-        num_devices=len(row.layers) * row.replicas, num_stages=len(row.layers), global_batch=GLOBAL_BATCH,
+        num_devices=len(row.blocks) * row.num_replicas, num_stages=len(row.blocks), global_batch=GLOBAL_BATCH,
         budget_bytes=budget, head_room=0.05, overhead_bytes=OVERHEAD, bandwidth_bytes_per_second=BANDWIDTH,
         limits=LIMITS,
     )  # fmt: skip
@@ -137,10 +125,10 @@ def blocks_text(profile: ModelProfile, boundaries: Sequence[int]) -> str:
 def table_9() -> None:
     """Cuts and recomputed layers side by side."""
     print("| model, TP PP DP | plan | blocks of each stage | layers that recompute | step s |\n|---|---|---|---|---|")
-    for row in TABLE_9:
-        name = f"6B + {row.language}, {row.tensor_parallel} {len(row.layers)} {row.replicas}"
+    for row in (row for row in TABLE_9 if row.vision == BASELINE.vision):
+        name = f"6B + {row.language}, {row.tensor_parallel} {len(row.blocks)} {row.num_replicas}"
         for selective in (False, True):
-            profile = counted_profile(row.language, row.tensor_parallel, selective=selective)
+            profile = profile_of(row, selective=selective)
             result = make_plan(profile, LENGTHS, request_of(row))
             model = result.choice.model
             if not selective:
@@ -154,12 +142,12 @@ def table_9() -> None:
 
 
 def _published_rows(name: str, row: Published, model: StepModel) -> None:
-    boundaries = boundaries_of(model.profile, row.layers)
-    partition = Partition(boundaries)
-    cut, published = blocks_text(model.profile, boundaries), paper_levels(model.profile, partition, row.recomputed)
+    boundaries = boundaries_of(model.profile, row.blocks)
+    partition, cut = Partition(boundaries), blocks_text(model.profile, boundaries)
+    published = paper_levels(model.profile, partition, RECOMPUTED[row.language])
     print(f"| {name} | paper | {cut} | {counts(published, boundaries)} | "
           f"{seconds_of(model, boundaries, published):.2f}{overflow(model, partition, published)} |")  # fmt: skip
-    everything = paper_levels(model.profile, partition, row.layers)
+    everything = paper_levels(model.profile, partition, row.blocks)
     print(f"| | its cut, everything recomputed | {cut} | {counts(everything, boundaries)} | "
           f"{seconds_of(model, boundaries, everything):.2f}{overflow(model, partition, everything)} |")  # fmt: skip
     steps = four_steps(model, partition)
@@ -176,11 +164,11 @@ def _published_rows(name: str, row: Published, model: StepModel) -> None:
 
 def table_5() -> None:
     """Free memory of each stage, under the paper's cut of 6B + 20B."""
-    row = TABLE_9[1]
+    row = BASELINE
     model = step_model(row)
-    partition = Partition(boundaries_of(model.profile, row.layers))
+    partition = Partition(boundaries_of(model.profile, row.blocks))
     print("| | stage 0 | stage 1 | stage 2 | stage 3 |\n|---|---|---|---|---|")
-    for (name, published), recomputed in zip(TABLE_5.items(), (row.layers, row.recomputed), strict=True):
+    for (name, published), recomputed in zip(TABLE_5.items(), (row.blocks, RECOMPUTED[row.language]), strict=True):
         memory = model.footprint.stages(partition, paper_levels(model.profile, partition, recomputed))
         print(f"| {name}, free GB in the paper | {' | '.join(f'{value}' for value in published)} |")
         print(f"| our footprint, free GiB | {' | '.join(f'{(MEMORY - stage.total) / GIB:.1f}' for stage in memory)} |")

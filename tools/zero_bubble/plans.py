@@ -13,8 +13,9 @@ from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner import PlanRequest, make_plan
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
-from models import counted_profile
+sys.path += [str(Path(__file__).parents[1] / tool) for tool in ("memory", "partition")]
+from paper_models import BASELINE
+from selective import profile_of
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)
@@ -27,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="JSON of all figures")
     arguments = parser.parse_args()
-    profile = counted_profile("InternLM2-20B", 2, selective=True)
+    profile = profile_of(BASELINE, selective=True)
     rows = []
     for budget in BUDGETS:
         rows.append({"budget": budget} | {schedule: plan(profile, budget, schedule) for schedule in SCHEDULES})
