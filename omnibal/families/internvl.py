@@ -19,9 +19,9 @@ def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
 
     Returns:
         Records whose sizes are: ``hidden`` (width of the layer's output), ``intermediate``, ``heads``, ``kv_heads``,
-        ``head_dim``, ``vocab``; ``rms_norms`` and ``qk_norms`` of a block; ``patches_per_tile`` and ``tokens_per_tile`` (patches and CLS) of the ViT;
-        ``shuffled`` (width into the projector), ``image_tokens_per_tile`` (what a tile brings to the language
-        model); ``parameters``.
+        ``head_dim``, ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how many it has, the latter of queries and
+        keys); ``patches_per_tile`` and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the
+        projector), ``image_tokens_per_tile`` (what a tile brings to the language model); ``parameters``.
 
     Raises:
         ConfigError: For a missing or impossible size, or a setting that InternVL models do not have.

@@ -15,7 +15,7 @@ from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
 
-VERSION = 2
+VERSION = 3
 _COST_MODELS = ("forward_seconds", "backward_seconds", "weight_seconds", "pending_bytes", "output_bytes")
 _COST_MODELS_BY_LEVEL = ("saved_bytes", "recompute_seconds")
 _NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")

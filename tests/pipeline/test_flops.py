@@ -126,8 +126,8 @@ def test_the_profile_fits_the_records_and_names_the_device():
 def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
     # InternLM2-20B: hidden 6144, 48 layers; an A100 at half its peak
     record = LayerRecord("decoder_block.0", "decoder_block", {
-        "hidden": 6144, "intermediate": 16384, "heads": 48, "kv_heads": 8, "head_dim": 128, "rms_norms": 2, "qk_norms": 0,
-        "parameters": 390_000_000,
+        "hidden": 6144, "intermediate": 16384, "heads": 48, "kv_heads": 8, "head_dim": 128, "rms_norms": 2,
+        "qk_norms": 0, "parameters": 390_000_000,
     })  # fmt: skip
     cost = analytic_profile([record], DEVICES["A100-80GB"]).layers[0]
     seconds = cost.forward_seconds(Load(0, 4096, 4 * 1024**2))

@@ -129,10 +129,10 @@ def test_what_blocks_keep_is_what_counting_says(vision, text, dtype):
     heads, head_dim = 4, 64
     beyond = {"vision_block": 0, "decoder_block": pack.tokens * (heads + 2) * head_dim * dtype.itemsize}
     for layer, cost in zip(build_layers(model, dtype=dtype), counted.layers, strict=True):
-        hidden = payload[0].detach().requires_grad_()
-        free = [*layer.parameters(), *layer.buffers(), *payload[1:]]
         if cost.kind in beyond:
-            kept = kept_bytes(lambda layer=layer, hidden=hidden: layer((hidden, *payload[1:]))[0], free=free)
+            run = partial(run_layer, layer, (payload[0].detach().requires_grad_(), *payload[1:]), "none")
+            free = [*layer.parameters(), *layer.buffers(), *payload[1:]]
+            kept = kept_bytes(lambda run=run: run()[0], free=free)
             assert kept == pytest.approx(cost.saved_bytes["none"](pack.load) + beyond[cost.kind], rel=0.01), cost.name
         with torch.no_grad():
             payload = layer(payload)
