@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -104,13 +104,40 @@ def read_costs(
     return loaded
 
 
+def check_run(
+    profile: "ModelProfile", deepspeed_config: dict[str, Any], frozen: Collection[str], *, is_tried: bool
+) -> None:
+    """Refuse a profile of another run than a ds_config's.
+
+    Args:
+        profile: What layers cost.
+        deepspeed_config: The ds_config without its "omnibal" section.
+        frozen: Kinds of layers that the section leaves untrained.
+        is_tried: Whether plans are tried on this machine: measured costs must then be of its device and software.
+
+    Raises:
+        ConfigError: Something differs; the message names every difference.
+    """
+    from omnibal.engine.config import dtype_of
+
+    here: dict[str, Any] = {}
+    if is_tried and profile.versions:
+        from omnibal.pipeline.measure import device_name, this_device
+        from omnibal.vlm.measure import measured_versions
+
+        here = {"device": device_name(this_device()), "versions": measured_versions()}
+    profile.check_matches(dtype=dtype_of(deepspeed_config), frozen=frozen, **here)
+
+
 def bandwidth_of(profile: "ModelProfile", gigabytes: float | None) -> float:
     """Bytes per second between stages: what is given, or what the profile's device has within a node.
 
     Raises:
-        ConfigError: It is not given and the device is unknown.
+        ConfigError: It is not given and the device is unknown, or it is not positive.
     """
     if gigabytes is not None:
+        if not gigabytes > 0:
+            raise ConfigError(f"--bandwidth must be positive, got {gigabytes:g} GB/s")
         return gigabytes * GIGA
     name = profile.device.split(" x ")[-1]  # of devices that share layers
     if name not in DEVICES:

@@ -20,13 +20,18 @@ from omnibal.errors import OmnibalError
 
 
 class _FriendlyGroup(TyperGroup):
-    """Turns omnibal's own errors into one line: they say what to do, and a traceback would hide it."""
+    """Turns omnibal's own errors, and those of files, into one line: they say what to do; a traceback would hide it."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except OmnibalError as error:
             typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            typer.echo(f"error: {error.filename} must be a path to read or write, got: {error.strerror}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from omnibal.cli.costs import (
     ModelOption,
     ProfileArgument,
     TensorParallelOption,
+    check_run,
     read_costs,
 )
 from omnibal.cli.step_packs import (
@@ -36,6 +37,9 @@ from omnibal.cli.step_task import (
     ZeroStageOption,
 )
 from omnibal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omnibal.pipeline.profile import ModelProfile
 
 Method = Literal["uniform", "parameters", "paper", "slowest_stage", "model", "bound", "search"]
 BASELINES: Final = ("uniform", "parameters", "paper")
@@ -99,7 +103,7 @@ def partition(
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
     )
-    run = _read_run(config, trials)
+    run = _read_run(config, trials, costs)
     packs = step_packs(
         costs, lengths, step=step, vision_units=vision_units, llm_tokens=llm_tokens,
         num_replicas=num_replicas, micro_batches=_micro_batches(micro_batches, run, num_stages),
@@ -119,8 +123,8 @@ def partition(
         report.print(Console(), compare=compare)
 
 
-def _read_run(config: Path | None, trials: int) -> dict[str, Any] | None:
-    """The content of the ds_config."""
+def _read_run(config: Path | None, trials: int, costs: "ModelProfile") -> dict[str, Any] | None:
+    """The content of the ds_config, which the costs must fit."""
     if config is None:
         if trials:
             raise ConfigError(f"--config must name a ds_config for --trials {trials}, got none")
@@ -128,6 +132,7 @@ def _read_run(config: Path | None, trials: int) -> dict[str, Any] | None:
     from omnibal.engine.config import read_config
 
     deepspeed_config, section = read_config(config)
+    check_run(costs, deepspeed_config, section.model.frozen, is_tried=trials > 0)
     return deepspeed_config | {"omnibal": section.model_dump()}
 
 

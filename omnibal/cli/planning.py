@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from omnibal.cli.costs import check_run
 from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -104,7 +105,7 @@ def check_trials(profile: ModelProfile, *, trials: int, four_steps: bool, config
 
     Raises:
         ConfigError: Trials are asked for without a ds_config, in two ways at once, of devices that share layers, or
-            with other layers frozen or another precision than the profile has.
+            of another run than the profile's.
     """
     if not trials and not four_steps:
         if config is not None:
@@ -116,10 +117,10 @@ def check_trials(profile: ModelProfile, *, trials: int, four_steps: bool, config
         raise ConfigError("--config must name a ds_config for --trials and --four-steps, got none")
     if BETWEEN in profile.device:
         raise ConfigError(f"trials must be of layers on one device each, got {profile.device}")
-    from omnibal.engine.config import dtype_of, read_config
+    from omnibal.engine.config import read_config
 
     deepspeed_config, section = read_config(config)
-    profile.check_matches(dtype=dtype_of(deepspeed_config), frozen=section.model.frozen)
+    check_run(profile, deepspeed_config, section.model.frozen, is_tried=True)
 
 
 def try_on_engine(

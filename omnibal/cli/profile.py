@@ -93,11 +93,10 @@ def _measure(model: Path, pack: "Load", dtype: Dtype, frozen: Collection[str]) -
     import torch
 
     from omnibal.data.limits import PackLimits
-    from omnibal.pipeline.measure import MeasurementWarning
+    from omnibal.pipeline.measure import MeasurementWarning, this_device
     from omnibal.vlm import load_model
     from omnibal.vlm.measure import measure_profile
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     limits = PackLimits(int(pack.vision_units), int(pack.llm_tokens))
     with Console(stderr=True).status("measuring") as status, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MeasurementWarning)
@@ -105,7 +104,7 @@ def _measure(model: Path, pack: "Load", dtype: Dtype, frozen: Collection[str]) -
             load_model(model),
             limits,
             dtype=getattr(torch, dtype),
-            device=accelerator or "cpu",
+            device=this_device(),
             frozen=frozen,
             report=lambda name: status.update(f"measuring {name}"),
         )

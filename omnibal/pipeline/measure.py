@@ -167,6 +167,11 @@ def _young_garbage() -> Iterator[None]:
             gc.enable()
 
 
+def this_device() -> torch.device:
+    """This machine's accelerator, or its CPU where it has none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def device_name(device: torch.device) -> str:
     """What a profile measured on a device calls it: a GPU's model, or a CPU with the threads in use."""
     if device.type == "cpu":

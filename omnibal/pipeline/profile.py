@@ -222,11 +222,21 @@ def _layer_content(layer: LayerCost) -> dict[str, Any]:
 
 
 def _layers_of(group: dict[str, Any]) -> list[LayerCost]:
-    costs: dict[str, Any] = {name: CostModel(**group[name]) for name in _COST_MODELS}
+    first = group["names"][0]
+    costs: dict[str, Any] = {name: _cost_model(group[name], f"{name} of layer {first}") for name in _COST_MODELS}
     for name in _COST_MODELS_BY_LEVEL:
-        costs[name] = {level: CostModel(**model) for level, model in group[name].items()}
+        costs[name] = {
+            level: _cost_model(model, f"{name} ({level}) of layer {first}") for level, model in group[name].items()
+        }
     plain = {name: group[name] for name in ("sizes", "tied_key", "trainable", *_NUMBERS)}
     return [LayerCost(name, group["kind"], **costs, **plain) for name in group["names"]]
+
+
+def _cost_model(coefficients: Mapping[str, float], name: str) -> CostModel:
+    try:
+        return CostModel(**coefficients)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def _coefficients(model: CostModel) -> dict[str, float]:

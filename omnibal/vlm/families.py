@@ -30,9 +30,12 @@ def load_model(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
     if isinstance(model, PreTrainedConfig):
         return _from_config(deepcopy(model))
     folder = Path(model)
-    _check_family(_model_type(folder))
+    _check_family(_model_type(folder), f" in {folder / 'config.json'}")
     config = AutoConfig.from_pretrained(folder)
-    loaded = _from_config(config)
+    try:
+        loaded = _from_config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     if has_weights(folder) and ties_are_broken(loaded, folder):
         config.tie_word_embeddings = False
         return _from_config(config)
@@ -43,9 +46,9 @@ def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
     return FAMILIES[_check_family(config.model_type)](config)
 
 
-def _check_family(model_type: str) -> str:
+def _check_family(model_type: str, where: str = "") -> str:
     if model_type not in FAMILIES:
-        raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}")
+        raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}{where}")
     return model_type
 
 
@@ -56,5 +59,7 @@ def _model_type(folder: Path) -> str:
         raise ConfigError(f"model must be a Hugging Face folder or a configuration, got {folder} without config.json")
     try:
         return str(json.loads(path.read_text())["model_type"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} must be JSON with a model_type, got {error!r}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"model must have a config.json, got {path}, line {error.lineno}: {error.msg}") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"model must have a config.json that is an object with a model_type, got {path}") from error

@@ -1,8 +1,10 @@
 import json
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from omnibal.cli.partition import Method
@@ -31,9 +33,17 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
+def counted(tmp_path):
+    """The same costs, counted for a device and not measured."""
+    replace(fixed_profile(SECONDS), versions={}).save(tmp_path / "counted.json")
+    return tmp_path / "counted.json"
+
+
+@pytest.fixture
 def ds_config(tmp_path):
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"gradient_accumulation_steps": 3, "omnibal": {"model": {"path": "models/mine"}}}))
+    model = {"path": "models/mine"}
+    path.write_text(json.dumps({"gradient_accumulation_steps": 3, "omnibal": {"model": model}}))
     return path
 
 
@@ -134,9 +144,9 @@ def test_a_plan_and_a_picture_are_written(omnibal, saved, tmp_path):
         assert np.asarray(picture).std() > 0
 
 
-def test_candidates_are_tried_and_the_fastest_is_kept(omnibal, saved, ds_config, engine, tmp_path):
+def test_candidates_are_tried_and_the_fastest_is_kept(omnibal, counted, ds_config, engine, tmp_path):
     options = ("--num-stages", 2, "--bandwidth", 1, "--num-replicas", 2, "--trials", 3, "--config", ds_config)
-    result = omnibal("partition", saved, *options, "--out", tmp_path / "plan.json")
+    result = omnibal("partition", counted, *options, "--out", tmp_path / "plan.json")
     ((config, plans, launcher),) = engine.calls
     assert config["gradient_accumulation_steps"] == 3
     assert config["omnibal"]["model"]["path"] == "models/mine"
@@ -152,9 +162,9 @@ def test_candidates_are_tried_and_the_fastest_is_kept(omnibal, saved, ds_config,
     assert Plan.load(tmp_path / "plan.json").partition.boundaries == (0, 3, 6)
 
 
-def test_trials_are_rows_of_the_record(omnibal, saved, ds_config, engine):
+def test_trials_are_rows_of_the_record(omnibal, counted, ds_config, engine):
     options = ("--num-stages", 2, "--bandwidth", 1, "--trials", 3, "--config", ds_config, "--launcher", "-H hosts")
-    record = json.loads(omnibal("partition", saved, *options, "--json").stdout)
+    record = json.loads(omnibal("partition", counted, *options, "--json").stdout)
     assert engine.calls[0][2] == ["-H", "hosts"]
     assert record["chosen"] == [0, 3, 6]
     assert [row["measured_seconds"] for row in record["trials"]] == [1.0, 9.0, None]
@@ -164,9 +174,9 @@ def test_trials_are_rows_of_the_record(omnibal, saved, ds_config, engine):
     )
 
 
-def test_without_any_candidate_that_runs_nothing_is_chosen(omnibal, saved, ds_config, engine, tmp_path):
+def test_without_any_candidate_that_runs_nothing_is_chosen(omnibal, counted, ds_config, engine, tmp_path):
     options = ("--num-stages", 2, "--bandwidth", 1, "--trials", 1, "--config", ds_config)
-    result = omnibal("partition", saved, *options, "--out", tmp_path / "plan.json", exit_code=2)
+    result = omnibal("partition", counted, *options, "--out", tmp_path / "plan.json", exit_code=2)
     assert "a candidate must run, got 1 failures; the first: OutOfMemoryError: no" in result.stderr
     assert not (tmp_path / "plan.json").exists()
 
@@ -182,6 +192,31 @@ def test_without_any_candidate_that_runs_nothing_is_chosen(omnibal, saved, ds_co
 )
 def test_wrong_options_are_refused(omnibal, saved, options, message):
     assert message in omnibal("partition", saved, *options, exit_code=2).stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("config", "difference"),
+    [
+        ({"bf16": {"enabled": True}}, "dtype 'float32' where the run has 'bfloat16'"),
+        (
+            {"omnibal": {"model": {"frozen": ["vision_block"]}}},
+            "frozen kinds [] where the run has ['vision_block']",
+        ),
+    ],
+)
+def test_costs_of_another_run_than_the_ds_configs_are_refused(omnibal, saved, tmp_path, config, difference):
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    options = ("--num-stages", 2, "--bandwidth", 1, "--config", tmp_path / "other.json")
+    assert difference in omnibal("partition", saved, *options, exit_code=2).stderr
+
+
+def test_trials_want_costs_that_were_measured_here(omnibal, saved, ds_config, engine):
+    options = ("--num-stages", 2, "--bandwidth", 1, "--config", ds_config)
+    omnibal("partition", saved, *options)
+    refused = omnibal("partition", saved, *options, "--trials", 2, exit_code=2).stderr
+    assert "device 'test' where the run has" in refused
+    assert f"version of torch '1.0' where the run has {torch.__version__!r}" in refused
+    assert not engine.calls
 
 
 def test_the_ds_config_says_the_micro_batches(omnibal, saved, ds_config):

@@ -142,7 +142,7 @@ def test_real_packs_are_those_of_the_sampler(omnibal, by_tiles, token_lengths):
         (("--partition", "0,6"), "--bandwidth must be given for 'test', got none; links are known of A100-40GB"),
         (("--bandwidth", 1, "--partition", "0,6", "--step", 3), "--step must come with --lengths, got 3 alone"),
         (("--bandwidth", 1, "--partition", "0,6", "--device", "a100"), "--device must be left out where a profile"),
-        (("--bandwidth", 0, "--partition", "0,6"), "bandwidth_bytes_per_second must be positive"),
+        (("--bandwidth", 0, "--partition", "0,6"), "--bandwidth must be positive, got 0 GB/s"),
     ],
 )
 def test_wrong_options_are_refused(omnibal, saved, options, message):

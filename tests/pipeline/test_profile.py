@@ -53,9 +53,12 @@ def change(path, edit):
         (lambda c: c.update(device="other"), "must have the hash [0-9a-f]{16} it was saved with"),
         (
             lambda c: c["layers"][0]["forward_seconds"].update(fixed=-1.0),
-            "fixed must be finite and not negative, got -1",
+            "forward_seconds of layer .*fixed must be finite and not negative, got -1",
         ),
-        (lambda c: c["layers"][0]["saved_bytes"]["none"].update(fixed=float("nan")), "must be finite .* got nan"),
+        (
+            lambda c: c["layers"][0]["saved_bytes"]["none"].update(fixed=float("nan")),
+            r"saved_bytes \(none\) of .* got nan",
+        ),
         (lambda c: c["layers"][1].update(spread=float("inf")), "spread of layer projector must be finite"),
         (lambda c: c["layers"][0]["forward_seconds"].update(tokens=1), "values of the right kinds.*tokens"),
         (lambda c: c["layers"][0].pop("kind"), "must have the key 'kind'"),
