@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import CostModel
+from omnibal.data.balancing.dense import MOST_PACKS
 from omnibal.data.balancing.layout import BLOCK, WINDOW, Layout
 from omnibal.data.balancing.planning import RELIEF_TRIES, Instructions, driving_shares, instruct, plan_steps
 from omnibal.data.balancing.scales import columns_of
@@ -41,7 +42,8 @@ MARGINS: Final[tuple[float, ...]] = (0.0, *(0.005 * 1.5**grown for grown in rang
 SPARSE_MARGINS: Final = 7
 """Margins up to 0.04 that are tried before packs are filled densely."""
 ATTEMPTS: Final = 6
-"""Orders of a window's samples that are tried, the last half of them with packs filled densely."""
+"""Orders of a window's samples that are tried, the last half of them with packs filled densely, before it is planned
+without regard to evenness."""
 BLOCKS_KEPT: Final = 4
 """Blocks whose windows are remembered."""
 
@@ -99,18 +101,15 @@ class BalancedPacks:
         """Plan one window: the packs of its steps in running order.
 
         Raises:
-            InfeasibleError: Its samples do not fit into its packs. Epochs of one window have a plan to fall back to;
-                in larger ones the reserve makes this a matter of one window in a billion.
+            InfeasibleError: Its samples do not fit into its packs, not even by best fit. Epochs of one window have a
+                plan to fall back to; no larger one is known where this happens.
         """
         if self._witness is not None and epoch == 0:
             return self._witness
         num_steps = int(np.diff(self.window_starts)[index])
         samples = self._draw(*self._find_places(epoch, index), shuffle_keys(self._seed, epoch))
-        for attempt in range(ATTEMPTS):
-            instructions = self._instructions
-            if 2 * attempt >= ATTEMPTS:
-                instructions = instructions._replace(dense=True)
-            packs = self._plan(samples, instructions, num_steps, epoch, index, attempt)
+        for attempt in range(ATTEMPTS + 1):
+            packs = self._plan(samples, self._instructed(attempt, num_steps), num_steps, epoch, index, attempt)
             if packs is not None:
                 return packs
         if self._witness is not None:
@@ -120,6 +119,14 @@ class BalancedPacks:
             f"{num_steps * self._step_packs} packs of {self._limits.vision_units} vision units and "
             f"{self._limits.llm_tokens} LLM tokens, but some would hold too much; choose other limits"
         )
+
+    def _instructed(self, attempt: int, num_steps: int) -> Instructions:
+        """The instructions for an attempt; the last one gives up evenness for the densest packs there are."""
+        if 2 * attempt < ATTEMPTS:
+            return self._instructions
+        if attempt < ATTEMPTS:
+            return self._instructions._replace(together=MOST_PACKS)
+        return self._instructions._replace(together=num_steps * self._step_packs, exchange_steps=0)
 
     def _plan(
         self, samples: npt.NDArray[np.int64], instructions: Instructions, num_steps: int, *seed: int

@@ -20,7 +20,7 @@ from omnibal.data.balancing.exchange import (
 from omnibal.data.balancing.shuffle import scrambled
 
 MOST_PACKS: Final = 1024
-"""Packs that are filled together: each sample looks at all of them."""
+"""Packs that are usually filled together: each sample looks at all of them."""
 
 
 @compiled
@@ -30,6 +30,7 @@ def fill_packs_densely(
     step_starts: Int64Array,
     order: Int64Array,
     step_packs: int,
+    most_packs: int,
     weights: tuple[int, int],
     seed: Any,
 ) -> None:
@@ -44,6 +45,7 @@ def fill_packs_densely(
         step_starts: Samples step_starts[s] … step_starts[s + 1] − 1 of ``order`` are those of step s.
         order: Samples as they were drawn.
         step_packs: Packs per step.
+        most_packs: As many packs are filled together, those of whole steps.
         weights: What a vision unit and a token of room count.
         seed: Which packs of like vision units share a step.
 
@@ -51,7 +53,7 @@ def fill_packs_densely(
     in two dimensions.
     """
     num_steps = len(step_starts) - 1
-    together = max(MOST_PACKS // step_packs, 1)
+    together = max(most_packs // step_packs, 1)
     for step in range(0, num_steps, together):
         end = min(step + together, num_steps)
         chosen = order[step_starts[step] : step_starts[end]]

@@ -7,7 +7,7 @@ import numpy as np
 
 from omnibal.compiled import compiled
 from omnibal.cost import CostModel
-from omnibal.data.balancing.dense import fill_packs_densely
+from omnibal.data.balancing.dense import MOST_PACKS, fill_packs_densely
 from omnibal.data.balancing.division import StepRule, divide
 from omnibal.data.balancing.exchange import (
     DIMENSIONS,
@@ -59,13 +59,13 @@ class Instructions(NamedTuple):
     tolerance: Tolerance
     """Differences between packs that are not worth an exchange."""
     exchange_steps: int
-    """Consecutive steps that may exchange samples."""
+    """Consecutive steps that may exchange samples; 0 leaves the first packs as they are."""
     relief_tries: int
     """Exchanges per pack that are tried to keep the limits."""
     rugged: bool
     """Whether samples do not combine to fill packs: then limits are kept before loads are made even."""
-    dense: bool
-    """Whether the first packs are made for several steps together."""
+    together: int
+    """Packs that are filled together first, for several steps at once; 0 fills each step's own."""
 
 
 def instruct(
@@ -129,7 +129,7 @@ def instruct(
         exchange_steps,
         relief_tries,
         not known.driver.is_volume,
-        dense,
+        MOST_PACKS if dense else 0,
     )
 
 
@@ -178,8 +178,8 @@ def _plan_steps(
     packs[:, FIRST] = NOWHERE
     packs[:, ROOM], packs[:, ROOM + 1] = scales.most_vision, scales.most_tokens
     weights = (max(PACK // max(scales.most_vision, 1), 1), max(PACK // scales.most_tokens, 1))
-    if instructions.dense:
-        fill_packs_densely(samples, packs, step_starts, order, rule.step_packs, weights, seed)
+    if instructions.together:
+        fill_packs_densely(samples, packs, step_starts, order, rule.step_packs, instructions.together, weights, seed)
     else:
         order = sort_within_steps(samples, step_starts, order)
         fill_packs(samples, packs, step_starts, order, rule.step_packs)
@@ -188,7 +188,8 @@ def _plan_steps(
         relieve(samples, packs, weights[0], weights[1], tries, seed, scratch)
         samples[:, LOADS:] = measure(chosen, columns, scales)[:, LOADS:]
         _weigh(samples, packs)
-    level_steps(samples, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, seed, scratch)
+    if instructions.exchange_steps:
+        level_steps(samples, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, seed, scratch)
     overfull = relieve(samples, packs, weights[0], weights[1], tries, seed, scratch)
     packed, starts = _list_packs(samples, packs, chosen, rule, seed)
     return packed, starts, overfull

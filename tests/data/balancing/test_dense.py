@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.data.balancing.dense import fill_packs_densely
+from omnibal.data.balancing.dense import MOST_PACKS, fill_packs_densely
 from tests.data.balancing.tables import check_tables, empty_packs, members_of, sample_table
 
 LIMITS = (9, 40)
@@ -12,7 +12,9 @@ WEIGHTS = (1000 // 9, 1000 // 40)
 def filled(sizes, starts, step_packs, seed=3):
     samples = sample_table([(vision, tokens, 0) for vision, tokens in sizes], sizes)
     packs = empty_packs((len(starts) - 1) * step_packs, LIMITS)
-    fill_packs_densely(samples, packs, np.array(starts), np.arange(len(sizes)), step_packs, WEIGHTS, np.uint64(seed))
+    fill_packs_densely(
+        samples, packs, np.array(starts), np.arange(len(sizes)), step_packs, MOST_PACKS, WEIGHTS, np.uint64(seed)
+    )
     return samples, packs
 
 
