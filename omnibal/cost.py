@@ -93,6 +93,10 @@ class Load:
         """One micro-batch that holds the mean of all."""
         return Load(*(getattr(self, name).mean() for name in _SIZES))
 
+    def max(self) -> Load:
+        """One micro-batch that holds as much of every size as any."""
+        return Load(*(getattr(self, name).max() for name in _SIZES))
+
     def __len__(self) -> int:
         return len(self.llm_tokens)
 

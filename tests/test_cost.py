@@ -70,10 +70,11 @@ def test_loads_stack_and_come_apart():
     assert list(Load.stack(parts)) == parts
 
 
-def test_loads_flatten_row_by_row_and_average_column_by_column():
+def test_loads_flatten_row_by_row_and_are_summed_up_column_by_column():
     rows = Load.stack([Load([1, 2], [3, 4], [5, 6], [7, 8]), Load([9, 10], [11, 12], [13, 14], [15, 16])])
     assert rows.ravel() == Load([1, 2, 9, 10], [3, 4, 11, 12], [5, 6, 13, 14], [7, 8, 15, 16])
     assert rows.mean() == Load(5.5, 7.5, 9.5, 11.5)
+    assert rows.max() == Load(10, 12, 14, 16)
 
 
 coefficients = st.floats(min_value=0, max_value=10, allow_subnormal=False).map(lambda x: x if x > 1e-3 else 0.0)

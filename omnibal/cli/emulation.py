@@ -103,8 +103,7 @@ class EmulationReport:
         """Run the task."""
         emulation = run_emulation(task)
         loads = Load.stack(Load.stack(step) for step in task.steps)
-        largest = Load(*(float(np.max(getattr(loads, name))) for name in Load.__slots__))
-        memory = task.footprint(largest).stages(task.plan.partition, task.plan.recompute)
+        memory = task.footprint(loads.max()).stages(task.plan.partition, task.plan.recompute)
         figures = EmulationFigures.of(
             emulation.steps, task.predicted, emulation.peak_bytes, [stage.total for stage in memory], task.budget_bytes
         )
@@ -145,6 +144,10 @@ class EmulationReport:
             f"{task.plan.num_stages} stages × {task.setup.num_replicas} replicas, {task.plan.micro_batches} "
             f"micro-batches; a second of the cluster took {task.scale:.3g} s",
         ]
+        if task.scale < task.least_scale:
+            lines.append(
+                f"DeepSpeed's own work counts for more than a few percent; not so at {task.least_scale:.3g} s"
+            )
         for line in lines:
             console.print(line, highlight=False, markup=False)
         console.print(emulated_steps_table(figures))

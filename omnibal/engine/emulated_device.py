@@ -177,8 +177,7 @@ class Device:
         self.log = StepLog()
         self._ran: Counter[Operation] = Counter()
         self._step = step
-        self._held_bytes = 0
-        self._hold(self.work.fixed_bytes, 0)
+        self._held_bytes = self.work.fixed_bytes  # the first forward pass tells whether it fits
 
     def begin(self, operation: Operation) -> float:
         """An instruction begins: the time, from which its sleeps are counted."""

@@ -92,11 +92,14 @@ class EmulationTask:
             for loads in self.steps
         )  # fmt: skip
 
-    @cached_property
+    @property
     def scale(self) -> float:
         """Seconds slept for each second of the cluster."""
-        if self.time_scale is not None:
-            return self.time_scale
+        return self.least_scale if self.time_scale is None else self.time_scale
+
+    @cached_property
+    def least_scale(self) -> float:
+        """The scale from which on sleeps outweigh DeepSpeed's own work."""
         load = Load.stack(Load.stack(step) for step in self.steps)
         forward = sum(float(layer.forward_seconds(load).mean()) for layer in self.profile.layers)
         return LEAST_SLEEP_SECONDS * self.plan.num_stages / forward
@@ -133,7 +136,8 @@ def run_emulation(task: EmulationTask) -> Emulation:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / TASK_FILE).write_bytes(pickle.dumps(task))
-        environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        environment.pop("LOCAL_SIZE", None)  # a launcher's; DeepSpeed would leave files of 66 MiB in shared memory
         command = [sys.executable, "-m", "omnibal.engine.emulated_engine", name]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if (folder / FAILURE_FILE).exists():

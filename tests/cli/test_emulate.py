@@ -4,19 +4,22 @@ import pytest
 from PIL import Image
 
 from omnibal.cli import emulation as parts
+from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.engine.emulation import Emulation
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
-from tests.pipeline.profiles import fixed_profile
+from tests.pipeline.profiles import layer, profile
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A plan of two stages and its profile."""
-    fixed_profile([1, 2, 3], output=[1e9] * 3).save(tmp_path / "profile.json")
+    kept = {"none": CostModel(llm_tokens=100), "full": CostModel()}
+    layers = [layer(f"block.{number}", forward=number, output=1e9, saved_bytes=kept) for number in (1, 2, 3)]
+    profile(layers).save(tmp_path / "profile.json")
     Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3).save(tmp_path / "plan.json")
     return "emulate", tmp_path / "plan.json", tmp_path / "profile.json", "--bandwidth", 1, "--overhead", 0
 
@@ -46,6 +49,19 @@ def test_steps_are_the_samplers(omnibal, saved, tasks, token_lengths):
     assert record["over_prediction"] == 0
     assert [stage["peak_bytes"] for stage in record["stages"]] == [1 << 30] * 2
     assert sum(replica["times_slowest"] for replica in record["replicas"]) == 2
+
+
+def test_memory_is_predicted_for_the_largest_packs(omnibal, saved, tasks):
+    record = json.loads(omnibal(*saved, "--budget", 4, "--json").stdout)
+    task, largest = tasks[0], Load(9, 4096, 4096**2)
+    expected = task.footprint(largest).stages(task.plan.partition, task.plan.recompute)
+    assert [stage["predicted_peak_bytes"] for stage in record["stages"]] == [stage.total for stage in expected]
+
+
+def test_a_scale_too_small_for_the_engines_own_work_is_said(omnibal, saved, tasks):
+    hint = "DeepSpeed's own work counts"
+    assert hint not in omnibal(*saved, "--budget", 4).stdout
+    assert hint in omnibal(*saved, "--budget", 4, "--time-scale", 0.001).stdout
 
 
 def test_tables_a_trace_and_a_picture(omnibal, saved, tasks, tmp_path):

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from statistics import fmean
+from typing import Literal
 
 import numpy as np
 from setting import Batches, Setting
 
 from omnibal.cost import Load
+from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.balanced import parameter_cut
@@ -42,12 +44,12 @@ def rung(setting: Setting, name: str, batches: Batches, partition: Partition, re
     return Rung(name, setting.profile, batches.steps, batches.samples_per_step, partition, recompute, setting.links)
 
 
-def best(setting: Setting, schedule: ScheduleName = "1f1b") -> Rung:
-    """Our joint plan: limits, cut and recomputation together, packs by our planner."""
-    result = make_plan(setting.profile, setting.drawn, replace(setting.request, schedule=schedule))
-    packing, plan = result.choice.model.packing, result.plan
-    batches = Batches(packing.steps, packing.samples_per_step)
-    return replace(rung(setting, "ours", batches, plan.partition, plan.recompute), schedule=schedule)
+def best(setting: Setting, schedule: ScheduleName | Literal["auto"] = "1f1b", limits: PackLimits | None = None) -> Rung:
+    """Our joint plan: limits if none are given, cut and recomputation together, packs by our planner."""
+    request = replace(setting.request, schedule=schedule, limits=limits)
+    plan = make_plan(setting.profile, setting.drawn, request).plan
+    batches = setting.balanced(plan.limits, plan.micro_batches)
+    return replace(rung(setting, "ours", batches, plan.partition, plan.recompute), schedule=plan.schedule)
 
 
 def paper_cut(setting: Setting, batches: Batches) -> Partition:

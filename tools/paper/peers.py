@@ -7,7 +7,7 @@ import numpy as np
 from ladder import best, gpu_days
 from markdown import table
 from paper_models import scaled
-from setting import STEPS, Setting
+from setting import Setting
 
 from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import IntArray
@@ -149,7 +149,8 @@ def _steps(setting: Setting, *, spread: bool) -> Steps:
     size = setting.micro_batches * setting.batch
     generator = np.random.default_rng(0)
     steps = []
-    for chosen in generator.permutation(len(lengths))[: STEPS * replicas * size].reshape(STEPS, -1):
+    count = len(lengths) // (replicas * size)
+    for chosen in generator.permutation(len(lengths))[: count * replicas * size].reshape(count, -1):
         owned = chosen.reshape(replicas, size)
         if spread:
             owned = chosen[_longest_first(seconds[chosen], replicas, size)]

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
+from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.devices import DEVICES, Device
 from omnibal.pipeline.profile import ModelProfile
@@ -29,8 +31,6 @@ NETWORK = 20e9
 LIMITS = PackLimits(9, 4096)
 DRAWN = 100_000
 """Samples of a dataset that packs are made of."""
-STEPS = 16
-"""Steps that a row is simulated on."""
 OVERHEAD = 2 * GIB
 """What a device holds beside the model."""
 
@@ -59,7 +59,7 @@ class Setting:
     batch: int = 4
     micro_batches: int = 64
     device: Device = DEVICES["A100-80GB"]
-    fraction: float = 0.469
+    fraction: float = 0.455
     network: float = NETWORK
     vision_factor: float = 1.5
     image_size: int = 448
@@ -124,23 +124,30 @@ class Setting:
         load = Load(packs.vision_units(self.drawn), packs.sizes * longest, packs.sizes * longest**2)
         return self._in_steps(packs, load)
 
+    def balanced(self, limits: PackLimits, micro_batches: int) -> "Batches":
+        """Packs of our sampler."""
+        sampler = BalancedBatchSampler(
+            self.drawn, limits, num_replicas=self.row.num_replicas, rank=0, micro_batches=micro_batches
+        )
+        steps = [sampler.step(number) for number in range(sampler.num_steps - 1)]  # the last one may be short
+        return Batches(tuple(tuple(step.load(self.drawn)) for step in steps), fmean(step.num_samples for step in steps))
+
     def _in_steps(self, packs: Packs, load: Load) -> "Batches":
-        """Steps spread over the epoch; what runs at the same time lies side by side."""
+        """All whole steps; what runs at the same time lies side by side."""
         replicas, size = self.row.num_replicas, self.row.num_replicas * self.micro_batches
         count = len(packs) // size
         order = np.arange(count * size).reshape(count, self.micro_batches, replicas).transpose(0, 2, 1)
-        chosen = order[np.linspace(0, count - 1, min(STEPS, count)).astype(int)]
-        steps = tuple(tuple(load[replica] for replica in step) for step in chosen)
-        return Batches(steps, float(packs.sizes.mean()) * size)
+        steps = tuple(tuple(load[replica] for replica in step) for step in order)
+        return Batches(steps, float(packs.sizes[: count * size].mean()) * size)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Micro-batches of some steps.
+    """Micro-batches of an epoch: of the same samples whatever they are made by, so that rows compare.
 
     Attributes:
         steps: For each step a Load per replica.
-        samples_per_step: On average over the epoch.
+        samples_per_step: On average.
     """
 
     steps: Steps

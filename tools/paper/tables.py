@@ -10,12 +10,11 @@ from datasets import at_resolution, captions, cut_into, llava
 from ladder import gpu_days, ladder, paper_cut, rung
 from markdown import table
 from paper_models import TABLE_9, VISION, Published
-from setting import Batches, Setting
+from setting import Setting
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import patch_lengths
 from omnibal.pipeline.anchor import greedy_anchor
 from omnibal.pipeline.balanced import parameter_cut
@@ -153,13 +152,8 @@ def table_14() -> str:
     lengths, replicas = patch_lengths(60_000, seed=1), 4
     limits = PackLimits(16_384, 5_120)
     setting = Setting(lengths=lengths, limits=limits, micro_batches=1)
-    sampler = BalancedBatchSampler(lengths, limits, num_replicas=replicas, rank=0)
-    steps = [sampler.step(number) for number in range(sampler.num_steps - 1)]
-    balanced = Batches(
-        tuple(tuple(step.load(lengths)) for step in steps), float(np.mean([step.num_samples for step in steps]))
-    )
     variants = {"random, padded": (setting.padded(), (0.408, 0.393)), "ISF": (setting.packed, (0.12, 0.06)),
-                "ours": (balanced, None)}  # fmt: skip
+                "ours": (setting.balanced(limits, micro_batches=1), None)}  # fmt: skip
     rows = []
     for name, (batches, published) in variants.items():
         load = Load.stack(Load.stack(step) for step in batches.steps)
