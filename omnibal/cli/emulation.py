@@ -145,9 +145,7 @@ class EmulationReport:
             f"micro-batches; a second of the cluster took {task.scale:.3g} s",
         ]
         if task.scale < task.least_scale:
-            lines.append(
-                f"DeepSpeed's own work counts for more than a few percent; not so at {task.least_scale:.3g} s"
-            )
+            lines.append(f"DeepSpeed's own work counts for more than a few percent; not so at {task.least_scale:.3g} s")
         for line in lines:
             console.print(line, highlight=False, markup=False)
         console.print(emulated_steps_table(figures))
