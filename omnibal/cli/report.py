@@ -30,7 +30,7 @@ def report(
         int, typer.Option(help="Samples of a micro-batch as you batch today: drawn at random, padded.", min=1)
     ] = 4,
     num_replicas: ReplicasOption = 1,
-    steps: Annotated[int, typer.Option(help="Steps of real packs to simulate.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(help="Steps of real packs to simulate, spread over an epoch.", min=1)] = 64,
     model: ModelOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "bfloat16",

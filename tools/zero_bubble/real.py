@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from small import LIMITS, LOAD, model, pack
 
-from omnibal.engine.distributed import free_port
+from omnibal.engine.distributed import free_port, release_shared_memory
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.partition import search_partition
@@ -67,6 +67,7 @@ def train(rank: int, folder: str, port: int, cases: list[dict[str, Plan]]) -> No
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    release_shared_memory()
     found = [_steps(case) for case in cases]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
 
