@@ -94,7 +94,7 @@ def time_table(rows: Sequence[LayerFigures]) -> Table:
 def bytes_table(rows: Sequence[LayerFigures]) -> Table:
     """MiB that one layer of each kind sends on, keeps for its backward pass at each level, and holds in weights."""
     levels = list(dict.fromkeys(level for row in rows for level in row.saved_bytes))
-    table = _table(("sends MiB", *(f"keeps ({level})" for level in levels), "weights"))
+    table = _table(("sends\nMiB", *(f"keeps MiB\n({level})" for level in levels), "weights\nMiB"))
     for row in rows:
         kept = (_mebi(row.saved_bytes[level]) if level in row.saved_bytes else "–" for level in levels)
         table.add_row(_name(row), _mebi(row.output_bytes), *kept, _mebi(row.parameter_bytes))

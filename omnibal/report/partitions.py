@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from omnibal.report.memory import unit_of
 from omnibal.report.stages import PartitionFigures
 
 
@@ -83,7 +84,8 @@ def trials_table(trials: Sequence[TrialFigures]) -> Table:
     """Measured and predicted, in the order given."""
     table = _table("", "boundaries")
     counts = any(any(trial.peak_bytes) for trial in trials)
-    for name in ("measured ms", "predicted ms", "off", *(["peak GiB by stage"] if counts else [])):
+    unit, unit_name = unit_of(size for trial in trials for size in (*trial.peak_bytes, 0))
+    for name in ("measured ms", "predicted ms", "off", *([f"peak {unit_name} by stage"] if counts else [])):
         table.add_column(name, justify="right")
     for place, trial in enumerate(trials, start=1):
         measured, predicted = trial.measured_seconds, trial.predicted_seconds
@@ -93,7 +95,7 @@ def trials_table(trials: Sequence[TrialFigures]) -> Table:
             "failed" if measured is None else f"{1e3 * measured:,.1f}",
             f"{1e3 * predicted:,.1f}",
             "–" if measured is None else f"{predicted / measured - 1:+.1%}",
-            *([" ".join(f"{size / 2**30:.1f}" for size in trial.peak_bytes)] if counts else []),
+            *([" ".join(f"{size / unit:.1f}" for size in trial.peak_bytes)] if counts else []),
         )
     return table
 

@@ -14,6 +14,7 @@ from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Simulation, StepSimulation
+from omnibal.report.memory import unit_of
 from omnibal.report.run import VISION_KINDS
 
 
@@ -147,14 +148,15 @@ def stage_table(stages: Sequence[StageFigures]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("stage", justify="right")
     table.add_column("first layer", no_wrap=True)
-    for name in ("V+L", "GiB", "forward\nms", "backward\nms", "idle\nms", "idle", "in\nflight"):
+    unit, unit_name = unit_of(row.memory_bytes for row in stages)
+    for name in ("V+L", unit_name, "forward\nms", "backward\nms", "idle\nms", "idle", "in\nflight"):
         table.add_column(name, justify="right")
     for row in stages:
         table.add_row(
             f"{row.stage}",
             row.first_layer,
             f"{row.vision_layers}+{row.language_layers}",
-            f"{row.memory_bytes / 2**30:,.1f}",
+            f"{row.memory_bytes / unit:,.1f}",
             f"{1e3 * row.forward_seconds:,.1f}",
             f"{1e3 * row.backward_seconds:,.1f}",
             f"{1e3 * row.idle_seconds:,.0f}",

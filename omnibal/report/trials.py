@@ -69,9 +69,9 @@ def plan_trials_table(trials: Sequence[PlanTrial]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("trial")
     unit, unit_name = unit_of(size for trial in trials for size in (*trial.peak_bytes, *trial.predicted_bytes, 0))
-    names = ("packs", "recompute", "ms", "plan ms", "samples/s", unit_name, f"plan {unit_name}")
+    names = ("packs", "recompute", "ms", "plan\nms", "samples\na second", unit_name, f"plan\n{unit_name}")
     for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right", overflow="fold", min_width=max(map(len, name.split("\n"))))
     table.add_column("outcome", overflow="fold")
     for trial in trials:
         seconds, samples = trial.measured_seconds, trial.samples_per_step
