@@ -94,8 +94,8 @@ def four_steps(model: StepModel, partition: Partition) -> tuple[Level, ...]:
     nothing = [Blocks(0, 0)] * len(blocks)
     some = [Blocks(min(stage.vision, 2), min(stage.llm, 2)) for stage in blocks]
     recomputed = free(nothing)
-    estimate = estimate_block_bytes(recomputed, free(some), some, model.footprint.held)
-    return levels_of(keep_most(recomputed, blocks, estimate, model.footprint.held), kinds, partition)
+    estimate = estimate_block_bytes(recomputed, free(some), some, model.footprint.schedule.in_flight)
+    return levels_of(keep_most(recomputed, blocks, estimate, model.footprint.schedule.in_flight), kinds, partition)
 
 
 def seconds_of(model: StepModel, boundaries: Sequence[int], levels: tuple[Level, ...]) -> float:

@@ -86,7 +86,7 @@ def _four_steps(vlm: VisionLanguageModel, profile: ModelProfile, case: Case, mod
         return Trial(tried, (), peaks, "out of memory", missing) if any(missing) else Trial(tried, (1.0,), peaks)
 
     kinds = [layer.kind for layer in profile.layers]
-    return take_four_steps(plan, kinds, model.footprint.held, model.budgets, run).plan.recompute
+    return take_four_steps(plan, kinds, model.footprint.schedule.in_flight, model.budgets, run).plan.recompute
 
 
 def _peaks(vlm: VisionLanguageModel, case: Case) -> tuple[int, ...]:
