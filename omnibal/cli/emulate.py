@@ -77,7 +77,8 @@ def emulate(
         costs, plan, links, lengths=lengths, method=method, seed=seed, num_replicas=num_replicas, steps=steps,
         budget=budget, overhead_bytes=int(overhead * 2**30), time_scale=time_scale,
     )  # fmt: skip
-    with Console(stderr=True).status(f"{task.num_processes} processes emulate {steps} steps"):
+    doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
+    with Console(stderr=True).status(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         report = EmulationReport.run(task)
     written = report.write(trace, plot)
     if as_json:

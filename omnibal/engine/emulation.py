@@ -104,6 +104,12 @@ class EmulationTask:
         forward = sum(float(layer.forward_seconds(load).mean()) for layer in self.profile.layers)
         return LEAST_SLEEP_SECONDS * self.plan.num_stages / forward
 
+    @property
+    def wall_seconds(self) -> float:
+        """What the steps will take, the first one twice, without the start of the processes."""
+        seconds = [step.step_seconds for step in self.predicted]
+        return self.scale * (seconds[0] + sum(seconds))
+
     def footprint(self, load: Load) -> Footprint:
         """The memory of stages for micro-batches of one size."""
         return Footprint(self.profile, load, self.schedule, self.setup)

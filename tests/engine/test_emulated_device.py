@@ -147,5 +147,7 @@ def test_a_task_must_fit_its_plan():
 def test_time_is_scaled_to_sleeps_that_outweigh_the_engines_own_work():
     # forward passes of a stage take 2 × 2 tokens on average
     assert task([1, 2, 3]).scale == pytest.approx(LEAST_SLEEP_SECONDS / 4)
-    assert task([1, 2, 3], time_scale=0.25).scale == 0.25
+    slow = task([1, 2, 3], time_scale=0.25)
+    assert slow.scale == 0.25
+    assert slow.wall_seconds == pytest.approx(2 * 0.25 * slow.predicted[0].step_seconds)
     assert task([1, 2, 3], time_scale=0.25).least_scale == pytest.approx(LEAST_SLEEP_SECONDS / 4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from markdown import table
 from setting import OVERHEAD, Setting
 
 from omnibal.cost import Load
+from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine.emulation import EmulationTask, run_emulation
 from omnibal.memory.state import TrainingSetup
@@ -39,6 +41,13 @@ def print_ladder(
     rungs = _rungs(setting)
     print(f"fraction of the peak: {setting.fraction:.3f}\n\n{_ladder(setting, rungs)}\n")
     print(_limits({rung.name: (setting, rung) for rung in rungs[3:]}))
+
+
+@app.command()
+def real(files: Annotated[list[Path], typer.Argument(help="JSON lists of lengths, as InternVL's parts.")]) -> None:
+    """Print the ladder on real lengths, at the same fraction of the peak."""
+    setting = Setting(lengths=SampleLengths.from_token_lengths(files))
+    print(_ladder(setting, _rungs(setting)))
 
 
 @app.command()
