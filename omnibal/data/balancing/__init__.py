@@ -12,5 +12,6 @@ For every window of an epoch, ``planning.plan_steps``, compiled from end to end:
     random     samples   steps of    every step's        exchanges    exchanges
     order      measured  equal load  first packs         to balance   to keep the limits
 
-``exchange`` is the one move that levelling and relief are made of, and describes the arrays that all of them work on.
+``tables`` describes the arrays that all of them work on, ``exchange`` is the one move that levelling and relief are
+made of, ``subsets`` finds the samples for it. Where limits are tight, relief comes before levelling, too.
 """

@@ -5,7 +5,8 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.compiled import compiled
-from omnibal.data.balancing.exchange import (
+from omnibal.data.balancing.shuffle import scrambled
+from omnibal.data.balancing.tables import (
     COUNT,
     DIMENSIONS,
     EXCESS,
@@ -17,7 +18,6 @@ from omnibal.data.balancing.exchange import (
     Integer,
     prepend,
 )
-from omnibal.data.balancing.shuffle import scrambled
 
 MOST_PACKS: Final = 1024
 """Packs that are usually filled together: each sample looks at all of them."""

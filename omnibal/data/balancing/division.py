@@ -5,20 +5,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from omnibal.compiled import compiled
-from omnibal.data.balancing.exchange import (
-    DIMENSIONS,
-    LOADS,
-    MASKS,
-    MEMBERS,
-    Int32Array,
-    Int64Array,
-    Integer,
-    add_subsets,
-    nearest,
-)
+from omnibal.data.balancing.subsets import add_subsets, nearest
+from omnibal.data.balancing.tables import DIMENSIONS, LOADS, MASKS, MEMBERS, Int32Array, Int64Array, Integer
 
 TRIMMED: Final = 6
 """Samples at a step's end, and behind it, that may change places: 64 subsets each."""
+UNLIMITED: Final = (1 << 28, 1 << 28)
+"""What may change places: steps are not limited, packs are."""
 LOOKS: Final = 16
 """Next samples among which a step chooses to keep its other load in proportion."""
 LOOKAHEAD: Final = 32
@@ -191,9 +184,9 @@ def _trim(
         scratch,
         add_subsets(table, scratch, 0, num_mine, TRIMMED, 0),
         add_subsets(table, scratch, 1, num_theirs, TRIMMED, 0),
-        over_vision,
-        over_share,
-        over_other,
+        (over_vision, over_share, over_other),
+        UNLIMITED,
+        UNLIMITED,
         abs(over_vision) + abs(over_share) + abs(over_other),
     )
     if given < 0:

@@ -5,17 +5,7 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.compiled import compiled
-from omnibal.data.balancing.exchange import (
-    COUNT,
-    DIMENSIONS,
-    EXCESS,
-    LOADS,
-    ROOM,
-    SIZES,
-    Int32Array,
-    Int64Array,
-    prepend,
-)
+from omnibal.data.balancing.tables import COUNT, DIMENSIONS, EXCESS, LOADS, ROOM, SIZES, Int32Array, Int64Array, prepend
 
 SIZE_LEVELS: Final = 1024
 MOST_LOOKS: Final = 32

@@ -5,8 +5,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from omnibal.compiled import compiled
-from omnibal.data.balancing.exchange import DIMENSIONS, EXCESS, Int32Array, Int64Array, Integer, exchange
+from omnibal.data.balancing.exchange import exchange
 from omnibal.data.balancing.shuffle import scrambled
+from omnibal.data.balancing.tables import DIMENSIONS, EXCESS, Int32Array, Int64Array, Integer
 
 STEP_ROUNDS: Final = 4
 """Rounds of exchanges within a step."""
@@ -16,7 +17,7 @@ OTHER_ROUNDS: Final = 4
 """Rounds of exchanges between steps for the sake of the other loads."""
 GROUP_PASSES: Final = 2
 """How often steps are levelled after exchanges between them."""
-UNPRODUCTIVE: Final = 6
+UNPRODUCTIVE: Final = 4
 """Rounds end when fewer than one in so many exchanges brings packs nearer to each other."""
 MEETINGS: Final = 4
 """Counterparts in other steps that a pack of wrong vision units tries in a round."""
@@ -31,6 +32,8 @@ class Tolerance(NamedTuple):
     """In cost and in tokens, within a step."""
     group: int
     """In cost and in tokens, between steps."""
+    weights: tuple[int, int]
+    """Loads of a vision unit and of a token."""
 
 
 @compiled
@@ -102,24 +105,25 @@ def _level_step(
     number = end - begin
     for place in range(number):
         order[place] = begin + place
+    swaps = tries = 0
     for turn in range(STEP_ROUNDS):
         wrong_vision = uneven = 0
         for pack in range(begin, end):
             wrong_vision += abs(packs[pack, EXCESS]) > tolerance.vision
             uneven += _is_uneven(packs, pack, tolerance.vision, tolerance.others)
-        if uneven == 0:
+        if uneven == 0 or UNPRODUCTIVE * swaps < tries:
             return
         # Vision decides in every other round while it is uneven: it comes in few sizes, and is soon even or never.
         _sort_packs(packs, order, number, wrong_vision > 0 and turn % 2 == 0)
-        swaps = 0
         for place in range(number // 2):
             heavy, light = order[number - 1 - place], order[place]
             if _is_uneven(packs, heavy, tolerance.vision, tolerance.others) or (
                 _is_uneven(packs, light, tolerance.vision, tolerance.others)
             ):
-                swaps += exchange(samples, packs, heavy, light, 0, tolerance.others >> 2, turn, scratch)
-        if UNPRODUCTIVE * swaps < number // 2 and turn % 2:
-            return
+                tries += 1
+                swaps += exchange(
+                    samples, packs, heavy, light, 0, tolerance.others >> 2, turn, tolerance.weights, scratch
+                )
 
 
 @compiled
@@ -185,14 +189,14 @@ def _level_vision(
             for meeting in range(min(MEETINGS, lacking)):
                 pack, other = order[place], order[(place + turn * MEETINGS + meeting) % lacking]
                 if packs[pack, EXCESS] > tolerance.vision and packs[other, EXCESS] < -tolerance.vision:
-                    exchange(samples, packs, pack, other, 0, 0, turn, scratch)
+                    exchange(samples, packs, pack, other, 0, 0, turn, tolerance.weights, scratch)
         for place in range(number):
             pack = order[place]
             draw = scrambled(seed + np.uint64(turn * (end - begin) + place)) % np.uint64(end - begin)
             other = begin + np.int64(draw)
             if abs(packs[other, EXCESS]) <= tolerance.vision < abs(packs[pack, EXCESS]):
                 wish = 2 * tolerance.vision if packs[pack, EXCESS] > 0 else -2 * tolerance.vision
-                exchange(samples, packs, pack, other, wish, 0, turn, scratch)
+                exchange(samples, packs, pack, other, wish, 0, turn, tolerance.weights, scratch)
 
 
 @compiled
@@ -213,7 +217,9 @@ def _level_others(
         for place in range(number // 2):
             pack, other = order[number - 1 - place], order[place]
             wish = packs[other, EXCESS] - packs[pack, EXCESS]  # no vision units should move
-            swaps += exchange(samples, packs, pack, other, wish, tolerance.others >> 2, turn, scratch)
+            swaps += exchange(
+                samples, packs, pack, other, wish, tolerance.others >> 2, turn, tolerance.weights, scratch
+            )
         if UNPRODUCTIVE * swaps < number // 2:
             return
 

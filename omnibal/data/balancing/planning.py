@@ -9,7 +9,13 @@ from omnibal.compiled import compiled
 from omnibal.cost import CostModel
 from omnibal.data.balancing.dense import MOST_PACKS, fill_packs_densely
 from omnibal.data.balancing.division import StepRule, divide
-from omnibal.data.balancing.exchange import (
+from omnibal.data.balancing.filling import fill_packs, sort_within_steps
+from omnibal.data.balancing.levelling import Tolerance, level_steps
+from omnibal.data.balancing.relief import relieve
+from omnibal.data.balancing.scales import PACK, VISION_WEIGHT, Columns, Scales, capped_sizes, measure, scales_for
+from omnibal.data.balancing.shuffle import scrambled
+from omnibal.data.balancing.sizing import FULL, Survey
+from omnibal.data.balancing.tables import (
     DIMENSIONS,
     EXCESS,
     FIRST,
@@ -22,12 +28,6 @@ from omnibal.data.balancing.exchange import (
     Int64Array,
     make_scratch,
 )
-from omnibal.data.balancing.filling import fill_packs, sort_within_steps
-from omnibal.data.balancing.levelling import Tolerance, level_steps
-from omnibal.data.balancing.relief import relieve
-from omnibal.data.balancing.scales import PACK, VISION_WEIGHT, Columns, Scales, capped_sizes, measure, scales_for
-from omnibal.data.balancing.shuffle import scrambled
-from omnibal.data.balancing.sizing import FULL, Survey
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 
@@ -63,7 +63,8 @@ class Instructions(NamedTuple):
     relief_tries: int
     """Exchanges per pack that are tried to keep the limits."""
     rugged: bool
-    """Whether samples do not combine to fill packs: then limits are kept before loads are made even."""
+    """Whether packs have hardly room to spare, or samples do not combine to fill them: then limits are kept before
+    loads are made even."""
     together: int
     """Packs that are filled together first, for several steps at once; 0 fills each step's own."""
 
@@ -119,6 +120,7 @@ def instruct(
         vision=max(int(units * scales.vision), VISION_WEIGHT * TOLERANCE),
         others=TOLERANCE,
         group=TOLERANCE if tight else 5 * TOLERANCE // 2,
+        weights=(scales.vision, scales.tokens),
     )
     return Instructions(
         scales,
@@ -128,7 +130,7 @@ def instruct(
         tolerance,
         exchange_steps,
         relief_tries,
-        not known.driver.is_volume,
+        tight or not known.driver.is_volume,
         MOST_PACKS if dense else 0,
     )
 
@@ -185,12 +187,12 @@ def _plan_steps(
         fill_packs(samples, packs, step_starts, order, rule.step_packs)
     tries = instructions.relief_tries * len(packs)
     if instructions.rugged:
-        relieve(samples, packs, weights[0], weights[1], tries, seed, scratch)
+        relieve(samples, packs, weights, tries, seed, scratch)
         samples[:, LOADS:] = measure(chosen, columns, scales)[:, LOADS:]
         _weigh(samples, packs)
     if instructions.exchange_steps:
         level_steps(samples, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, seed, scratch)
-    overfull = relieve(samples, packs, weights[0], weights[1], tries, seed, scratch)
+    overfull = relieve(samples, packs, weights, tries, seed, scratch)
     packed, starts = _list_packs(samples, packs, chosen, rule, seed)
     return packed, starts, overfull
 

@@ -5,25 +5,14 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.compiled import compiled
-from omnibal.data.balancing.exchange import (
-    EXCESS,
-    LOADS,
-    MASKS,
-    ROOM,
-    SIZES,
-    SUMS,
-    Int32Array,
-    Int64Array,
-    Integer,
-    keeps_samples,
-    list_subsets,
-    swap,
-)
+from omnibal.data.balancing.exchange import keeps_samples, swap
 from omnibal.data.balancing.shuffle import scrambled
+from omnibal.data.balancing.subsets import FAR, list_subsets, within_bits
+from omnibal.data.balancing.tables import EXCESS, LOADS, MASKS, ROOM, SIZES, SUMS, Int32Array, Int64Array, Integer
 
 STRICT_PASSES: Final = 2
 """How often all packs that hold too much try others that keep the limits afterwards."""
-PASSES: Final = 8
+PASSES: Final = 10
 """How often they try others in all; then the excess may also be handed on."""
 MEETINGS: Final = 64
 """Others that a pack looks at in the first pass, twice as many in each that follows."""
@@ -33,8 +22,7 @@ MEETINGS: Final = 64
 def relieve(
     samples: Int32Array,
     packs: Int64Array,
-    vision_weight: Integer,
-    token_weight: Integer,
+    weights: tuple[int, int],
     tries: int,
     seed: Any,
     scratch: Int32Array,
@@ -44,10 +32,9 @@ def relieve(
     Each tries packs with most room, every one beginning with another of them, and packs drawn at random.
 
     Args:
-        samples: Changed in place; their loads become their sizes.
-        packs: Changed in place; their excesses become what they hold beyond the limits.
-        vision_weight: What a vision unit too much counts.
-        token_weight: What a token too much counts.
+        samples: Changed in place; their loads become their sizes, weighted.
+        packs: Changed in place; their excesses become what they hold beyond the limits, weighted.
+        weights: What a vision unit and a token too much count.
         tries: Most exchanges to try.
         seed: Which packs to try first.
         scratch: From ``make_scratch``.
@@ -58,7 +45,7 @@ def relieve(
     left = _count_overfull(packs)
     if left == 0:
         return 0
-    _measure_by_size(samples, packs)
+    _measure_by_size(samples, packs, weights)
     roomy = _sort_by_room(packs)
     turn = 0
     while left and tries:
@@ -67,10 +54,7 @@ def relieve(
             if not _is_kept(packs, pack) and tries:
                 by_room = roomy[0 if packs[pack, EXCESS] > 0 else 1]
                 draw = scrambled(seed + np.uint64(turn * len(packs) + pack)) % np.uint64(len(packs))
-                tries = _relieve_pack(
-                    samples, packs, pack, by_room, served, np.int64(draw), turn, vision_weight, token_weight, tries,
-                    scratch,
-                )  # fmt: skip
+                tries = _relieve_pack(samples, packs, pack, by_room, served, np.int64(draw), turn, tries, scratch)
                 served += 1
         left = _count_overfull(packs)
         turn += 1
@@ -88,8 +72,6 @@ def _relieve_pack(
     roomy: int,
     drawn: Integer,
     turn: int,
-    vision_weight: Integer,
-    token_weight: Integer,
     tries: int,
     scratch: Int32Array,
 ) -> int:
@@ -101,19 +83,17 @@ def _relieve_pack(
         if other != pack and _has_room(packs, pack, other):
             tries -= 1
             # At first, tokens alone are no reason to make vision units uneven.
-            evenness = vision_weight if turn == 0 and packs[pack, EXCESS] <= 0 else 0
-            strictness = 1 << 16 if turn < STRICT_PASSES else 1
-            _relieve_pair(
-                samples, packs, pack, other, tries, vision_weight, token_weight, evenness, strictness, scratch
-            )
+            keep_vision = turn == 0 and packs[pack, EXCESS] <= 0
+            _relieve_pair(samples, packs, pack, other, tries, turn < STRICT_PASSES, keep_vision, scratch)
     return tries
 
 
 @compiled
-def _measure_by_size(samples: Int32Array, packs: Int64Array) -> None:
+def _measure_by_size(samples: Int32Array, packs: Int64Array, weights: tuple[int, int]) -> None:
     """Let loads be sizes, and excesses what packs hold beyond the limits."""
-    samples[:, LOADS], samples[:, LOADS + 1] = samples[:, SIZES], samples[:, SIZES + 1]
-    packs[:, EXCESS], packs[:, EXCESS + 1] = -packs[:, ROOM], -packs[:, ROOM + 1]
+    for size in range(2):
+        samples[:, LOADS + size] = samples[:, SIZES + size] * weights[size]
+        packs[:, EXCESS + size] = -packs[:, ROOM + size] * weights[size]
 
 
 @compiled
@@ -152,36 +132,82 @@ def _relieve_pair(
     pack: int,
     other: Integer,
     turn: int,
-    vision_weight: Integer,
-    token_weight: Integer,
-    evenness: Integer,
-    strictness: int,
+    strict: bool,
+    keep_vision: bool,
     scratch: Int32Array,
 ) -> None:
-    """Swap the subsets after which both packs together hold least too much, if that is less than before.
-
-    ``evenness`` is what a vision unit counts that moves from one to the other, ``strictness`` how many times what the
-    other then holds too much counts.
-    """
+    """Swap the subsets after which both packs together hold least too much, if that is less than before."""
     num_members, num_mine = list_subsets(samples, packs, pack, turn, scratch, 0)
     num_others, num_theirs = list_subsets(samples, packs, other, turn, scratch, 1)
-    vision, tokens = packs[pack, EXCESS], packs[pack, EXCESS + 1]
-    other_vision, other_tokens = packs[other, EXCESS], packs[other, EXCESS + 1]
-    least = max(vision, 0) * vision_weight + max(tokens, 0) * token_weight
-    least += strictness * (max(other_vision, 0) * vision_weight + max(other_tokens, 0) * token_weight)
+    excess = within_bits(packs[pack, EXCESS]), within_bits(packs[pack, EXCESS + 1])
+    other_excess = within_bits(packs[other, EXCESS]), within_bits(packs[other, EXCESS + 1])
+    given, taken = _most_relieving(scratch, num_mine, num_theirs, excess, other_excess, strict, keep_vision)
+    if given >= 0 and keeps_samples(packs, pack, other, scratch[0, MASKS, given], scratch[1, MASKS, taken]):
+        swap(samples, packs, pack, other, scratch, num_members, num_others, given, taken)
+
+
+@compiled
+def _most_relieving(
+    scratch: Int32Array,
+    num_mine: int,
+    num_theirs: int,
+    excess: tuple[Integer, Integer],
+    other_excess: tuple[Integer, Integer],
+    strict: bool,
+    keep_vision: bool,
+) -> tuple[int, int]:
+    """Find the subsets after whose swap two packs together hold least too much.
+
+    Args:
+        scratch: Both packs' subsets.
+        num_mine: Subsets in the first table.
+        num_theirs: Subsets in the second table.
+        excess: What the first pack holds beyond its limits, negative where it has room.
+        other_excess: The same of the second pack.
+        strict: Whether the second pack must not hold more beyond its limits than it does.
+        keep_vision: Whether vision units that move count as if they were too much.
+
+    Returns:
+        Their numbers, or −1 twice where none holds less than now.
+    """
+    best = np.int32(max(excess[0], 0) + max(excess[1], 0) + max(other_excess[0], 0) + max(other_excess[1], 0))
+    most = (np.int32(max(other_excess[0], 0)), np.int32(max(other_excess[1], 0))) if strict else (FAR, FAR)
+    moved = np.int32(keep_vision)
     given = taken = -1
     for subset in range(num_mine):
+        vision, tokens = np.int32(scratch[0, SUMS, subset]), np.int32(scratch[0, SUMS + 1, subset])
+        least = FAR
         for candidate in range(num_theirs):
-            more = np.int64(scratch[0, SUMS, subset] - scratch[1, SUMS, candidate])
-            longer = np.int64(scratch[0, SUMS + 1, subset] - scratch[1, SUMS + 1, candidate])
-            too_much = max(vision - more, 0) * vision_weight + max(tokens - longer, 0) * token_weight
-            too_much += strictness * (
-                max(other_vision + more, 0) * vision_weight + max(other_tokens + longer, 0) * token_weight
-            )
-            too_much += abs(more) * evenness
-            if too_much < least and keeps_samples(
-                packs, pack, other, scratch[0, MASKS, subset], scratch[1, MASKS, candidate]
-            ):
-                least, given, taken = too_much, subset, candidate
-    if given >= 0:
-        swap(samples, packs, pack, other, scratch, num_members, num_others, given, taken)
+            least = min(least, _left_over(scratch, candidate, vision, tokens, excess, other_excess, most, moved))
+        if least < best:
+            best, given = least, subset
+    if given < 0:
+        return -1, -1
+    vision, tokens = np.int32(scratch[0, SUMS, given]), np.int32(scratch[0, SUMS + 1, given])
+    taken = 0
+    while _left_over(scratch, taken, vision, tokens, excess, other_excess, most, moved) != best:
+        taken += 1
+    return given, taken
+
+
+@compiled
+def _left_over(
+    scratch: Int32Array,
+    candidate: int,
+    vision: Any,
+    tokens: Any,
+    excess: tuple[Integer, Integer],
+    other_excess: tuple[Integer, Integer],
+    most: tuple[Any, Any],
+    moved: Any,
+) -> Any:
+    """What both packs together hold too much after a swap; ``FAR`` where the other one would hold more than it may."""
+    zero = np.int32(0)
+    more = np.int32(vision - scratch[1, SUMS, candidate])
+    longer = np.int32(tokens - scratch[1, SUMS + 1, candidate])
+    other_vision, other_tokens = np.int32(other_excess[0] + more), np.int32(other_excess[1] + longer)
+    left = np.int32(
+        max(np.int32(excess[0] - more), zero) + max(np.int32(excess[1] - longer), zero)
+        + max(other_vision, zero) + max(other_tokens, zero) + moved * abs(more)
+    )  # fmt: skip
+    return left if (other_vision <= most[0]) & (other_tokens <= most[1]) else FAR

@@ -11,7 +11,7 @@ import numpy as np
 
 from omnibal.compiled import compiled
 from omnibal.cost import CostModel
-from omnibal.data.balancing.exchange import DIMENSIONS, LOADS, NEXT, NOWHERE, SIZES, Int64Array
+from omnibal.data.balancing.tables import DIMENSIONS, LOADS, NEXT, NOWHERE, SIZES, Int64Array
 from omnibal.data.lengths import IntArray, SampleLengths
 
 PACK: Final = 1 << 20
@@ -41,7 +41,7 @@ class Scales(NamedTuple):
     vision: int
     """Weight of a vision unit."""
     tokens: int
-    """Weight of a token; 0 where tokens need no levelling."""
+    """Weight of a token; 1, which is next to nothing, where tokens need no levelling but must keep their limit."""
     costs: tuple[float, float, float, float]
     """Weights in the cost dimension of a vision unit, a token, a squared token and a squared vision unit."""
 
@@ -79,7 +79,7 @@ def scales_for(
         most_vision,
         most_tokens,
         _weight(VISION_WEIGHT * PACK, pack_vision, most_vision),
-        _weight(PACK, pack_tokens, most_tokens) if level_tokens else 0,
+        _weight(PACK, pack_tokens, most_tokens) if level_tokens else 1,
         (
             cost.vision_units / unit - share,
             cost.llm_tokens / unit,
@@ -103,7 +103,7 @@ def measure(chosen: Int64Array, columns: Columns, scales: Scales) -> Any:
         scales: The units.
 
     Returns:
-        A row per sample as ``omnibal.data.balancing.exchange`` has them.
+        A row per sample as ``omnibal.data.balancing.tables`` has them.
     """
     samples = np.empty((len(chosen), LOADS + DIMENSIONS), dtype=np.int32)
     per_vision, per_token, per_squared_token, per_squared_vision = scales.costs

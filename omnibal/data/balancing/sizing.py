@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import CostModel, Load
-from omnibal.data.balancing.exchange import Int32Array
+from omnibal.data.balancing.tables import Int32Array
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from omnibal.data.balancing.exchange import COUNT, DIMENSIONS, EXCESS, FIRST, LOADS, NEXT, NOWHERE, ROOM, SIZES
+from omnibal.data.balancing.tables import COUNT, DIMENSIONS, EXCESS, FIRST, LOADS, NEXT, NOWHERE, ROOM, SIZES
 
 
 def sample_table(loads, sizes=None):

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from omnibal.data.balancing.division import StepRule, divide
-from omnibal.data.balancing.exchange import make_scratch
+from omnibal.data.balancing.tables import make_scratch
 
 MANY = 1 << 30
 

@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.balancing.exchange import EXCESS, make_scratch
 from omnibal.data.balancing.levelling import Tolerance, level_steps
+from omnibal.data.balancing.tables import EXCESS, make_scratch
 from tests.data.balancing.tables import members_of, pack_table, sample_table
 
 UNIT = 1000
-TOLERANCE = Tolerance(750, 5, 10)
+TOLERANCE = Tolerance(750, 5, 10, (UNIT, 1))
 
 
 def levelled(loads, members, step_packs, exchange_steps, seed=1):

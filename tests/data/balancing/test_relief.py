@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.balancing.exchange import make_scratch
 from omnibal.data.balancing.relief import relieve
+from omnibal.data.balancing.tables import make_scratch
 from tests.data.balancing.tables import check_tables, members_of, pack_table, sample_table
 
 LIMITS = (9, 40)
@@ -12,7 +12,7 @@ LIMITS = (9, 40)
 def relieved(sizes, members, tries=1000, seed=1):
     samples = sample_table([(0, 0, 0)] * len(sizes), sizes)
     packs = pack_table(samples, members, limits=LIMITS)
-    left = relieve(samples, packs, 1000 // 9, 1000 // 40, tries, np.uint64(seed), make_scratch())
+    left = relieve(samples, packs, (1000 // 9, 1000 // 40), tries, np.uint64(seed), make_scratch())
     return samples, packs, left
 
 
