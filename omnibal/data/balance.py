@@ -196,10 +196,11 @@ class BalancedPacks:
     def _try_part(self, samples: npt.NDArray[np.int64], num_packs: float, dense: bool) -> bool:
         """Plan as many of the samples as fill whole steps; tell whether they fit.
 
-        It is harder than any window of the epoch: half of the reserve, a fraction of the tries.
+        It is harder than any window of the epoch: half of the reserve, a fraction of the tries, no second chance.
         """
         step_packs = min(self._step_packs, TRIAL_STEP_PACKS)
         instructions = self._instruct(dense, num_packs, step_packs=step_packs, relief_tries=TRIAL_RELIEF_TRIES)
+        instructions = instructions._replace(scatterings=0)
         shares = np.cumsum(driving_shares(samples, self._columns, instructions), dtype=np.int64)
         mean_share = self._known.mean_vision if instructions.rule.share_unit > 1 else self._known.driver.mean * FULL
         packs = shares * ((1 - RESERVE / 2) * num_packs / (self._num_samples * mean_share))

@@ -13,5 +13,6 @@ For every window of an epoch, ``planning.plan_steps``, compiled from end to end:
     order      measured  equal load  first packs         to balance   to keep the limits
 
 ``tables`` describes the arrays that all of them work on, ``exchange`` is the one move that levelling and relief are
-made of, ``subsets`` finds the samples for it. Where limits are tight, relief comes before levelling, too.
+made of, ``subsets`` finds the samples for it. Where limits are tight, relief comes before levelling, too; what it
+cannot bring under the limits is scattered for another try (``scattering``).
 """

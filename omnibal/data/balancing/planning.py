@@ -13,6 +13,7 @@ from omnibal.data.balancing.filling import fill_packs, sort_within_steps
 from omnibal.data.balancing.levelling import Tolerance, level_steps
 from omnibal.data.balancing.relief import relieve
 from omnibal.data.balancing.scales import PACK, VISION_WEIGHT, Columns, Scales, capped_sizes, measure, scales_for
+from omnibal.data.balancing.scattering import scatter
 from omnibal.data.balancing.shuffle import scrambled
 from omnibal.data.balancing.sizing import FULL, Survey
 from omnibal.data.balancing.tables import (
@@ -41,6 +42,10 @@ TIGHT_COST: Final = 0.5
 """What the cost weighs where tokens are levelled: they almost decide it, and have a limit to keep."""
 RELIEF_TRIES: Final = 12
 """Exchanges that are tried to keep the limits, per pack of all."""
+SCATTERINGS: Final = 8
+"""How often a few packs that hold too much after all exchanges are scattered."""
+FEW: Final = 100
+"""One pack in so many is few."""
 TOLERANCE: Final = PACK // 500
 """Differences in cost and tokens that are not worth an exchange: 0.2 % of a pack."""
 
@@ -67,6 +72,8 @@ class Instructions(NamedTuple):
     loads are made even."""
     together: int
     """Packs that are filled together first, for several steps at once; 0 fills each step's own."""
+    scatterings: int
+    """How often packs that still hold too much may be scattered."""
 
 
 def instruct(
@@ -132,6 +139,7 @@ def instruct(
         relief_tries,
         tight or not known.driver.is_volume,
         MOST_PACKS if dense else 0,
+        SCATTERINGS,
     )
 
 
@@ -193,6 +201,12 @@ def _plan_steps(
     if instructions.exchange_steps:
         level_steps(samples, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, seed, scratch)
     overfull = relieve(samples, packs, weights, tries, seed, scratch)
+    for scattering in range(instructions.scatterings):
+        if not 0 < overfull <= len(packs) // FEW:
+            break
+        draws = seed + np.uint64((scattering + 1) * len(samples))
+        scatter(samples, packs, weights, draws)
+        overfull = relieve(samples, packs, weights, tries, draws, scratch)
     packed, starts = _list_packs(samples, packs, chosen, rule, seed)
     return packed, starts, overfull
 
