@@ -37,6 +37,8 @@ from omnibal.vlm.measure import measure_profile
 
 BATCH, MICRO_BATCHES = 4, 4
 """Samples of a padded micro-batch; micro-batches of a step, of both replicas together."""
+PIPELINE_MIB = 400
+"""The memory budget of a stage of two."""
 SETTINGS = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 0},
@@ -135,12 +137,15 @@ def ways(profile: ModelProfile, num_stages: int) -> list[Way]:
 
 
 def best_cut(profile: ModelProfile, num_stages: int) -> Partition:
-    """On some steps of our sampler's packs."""
+    """The fastest on some steps of our sampler's packs that fits with nothing recomputed."""
     lengths = sample_lengths()
     sampler = BalancedBatchSampler(lengths, LIMITS, num_replicas=4, rank=0, micro_batches=MICRO_BATCHES)
     loads = list(sampler.step(0).load(lengths))
     # two cores of one machine: a transfer is a copy
-    return search_partition(profile, loads, num_stages, bandwidth_bytes_per_second=2e9).best.partition
+    found = search_partition(profile, loads, num_stages, bandwidth_bytes_per_second=2e9, top=len(profile.layers))
+    partitions = [candidate.partition for candidate in found.candidates]
+    ways = (Way("", partition, "none", padded=False) for partition in partitions)
+    return next(way.partition for way in ways if max(stage_mib(profile, way, num_replicas=1)) <= PIPELINE_MIB)
 
 
 def measured_profile(model: VisionLanguageModel) -> ModelProfile:
@@ -201,21 +206,25 @@ def _step(way: Way, engine: OmnibalEngine, loader: Batches, *, timed: bool) -> N
 
 def memory_of(profile: ModelProfile, found: Sequence[Way], num_replicas: int) -> dict[str, list[float]]:
     """MiB that each stage would hold at its peak, by our footprint, with the largest micro-batch there was."""
-    lengths, held = sample_lengths(), {}
-    for way in [*found, Way("padded, nothing recomputed", found[0].partition, "none", padded=True)]:
-        groups = (random_groups if way.padded else balanced_groups)(64, 0, num_replicas)
-        flat = [group for step in groups for group in step]
-        tokens = [
-            len(group) * lengths.llm_tokens[group].max() if way.padded else lengths.llm_tokens[group].sum()
-            for group in flat
-        ]
-        tiles = [lengths.vision_units[group].sum() for group in flat]
-        largest = Load(max(tiles), max(tokens), max(tokens) * lengths.summary.max_llm_tokens)
-        schedule = one_f_one_b(way.partition.num_stages, len(groups[0]))
-        footprint = Footprint(profile, largest, schedule, TrainingSetup(num_replicas=num_replicas, zero_stage=0))
-        stages = footprint.stages(way.partition, (way.recompute,) * len(profile.layers))
-        held[way.name] = [stage.total / 2**20 for stage in stages]
-    return held
+    padded = Way("padded, nothing recomputed", found[0].partition, "none", padded=True)
+    return {way.name: stage_mib(profile, way, num_replicas) for way in [*found, padded]}
+
+
+def stage_mib(profile: ModelProfile, way: Way, num_replicas: int) -> list[float]:
+    """MiB of each stage."""
+    lengths = sample_lengths()
+    groups = (random_groups if way.padded else balanced_groups)(64, 0, num_replicas)
+    flat = [group for step in groups for group in step]
+    tokens = [
+        len(group) * lengths.llm_tokens[group].max() if way.padded else lengths.llm_tokens[group].sum()
+        for group in flat
+    ]
+    tiles = [lengths.vision_units[group].sum() for group in flat]
+    largest = Load(max(tiles), max(tokens), max(tokens) * lengths.summary.max_llm_tokens)
+    schedule = one_f_one_b(way.partition.num_stages, len(groups[0]))
+    footprint = Footprint(profile, largest, schedule, TrainingSetup(num_replicas=num_replicas, zero_stage=0))
+    stages = footprint.stages(way.partition, (way.recompute,) * len(profile.layers))
+    return [stage.total / 2**20 for stage in stages]
 
 
 def main() -> None:
