@@ -1,11 +1,13 @@
 """Work that all ranks do together: if it fails on one, it fails on all, and none is left waiting."""
 
+import atexit
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
+import deepspeed
 import torch.distributed as dist
 
 from omnibal.errors import OmnibalError
@@ -22,8 +24,25 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def release_shared_memory() -> None:
-    """Let DeepSpeed's buffers in shared memory end with the launch's processes; all ranks together, once they have met.
+def meet(backend: str) -> None:
+    """Let this process communicate with the others of its launch, and leave nothing behind; all ranks together.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``.
+    """
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    _release_shared_memory()
+    if backend == "gloo":  # its threads abort a process that ends without having taken leave
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _release_shared_memory() -> None:
+    """Let DeepSpeed's buffers in shared memory end with the launch's processes.
 
     On a CPU it opens a file of 66 MiB for each process and never removes it: that memory would stay taken until the
     machine restarts. A file that has lost its name lives as long as somebody has it open.

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -14,7 +13,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.engine.config import OmnibalSection, complete_deepspeed_config, dtype_of, micro_batches_of, read_config
-from omnibal.engine.distributed import gather, rank_zero_first, release_shared_memory, together
+from omnibal.engine.distributed import gather, meet, rank_zero_first, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
@@ -46,8 +45,7 @@ def initialize(
         DataError: The dataset has broken samples; the message names files and lines.
     """
     if not dist.is_initialized():
-        deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
-        release_shared_memory()
+        meet(get_accelerator().communication_backend_name())
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
     given = together(lambda: _read(config, model, dataset, num_processes), where=where)

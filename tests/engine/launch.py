@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from omnibal.engine.distributed import SHARED_MEMORY, free_port, release_shared_memory
+from omnibal.engine.distributed import SHARED_MEMORY, free_port, meet
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,14 +73,14 @@ def _output(folder, rank):
 
 def _work():
     function, folder = sys.argv[1], Path(sys.argv[2])
-    import deepspeed
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    release_shared_memory()
+    meet("gloo")
     module, name = function.split(":")
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
     result = getattr(importlib.import_module(module), name)(*arguments)
     torch.save(result, folder / f"result{os.environ['RANK']}.pt")
+    sys.stdout.flush()
+    os._exit(0)  # all is saved; gloo's threads now and then abort an interpreter that is being taken down
 
 
 if __name__ == "__main__":

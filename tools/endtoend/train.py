@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.engine.config import complete_deepspeed_config, read_config
-from omnibal.engine.distributed import release_shared_memory
+from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.step import Step
@@ -236,8 +235,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    release_shared_memory()
+    meet("gloo")
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {dist.get_rank() % (os.cpu_count() or 1)})
     model = load_model(model_config())

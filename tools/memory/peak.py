@@ -120,14 +120,12 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
         "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     torch.set_num_threads(1)
-    import deepspeed
 
     from omnibal.engine.config import complete_deepspeed_config, read_config
-    from omnibal.engine.distributed import release_shared_memory
+    from omnibal.engine.distributed import meet
     from omnibal.engine.initialize import build_engine
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    release_shared_memory()
+    meet("gloo")
     content = {
         "gradient_accumulation_steps": MICRO_BATCHES,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},

@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
-from omnibal.engine.distributed import release_shared_memory
+from omnibal.engine.distributed import meet
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.simulate import simulate_step
@@ -82,8 +82,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 def start() -> None:
     """Join the other ranks; each has a core of its own."""
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    release_shared_memory()
+    meet("gloo")
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {dist.get_rank() % (os.cpu_count() or 1)})
 

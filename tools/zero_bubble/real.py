@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from small import LIMITS, LOAD, model, pack
 
-from omnibal.engine.distributed import free_port, release_shared_memory
+from omnibal.engine.distributed import free_port, meet
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.partition import search_partition
@@ -64,10 +64,8 @@ def train(rank: int, folder: str, port: int, cases: list[dict[str, Plan]]) -> No
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
     }  # fmt: skip
     torch.set_num_threads(1)
-    import deepspeed
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    release_shared_memory()
+    meet("gloo")
     found = [_steps(case) for case in cases]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
 
