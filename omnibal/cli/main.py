@@ -23,6 +23,7 @@ class _FriendlyGroup(TyperGroup):
     """Turns omnibal's own errors, and those of files, into one line: they say what to do; a traceback would hide it."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except OmnibalError as error:

@@ -24,7 +24,8 @@ ModeOption = Annotated[
 ]
 ZeroStageOption = Annotated[int, typer.Option(help="ZeRO stage; 1: replicas share the optimizer's work.", min=0, max=1)]
 RecomputeOption = Annotated[
-    Level | None, typer.Option(help="What every layer recomputes in its backward pass; none, or as the plan says.")
+    Level | None,
+    typer.Option(help="What every layer recomputes in its backward pass; left out, what a given plan says, or none."),
 ]
 ScheduleOption = Annotated[
     ScheduleName | None, typer.Option(help="What stages run in which order: as the plan says; 1f1b without one.")

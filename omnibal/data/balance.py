@@ -17,7 +17,7 @@ import numpy.typing as npt
 from omnibal.cost import CostModel
 from omnibal.data.balancing.dense import MOST_PACKS
 from omnibal.data.balancing.layout import BLOCK, WINDOW, Layout
-from omnibal.data.balancing.planning import RELIEF_TRIES, Instructions, driving_shares, instruct, plan_steps
+from omnibal.data.balancing.planning import Instructions, driving_shares, instruct, plan_steps
 from omnibal.data.balancing.scales import columns_of
 from omnibal.data.balancing.shuffle import shuffle_keys, shuffled
 from omnibal.data.balancing.sizing import FULL, RESERVE, packs_needed, survey
@@ -42,8 +42,7 @@ MARGINS: Final[tuple[float, ...]] = (0.0, *(0.005 * 1.5**grown for grown in rang
 SPARSE_MARGINS: Final = 7
 """Margins up to 0.04 that are tried before packs are filled densely."""
 ATTEMPTS: Final = 32
-"""Orders of a window's samples that are tried. Nearly always the first one fits; in the worst windows known every third
-does not."""
+"""Orders of a window's samples that are tried. Nearly always the first one fits."""
 DENSE_ATTEMPTS: Final = range(3, 6)
 """Those with packs filled densely."""
 DENSEST_ATTEMPT: Final = 6
@@ -145,9 +144,7 @@ class BalancedPacks:
         places = shuffled(self._num_samples, begin, end, keys)
         return places if self._samples is None else self._samples[places]
 
-    def _instruct(
-        self, dense: bool, num_packs: float, *, step_packs: int | None = None, relief_tries: int = RELIEF_TRIES
-    ) -> Instructions:
+    def _instruct(self, dense: bool, num_packs: float, *, step_packs: int | None = None) -> Instructions:
         return instruct(
             self._known,
             self._limits,
@@ -156,7 +153,6 @@ class BalancedPacks:
             micro_batches=self._step_packs // self._num_replicas if step_packs is None else 1,
             num_packs=num_packs,
             exchange_steps=self._exchange_steps,
-            relief_tries=relief_tries,
             dense=dense,
         )
 
@@ -196,11 +192,12 @@ class BalancedPacks:
     def _try_part(self, samples: npt.NDArray[np.int64], num_packs: float, dense: bool) -> bool:
         """Plan as many of the samples as fill whole steps; tell whether they fit.
 
-        It is harder than any window of the epoch: half of the reserve, a fraction of the tries, no second chance.
+        It is made harder than the windows of the epoch: half of the reserve, a fraction of the tries, no second chance.
+        Where it fits by luck, windows need more than one attempt.
         """
         step_packs = min(self._step_packs, TRIAL_STEP_PACKS)
-        instructions = self._instruct(dense, num_packs, step_packs=step_packs, relief_tries=TRIAL_RELIEF_TRIES)
-        instructions = instructions._replace(scatterings=0)
+        instructions = self._instruct(dense, num_packs, step_packs=step_packs)
+        instructions = instructions._replace(relief_tries=TRIAL_RELIEF_TRIES, scatterings=0)
         shares = np.cumsum(driving_shares(samples, self._columns, instructions), dtype=np.int64)
         mean_share = self._known.mean_vision if instructions.rule.share_unit > 1 else self._known.driver.mean * FULL
         packs = shares * ((1 - RESERVE / 2) * num_packs / (self._num_samples * mean_share))

@@ -195,8 +195,12 @@ def test_a_wrong_folder_fails_alike_for_every_layer(tmp_path):
 def test_old_rotary_buffers_are_passed_over(tmp_path):
     write_plain(tmp_path)
     buffer = "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
+    model = load_model(tmp_path)
+    plain = disk_state(model, read_layers(model, tmp_path))
     rewrite(tmp_path, lambda weights: weights.update({buffer: torch.ones(4)}))
-    read_layers(load_model(tmp_path), tmp_path)
+    again = disk_state(model, read_layers(model, tmp_path))
+    assert again.keys() == plain.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in plain.items())
 
 
 def test_a_folder_without_weights_is_a_model_but_gives_none(tmp_path):

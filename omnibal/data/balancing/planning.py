@@ -85,7 +85,6 @@ def instruct(
     micro_batches: int,
     num_packs: float,
     exchange_steps: int,
-    relief_tries: int = RELIEF_TRIES,
     dense: bool = False,
 ) -> Instructions:
     """Work out the instructions for steps of which all samples would make ``num_packs`` packs."""
@@ -136,7 +135,7 @@ def instruct(
         weights,
         tolerance,
         exchange_steps,
-        relief_tries,
+        RELIEF_TRIES,
         tight or not known.driver.is_volume,
         MOST_PACKS if dense else 0,
         SCATTERINGS,
