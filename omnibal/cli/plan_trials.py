@@ -1,7 +1,8 @@
 """`omnibal plan` on the real engine: its best plans, or the paper's four steps in place of the solver's levels."""
 
+import itertools
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ class Engine:
         """
         measured: list[tuple[float, Plan]] = []
         for place, choice in enumerate(self.result.tried[:count], start=1):
-            for trial in self._run(f"plan {place}", self.result.plan_of(choice), _Retreat(self.result, choice)):
+            names = (f"plan {place}" + f", retreat {number}" * (number > 0) for number in itertools.count())
+            step_back = _Retreat(self.result, choice)
+            for trial in self._run(self.result.plan_of(choice), on_trial=self._shown_as(names), retreat=step_back):
                 measured.append((trial.median_seconds / choice.model.packing.samples_per_step, trial.plan))
         seconds, plan = min(measured, key=lambda entry: entry[0])
         if seconds == float("inf"):
@@ -58,35 +61,30 @@ class Engine:
         Raises:
             InfeasibleError: A stage does not fit with every block recomputed.
         """
-        model = self.result.choice.model
-
-        def run(plan: Plan) -> Trial:
-            (trial,) = self._run(f"paper's {len(self.trials) + 1}", plan)
-            return trial
-
+        model, plan = self.result.choice.model, self.result.plan
         kinds = [layer.kind for layer in model.profile.layers]
         budgets = model.request.allocatable_bytes(model.num_stages)
-        found = take_four_steps(self.result.plan, kinds, model.footprint.schedule.in_flight, budgets, run)
-        self._run("solver's", self.result.plan)
+        show = self._shown_as(f"paper's {number}" for number in itertools.count(1))
+        in_flight = model.footprint.schedule.in_flight
+        found = take_four_steps(plan, kinds, in_flight, budgets, lambda tried: self._run(tried)[0], on_trial=show)
+        self._run(plan, on_trial=self._shown_as(["solver's"]))
         return found.plan
 
-    def _run(
-        self, name: str, plan: Plan, step_back: Callable[[Trial], Plan | None] = lambda trial: None
-    ) -> list[Trial]:
-        budget = self.result.choice.model.request.allocatable_bytes(plan.num_stages)
-        done: list[PlanTrial] = []
+    def _run(self, plan: Plan, **calls: Any) -> list[Trial]:
+        budgets = self.result.choice.model.request.allocatable_bytes(plan.num_stages)
+        return run_trials(self.config, [plan], launcher_options=self._options, budget_bytes=budgets, **calls)
+
+    def _shown_as(self, names: Iterable[str]) -> Callable[[Trial], None]:
+        """Keeps trials and says how they did, as they come, under these names."""
+        left = iter(names)
 
         def show(trial: Trial) -> None:
-            label = f"{name}, retreat {len(done)}" if trial.retreat_bytes else name
             seconds = None if trial.error else trial.median_seconds
-            done.append(PlanTrial.of(label, trial.plan, seconds, trial.peak_bytes, outcome_of(trial)))
-            self._console.print(f"{label}: {done[-1].outcome}", highlight=False, markup=False)
+            done = PlanTrial.of(next(left), trial.plan, seconds, trial.peak_bytes, outcome_of(trial))
+            self.trials.append(done)
+            self._console.print(f"{done.name}: {done.outcome}", highlight=False, markup=False)
 
-        found = run_trials(
-            self.config, [plan], launcher_options=self._options, budget_bytes=budget, retreat=step_back, on_trial=show
-        )
-        self.trials += done
-        return found
+        return show
 
 
 @dataclass

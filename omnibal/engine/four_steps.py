@@ -38,7 +38,13 @@ class FourSteps:
 
 
 def take_four_steps(
-    plan: Plan, kinds: Sequence[str], in_flight: Sequence[int], budget_bytes: Sequence[int], run: Run
+    plan: Plan,
+    kinds: Sequence[str],
+    in_flight: Sequence[int],
+    budget_bytes: Sequence[int],
+    run: Run,
+    *,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> FourSteps:
     """Find the blocks that need not recompute as the paper does, from measured memory alone.
 
@@ -48,6 +54,7 @@ def take_four_steps(
         in_flight: Micro-batches that each stage holds.
         budget_bytes: What a device of each stage may hold.
         run: Trains a few steps under a plan and measures their memory.
+        on_trial: Called with each result as it comes.
 
     Raises:
         InfeasibleError: A stage does not fit with every block recomputed.
@@ -58,8 +65,10 @@ def take_four_steps(
     blocks = count_blocks(kinds, plan.partition)
     trials: list[Trial] = []
 
-    def keep(kept: Sequence[Blocks]) -> Trial:
-        trials.append(run(replace(plan, recompute=levels_of(kept, kinds, plan.partition), predicted=None)))
+    def keep(kept: Sequence[Blocks], *, retreat_bytes: tuple[int, ...] = ()) -> Trial:
+        trial = run(replace(plan, recompute=levels_of(kept, kinds, plan.partition), predicted=None))
+        trials.append(replace(trial, retreat_bytes=retreat_bytes))
+        on_trial(trials[-1])
         if trials[-1].error is not None and not any(trials[-1].missing_bytes):
             raise OmnibalError(f"a trial must run, got {trials[-1].error}")
         return trials[-1]
@@ -78,6 +87,8 @@ def take_four_steps(
         return FourSteps(recomputed.plan, BlockBytes(0, 0), tuple(trials))
     block_bytes = estimate_block_bytes(free(recomputed), free(trials[-1]), some, in_flight)
     kept = keep_most(free(recomputed), blocks, block_bytes, in_flight)
-    while keep(kept).error is not None:
-        kept = retreat(kept, trials[-1].missing_bytes, block_bytes, in_flight)
-    return FourSteps(trials[-1].plan, block_bytes, tuple(trials))
+    last = keep(kept)
+    while last.error is not None:
+        kept = retreat(kept, last.missing_bytes, block_bytes, in_flight)
+        last = keep(kept, retreat_bytes=last.missing_bytes)
+    return FourSteps(last.plan, block_bytes, tuple(trials))

@@ -84,15 +84,15 @@ def run_trials(
         plan: Plan | None = candidate
         retreat_bytes: tuple[int, ...] = ()
         while plan is not None:
-            trial = _within(_run_trial(config, plan, launcher_options, steps), budget_bytes)
+            trial = within_budget(_run_trial(config, plan, launcher_options, steps), budget_bytes)
             trials.append(replace(trial, retreat_bytes=retreat_bytes))
             on_trial(trials[-1])
             plan, retreat_bytes = retreat(trials[-1]) if any(trial.missing_bytes) else None, trial.missing_bytes
     return sorted(trials, key=lambda trial: trial.median_seconds)
 
 
-def _within(trial: Trial, budget_bytes: Sequence[int]) -> Trial:
-    """The trial, failed if a stage held more than its budget."""
+def within_budget(trial: Trial, budget_bytes: Sequence[int]) -> Trial:
+    """The trial, failed if a stage held more than its budget; without budgets or peaks it stays as it is."""
     missing = tuple(max(peak - budget, 0) for peak, budget in zip(trial.peak_bytes, budget_bytes, strict=False))
     if not any(missing):
         return trial

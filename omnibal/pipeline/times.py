@@ -77,13 +77,13 @@ def step_times(
     share = 2 * (num_replicas - 1) / num_replicas / reduce_bandwidth
     owners = num_replicas if shard_optimizer else 1
     return StepTimes(
-        forward=_summed(_evaluate([layer.forward_seconds for layer in layers], load)),
-        backward=_summed(backward),
-        first_backward=_summed(after_frozen),
-        weight=_summed(_evaluate([layer.weight_seconds for layer in layers], load)),
+        forward=summed(_evaluate([layer.forward_seconds for layer in layers], load)),
+        backward=summed(backward),
+        first_backward=summed(after_frozen),
+        weight=summed(_evaluate([layer.weight_seconds for layer in layers], load)),
         crossing=np.pad(crossing + latency_seconds, ((0, 0), (0, 0), (1, 1))),
-        reduce=_summed(np.array([layer.gradient_bytes * share for layer in layers])),
-        optimizer=_summed(np.array([layer.optimizer_seconds / owners for layer in layers])),
+        reduce=summed(np.array([layer.gradient_bytes * share for layer in layers])),
+        optimizer=summed(np.array([layer.optimizer_seconds / owners for layer in layers])),
     )
 
 
@@ -108,6 +108,11 @@ def transfers_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatA
     """Seconds of every micro-batch's transfer over every cut, shape (micro-batches, stages - 1)."""
     crossing: FloatArray = times.crossing[replica][:, boundaries[1:-1]]
     return crossing
+
+
+def summed(layers: FloatArray) -> FloatArray:
+    """Sums over the layers before each boundary, shape (…, layers) -> (…, layers + 1)."""
+    return np.concatenate([np.zeros((*layers.shape[:-1], 1)), np.cumsum(layers, axis=-1)], axis=-1)
 
 
 def check_partition(profile: ModelProfile, partition: Partition) -> None:
@@ -153,7 +158,3 @@ def _evaluate(models: Sequence[CostModel], load: Load) -> FloatArray:
     """Shape of the load and one more axis over the models; equal models are evaluated once."""
     values = {model: model(load) for model in set(models)}
     return np.stack([values[model] for model in models], axis=-1) if models else np.zeros((*load.shape, 0))
-
-
-def _summed(layers: FloatArray) -> FloatArray:
-    return np.concatenate([np.zeros((*layers.shape[:-1], 1)), np.cumsum(layers, axis=-1)], axis=-1)

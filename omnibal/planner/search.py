@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,10 +53,14 @@ def propose(model: StepModel) -> Choice:
 def improve(model: StepModel, starts: Iterable[Boundaries] = ()) -> Choice:
     """The best partition that local search with the simulator finds, from the formula's optima and other starts.
 
+    The formula's optima for unbounded memory are starts too, where they fit.
+
     Raises:
         InfeasibleError: No partition fits.
     """
-    return _best(model, _search(model, model.recompute, model.step_seconds, model.bound, starts))
+    nothing, evaluate = np.zeros_like(model.recompute), model.step_seconds
+    proposed = _formula(model, nothing, evaluate) | _formula(model, model.recompute, evaluate)
+    return _best(model, _search(proposed, evaluate, model.bound, starts))
 
 
 def two_phases(model: StepModel) -> Choice:
@@ -65,8 +69,8 @@ def two_phases(model: StepModel) -> Choice:
     Raises:
         InfeasibleError: The partition does not fit.
     """
-    nothing = np.zeros_like(model.recompute)
-    blind = _best(model, _search(model, nothing, model.blind_seconds, model.blind_bound, ()))
+    proposed = _formula(model, np.zeros_like(model.recompute), model.blind_seconds)
+    blind = _best(model, _search(proposed, model.blind_seconds, model.blind_bound, ()))
     model.levels(blind.boundaries)  # says what is missing
     return Choice(model, blind.boundaries, float(model.step_seconds(np.array([blind.boundaries]))[0]))
 
@@ -98,9 +102,10 @@ def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
 
 
 def _search(
-    model: StepModel, recompute: FloatArray, evaluate: Evaluate, bound: Evaluate, starts: Iterable[Boundaries]
+    proposed: Mapping[Boundaries, float], evaluate: Evaluate, bound: Evaluate, starts: Iterable[Boundaries]
 ) -> dict[Boundaries, float]:
-    seconds = _formula(model, recompute, evaluate)
+    """Descend from the best of the proposed partitions, and from other starts."""
+    seconds = dict(proposed)
     best = sorted(seconds, key=seconds.__getitem__)[:_STARTS]
     more = [start for start in starts if start not in seconds]
     if more:

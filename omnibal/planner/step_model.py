@@ -20,7 +20,7 @@ from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.pipeline.simulate import mode_of
-from omnibal.pipeline.times import step_times
+from omnibal.pipeline.times import step_times, summed
 from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest
 
@@ -137,14 +137,32 @@ class StepModel:
 
     def with_levels(self, levels: tuple[Level, ...]) -> list[PartitionProblem]:
         """The problem of each step with recomputation."""
-        times = step_times(self.profile, self._loads, recompute=levels, **self.request.links)
-        backward, first_backward = (
-            np.split(array, len(self.steps)) for array in (times.backward, times.first_backward)
-        )
+        columns, layers = [LEVELS.index(level) for level in levels], np.arange(len(levels))
+        later, first = summed(self._backward[:, columns, layers].transpose(0, 2, 3, 1))
+        backward, first_backward = np.split(later, len(self.steps)), np.split(first, len(self.steps))
         return [
             replace(problem, times=problem.times._replace(backward=later, first_backward=first))
             for problem, later, first in zip(self.steps, backward, first_backward, strict=True)
         ]
+
+    @cached_property
+    def _backward(self) -> FloatArray:
+        """Every layer's backward pass at each level, shape (2, levels, layers, all steps' replicas, micro-batches).
+
+        In later stages and in the first one. Levels that a layer does not offer cost nothing more; they are not chosen.
+        """
+        layers = self.profile.layers
+        times = [
+            step_times(
+                self.profile,
+                self._loads,
+                recompute=[level if level in layer.saved_bytes else "none" for layer in layers],
+                **self.request.links,
+            )
+            for level in LEVELS
+        ]
+        sums = np.array([[level.backward for level in times], [level.first_backward for level in times]])
+        return np.moveaxis(np.diff(sums, axis=-1), -1, 2)
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
         times = step_times(self.profile, loads, **self.request.links)

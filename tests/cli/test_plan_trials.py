@@ -1,12 +1,15 @@
-"""`omnibal plan --trials` and `--four-steps` on a made-up engine that holds more than was predicted."""
+"""`omnibal plan --trials` on the real engine, then many cases of it and of `--four-steps` on a made-up one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from omnibal.engine import trials as trials_module
 from omnibal.engine.trials import Trial
+from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
+from tests.engine.demo import demo_config
 from tests.planner.test_solve import PROFILE
 
 MIB = 2**20
@@ -15,6 +18,62 @@ OPTIONS = [
     *("--num-stages", 4, "--num-replicas", 2, "--global-batch", 128, "--bandwidth", 100, "--budget", 3),
     *("--overhead", 0, "--head-room", 0, "--method", "isf", "--steps", 2, "--vision-units", 9, "--llm-tokens", 4096),
 ]
+
+
+@pytest.fixture
+def demo(omnibal, tmp_path, monkeypatch):
+    """Arguments to plan the demo's model for two processes of this machine."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = demo_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, data = config["omnibal"]["model"]["path"], config["omnibal"]["data"]["train"]
+    omnibal("lengths", data, tmp_path / "lengths", "--model", model)
+    omnibal("profile", model, tmp_path / "profile.json", "--device", "a100", "--dtype", "float32")
+    files = [tmp_path / "profile.json", "--lengths", tmp_path / "lengths", "--out", tmp_path / "plan.json"]
+    limits = ["--vision-units", 12, "--llm-tokens", 256, "--global-batch", 16]
+    return [*files, *limits, "--num-stages", 2, "--num-replicas", 1, "--overhead", 0, "--head-room", 0, "--json"]
+
+
+def keeps_less(profile, share):
+    """A profile of kernels that keep less than the engine's here."""
+    return replace(
+        profile,
+        layers=tuple(
+            replace(layer, saved_bytes=layer.saved_bytes | {"none": share * layer.saved_bytes["none"]})
+            for layer in profile.layers
+        ),
+    )
+
+
+@pytest.mark.distributed
+def test_the_real_engine_runs_out_of_memory_and_the_plan_retreats(omnibal, demo, tmp_path):
+    path = demo[0]
+    keeps_less(ModelProfile.load(path), 0.6).save(path)
+    omnibal("plan", *demo, "--budget", 1)
+    roomy = Plan.load(tmp_path / "plan.json")
+    assert set(roomy.recompute) == {"none"}
+    held = roomy.predicted.stages[0].memory.total
+    budgets = (held + MIB, 2**30)  # enough as predicted
+    tight = ["--budget", ",".join(str(budget / 2**30) for budget in budgets)]
+    result = omnibal("plan", *demo, *tight, "--trials", 1, "--config", tmp_path / "config.json")
+    short, fits = json.loads(result.stdout)["trials"]
+    missing = short["peak_bytes"][0] - budgets[0]
+    assert short["predicted_bytes"][0] == held < budgets[0] < short["peak_bytes"][0]
+    assert short["outcome"].startswith(f"out of memory, {missing} bytes (") and short["outcome"].endswith("missing")
+    assert fits["outcome"].startswith(f"after a retreat by {missing} bytes (") and fits["outcome"].endswith(": fits")
+    assert result.stderr.splitlines()[-2:] == [
+        f"plan 1: {short['outcome']}",
+        f"plan 1, retreat 1: {fits['outcome']}",
+    ]
+    assert short["measured_seconds"] is None and fits["measured_seconds"] > 0
+    assert fits["peak_bytes"][0] <= budgets[0]
+    assert fits["predicted_bytes"][0] <= held - missing
+    assert fits["peak_bytes"][1] == short["peak_bytes"][1]
+    kept = Plan.load(tmp_path / "plan.json")
+    assert kept.partition == roomy.partition
+    first = kept.recompute[: kept.partition.boundaries[1]]
+    assert "full" in first and set(kept.recompute[len(first) :]) == {"none"}
 
 
 @pytest.fixture
@@ -81,20 +140,32 @@ def test_no_plan_that_fits_is_an_error(omnibal, arguments, engine):
     assert "error: a plan must run, got 1 failures; the first: out of memory" in result.stderr
 
 
-def test_the_four_steps_find_levels_from_measured_memory_alone(omnibal, arguments, monkeypatch, tmp_path):
-    """A machine on which a block of the ViT keeps 10 MiB, and none of the LLM's anything."""
+@pytest.mark.parametrize("surplus", [0, 30 * MIB])
+def test_the_four_steps_find_levels_from_measured_memory_alone(omnibal, arguments, monkeypatch, tmp_path, surplus):
+    """A machine on which a block of the ViT keeps 10 MiB, none of the LLM's anything, and more than two a surplus."""
     blocks = [layer.name.startswith("vision_block") for layer in PROFILE.layers]
-    held, budget, base = (4, 3, 2, 1), 3072 * MIB, 2900 * MIB
+    held, room = (4, 3, 2, 1), 100 * MIB
+
+    def kept(plan, stage):
+        return sum(blocks[i] and plan.recompute[i] == "none" for i in plan.partition.layers(stage))
+
+    def peak(plan, stage):
+        return BUDGET - room + 10 * MIB * held[stage] * kept(plan, stage) + surplus * (kept(plan, stage) > 2)
 
     def run(config, plan, launcher_options, steps):
-        keeps = [blocks[i] and plan.recompute[i] == "none" for i in range(len(blocks))]
-        peaks = [base + 10 * MIB * held[s] * sum(keeps[i] for i in plan.partition.layers(s)) for s in range(4)]
-        return Trial(plan, (1.0,) * steps, tuple(peaks))
+        return Trial(plan, (1.0,) * steps, tuple(peak(plan, stage) for stage in range(4)))
 
     monkeypatch.setattr(trials_module, "_run_trial", run)
-    omnibal("plan", *arguments, "--four-steps")
+    result = omnibal("plan", *arguments, "--four-steps", "--json")
+    trials = json.loads(result.stdout)["trials"]
+    last = trials[-2]
+    assert [trial["name"] for trial in trials] == [*(f"paper's {n}" for n in range(1, len(trials))), "solver's"]
+    assert last["outcome"].startswith("after a retreat by ") == (surplus > 0)
+    assert f"{last['name']}: {last['outcome']}" in result.stderr
     plan = Plan.load(tmp_path / "plan.json")
     for stage in range(4):
-        layers = plan.partition.layers(stage)
-        kept = sum(blocks[i] and plan.recompute[i] == "none" for i in layers)
-        assert kept == min(sum(blocks[i] for i in layers), (budget - base) // (10 * MIB * held[stage]))
+        there = sum(blocks[i] for i in plan.partition.layers(stage))
+        fitting = room // (10 * MIB * held[stage])
+        assert peak(plan, stage) <= BUDGET
+        assert surplus or kept(plan, stage) == min(there, fitting)
+    assert kept(plan, 0) == 2

@@ -17,7 +17,7 @@ from reality import LIMITS, MINUTES, heading, make_parser, sampled, start
 
 from omnibal.cost import CostModel, Load
 from omnibal.engine.four_steps import take_four_steps
-from omnibal.engine.trials import Trial
+from omnibal.engine.trials import Trial, within_budget
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.profile import ModelProfile
@@ -82,8 +82,7 @@ def _four_steps(vlm: VisionLanguageModel, profile: ModelProfile, case: Case, mod
 
     def run(tried: Plan) -> Trial:
         peaks = _peaks(vlm, replace(case, recompute=tried.recompute))
-        missing = tuple(max(peak - budget, 0) for peak, budget in zip(peaks, model.budgets, strict=True))
-        return Trial(tried, (), peaks, "out of memory", missing) if any(missing) else Trial(tried, (1.0,), peaks)
+        return within_budget(Trial(tried, peak_bytes=peaks), model.budgets)
 
     kinds = [layer.kind for layer in profile.layers]
     return take_four_steps(plan, kinds, model.footprint.schedule.in_flight, model.budgets, run).plan.recompute

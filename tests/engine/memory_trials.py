@@ -1,0 +1,59 @@
+"""What processes run to test trials of memory: engine after engine, all in one launch."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from omnibal.engine import trial
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.four_steps import take_four_steps
+from omnibal.engine.initialize import initialize
+from omnibal.engine.trials import Trial, within_budget
+from tests.engine.cases import changed
+
+
+def memory_trials(config, plan, kinds, share, folder):
+    """The paper's four steps, each trial with an engine; then a trial on devices whose allocators give up.
+
+    The budget lies at a share of the way from the peaks with all blocks recomputed to those with none.
+    """
+    path = Path(folder) / f"plan.{dist.get_rank()}.json"
+
+    def run(tried):
+        tried.save(path)
+        engine, *_ = initialize(config=changed(config, "pipeline", plan=str(path)))
+        seconds, peaks = trial.measure(engine, 1)
+        return Trial(tried, tuple(seconds), peaks)
+
+    blocks = tuple("full" if kind.endswith("_block") else "none" for kind in kinds)
+    ends = [run(replace(plan, recompute=levels)).peak_bytes for levels in (blocks, ("none",) * len(kinds))]
+    budgets = tuple(int(least + share * (most - least)) for least, most in zip(*ends, strict=True))
+    found = take_four_steps(plan, kinds, (2, 1), budgets, lambda tried: within_budget(run(tried), budgets))
+    tried = path.with_suffix(".config.json")
+    tried.write_text(json.dumps(changed(config, "pipeline", plan=str(path))))
+    _run_out_of_memory(tried)
+    return found, ends, budgets
+
+
+def _run_out_of_memory(config):
+    """A trial whose first step ends as an accelerator's allocator ends it."""
+
+    def train_batch(engine):
+        raise torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {2 + engine.stage_id}.00 GiB. GPU 0 has a total capacity of 79.15 "
+            "GiB of which 1.50 GiB is free."
+        )
+
+    options = {"--deepspeed_config": config, "--output": config.parent / "out.json", "--steps": 1}
+    arguments = ["trial", *(str(word) for option in options.items() for word in option)]
+    with patch.object(OmnibalEngine, "train_batch", train_batch), patch.object(sys, "argv", arguments):
+        try:
+            trial.main()
+        except torch.OutOfMemoryError:
+            return
+        raise AssertionError("a trial that runs out of memory must fail")
