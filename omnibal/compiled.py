@@ -1,16 +1,37 @@
 """Functions compiled by numba, and kept on disk for as long as what they were compiled from stays as it is."""
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from numba import njit
+from numba.core import event
 from numba.core.dispatcher import Dispatcher
 
 Function = TypeVar("Function", bound=Callable[..., object])
+LOG: Final = logging.getLogger(__name__)
+
+
+class _Notice(event.Listener):  # type: ignore[misc]
+    """Says why a first run waits, once: compiling takes up to a minute, where code on disk is there at once."""
+
+    said = False
+
+    def on_start(self, event: Any) -> None:
+        module = event.data["dispatcher"].py_func.__module__
+        if not self.said and module.startswith("omnibal."):
+            self.said = True
+            LOG.warning("compiling omnibal's loops for this machine: once, up to a minute")
+
+    def on_end(self, event: Any) -> None:
+        """There is nothing to say."""
+
+
+event.register("numba:compile", _Notice())  # type: ignore[no-untyped-call]
 
 
 def compiled(function: Function) -> Function:

@@ -15,7 +15,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
-from omnibal.data.policies import Method
+from omnibal.data.policies import DEFAULT_COST, Method
 from omnibal.data.traps import find_trap
 from omnibal.errors import ConfigError, InfeasibleError
 
@@ -46,7 +46,7 @@ class ScoredLimits:
         limits: The limits.
         packs_over_volume: Packs beyond the volume bound, as a share of it.
         dist_ratio_vision: Dist Ratio of the vision units.
-        dist_ratio_tokens: Dist Ratio of the LLM tokens.
+        dist_ratio_cost: Dist Ratio of the cost of a micro-batch in the LLM.
         samples_per_pack: Mean number of samples in a pack.
         trap: Why these limits waste room whatever the packer does, or None.
     """
@@ -54,14 +54,14 @@ class ScoredLimits:
     limits: PackLimits
     packs_over_volume: float
     dist_ratio_vision: float
-    dist_ratio_tokens: float
+    dist_ratio_cost: float
     samples_per_pack: float
     trap: str | None
 
     @property
     def waste(self) -> float:
         """Sum of the three shares of room and time that are lost: what the search makes small."""
-        return self.packs_over_volume + self.dist_ratio_vision + self.dist_ratio_tokens
+        return self.packs_over_volume + self.dist_ratio_vision + self.dist_ratio_cost
 
 
 def search_limits(
@@ -70,6 +70,7 @@ def search_limits(
     *,
     num_replicas: int = 8,
     method: Method = "balanced",
+    cost: CostModel = DEFAULT_COST,
     num_samples: int = 16_384,
     seed: int = 0,
 ) -> list[ScoredLimits]:
@@ -83,6 +84,7 @@ def search_limits(
         ceiling: The largest limits, or the most bytes that any pack may take.
         num_replicas: Data-parallel ranks for the Dist Ratios.
         method: How packs are made and arranged.
+        cost: Cost of a micro-batch in the LLM.
         num_samples: How many samples to draw and pack under each pair; all where there are fewer.
         seed: Seed of the draw and of the packing.
 
@@ -109,7 +111,7 @@ def search_limits(
         )
     chosen = np.random.default_rng(seed).permutation(len(lengths))[:num_samples]
     part = lengths.take(np.sort(chosen))
-    scored = [_score(part, limits, num_replicas, method, seed) for limits in candidates]
+    scored = [_score(part, limits, num_replicas, method, cost, seed) for limits in candidates]
     return sorted(scored, key=lambda found: (round(found.waste, 4), -found.samples_per_pack, found.limits.llm_tokens))
 
 
@@ -133,15 +135,18 @@ def _spread(least: int, most: int, count: int) -> list[int]:
     return sorted({round(value) for value in np.geomspace(max(least, 1), most, count)})
 
 
-def _score(part: SampleLengths, limits: PackLimits, num_replicas: int, method: Method, seed: int) -> ScoredLimits:
-    epoch = arrange_epoch(part, limits, num_replicas=num_replicas, method=method, seed=seed)
+def _score(
+    part: SampleLengths, limits: PackLimits, num_replicas: int, method: Method, cost: CostModel, seed: int
+) -> ScoredLimits:
+    epoch = arrange_epoch(part, limits, num_replicas=num_replicas, method=method, cost=cost, seed=seed)
     packs, steps = epoch.packs, epoch.steps
     num_packs = int((packs.sizes > 0).sum())
+    load = packs.load(part)
     return ScoredLimits(
         limits=limits,
         packs_over_volume=num_packs / max(volume_bound(part, limits), 1) - 1,
-        dist_ratio_vision=dist_ratio(packs.vision_units(part)[steps]),
-        dist_ratio_tokens=dist_ratio(packs.llm_tokens(part)[steps]),
+        dist_ratio_vision=dist_ratio(load.vision_units[steps]),
+        dist_ratio_cost=dist_ratio(cost(load)[steps]),
         samples_per_pack=len(part) / num_packs,
         trap=find_trap(part, limits),
     )

@@ -66,14 +66,14 @@ def _spread(values: Sequence[float], form: str) -> str:
 def limits_table(scored: Sequence[ScoredLimits]) -> Table:
     """Limits that a search tried, one row each."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for name in ("limits", "packs over volume", "Dist Ratio vision", "LLM tokens", "samples per pack", "trap"):
+    for name in ("limits", "packs over volume", "Dist Ratio vision", "LLM cost", "samples per pack", "trap"):
         table.add_column(name, justify="right")
     for entry in scored:
         table.add_row(
             f"{entry.limits.vision_units} / {entry.limits.llm_tokens}",
             f"+{entry.packs_over_volume:.2%}",
             f"{entry.dist_ratio_vision:.4f}",
-            f"{entry.dist_ratio_tokens:.4f}",
+            f"{entry.dist_ratio_cost:.4f}",
             f"{entry.samples_per_pack:.2f}",
             "yes" if entry.trap else "",
         )

@@ -7,6 +7,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import MemoryCeiling, search_limits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
+from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from tests.data.real_lengths import needs_real_lengths, real_lengths
@@ -21,7 +22,7 @@ def test_scores_are_those_of_an_epoch_under_the_limits():
     epoch = arrange_epoch(LENGTHS, scored.limits, num_replicas=4, method="isf", seed=3)
     assert scored.packs_over_volume == len(epoch.packs) / volume_bound(LENGTHS, scored.limits) - 1
     assert scored.dist_ratio_vision == dist_ratio(epoch.packs.vision_units(LENGTHS)[epoch.steps])
-    assert scored.dist_ratio_tokens == dist_ratio(epoch.packs.llm_tokens(LENGTHS)[epoch.steps])
+    assert scored.dist_ratio_cost == dist_ratio(DEFAULT_COST(epoch.packs.load(LENGTHS))[epoch.steps])
     assert scored.samples_per_pack == 4000 / len(epoch.packs)
     assert [one.waste for one in found] == sorted((one.waste for one in found), key=lambda waste: round(waste, 4))
 

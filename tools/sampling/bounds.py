@@ -1,4 +1,4 @@
-"""A bound on packs that heeds both limits at once, where ``min_packs`` takes the larger of two."""
+"""Bounds that no planner can beat: packs that heed both limits at once, cost of steps that are even in vision units."""
 
 from typing import Any, Final
 
@@ -7,7 +7,9 @@ import numpy.typing as npt
 from numba import njit
 from scipy.optimize import linprog
 
-from omnibal.data.lengths import SampleLengths
+from omnibal.cost import CostModel, Load
+from omnibal.data.epoch import Epoch
+from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 
 Counts = npt.NDArray[np.int64]
@@ -43,6 +45,35 @@ def fewest_packs(lengths: SampleLengths, limits: PackLimits) -> float:
         if solved.fun <= best * (1 + GAP):
             return best
         patterns.append(pattern)
+
+
+def least_cost_ratio(lengths: SampleLengths, cost: CostModel, epoch: Epoch) -> float:
+    """Dist Ratio of cost below which an epoch's steps of one micro-batch cannot come while vision units are even.
+
+    The pack with a sample of many tokens must hold as many vision units as all others. Those that the sample lacks come
+    with others of the same step: at least with the cheapest per vision unit, fractions allowed. That pack is the one
+    that the step waits for.
+    """
+    tokens = lengths.llm_tokens.astype(np.int64)
+    squared = 0 if lengths.vision_squared is None else lengths.vision_squared
+    costs = cost(Load(lengths.vision_units, tokens, tokens**2, squared))
+    packs = epoch.packs
+    ratios = []
+    for step in epoch.steps.reshape(epoch.num_steps, -1):
+        samples = np.concatenate([packs.samples[packs.starts[pack] : packs.starts[pack + 1]] for pack in step])
+        largest = _least_largest(costs[samples], lengths.vision_units[samples], len(step))
+        ratios.append(1 - costs[samples].sum() / len(step) / largest)
+    return float(np.mean(ratios))
+
+
+def _least_largest(costs: Any, vision: IntArray, num_packs: int) -> float:
+    """What the costliest of packs costs at least."""
+    with_images = np.flatnonzero(vision)
+    by_worth = with_images[np.argsort(costs[with_images] / vision[with_images])]
+    units = np.concatenate([[0], np.cumsum(vision[by_worth])])
+    prices = np.concatenate([[0.0], np.cumsum(costs[by_worth])])
+    lacking = np.maximum(vision.sum() // num_packs - vision, 0)
+    return float(max(costs.sum() / num_packs, (costs + np.interp(lacking, units, prices)).max()))
 
 
 def _classes(lengths: SampleLengths, limits: PackLimits) -> tuple[Counts, Counts]:

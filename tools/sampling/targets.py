@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
-from bounds import fewest_packs
+from bounds import fewest_packs, least_cost_ratio
 from data import mixed_lengths, real_lengths
 from rules import Task, best_fit_packs
 
@@ -22,6 +22,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import search_limits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs
+from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import patch_lengths
 from omnibal.report.packing import measure_packing
@@ -75,10 +76,13 @@ def _searched(name: str, lengths: SampleLengths, ceiling: PackLimits) -> Sequenc
 
 
 def _balance(name: str, lengths: SampleLengths, limits: PackLimits) -> Sequence[str]:
-    found = []
+    found, least_over, least_costs = [], [], []
     for ranks in RANKS:
         epoch = arrange_epoch(lengths, limits, num_replicas=ranks)
         found.append(measure_packing("", lengths, limits, epoch.packs, epoch.steps, seconds=0.0))
+        fewest = min_packs(lengths, limits)
+        least_over.append(-(-fewest // ranks) * ranks / fewest - 1)
+        least_costs.append(least_cost_ratio(lengths, DEFAULT_COST, epoch))
 
     def both(form: str, values: Sequence[float]) -> str:
         return " / ".join(format(value, form) for value in values)
@@ -87,8 +91,10 @@ def _balance(name: str, lengths: SampleLengths, limits: PackLimits) -> Sequence[
         f"{name} {_named(limits)}",
         f"{found[0].samples_per_pack:.1f}",
         both("+.2%", [entry.packs_over_fewest for entry in found]),
+        both("+.2%", least_over),
         both(".4f", [entry.dist_ratio_vision for entry in found]),
         both(".4f", [entry.dist_ratio_cost for entry in found]),
+        both(".4f", least_costs),
         both(".2f", [entry.randomness for entry in found]),
         " / ".join(f"{entry.lost}, {entry.repeated}, {entry.over_limit}" for entry in found),
     )
@@ -205,8 +211,8 @@ def bound() -> Rows:
 
 
 BALANCE: Final = (
-    "lengths and limits, dp 8 / dp 16", "samples per pack", "packs over fewest", "DR vision",
-    "DR cost", "χ²", "lost, repeated, over limit",
+    "lengths and limits, dp 8 / dp 16", "samples per pack", "packs over fewest", "in whole steps at least", "DR vision",
+    "DR cost", "with even vision at least", "χ²", "lost, repeated, over limit",
 )  # fmt: skip
 TIMES: Final = ("what", "where", "target", "measured")
 PARTS: Final = {

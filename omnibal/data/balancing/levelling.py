@@ -11,13 +11,15 @@ from omnibal.data.balancing.tables import DIMENSIONS, EXCESS, Int32Array, Int64A
 
 STEP_ROUNDS: Final = 4
 """Rounds of exchanges within a step."""
+HEAVIEST_ROUNDS: Final = 4
+"""Rounds in which the heaviest pack of a step tries all others."""
 VISION_ROUNDS: Final = 20
 """Rounds of exchanges between steps for the sake of vision units."""
 OTHER_ROUNDS: Final = 4
 """Rounds of exchanges between steps for the sake of the other loads."""
 GROUP_PASSES: Final = 2
 """How often steps are levelled after exchanges between them."""
-UNPRODUCTIVE: Final = 4
+UNPRODUCTIVE: Final = 3
 """Rounds end when fewer than one in so many exchanges brings packs nearer to each other."""
 MEETINGS: Final = 4
 """Counterparts in other steps that a pack of wrong vision units tries in a round."""
@@ -63,9 +65,25 @@ def level_steps(
     for begin in range(0, len(packs), step_packs):
         _center(packs, begin, begin + step_packs, 0)
         _level_step(samples, packs, begin, begin + step_packs, tolerance, order, scratch)
-    if exchange_steps == 1:
-        return
-    group_packs = exchange_steps * step_packs
+    if exchange_steps > 1:
+        _level_groups(samples, packs, step_packs, exchange_steps * step_packs, tolerance, order, seed, scratch)
+    for begin in range(0, len(packs), step_packs):
+        _center(packs, begin, begin + step_packs, 1)  # the other loads only: vision units keep their targets
+        _level_heaviest(samples, packs, begin, begin + step_packs, tolerance, order, scratch)
+
+
+@compiled
+def _level_groups(
+    samples: Int32Array,
+    packs: Int64Array,
+    step_packs: int,
+    group_packs: int,
+    tolerance: Tolerance,
+    order: Int64Array,
+    seed: Any,
+    scratch: Int32Array,
+) -> None:
+    """Let packs of neighbouring steps exchange samples, and level each step anew."""
     for group_pass in range(GROUP_PASSES):
         for begin in range(0, len(packs), group_packs):
             end = min(begin + group_packs, len(packs))
@@ -74,7 +92,7 @@ def level_steps(
             _level_others(samples, packs, begin, end, tolerance, order, scratch)
         for begin in range(0, len(packs), step_packs):
             end = begin + step_packs
-            _center(packs, begin, end, 1)  # the other loads only: vision units keep their targets
+            _center(packs, begin, end, 1)
             if _list_uneven(packs, begin, end, tolerance.vision, tolerance.group, order):
                 _level_step(samples, packs, begin, end, tolerance, order, scratch)
 
@@ -124,6 +142,35 @@ def _level_step(
                 swaps += exchange(
                     samples, packs, heavy, light, 0, tolerance.others >> 2, turn, tolerance.weights, scratch
                 )
+
+
+@compiled
+def _level_heaviest(
+    samples: Int32Array,
+    packs: Int64Array,
+    begin: int,
+    end: int,
+    tolerance: Tolerance,
+    order: Int64Array,
+    scratch: Int32Array,
+) -> None:
+    """Let the heaviest of packs ``begin`` … ``end`` − 1 try all others: all ranks wait for it."""
+    number = end - begin
+    for place in range(number):
+        order[place] = begin + place
+    for turn in range(HEAVIEST_ROUNDS):
+        _sort_packs(packs, order, number, False)
+        heaviest = order[number - 1]
+        swaps = tries = 0
+        for place in range(number - 1):
+            if not _is_uneven(packs, heaviest, tolerance.vision, tolerance.others):
+                return
+            tries += 1
+            swaps += exchange(
+                samples, packs, heaviest, order[place], 0, tolerance.others >> 2, turn, tolerance.weights, scratch
+            )
+        if UNPRODUCTIVE * swaps < tries:
+            return
 
 
 @compiled

@@ -157,8 +157,25 @@ def plan_steps(
     Returns:
         The packs, step after step, those of a step in running order; or None where some would hold too much.
     """
-    packed, starts, overfull = _plan_steps(samples, columns, instructions, num_steps, np.uint64(seed), make_scratch())
-    return None if overfull else Packs(packed, starts)
+    rule, scales, scratch, chance = instructions.rule, instructions.scales, make_scratch(), np.uint64(seed)
+    table = measure(samples, columns, scales)
+    packs = _first_packs(samples, table, columns, instructions, num_steps, chance, scratch)
+    weights = _limit_weights(scales)
+    tries = instructions.relief_tries * len(packs)
+    if instructions.rugged:
+        relieve(table, packs, weights, tries, chance, scratch)
+        table[:, LOADS:] = measure(samples, columns, scales)[:, LOADS:]
+        _weigh(table, packs)
+    if instructions.exchange_steps:
+        level_steps(table, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, chance, scratch)
+    overfull = relieve(table, packs, weights, tries, chance, scratch)
+    for scattering in range(instructions.scatterings):
+        if not 0 < overfull <= len(packs) // FEW:
+            break
+        draws = chance + np.uint64((scattering + 1) * len(table))
+        scatter(table, packs, weights, draws)
+        overfull = relieve(table, packs, weights, tries, draws, scratch)
+    return None if overfull else Packs(*_list_packs(table, packs, samples, rule, chance))
 
 
 @compiled
@@ -172,42 +189,37 @@ def driving_shares(samples: Int64Array, columns: Columns, instructions: Instruct
     return shares
 
 
-@compiled
-def _plan_steps(
-    chosen: Int64Array, columns: Columns, instructions: Instructions, num_steps: int, seed: Any, scratch: Int32Array
-) -> Any:
+def _first_packs(
+    chosen: Int64Array,
+    samples: Int32Array,
+    columns: Columns,
+    instructions: Instructions,
+    num_steps: int,
+    seed: Any,
+    scratch: Int32Array,
+) -> Int64Array:
+    """Cut the samples into steps, and fill the packs of each."""
     rule, scales = instructions.rule, instructions.scales
-    samples = measure(chosen, columns, scales)
     shares = driving_shares(chosen, columns, instructions)
-    order = np.arange(len(chosen))
     vision, tokens = samples[:, SIZES].copy(), samples[:, SIZES + 1].copy()
     other = vision if instructions.driver_by_tokens else tokens
+    order = np.arange(len(chosen))
     step_starts = divide(shares, vision, other, num_steps, rule, order, scratch)
     packs = np.zeros((num_steps * rule.step_packs, EXCESS + DIMENSIONS), dtype=np.int64)
     packs[:, FIRST] = NOWHERE
     packs[:, ROOM], packs[:, ROOM + 1] = scales.most_vision, scales.most_tokens
-    weights = (max(PACK // max(scales.most_vision, 1), 1), max(PACK // scales.most_tokens, 1))
     if instructions.together:
+        weights = _limit_weights(scales)
         fill_packs_densely(samples, packs, step_starts, order, rule.step_packs, instructions.together, weights, seed)
     else:
         order = sort_within_steps(samples, step_starts, order)
         fill_packs(samples, packs, step_starts, order, rule.step_packs)
-    tries = instructions.relief_tries * len(packs)
-    if instructions.rugged:
-        relieve(samples, packs, weights, tries, seed, scratch)
-        samples[:, LOADS:] = measure(chosen, columns, scales)[:, LOADS:]
-        _weigh(samples, packs)
-    if instructions.exchange_steps:
-        level_steps(samples, packs, rule.step_packs, instructions.exchange_steps, instructions.tolerance, seed, scratch)
-    overfull = relieve(samples, packs, weights, tries, seed, scratch)
-    for scattering in range(instructions.scatterings):
-        if not 0 < overfull <= len(packs) // FEW:
-            break
-        draws = seed + np.uint64((scattering + 1) * len(samples))
-        scatter(samples, packs, weights, draws)
-        overfull = relieve(samples, packs, weights, tries, draws, scratch)
-    packed, starts = _list_packs(samples, packs, chosen, rule, seed)
-    return packed, starts, overfull
+    return packs
+
+
+def _limit_weights(scales: Scales) -> tuple[int, int]:
+    """What a vision unit and a token beyond the limits weigh."""
+    return max(PACK // max(scales.most_vision, 1), 1), max(PACK // scales.most_tokens, 1)
 
 
 @compiled

@@ -26,6 +26,8 @@ MOST_WHOLE: Final = 4
 """Packs of up to as many samples are tried in all their subsets; of larger ones at most two samples."""
 FAR: Final = np.int32(1 << 30)
 """Farther than any two subsets are."""
+LANES: Final = 8
+"""Subsets that processors compare at a time: where their number is not a multiple of it, the rest takes longest."""
 
 
 @compiled
@@ -56,7 +58,8 @@ def add_subsets(
 ) -> int:
     """List subsets of the listed members, the empty one first; return how many.
 
-    All of at most ``most_whole`` (6) members; of more the single ones and pairs, as many as there is room for.
+    All of at most ``most_whole`` (6) members; of more the single ones and pairs, as many as there is room for. Behind
+    them, up to a multiple of ``LANES``, stand entries that are too far from everything.
     """
     scratch[side, MASKS, 0] = 0
     for dimension in range(DIMENSIONS):
@@ -72,20 +75,25 @@ def add_subsets(
                     scratch[side, SUMS + dimension, subset] + samples[sample, LOADS + dimension]
                 )
             number += 1
-    if num_members <= most_whole:
-        return number
-    for distance in range(1, num_members):
+    for distance in range(1, num_members if num_members > most_whole else 1):
         apart = (distance + turn) % (num_members - 1) + 1  # every distance once, another one first in every turn
         for first in range(1, num_members - apart + 1):
             if number == MOST_SUBSETS:
-                return number
+                break
             scratch[side, MASKS, number] = scratch[side, MASKS, first] | scratch[side, MASKS, first + apart]
             for dimension in range(SUMS, SUMS + DIMENSIONS):
                 scratch[side, dimension, number] = (
                     scratch[side, dimension, first] + scratch[side, dimension, first + apart]
                 )
             number += 1
+    for place in range(number, _padded(number)):
+        scratch[side, SUMS, place] = FAR
     return number
+
+
+@compiled
+def _padded(number: int) -> int:
+    return (number + LANES - 1) // LANES * LANES
 
 
 @compiled
@@ -117,7 +125,7 @@ def nearest(
     widths = np.uint32(free[0] + other_free[0]), np.uint32(free[1] + other_free[1])
     for subset in range(num_mine):
         least = FAR
-        for candidate in range(num_theirs):  # written such that compilers turn it into vector instructions
+        for candidate in range(_padded(num_theirs)):  # written such that compilers turn it into vector instructions
             least = min(least, _distance(scratch, subset, candidate, wanted, free, widths))
         if least < best:
             best = least
