@@ -5,13 +5,16 @@ python -m omnibal.engine.emulated_engine FOLDER, where the folder holds the task
 
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
 from mmap import mmap
+from multiprocessing import active_children
 from pathlib import Path
+from threading import Thread
 from time import perf_counter
 from typing import Any, ClassVar, Final
 
@@ -308,7 +311,21 @@ def main() -> None:
     shape = (2, task.plan.num_stages, task.setup.num_replicas, task.plan.micro_batches)
     shared = mmap(-1, 8 * prod(shape))
     arrivals = np.frombuffer(shared, dtype=np.float64).reshape(shape)
-    start_processes(_process, (folder, task, started, arrivals), nprocs=task.num_processes, start_method="fork")
+    processes = start_processes(
+        _process, (folder, task, started, arrivals), nprocs=task.num_processes, join=False, start_method="fork"
+    )
+    Thread(target=_end_with_caller, args=[folder], daemon=True).start()
+    while not processes.join():
+        pass
+
+
+def _end_with_caller(folder: Path) -> None:
+    """Wait for the end of whoever asked for the run, by whatever signal; then end all, and remove the folder for it."""
+    sys.stdin.read()  # the caller's end of the pipe closes with the caller
+    for process in active_children():
+        process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,8 @@ class Emulation:
 def run_emulation(task: EmulationTask) -> Emulation:
     """Run the steps on DeepSpeed's engine, one local process per device; no accelerator takes part.
 
-    One step goes before, to warm up. All processes are forked from one that has imported everything.
+    One step goes before, to warm up. All processes are forked from one that has imported everything, and none outlives
+    this one.
 
     Raises:
         InfeasibleError: A device ran out of its emulated memory: the message says which, when, and how much it lacks.
@@ -145,7 +146,11 @@ def run_emulation(task: EmulationTask) -> Emulation:
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         environment.pop("LOCAL_SIZE", None)  # a launcher's; DeepSpeed would leave files of 66 MiB in shared memory
         command = [sys.executable, "-m", "omnibal.engine.emulated_engine", name]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        reader, writer = os.pipe()  # closes with this process: the others then end
+        with os.fdopen(reader), os.fdopen(writer, "w"):
+            done = subprocess.run(
+                command, env=environment, stdin=reader, capture_output=True, text=True, check=False
+            )  # fmt: skip
         if (folder / FAILURE_FILE).exists():
             raise pickle.loads((folder / FAILURE_FILE).read_bytes())
         if done.returncode != 0:

@@ -1,11 +1,13 @@
 """Emulated runs on real processes: DeepSpeed's engine runs the schedule's table; sleeps only ever last longer."""
 
+import multiprocessing
 import tempfile
+import time
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
-from psutil import process_iter
 
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
@@ -45,7 +47,7 @@ def nothing_left(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     yield
     assert not list(SHARED_MEMORY.glob(f"*{tmp_path.name}*"))
-    assert not [process.pid for process in process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
+    assert not [process.pid for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
     assert not list(tmp_path.iterdir())
 
 
@@ -72,3 +74,22 @@ def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule):
 def test_memory_that_runs_out_ends_all_processes(task):
     with pytest.raises(InfeasibleError, match=r"^rank [23], stage 1: out of emulated memory in step 0, micro-batch 0"):
         run_emulation(replace(task, budget_bytes=(10**6, 1)))
+
+
+def test_a_killed_caller_takes_all_processes_along(task, tmp_path):
+    endless = replace(task, time_scale=1e6)
+    caller = multiprocessing.get_context("spawn").Process(target=_emulate_in, args=(tmp_path, endless))
+    caller.start()
+    processes = []
+    while len(processes) < 1 + task.num_processes or not list(tmp_path.glob("*/rendezvous")):
+        assert caller.is_alive()
+        time.sleep(0.05)
+        processes = psutil.Process(caller.pid).children(recursive=True)
+    caller.kill()
+    assert not psutil.wait_procs(processes, timeout=60)[1]
+    caller.join()
+
+
+def _emulate_in(folder, task):
+    tempfile.tempdir = str(folder)
+    run_emulation(task)
