@@ -144,9 +144,10 @@ class Plan:
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> "Plan":
+        boundaries = content["partition"]  # before the version: another kind of file has none
         if content["version"] != VERSION:
             raise ConfigError(f"plan must be of version {VERSION}, got {content['version']}; make it again")
-        partition, predicted = Partition(content["partition"]), content["predicted"]
+        partition, predicted = Partition(boundaries), content["predicted"]
         return cls(
             limits=PackLimits(**content["limits"]),
             micro_batches=content["micro_batches"],

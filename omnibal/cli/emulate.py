@@ -77,6 +77,9 @@ def emulate(
         costs, plan, links, lengths=lengths, method=method, seed=seed, num_replicas=num_replicas, steps=steps,
         budget=budget, overhead_bytes=int(overhead * 2**30), time_scale=time_scale,
     )  # fmt: skip
+    for path in (trace, plot):  # a run of minutes shall not end at a folder that cannot be made
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
     with Console(stderr=True).status(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         report = EmulationReport.run(task)

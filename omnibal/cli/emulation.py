@@ -115,7 +115,6 @@ class EmulationReport:
         number = min(range(len(seconds)), key=lambda step: abs(seconds[step] - median(seconds)))
         emulated, predicted = self.emulation.steps[number], self.task.predicted[number]
         if trace is not None:
-            trace.parent.mkdir(parents=True, exist_ok=True)
             trace.write_text(json.dumps(chrome_trace(emulated.replicas)))
         if plot is not None:
             slowest = slowest_replica(emulated)

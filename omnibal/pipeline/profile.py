@@ -193,10 +193,11 @@ class ModelProfile:
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> ModelProfile:
+        groups = content["layers"]  # before the version: another kind of file has none
         if content["version"] != VERSION:
             raise ConfigError(f"profile must be of version {VERSION}, got {content['version']}; make it again")
         profile = cls(
-            tuple(layer for group in content["layers"] for layer in _layers_of(group)),
+            tuple(layer for group in groups for layer in _layers_of(group)),
             device=content["device"],
             dtype=content["dtype"],
             versions=content["versions"],

@@ -73,3 +73,18 @@ def test_tables_a_trace_and_a_picture(omnibal, saved, tasks, tmp_path):
     assert sum(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"]) == 3 * (8 + 8 + 16)
     with Image.open(plot) as picture:
         assert picture.width > picture.height
+
+
+@pytest.mark.parametrize("option", ["--plot", "--trace"])
+def test_a_path_that_cannot_be_written_is_refused_before_the_run(omnibal, saved, tasks, option):
+    error = omnibal(*saved, "--budget", 4, option, saved[1] / "timeline", exit_code=2).stderr
+    assert "must be a path to read or write" in error.replace("\n", " ")
+    assert not tasks
+
+
+def test_files_given_in_each_others_place_are_told_apart(omnibal, saved):
+    command, plan, profile, *options = saved
+    error = omnibal(command, profile, plan, *options, exit_code=2).stderr
+    assert "profile must have the key 'layers', got none" in error
+    error = omnibal(command, profile, profile, *options, "--budget", 4, exit_code=2).stderr
+    assert "plan must have the key 'partition', got none" in error

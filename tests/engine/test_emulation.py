@@ -47,7 +47,7 @@ def nothing_left(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     yield
     assert not list(SHARED_MEMORY.glob(f"*{tmp_path.name}*"))
-    assert not [process.pid for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
+    assert not [found.pid for found in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(found.info["cmdline"])]
     assert not list(tmp_path.iterdir())
 
 
