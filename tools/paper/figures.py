@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import typer
-from datasets import at_resolution, captions, cut_into, llava
+from datasets import captions, cut_into, llava
 from ladder import ladder
 from markdown import table
 from setting import LIMITS, OVERHEAD, Setting
@@ -73,8 +73,8 @@ def _cases() -> dict[str, tuple[SampleLengths, PackLimits]]:
         "1 tile": (cut_into(1), LIMITS),
         "6 tiles": (cut_into(6), PackLimits(14, 5120)),
         "12 tiles": (cut_into(12), PackLimits(14, 5120)),
-        "224 pixels": (at_resolution(224), LIMITS),
-        "336 pixels": (at_resolution(336), LIMITS),
+        "224 pixels": (cut_into(pixels=224), PackLimits(20, 4096)),
+        "336 pixels": (cut_into(pixels=336), PackLimits(11, 4096)),
     }
 
 
