@@ -1,13 +1,15 @@
 """DeepSpeed's PipelineEngine fed with packs: safe buffers, a loss exact over the tokens of a step, honest counts."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.schedule import ReduceGrads
 from torch import Tensor
 
 from omnibal.engine.checkpoint import check_layout, keep_newest, latest_checkpoint, write_side_files
@@ -189,6 +191,18 @@ class OmnibalEngine(TableEngine):
         # DeepSpeed reuses buffers by size alone, across dtypes and between activations and gradients, which breaks
         # tuples of mixed dtypes that change from micro-batch to micro-batch. A fresh tensor costs nothing.
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _exec_reduce_grads(self) -> None:
+        if self.dp_world_size > 1 or self.zero_optimization() or self.using_bf16_optimizer:
+            super()._exec_reduce_grads()
+        else:  # DeepSpeed would copy all gradients together, times one, and back; parameters without one get zeros
+            self._get_gradients_for_reduction()
+
+    # DeepSpeed looks for what an instruction runs in this mapping.
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **TableEngine._INSTRUCTION_MAP,
+        ReduceGrads: _exec_reduce_grads,
+    }
 
     def _monitor_balance(self, step: Step) -> None:
         if self.global_rank != 0 or not self.monitor.enabled:

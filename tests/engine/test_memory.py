@@ -46,5 +46,9 @@ def test_state_and_update_are_as_predicted(tmp_path):
             gone = state.parameters[stage]  # between steps, the parameters' own gradients: they are all trained
             between = state.whole[stage] - gone
             assert found["held"] == pytest.approx(between, rel=0.01), case
-            assert max(found["update_peaks"]) == pytest.approx(state.whole[stage] + state.update[stage], rel=0.05), case
+            peak, update = max(found["update_peaks"]), state.update[stage]
+            if (dtype, zero_stage, num_replicas) == ("float32", 0, 1):  # no gradient is on its way; AdamW's temporaries
+                assert peak < state.whole[stage] + 0.5 * update, case
+            else:
+                assert peak == pytest.approx(state.whole[stage] + update, rel=0.05), case
             assert found["peak"] >= max(found["update_peaks"]) * 0.99, case

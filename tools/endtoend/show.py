@@ -37,25 +37,40 @@ def _throughput(way: dict[str, Any]) -> float:
 
 def _table(run: dict[str, Any]) -> str:
     lines = [
-        "| | cut | samples/s, median | 10 % … 90 % of steps | all steps | gain | cores busy | MiB of a stage |",
+        "| | samples/s, median | 10 % … 90 % of steps | all steps | gain | simulated | cores busy | MiB of a stage |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    first = _throughput(run["ways"][0])
+    first = run["ways"][0]
     for way in run["ways"]:
         rates, whole = _rates(way), _throughput(way)
         low, high = np.quantile(rates, [0.1, 0.9])
         busy = way["cpu_seconds"] / (2 * sum(way["seconds"]))
         cells = (
-            way["name"], " ".join(map(str, way["partition"])), f"{median(rates):.2f}", f"{low:.2f} … {high:.2f}",
-            f"{whole:.2f}", f"{whole / first:.2f}", f"{busy:.0%}",
-            " ".join(f"{size:,.0f}" for size in run["memory_mib"][way["name"]]),
+            way["name"], f"{median(rates):.2f}", f"{low:.2f} … {high:.2f}", f"{whole:.2f}",
+            f"{whole / _throughput(first):.2f}", f"{_predicted(way) / _predicted(first):.2f}", f"{busy:.0%}",
+            " ".join(f"{size:,.0f}" for size in way["memory_mib"]),
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    unrecomputed = " ".join(f"{size:,.0f}" for size in run["memory_mib"]["padded, nothing recomputed"])
-    steps = len(run["ways"][0]["seconds"])
+    plans = "\n".join(f"- *{way['name']}*: {_plan(way['plan'])}." for way in run["ways"])
+    unrecomputed = " ".join(f"{size:,.0f}" for size in run["padded_mib"])
     return "\n".join(lines) + (
-        f"\n\n{steps} steps of each, in turn. Padded micro-batches would need {unrecomputed} MiB if nothing were "
-        f"recomputed. A pack's ViT takes {run['vision_to_language']:.2f} times as long as its LLM."
+        f"\n\n{len(first['seconds'])} steps of each, in turn. Padded micro-batches would need {unrecomputed} MiB if "
+        f"nothing were recomputed. A pack's ViT takes {run['vision_to_language']:.2f} times as long as its LLM."
+        f"\n\n{plans}"
+    )
+
+
+def _predicted(way: dict[str, Any]) -> float:
+    """Samples per second, as simulated from layer times measured before."""
+    return float(sum(way["samples"]) / sum(way["predicted_seconds"]))
+
+
+def _plan(plan: dict[str, Any]) -> str:
+    packs = "packs of {} tiles and {} tokens".format(*plan["limits"]) if plan["limits"] else "four samples each, padded"
+    cut = " ".join(map(str, plan["partition"]))
+    return (
+        f"{plan['micro_batches']} micro-batches a replica, {packs}; cut {cut}, {plan['recomputing_layers']} layers "
+        f"recompute, {plan['schedule']}"
     )
 
 
