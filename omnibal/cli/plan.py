@@ -116,7 +116,14 @@ def plan(
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
     )
-    check_trials(costs, trials=trials, four_steps=four_steps, config=config)
+    check_trials(
+        costs,
+        trials=trials,
+        four_steps=four_steps,
+        config=config,
+        zero_stage=zero_stage,
+        float32_gradients=float32_gradients,
+    )
     request = PlanRequest(
         num_devices=count_devices(num_stages, num_replicas, num_devices, costs),
         num_stages=num_stages,

@@ -100,12 +100,20 @@ def lengths_of(paths: Sequence[Path] | None) -> SampleLengths:
     return read_lengths(paths, Reading()).lengths
 
 
-def check_trials(profile: ModelProfile, *, trials: int, four_steps: bool, config: Path | None) -> None:
+def check_trials(
+    profile: ModelProfile,
+    *,
+    trials: int,
+    four_steps: bool,
+    config: Path | None,
+    zero_stage: int,
+    float32_gradients: bool,
+) -> None:
     """Refuse, before anything is planned, trials that cannot be.
 
     Raises:
         ConfigError: Trials are asked for without a ds_config, in two ways at once, of devices that share layers, or
-            of another run than the profile's.
+            of another run than the profile's; or the ds_config has the optimizer keep other memory than is planned.
     """
     if not trials and not four_steps:
         if config is not None:
@@ -121,6 +129,13 @@ def check_trials(profile: ModelProfile, *, trials: int, four_steps: bool, config
 
     deepspeed_config, section = read_config(config)
     check_run(profile, deepspeed_config, section.model.frozen, is_tried=True)
+    tried = deepspeed_config.get("zero_optimization", {}).get("stage", 0)
+    if zero_stage != tried:
+        raise ConfigError(f"--zero-stage must be the ds_config's {tried} for trials, got {zero_stage}")
+    sums_float32 = deepspeed_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    if float32_gradients != sums_float32 and profile.dtype != "float32":
+        words = "left out" if float32_gradients else "given"
+        raise ConfigError(f"--float32-gradients must be {words} for trials as the ds_config says, got the contrary")
 
 
 def try_on_engine(

@@ -13,6 +13,7 @@ from tests.engine.demo import demo_config
 from tests.planner.test_solve import PROFILE
 
 MIB = 2**20
+CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "omnibal": {}}
 BUDGET = 3072 * MIB
 OPTIONS = [
     *("--num-stages", 4, "--num-replicas", 2, "--global-batch", 128, "--bandwidth", 100, "--budget", 3),
@@ -79,7 +80,7 @@ def test_the_real_engine_runs_out_of_memory_and_the_plan_retreats(omnibal, demo,
 @pytest.fixture
 def arguments(token_lengths, tmp_path):
     PROFILE.save(tmp_path / "profile.json")
-    (tmp_path / "config.json").write_text(json.dumps({"bf16": {"enabled": True}, "omnibal": {}}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     lengths = [argument for path in token_lengths for argument in ("--lengths", path)]
     files = ["--config", tmp_path / "config.json", "--out", tmp_path / "plan.json"]
     return [tmp_path / "profile.json", *lengths, *files, *OPTIONS]
@@ -138,6 +139,20 @@ def test_no_plan_that_fits_is_an_error(omnibal, arguments, engine):
     engine(BUDGET)
     result = omnibal("plan", *arguments, "--trials", 1, exit_code=2)
     assert "error: a plan must run, got 1 failures; the first: out of memory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"zero_optimization": {}}, [], "--zero-stage must be the ds_config's 0 for trials, got 1"),
+        ({}, ["--zero-stage", 0], "--zero-stage must be the ds_config's 1 for trials, got 0"),
+        ({}, ["--float32-gradients"], "--float32-gradients must be left out for trials"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, [], "--float32-gradients must be given for trials"),
+    ],
+)
+def test_trials_keep_the_memory_that_is_planned(omnibal, arguments, tmp_path, changes, options, message):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    assert message in omnibal("plan", *arguments, *options, "--trials", 1, exit_code=2).stderr
 
 
 @pytest.mark.parametrize("surplus", [0, 30 * MIB])
