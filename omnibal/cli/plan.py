@@ -145,9 +145,9 @@ def plan(
     )
     with Console(stderr=True).status("reading lengths") as status:
         result = make_plan(costs, lengths_of(lengths), request, report=status.update)
-    chosen, tried = try_on_engine(result, trials=trials, four_steps=four_steps, config=config, launcher=launcher)
-    chosen.save(out)
-    report = PlanReport(result, out, plot, tried)
+    result, kept, tried = try_on_engine(result, trials=trials, four_steps=four_steps, config=config, launcher=launcher)
+    kept.save(out)
+    report = PlanReport(result, kept, out, plot, tried)
     report.draw()
     if as_json:
         typer.echo(json.dumps(report.to_record(), indent=2))

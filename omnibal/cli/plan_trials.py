@@ -3,7 +3,7 @@
 import itertools
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,32 @@ class Engine:
         self.trials: list[PlanTrial] = []
         self._console = Console(stderr=True)
 
-    def try_best(self, count: int) -> Plan:
-        """Run the best plans, retreating where memory runs out; the one with the most samples a second.
+    def try_best(self, count: int) -> PlanResult:
+        """Run the best plans, retreating where memory runs out; the result with the one of the most samples a second.
 
         Raises:
             InfeasibleError: None of them runs.
         """
-        measured: list[tuple[float, Plan]] = []
+        measured: list[tuple[float, Choice]] = []
         for place, choice in enumerate(self.result.tried[:count], start=1):
-            names = (f"plan {place}" + f", retreat {number}" * (number > 0) for number in itertools.count())
-            step_back = _Retreat(self.result, choice)
-            for trial in self._run(self.result.plan_of(choice), on_trial=self._shown_as(names), retreat=step_back):
-                measured.append((trial.median_seconds / choice.model.packing.samples_per_step, trial.plan))
-        seconds, plan = min(measured, key=lambda entry: entry[0])
+            measured += self._try(choice, f"plan {place}")
+        seconds, best = min(measured, key=lambda entry: entry[0])
         if seconds == float("inf"):
             raise InfeasibleError(f"a plan must run, got {len(measured)} failures; the first: {self.trials[0].outcome}")
-        return plan
+        return replace(self.result, plan=self.result.plan_of(best), choice=best)
+
+    def _try(self, choice: Choice, name: str) -> list[tuple[float, Choice]]:
+        """Measured seconds of a sample under a plan and its retreats, infinite where a trial failed."""
+        done: list[tuple[float, Choice]] = []
+        step_back = _Retreat(self.result, choice)
+        show = self._shown_as(name + f", retreat {number}" * (number > 0) for number in itertools.count())
+
+        def on_trial(trial: Trial) -> None:
+            show(trial)
+            done.append((trial.median_seconds / choice.model.packing.samples_per_step, step_back.choice))
+
+        self._run(self.result.plan_of(choice), on_trial=on_trial, retreat=step_back)
+        return done
 
     def take_four_steps(self) -> Plan:
         """The best plan's packs and partition, with the levels that the paper's four steps find; then the plan itself.

@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from omnibal.cli.costs import check_run
 from omnibal.cli.inputs import Reading, read_lengths
+from omnibal.cli.weighed import record_of, weighed_table
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
@@ -22,7 +19,6 @@ from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import simulate_choice
-from omnibal.planner.search import Choice
 from omnibal.report.memory import memory_table, plot_memory, stage_plan_table
 from omnibal.report.stages import slowest_replica
 from omnibal.report.timeline import plot_timeline
@@ -140,19 +136,23 @@ def check_trials(
 
 def try_on_engine(
     result: PlanResult, *, trials: int, four_steps: bool, config: Path | None, launcher: str | None
-) -> tuple[Plan, tuple[PlanTrial, ...]]:
-    """The plan to keep after the trials that were asked for, and these.
+) -> tuple[PlanResult, Plan, tuple[PlanTrial, ...]]:
+    """The result after the trials that were asked for, the plan to keep, and the trials.
 
     Raises:
         InfeasibleError: None of them runs.
     """
     if config is None:
-        return result.plan, ()
+        return result, result.plan, ()
     from omnibal.cli.plan_trials import Engine
 
     engine = Engine(config, result, launcher)
-    chosen = engine.take_four_steps() if four_steps else engine.try_best(trials)
-    return chosen, tuple(engine.trials)
+    if four_steps:
+        kept = engine.take_four_steps()
+    else:
+        result = engine.try_best(trials)
+        kept = result.plan
+    return result, kept, tuple(engine.trials)
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,15 @@ class PlanReport:
     """All that `omnibal plan` says.
 
     Attributes:
-        result: The plan and how it came about.
-        out: Where the plan was written.
+        result: The solver's plan, after trials the best of those that ran, and how it came about.
+        kept: The plan that was written: this one, or that of the paper's four steps.
+        out: Where.
         folder: Where pictures go, or None.
         trials: Plans on the real engine.
     """
 
     result: PlanResult
+    kept: Plan
     out: Path
     folder: Path | None
     trials: tuple[PlanTrial, ...] = ()
@@ -179,7 +181,7 @@ class PlanReport:
         step = simulate_choice(choice)[0]
         slowest = slowest_replica(step)
         plot_memory(
-            {"all recomputed": self._memory_at("full"), "plan": self._memory()}, choice.model.budgets, self._pictures[0]
+            {"all recomputed": self._memory_at("full"), "plan": self._memory()}, self._budgets, self._pictures[0]
         )
         plot_timeline({f"replica {slowest}, the slowest": step.replicas[slowest]}, self._pictures[1])
 
@@ -187,13 +189,13 @@ class PlanReport:
         """The report as JSON values."""
         result = self.result
         return {
-            "plan": result.plan.to_record(),
+            "plan": self.kept.to_record(),
             "written": str(self.out),
             "plots": [str(path) for path in self._pictures],
             "lower_bound_seconds": result.choice.model.lower_bound_seconds,
-            "two_phase": None if result.two_phase is None else _record(result.two_phase),
+            "two_phase": None if result.two_phase is None else record_of(result.two_phase),
             "two_phase_failure": result.two_phase_failure,
-            "tried": [_record(choice) for choice in result.tried],
+            "tried": [record_of(choice) for choice in result.tried],
             "trials": [trial.to_record() for trial in self.trials],
         }
 
@@ -204,10 +206,10 @@ class PlanReport:
         assert predicted is not None
         if explain:
             console.print(stage_plan_table(result.plan, [layer.kind for layer in model.profile.layers]))
-            console.print(memory_table(self._memory(), model.budgets))
-            console.print(_tried_table(result.tried))
+            console.print(memory_table(self._memory(), self._budgets))
+            console.print(weighed_table(result.tried))
         gap = predicted.step_seconds / model.lower_bound_seconds - 1
-        fullest = max(m.total / budget for m, budget in zip(self._memory(), model.budgets, strict=True))
+        fullest = max(m.total / budget for m, budget in zip(self._memory(), self._budgets, strict=True))
         rate = predicted.samples_per_step / predicted.step_seconds
         lines = [
             str(model),
@@ -221,6 +223,8 @@ class PlanReport:
             console.print(line, highlight=False, markup=False)
         if self.trials:
             console.print(plan_trials_table(self.trials))
+        if self.kept is not result.plan:
+            console.print("written is the plan of the paper's four steps, above is the solver's", highlight=False)
         for path in [self.out, *self._pictures]:
             console.print(f"written: {path}", highlight=False, markup=False)
 
@@ -231,6 +235,12 @@ class PlanReport:
         if result.gain < 5e-4:
             return "planning in two phases, data and model and then memory, would be as fast here"
         return f"{result.gain:.1%} less time per sample than the plan made in two phases ({result.two_phase.model})"
+
+    @property
+    def _budgets(self) -> tuple[int, ...]:
+        """As the user gave them: after a retreat a plan was made for less."""
+        model = self.result.choice.model
+        return model.request.budgets(model.num_stages)
 
     def _memory(self) -> tuple[StageMemory, ...]:
         assert self.result.plan.predicted is not None
@@ -243,47 +253,3 @@ class PlanReport:
     @property
     def _pictures(self) -> list[Path]:
         return [] if self.folder is None else [self.folder / "memory.png", self.folder / "timeline.png"]
-
-
-def _record(choice: Choice) -> dict[str, Any]:
-    model = choice.model
-    return {
-        "num_stages": model.num_stages,
-        "schedule": model.schedule_name,
-        "micro_batches": model.packing.micro_batches,
-        "limits": {
-            "vision_units": model.packing.limits.vision_units,
-            "llm_tokens": model.packing.limits.llm_tokens,
-        },
-        "samples_per_step": model.packing.samples_per_step,
-        "step_seconds": choice.step_seconds,
-        "partition": list(choice.boundaries),
-        "recomputed": _recomputed(choice),
-    }
-
-
-def _recomputed(choice: Choice) -> list[int]:
-    """Layers of each stage that recompute."""
-    levels = np.array(choice.model.levels(choice.boundaries)) != "none"
-    return [int(levels[a:b].sum()) for a, b in pairwise(choice.boundaries)]
-
-
-def _tried_table(tried: Sequence[Choice]) -> Table:
-    """A row per packing and number of stages: packs of a replica's step, their limits, and what a step is like."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for name in ("stages", "schedule", "packs", "tiles", "tokens", "samples", "step s", "samples/s", "recomputed"):
-        table.add_column(name, justify="right")
-    for choice in tried:
-        packing = choice.model.packing
-        table.add_row(
-            f"{choice.model.num_stages}",
-            choice.model.schedule_name,
-            f"{packing.micro_batches}",
-            f"{packing.limits.vision_units:,}",
-            f"{packing.limits.llm_tokens:,}",
-            f"{packing.samples_per_step:,.0f}",
-            f"{choice.step_seconds:.3f}",
-            f"{1 / choice.sample_seconds:,.1f}",
-            f"{sum(_recomputed(choice))}",
-        )
-    return table

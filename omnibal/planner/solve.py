@@ -28,6 +28,7 @@ class PlanResult:
 
     plan: Plan
     choice: Choice
+    """What the plan is of: the first of those that were tried, unless the engine preferred another."""
     two_phase: Choice | None
     """What planning data, model and memory one after the other gives; None where that does not fit."""
     two_phase_failure: str
@@ -41,8 +42,8 @@ class PlanResult:
 
     @property
     def gain(self) -> float:
-        """Share of the two-phase plan's time that a sample takes less; 0 where that plan does not fit."""
-        return 1 - self.choice.sample_seconds / self.two_phase.sample_seconds if self.two_phase else 0.0
+        """Share of the two-phase plan's time that a sample takes less, as predicted; 0 where that plan does not fit."""
+        return 1 - self.tried[0].sample_seconds / self.two_phase.sample_seconds if self.two_phase else 0.0
 
 
 def make_plan(

@@ -116,6 +116,7 @@ def test_a_plan_that_holds_more_than_predicted_retreats_until_it_fits(omnibal, a
     assert {plan.partition for plan in retreats} == {first.partition}
     kept = Plan.load(tmp_path / "plan.json")
     assert kept == ran[-1]
+    assert record["plan"] == json.loads((tmp_path / "plan.json").read_text())
     assert max(stage.memory.total for stage in kept.predicted.stages) + surplus <= BUDGET
     assert sum(level != "none" for level in kept.recompute) > sum(level != "none" for level in first.recompute)
     outcomes = [trial["outcome"] for trial in record["trials"]]
@@ -172,7 +173,9 @@ def test_the_four_steps_find_levels_from_measured_memory_alone(omnibal, argument
 
     monkeypatch.setattr(trials_module, "_run_trial", run)
     result = omnibal("plan", *arguments, "--four-steps", "--json")
-    trials = json.loads(result.stdout)["trials"]
+    record = json.loads(result.stdout)
+    assert record["plan"] == json.loads((tmp_path / "plan.json").read_text())
+    trials = record["trials"]
     last = trials[-2]
     assert [trial["name"] for trial in trials] == [*(f"paper's {n}" for n in range(1, len(trials))), "solver's"]
     assert last["outcome"].startswith("after a retreat by ") == (surplus > 0)
