@@ -223,6 +223,8 @@ class PlanReport:
             console.print(line, highlight=False, markup=False)
         if self.trials:
             console.print(plan_trials_table(self.trials))
+            for trial in self.trials:
+                console.print(f"{trial.name}: {trial.outcome}", highlight=False, markup=False)
         if self.kept is not result.plan:
             console.print("written is the plan of the paper's four steps, above is the solver's", highlight=False)
         for path in [self.out, *self._pictures]:

@@ -72,7 +72,6 @@ def plan_trials_table(trials: Sequence[PlanTrial]) -> Table:
     names = ("packs", "recompute", "ms", "plan\nms", "samples\na second", unit_name, f"plan\n{unit_name}")
     for name in names:
         table.add_column(name, justify="right", overflow="fold", min_width=max(map(len, name.split("\n"))))
-    table.add_column("outcome", overflow="fold")
     for trial in trials:
         seconds, samples = trial.measured_seconds, trial.samples_per_step
         table.add_row(
@@ -84,7 +83,6 @@ def plan_trials_table(trials: Sequence[PlanTrial]) -> Table:
             "–" if seconds is None or samples is None else f"{samples / seconds:,.1f}",
             _sizes(trial.peak_bytes, unit),
             _sizes(trial.predicted_bytes, unit),
-            trial.outcome,
         )
     return table
 

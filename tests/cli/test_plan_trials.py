@@ -132,7 +132,10 @@ def test_a_plan_that_holds_more_than_predicted_retreats_until_it_fits(omnibal, a
 
 def test_a_plan_that_fits_stays(omnibal, arguments, engine, tmp_path):
     ran = engine(0)
-    omnibal("plan", *arguments, "--trials", 1)
+    output = omnibal("plan", *arguments, "--trials", 1).stdout
+    row = next(line for line in output.splitlines() if line.startswith(" plan 1 "))
+    assert f"{ran[0].micro_batches}" in row and "2,000.0" in row  # packs; measured milliseconds
+    assert "plan 1: fits" in output
     assert [Plan.load(tmp_path / "plan.json")] == ran
 
 
