@@ -71,16 +71,17 @@ def mix_quality() -> Rows:
 
 
 def _searched(name: str, lengths: SampleLengths, ceiling: PackLimits) -> Sequence[str]:
-    best = search_limits(lengths, ceiling)[0]
-    return _balance(f"{name}, best under {_named(ceiling)}:", lengths, best.limits)
+    best = [search_limits(lengths, ceiling, num_replicas=ranks)[0].limits for ranks in RANKS]
+    return _balance(f"{name}, best under {_named(ceiling)}:", lengths, *best)
 
 
-def _balance(name: str, lengths: SampleLengths, limits: PackLimits) -> Sequence[str]:
+def _balance(name: str, lengths: SampleLengths, *limits: PackLimits) -> Sequence[str]:
+    """A row: figures under limits that are the same for all numbers of ranks, or one for each."""
     found, least_over, least_costs = [], [], []
-    for ranks in RANKS:
-        epoch = arrange_epoch(lengths, limits, num_replicas=ranks)
-        found.append(measure_packing("", lengths, limits, epoch.packs, epoch.steps, seconds=0.0))
-        fewest = min_packs(lengths, limits)
+    for ranks, own in zip(RANKS, limits * len(RANKS), strict=False):
+        epoch = arrange_epoch(lengths, own, num_replicas=ranks)
+        found.append(measure_packing("", lengths, own, epoch.packs, epoch.steps, seconds=0.0))
+        fewest = min_packs(lengths, own)
         least_over.append(-(-fewest // ranks) * ranks / fewest - 1)
         least_costs.append(least_cost_ratio(lengths, DEFAULT_COST, epoch))
 
@@ -88,8 +89,8 @@ def _balance(name: str, lengths: SampleLengths, limits: PackLimits) -> Sequence[
         return " / ".join(format(value, form) for value in values)
 
     return (
-        f"{name} {_named(limits)}",
-        f"{found[0].samples_per_pack:.1f}",
+        f"{name} {', '.join(map(_named, dict.fromkeys(limits)))}",
+        both(".1f", [entry.samples_per_pack for entry in found]),
         both("+.2%", [entry.packs_over_fewest for entry in found]),
         both("+.2%", least_over),
         both(".4f", [entry.dist_ratio_vision for entry in found]),
