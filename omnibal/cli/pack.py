@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized
+from omnibal.errors import ConfigError
 
 CEILING = 2
 """A search without a ceiling tries limits up to this many times the paper's."""
@@ -34,9 +35,20 @@ def pack(
         typer.Option(
             "--search",
             help="Search the limits that waste least, with --vision-units and --llm-tokens as the ceiling (left out: "
-            "twice the paper's).",
+            "twice the paper's), or under --budget.",
         ),
     ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="A profile of the model: then also how much memory a micro-batch takes.")
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="For --search, with --profile: GiB that a micro-batch may keep for its backward pass, in all layers, "
+            "nothing recomputed.",
+            min=0,
+        ),
+    ] = None,
     num_replicas: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 8,
     micro_batches: Annotated[int, typer.Option(help="Packs per rank and step.", min=1)] = 1,
     method: Annotated[Method, typer.Option(help="How packs are made and arranged.")] = "balanced",
@@ -69,15 +81,31 @@ def pack(
 
     Example: omnibal pack runs/lengths --search --vision-units 40
     --llm-tokens 12288 --plot runs/plots
+
+    Example: omnibal pack runs/lengths --search --profile profile.json
+    --budget 20
     """
     from omnibal.cli.inputs import Reading, read_lengths
-    from omnibal.cli.packing import BEFORE, PackingReport, PackingTask, choose_limits, draw_packing, search_under
+    from omnibal.cli.packing import (
+        BEFORE,
+        PackingReport,
+        PackingTask,
+        choose_limits,
+        draw_packing,
+        kept_by,
+        search_under,
+    )
+    from omnibal.data.limit_search import MemoryCeiling
 
+    if budget is not None and (profile is None or not search or vision_units is not None or llm_tokens is not None):
+        raise ConfigError("budget must come with --search and --profile, and without --vision-units and --llm-tokens")
+    kept = None if profile is None else kept_by(profile)
     named = read_lengths(lengths, Reading(model, images, max_tiles))
     limits = choose_limits(named.lengths, vision_units, llm_tokens, factor=CEILING if search else 1)
-    scored = search_under(limits, named.lengths, num_replicas, method, seed) if search else []
+    ceiling = None if kept is None or budget is None else MemoryCeiling(kept, budget * 2**30)
+    scored = search_under(ceiling or limits, named.lengths, num_replicas, method, seed) if search else []
     limits = scored[0].limits if scored else limits
-    task = PackingTask(named.lengths, limits, num_replicas, micro_batches, seed, epoch, oversized, exchange_steps)
+    task = PackingTask(named.lengths, limits, num_replicas, micro_batches, seed, epoch, oversized, exchange_steps, kept)
     shown = get_args(Method) if compare else (method,)
     drawn = tuple(dict.fromkeys((BEFORE, method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}

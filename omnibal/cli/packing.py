@@ -10,13 +10,15 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
+from omnibal.cost import CostModel
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import ScoredLimits, search_limits
+from omnibal.data.limit_search import MemoryCeiling, ScoredLimits, search_limits
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
 from omnibal.data.traps import find_trap
+from omnibal.pipeline.profile import ModelProfile
 from omnibal.report.length_plots import plot_lengths
 from omnibal.report.pack_fill import plot_fill
 from omnibal.report.packing import PackingFigures, measure_packing
@@ -44,6 +46,8 @@ class PackingTask:
     epoch: int
     oversized: Oversized
     exchange_steps: int
+    bytes_of: CostModel | None = None
+    """Memory that a micro-batch takes, where that is known."""
 
     def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
         """Arrange the epoch and measure it."""
@@ -59,6 +63,7 @@ class PackingTask:
             packs,
             epoch.steps,
             seconds=time.perf_counter() - started,
+            bytes_of=self.bytes_of,
             left_out=self.num_oversized if self.oversized == "drop" else 0,
         )
         return figures, Arranged(packs.load(self.lengths), epoch.steps)
@@ -127,11 +132,20 @@ def choose_limits(
     )
 
 
+def kept_by(profile: Path) -> CostModel:
+    """What a micro-batch keeps for its backward pass in all layers of a profile, nothing recomputed."""
+    return sum((layer.saved_bytes["none"] for layer in ModelProfile.load(profile).layers), start=CostModel())
+
+
 def search_under(
-    ceiling: PackLimits, lengths: SampleLengths, num_replicas: int, method: Method, seed: int
+    ceiling: PackLimits | MemoryCeiling, lengths: SampleLengths, num_replicas: int, method: Method, seed: int
 ) -> list[ScoredLimits]:
     """Rank limits under a ceiling, with a sign of life where someone is looking."""
-    with Console(stderr=True).status(f"searching limits up to {ceiling.vision_units} / {ceiling.llm_tokens}"):
+    if isinstance(ceiling, MemoryCeiling):
+        highest = f"{ceiling.most_bytes / 2**30:g} GiB"
+    else:
+        highest = f"{ceiling.vision_units} / {ceiling.llm_tokens}"
+    with Console(stderr=True).status(f"searching limits up to {highest}"):
         return search_limits(lengths, ceiling, num_replicas=num_replicas, method=method, seed=seed)
 
 

@@ -56,6 +56,7 @@ class PackingFigures:
         randomness: χ² per degree of freedom of the steps' mixes: 1 is as random as shuffling, more is sorted. NaN where
             there is nothing to compare.
         largest: The largest micro-batch in each respect.
+        largest_bytes: The most memory that a micro-batch takes; None where that is not known.
         rank_means: The ranks' micro-batches on average.
         lost: Samples in no pack, those aside that were left out on purpose.
         repeated: Samples in a pack beyond the first time.
@@ -76,6 +77,7 @@ class PackingFigures:
     dist_ratio_cost: float
     randomness: float
     largest: Largest
+    largest_bytes: float | None
     rank_means: RankMeans
     lost: int
     repeated: int
@@ -111,6 +113,7 @@ def measure_packing(
     seconds: float,
     load: Load | None = None,
     cost: CostModel = DEFAULT_COST,
+    bytes_of: CostModel | None = None,
     left_out: int = 0,
 ) -> PackingFigures:
     """Work out the figures of an arrangement.
@@ -124,6 +127,7 @@ def measure_packing(
         seconds: It took to plan.
         load: What each pack brings to the device; by default what its samples hold. Padding makes it more.
         cost: What a micro-batch costs the LLM.
+        bytes_of: Memory that a micro-batch takes.
         left_out: Samples that are left out on purpose, all of them over a limit.
     """
     brought = packs.load(lengths)
@@ -146,6 +150,7 @@ def measure_packing(
         dist_ratio_cost=dist_ratio(by_rank["cost"]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
         largest=Largest(*(int(column.max(initial=0)) for column in _memory_columns(load))),
+        largest_bytes=None if bytes_of is None else float(bytes_of(load).max(initial=0)),
         rank_means=_rank_means(**by_rank),
         lost=int((times == 0).sum()) - left_out,
         repeated=int(np.maximum(times - 1, 0).sum()),

@@ -12,14 +12,16 @@ from omnibal.report.packing import PackingFigures
 
 
 def packing_table(figures: Sequence[PackingFigures]) -> Table:
-    """Figures row by row, methods side by side."""
+    """Figures row by row, methods side by side; a figure that no method has is left out."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("", no_wrap=True)
     for entry in figures:
         table.add_column(entry.method, justify="right", no_wrap=True)
     for section in _SECTIONS:
         for name, cell in section.items():
-            table.add_row(name, *map(cell, figures))
+            cells = [cell(entry) for entry in figures]
+            if any(cells):
+                table.add_row(name, *cells)
         table.add_section()
     return table
 
@@ -47,12 +49,17 @@ _SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
         "rank means, LLM cost": lambda entry: _spread(entry.rank_means.llm_cost, ".4f"),
         "largest, vision units": lambda entry: f"{entry.largest.vision_units:,}",
         "largest, LLM tokens": lambda entry: f"{entry.largest.llm_tokens:,}",
+        "largest, memory kept": lambda entry: _gibibytes(entry.largest_bytes),
     },
     {
         "lost, repeated, over limit": lambda entry: f"{entry.lost}, {entry.repeated}, {entry.over_limit}",
         "seconds": lambda entry: f"{entry.seconds:.2f}",
     },
 )
+
+
+def _gibibytes(size: float | None) -> str:
+    return "" if size is None else f"{size / 2**30:.2f} GiB"
 
 
 def _number(value: float, form: str) -> str:

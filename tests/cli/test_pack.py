@@ -2,15 +2,17 @@ import json
 
 import pytest
 
+from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.metrics import dist_ratio, min_packs
+from omnibal.pipeline.profile import LayerCost, ModelProfile
 
 FIGURES = {
     "method", "samples", "packs", "empty_packs", "fewest_packs", "packs_over_fewest", "samples_per_pack", "steps",
     "pad_ratio", "pad_ratio_if_padded", "dist_ratio_vision", "dist_ratio_tokens", "dist_ratio_cost", "randomness",
-    "largest", "rank_means", "lost", "repeated", "over_limit", "seconds",
+    "largest", "largest_bytes", "rank_means", "lost", "repeated", "over_limit", "seconds",
 }  # fmt: skip
 
 
@@ -157,3 +159,35 @@ def test_what_cannot_be_read_is_refused(omnibal, token_lengths, tmp_path):
         ([*token_lengths, "--model", tmp_path], "--model must be left out where lengths are given"),
     ):
         assert message in omnibal("pack", *paths, exit_code=2).stderr
+
+
+def test_a_profile_says_how_much_memory_micro_batches_keep_and_bounds_the_search(omnibal, token_lengths, tmp_path):
+    bytes_of = CostModel(vision_units=3e8, llm_tokens=1e6, llm_tokens_squared=50)
+    half = 0.5 * bytes_of
+    layers = tuple(
+        LayerCost(
+            name=f"block.{number}",
+            kind="block",
+            forward_seconds=CostModel(llm_tokens=1e-6),
+            backward_seconds=CostModel(llm_tokens=2e-6),
+            output_bytes=CostModel(llm_tokens=2),
+            saved_bytes={"none": half, "full": CostModel(llm_tokens=2)},
+        )
+        for number in range(2)
+    )
+    profile = tmp_path / "profile.json"
+    ModelProfile(layers=layers, device="A100-80GB", dtype="bfloat16").save(profile)
+    options = [*token_lengths, "--search", "--method", "isf", "--profile", profile, "--budget", 6]
+    record = record_of(omnibal("pack", *options, "--json"))
+    limits = PackLimits(record["limits"]["vision_units"], record["limits"]["llm_tokens"])
+    lengths = SampleLengths.from_token_lengths(token_lengths)
+    epoch = arrange_epoch(lengths, limits, num_replicas=8, method="isf")
+    most = bytes_of(epoch.packs.load(lengths)).max()
+    assert record["methods"][0]["largest_bytes"] == pytest.approx(most)
+    assert 3 * 2**30 < most <= 6 * 2**30
+    assert f"largest, memory kept {most / 2**30:.2f} GiB" in " ".join(omnibal("pack", *options).stdout.split())
+
+
+def test_a_budget_needs_a_search_and_a_profile(omnibal, token_lengths):
+    output = omnibal("pack", *token_lengths, "--search", "--budget", 6, exit_code=2).stderr
+    assert "budget must come with --search and --profile" in output
