@@ -19,7 +19,7 @@ LEAST_SAMPLES = 8192
 """As many samples at least are packed to learn what packs are like."""
 LEAST_STEPS = 32
 """As many steps at least: what the last one lacks of its samples makes the packs of all steps smaller."""
-MOST_PACKINGS = 10
+MOST_PACKINGS = 40
 """Numbers of micro-batches that are tried, in about equal ratios."""
 
 
