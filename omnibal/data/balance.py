@@ -35,11 +35,9 @@ TRIAL_STEP_PACKS: Final = 16
 """Most packs in a step of the trial: rounding to whole steps would blur its result."""
 TRIALS: Final = 2
 """Parts of the samples that must all fit."""
-TRIAL_RELIEF_TRIES: Final = 4
-"""Exchanges per pack that may be tried to keep the limits in the trial."""
-MARGINS: Final[tuple[float, ...]] = (0.0, *(0.005 * 1.5**grown for grown in range(24)))
+MARGINS: Final[tuple[float, ...]] = (0.0, *(0.001 * 1.5**grown for grown in range(28)))
 """Shares of packs that are added until a trial succeeds: samples that do not combine to fill packs need them."""
-SPARSE_MARGINS: Final = 7
+SPARSE_MARGINS: Final = 11
 """Margins up to 0.04 that are tried before packs are filled densely."""
 ATTEMPTS: Final = 32
 """Orders of a window's samples that are tried. Nearly always the first one fits."""
@@ -192,12 +190,11 @@ class BalancedPacks:
     def _try_part(self, samples: npt.NDArray[np.int64], num_packs: float, dense: bool) -> bool:
         """Plan as many of the samples as fill whole steps; tell whether they fit.
 
-        It is made harder than the windows of the epoch: half of the reserve, a fraction of the tries, no second chance.
-        Where it fits by luck, windows need more than one attempt.
+        It is made harder than the windows of the epoch: half of the reserve, no second chance. Where it fits by luck,
+        windows need more than one attempt.
         """
         step_packs = min(self._step_packs, TRIAL_STEP_PACKS)
-        instructions = self._instruct(dense, num_packs, step_packs=step_packs)
-        instructions = instructions._replace(relief_tries=TRIAL_RELIEF_TRIES, scatterings=0)
+        instructions = self._instruct(dense, num_packs, step_packs=step_packs)._replace(scatterings=0)
         shares = np.cumsum(driving_shares(samples, self._columns, instructions), dtype=np.int64)
         mean_share = self._known.mean_vision if instructions.rule.share_unit > 1 else self._known.driver.mean * FULL
         packs = shares * ((1 - RESERVE / 2) * num_packs / (self._num_samples * mean_share))
