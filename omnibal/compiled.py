@@ -22,6 +22,7 @@ class _Notice(event.Listener):  # type: ignore[misc]
     said = False
 
     def on_start(self, event: Any) -> None:
+        """Say so, if it is one of this package's functions and the first."""
         module = event.data["dispatcher"].py_func.__module__
         if not self.said and module.startswith("omnibal."):
             self.said = True

@@ -1,6 +1,7 @@
 """omnibal pack: how well a dataset packs, and how alike the ranks' work is."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -98,7 +99,9 @@ def pack(
     from omnibal.data.limit_search import MemoryCeiling
 
     if budget is not None and (profile is None or not search or vision_units is not None or llm_tokens is not None):
-        raise ConfigError("budget must come with --search and --profile, and without --vision-units and --llm-tokens")
+        raise ConfigError("--budget must come with --search and --profile, without --vision-units and --llm-tokens")
+    if budget == math.inf:
+        raise ConfigError(f"--budget must be GiB such as 20, got {budget}")
     kept = None if profile is None else kept_by(profile)
     named = read_lengths(lengths, Reading(model, images, max_tiles))
     limits = choose_limits(named.lengths, vision_units, llm_tokens, factor=CEILING if search else 1)

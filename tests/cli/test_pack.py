@@ -190,4 +190,9 @@ def test_a_profile_says_how_much_memory_micro_batches_keep_and_bounds_the_search
 
 def test_a_budget_needs_a_search_and_a_profile(omnibal, token_lengths):
     output = omnibal("pack", *token_lengths, "--search", "--budget", 6, exit_code=2).stderr
-    assert "budget must come with --search and --profile" in output
+    assert "--budget must come with --search and --profile" in output
+
+
+def test_a_budget_without_end_is_refused(omnibal, token_lengths, tmp_path):
+    options = ["--search", "--profile", tmp_path / "none.json", "--budget", "inf"]
+    assert "--budget must be GiB such as 20, got inf" in omnibal("pack", *token_lengths, *options, exit_code=2).stderr
