@@ -65,7 +65,10 @@ def plan(
             help="DeepSpeed's own; weight gradients where stages would wait, or at once; the fastest that fits."
         ),
     ] = "1f1b",
-    steps: Annotated[int, typer.Option(help="Steps of real packs that plans are simulated on.", min=1)] = 4,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of real packs that plans are simulated on; as many as hold 1024 packs.", min=1),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides which samples are looked at.", min=0)] = 0,
     trials: Annotated[
         int, typer.Option(help="Run so many of the best plans on the real engine and keep the fastest.", min=0)

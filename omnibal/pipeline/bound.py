@@ -100,12 +100,20 @@ def _waits(schedule: Schedule) -> IntArray:
     return waits
 
 
+@compiled
 def _least_crossings(crossing: FloatArray, cuts: int) -> FloatArray:
     """For each micro-batch and boundary: the least that so many cuts behind the boundary can take."""
-    size = crossing.shape[1]
+    micro_batches, size = crossing.shape
     result = np.zeros(crossing.shape)
-    for boundary in range(size if cuts > 0 else 0):
-        result[:, boundary] = np.sort(crossing[:, boundary + 1 : size - 1], axis=1)[:, :cuts].sum(axis=1)
+    for m in range(micro_batches if cuts > 0 else 0):
+        least = np.full(cuts, np.inf)  # rising, of the boundaries behind
+        for boundary in range(size - 3, -1, -1):
+            entry = crossing[m, boundary + 1]
+            for place in range(cuts):
+                if entry < least[place]:
+                    least[place], entry = entry, least[place]
+            for place in range(min(cuts, size - 2 - boundary)):
+                result[m, boundary] += least[place]
     return result
 
 

@@ -19,6 +19,10 @@ LEAST_SAMPLES = 8192
 """As many samples at least are packed to learn what packs are like."""
 LEAST_STEPS = 32
 """As many steps at least: what the last one lacks of its samples makes the packs of all steps smaller."""
+SIMULATED = 1024
+"""Micro-batches of all replicas that a packing is judged by, in whole steps: fewer make the choice of limits luck."""
+FEWEST_SIMULATED = 4
+"""Steps that it is judged by at least."""
 MOST_PACKINGS = 40
 """Numbers of micro-batches that are tried, in about equal ratios."""
 
@@ -56,7 +60,7 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
     """
     if len(lengths) < request.global_batch:
         raise ConfigError(f"lengths must hold a step of {request.global_batch} samples, got {len(lengths)}")
-    needed = max(LEAST_SAMPLES, max(LEAST_STEPS, request.steps + 1) * request.global_batch)
+    needed = max(LEAST_SAMPLES, max(LEAST_STEPS, (request.steps or 0) + 1) * request.global_batch)
     chosen = np.random.default_rng(request.seed).permutation(len(lengths))[:needed]
     task = _Task(lengths, lengths.take(np.sort(chosen)), request, num_replicas)
     if request.limits is not None:
@@ -99,7 +103,8 @@ class _Task:
         epoch = self._arrange(limits, micro_batches)
         load = epoch.packs.load(self.part)
         whole = max(epoch.num_steps - 1, 1)  # only the last step may be short of samples
-        numbers = np.unique(np.linspace(0, whole - 1, self.request.steps).round().astype(int))
+        steps = self.request.steps or max(FEWEST_SIMULATED, SIMULATED // (self.num_replicas * micro_batches))
+        numbers = np.unique(np.linspace(0, whole - 1, steps).round().astype(int))
         return Packing(
             limits=limits,
             micro_batches=micro_batches,

@@ -47,14 +47,15 @@ class PlanRequest:
     schedule: ScheduleName | Literal["auto"] = "1f1b"
     """``auto``: the faster one of those that fit."""
     method: Method = "balanced"
-    steps: int = 4
-    """Steps of the sampler's packs that a plan is simulated on."""
+    steps: int | None = None
+    """Steps of the sampler's packs that a plan is simulated on; None: as many as hold 1024 micro-batches."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "global_batch", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} must be positive, got {number}")
         for name in ("head_room", "batch_tolerance"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} must lie in [0, 1), got {getattr(self, name)}")

@@ -55,10 +55,10 @@ class StepModel:
         setup = request.setup(num_replicas, packing.target_share)
         self.footprint = Footprint(profile, packing.largest, self.schedule, setup)
         self._loads = [load for step in packing.steps for load in step]
-        self.steps = [self._problem(loads) for loads in packing.steps]
-        """A problem per step of the packing, without recomputation."""
         self.average = self._problem(self._loads)
         """All steps at once, as if they were replicas: for means over micro-batches."""
+        self.steps = self._split(self.average)
+        """A problem per step of the packing, without recomputation."""
         loads = packing.all_loads
         first, later = (recompute_seconds(profile, loads, stage) for stage in (0, 1))
         self.recompute_seconds = [first] + [later] * (num_stages - 1)
@@ -167,6 +167,15 @@ class StepModel:
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
         times = step_times(self.profile, loads, **self.request.links)
         return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, self.request.mode))
+
+    def _split(self, all_steps: PartitionProblem) -> list[PartitionProblem]:
+        first, count = self._problem(self.packing.steps[0]).times, len(self.packing.steps)
+        whole = {"reduce": first.reduce, "optimizer": first.optimizer}  # of so many replicas as there are
+        names = [name for name in first._fields if name not in whole]
+        parts = zip(*(np.split(getattr(all_steps.times, name), count) for name in names), strict=True)
+        return [
+            replace(all_steps, times=first._replace(**dict(zip(names, part, strict=True)), **whole)) for part in parts
+        ]
 
     def _levels(self, stage: int, boundaries: Boundaries) -> tuple[Level, ...]:
         a, b = boundaries[stage], boundaries[stage + 1]

@@ -39,6 +39,20 @@ def test_steps_are_whole_and_spread_over_the_epoch():
     assert packing.all_loads.llm_tokens.mean() == pytest.approx(mean, rel=0.1)
 
 
+@pytest.mark.parametrize(("num_replicas", "global_batch", "steps"), [(1, 8, 512), (2, 64, 64), (8, 512, 8)])
+def test_packings_are_judged_by_as_many_micro_batches_however_short_steps_are(num_replicas, global_batch, steps):
+    limits = PackLimits(9, 4096)
+    (found,) = packings(LENGTHS, request(global_batch=global_batch, limits=limits), num_replicas=num_replicas)
+    assert len(found.steps) == pytest.approx(steps, rel=0.15)
+    assert found.all_loads.llm_tokens.size == pytest.approx(1024, rel=0.1)
+
+
+def test_long_steps_are_four_at_least():
+    (found,) = packings(LENGTHS, request(global_batch=1800, limits=PackLimits(4, 2048)), num_replicas=1)
+    assert found.micro_batches > 256
+    assert len(found.steps) == 4
+
+
 def test_packs_of_a_large_batch_are_as_full_as_those_of_the_whole_epoch():
     lengths, limits = tiled_lengths(40_000, seed=3), PackLimits(9, 4096)
     (found,) = packings(lengths, request(global_batch=1161, limits=limits, method="balanced"), num_replicas=4)
