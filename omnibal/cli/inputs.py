@@ -62,8 +62,15 @@ def read_lengths(paths: Sequence[Path], reading: Reading) -> NamedLengths:
 
     Raises:
         ConfigError: The model's folder is missing or not needed, or there are several folders or datasets.
-        DataError: A path is none of these.
+        DataError: A path is none of these, or there is no sample.
     """
+    named = _read(paths, reading)
+    if not len(named.lengths):
+        raise DataError(f"lengths must hold at least one sample, got none in {', '.join(map(str, paths))}")
+    return named
+
+
+def _read(paths: Sequence[Path], reading: Reading) -> NamedLengths:
     kinds = {path: _kind(path) for path in paths}
     if len(paths) > 1 and set(kinds.values()) != {"lengths"}:
         listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
@@ -81,26 +88,36 @@ def _kind(path: Path) -> Kind:
     if path.is_dir():
         return "folder"
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8-sig") as file:
             start = file.read(HEAD_CHARACTERS).lstrip()
-    except (OSError, ValueError) as error:
-        raise DataError(f"lengths must be a readable file or folder, got {path} ({error})") from error
+    except OSError as error:
+        raise DataError(f"lengths must be a readable file or folder, got {path} ({error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"lengths must be text in UTF-8, got {path} ({error})") from error
     if start[:1] not in ("[", "{"):
         raise DataError(f"lengths must be a folder, JSON or JSON lines, got {start[:20]!r} in {path}")
-    return "lengths" if start[0] == "[" and '"conversations"' not in start else "dataset"
+    listed = start[0] == "[" or '"vit_num"' in start
+    return "lengths" if listed and '"conversations"' not in start else "dataset"
 
 
 def _listed_lengths(paths: Sequence[Path]) -> NamedLengths:
-    return NamedLengths(SampleLengths.from_token_lengths(list(paths)), tuple(path.stem for path in paths))
+    stems = tuple(path.stem for path in paths)
+    names = stems if len(set(stems)) == len(stems) else tuple(map(str, paths))
+    return NamedLengths(SampleLengths.from_token_lengths(list(paths)), names)
 
 
 def _saved_lengths(folder: Path) -> NamedLengths:
     lengths = SampleLengths.load(folder)
     count = 1 if lengths.source is None else int(np.max(lengths.source, initial=0)) + 1
     file = folder / NAMES_FILE
-    names = json.loads(file.read_text()) if file.is_file() else [f"source {number}" for number in range(count)]
-    if len(names) < count:
-        raise DataError(f"{file} must name {count} sources, got {len(names)}")
+    if not file.is_file():
+        return NamedLengths(lengths, tuple(f"source {number}" for number in range(count)))
+    try:
+        names = json.loads(file.read_text())
+    except ValueError as error:
+        raise DataError(f"{file} must be a JSON list of names, got {error}") from error
+    if not isinstance(names, list) or len(names) < count or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{file} must be a list of {count} names, one for each source, got {names!r:.80}")
     return NamedLengths(lengths, tuple(names))
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from omnibal.cli.inputs import NamedLengths, Reading, read_lengths
+from omnibal.cli.outputs import check_folder
 from omnibal.report.lengths import SourceStatistics, lengths_table, source_statistics
 
 BROKEN_FILE = "broken.json"
@@ -52,6 +53,8 @@ def lengths(
 
     Then: omnibal pack runs/lengths --compare
     """
+    for name, folder in (("out", out), ("--plot", plot), ("--cache", cache)):
+        check_folder(name, folder)
     named = read_lengths([source], Reading(model, images, max_tiles, broken, processes, cache))
     named.save(out)
     problems = [asdict(problem) for problem in named.problems]

@@ -29,6 +29,9 @@ class _FriendlyGroup(TyperGroup):
         except OmnibalError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
+        except MemoryError as error:
+            typer.echo(f"error: numbers must be such that memory holds what they ask for, got: {error}", err=True)
+            raise typer.Exit(2) from None
         except OSError as error:
             if error.filename is None:
                 raise

@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 import typer
 from rich.console import Console
 
+from omnibal.cli.outputs import check_folder
 from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized
 from omnibal.errors import ConfigError
 
@@ -98,6 +99,7 @@ def pack(
     )
     from omnibal.data.limit_search import MemoryCeiling
 
+    check_folder("--plot", plot)
     if budget is not None and (profile is None or not search or vision_units is not None or llm_tokens is not None):
         raise ConfigError("--budget must come with --search and --profile, without --vision-units and --llm-tokens")
     if budget == math.inf:

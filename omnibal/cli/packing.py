@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,9 +53,9 @@ class PackingTask:
     def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
         """Arrange the epoch and measure it."""
         first = self.lengths.take(np.arange(min(len(self.lengths), SAMPLES_TO_COMPILE)))
-        _pack_all(self._arrange(method, first), None)
+        _pack_all(replace(self, lengths=first, oversized="alone").arrange(method), None)
         started = time.perf_counter()
-        epoch = self._arrange(method, self.lengths)
+        epoch = self.arrange(method)
         packs = _pack_all(epoch, method)
         figures = measure_packing(
             method,
@@ -68,9 +69,10 @@ class PackingTask:
         )
         return figures, Arranged(packs.load(self.lengths), epoch.steps)
 
-    def _arrange(self, method: Method, lengths: SampleLengths) -> Epoch:
+    def arrange(self, method: Method) -> Epoch:
+        """The epoch, planned as it is asked for."""
         return arrange_epoch(
-            lengths,
+            self.lengths,
             self.limits,
             num_replicas=self.num_replicas,
             micro_batches=self.micro_batches,
@@ -140,13 +142,9 @@ def kept_by(profile: Path) -> CostModel:
 def search_under(
     ceiling: PackLimits | MemoryCeiling, lengths: SampleLengths, num_replicas: int, method: Method, seed: int
 ) -> list[ScoredLimits]:
-    """Rank limits under a ceiling, with a sign of life where someone is looking."""
-    if isinstance(ceiling, MemoryCeiling):
-        highest = f"{ceiling.most_bytes / 2**30:g} GiB"
-    else:
-        highest = f"{ceiling.vision_units} / {ceiling.llm_tokens}"
-    with Console(stderr=True).status(f"searching limits up to {highest}"):
-        return search_limits(lengths, ceiling, num_replicas=num_replicas, method=method, seed=seed)
+    """Rank limits under a ceiling, with a bar where it takes long and someone is looking."""
+    bar = partial(tqdm, desc="limits", unit=" pairs", leave=False, disable=None, delay=1)
+    return search_limits(lengths, ceiling, num_replicas=num_replicas, method=method, seed=seed, progress=bar)
 
 
 def draw_packing(
@@ -203,7 +201,13 @@ class PackingReport:
     def print(self, console: Console) -> None:
         """Print tables and warnings."""
         if self.scored:
-            _say(console, [f"the best of {len(self.scored)} limits that were tried"])
+            highest = [
+                max(getattr(entry.limits, name) for entry in self.scored) for name in ("vision_units", "llm_tokens")
+            ]
+            _say(
+                console,
+                [f"the best of {len(self.scored)} limits that were tried, up to {highest[0]:,} / {highest[1]:,}"],
+            )
             console.print(limits_table(self.scored[:SHOWN_LIMITS]))
         _say(console, [self.task.title])
         console.print(packing_table(self.figures))

@@ -15,7 +15,7 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, DataError
 
 
 class Arrangement(Protocol):
@@ -153,7 +153,7 @@ def arrange_epoch(
     Raises:
         ConfigError: An argument is out of range.
         InfeasibleError: See ``BalancedPacks.window``.
-        DataError: ``oversized`` is ``"error"`` and there is such a sample.
+        DataError: ``oversized`` is ``"error"`` and there is such a sample, or ``"drop"`` and there is no other.
 
     >>> lengths = SampleLengths([1, 3, 5, 4, 1], [300, 800, 1400, 1100, 300])
     >>> epoch = arrange_epoch(lengths, PackLimits(9, 4096), num_replicas=2, method="random")
@@ -198,6 +198,11 @@ def _admitted(lengths: SampleLengths, limits: PackLimits, oversized: Oversized) 
         limits.refuse_oversized(lengths)
         return None
     over = limits.oversized(lengths)
+    if len(over) and len(over) == len(lengths):
+        raise DataError(
+            f"limits must hold at least one sample where others are dropped, got {limits.vision_units} vision units "
+            f"and {limits.llm_tokens} LLM tokens, which all {len(lengths)} samples exceed; raise the limits"
+        )
     return np.delete(np.arange(len(lengths)), over) if len(over) else None
 
 

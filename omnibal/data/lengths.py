@@ -1,9 +1,7 @@
 """SampleLengths: what each sample brings to the ViT and to the LLM, as columns that can be memory-mapped."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.data.stored import LengthSummary, open_columns, read_only, write_columns
+from omnibal.data.token_lengths import read_token_lengths
 from omnibal.errors import DataError
 
 IntArray = npt.NDArray[np.integer[Any]]
@@ -24,21 +24,6 @@ COLUMN_TYPES: Final = {
     "vision_squared": np.int64,
     "source": np.int32,
 }
-REQUIRED_COLUMNS: Final = ("vision_units", "llm_tokens")
-SUMMARY_FILE: Final = "lengths.json"
-FORMAT: Final = 1
-
-
-@dataclass(frozen=True)
-class LengthSummary:
-    """What planners ask of all samples at once; a saved copy is read back without touching the columns."""
-
-    num_samples: int
-    total_vision_units: int
-    total_llm_tokens: int
-    total_target_tokens: int | None
-    max_vision_units: int
-    max_llm_tokens: int
 
 
 class SampleLengths:
@@ -151,25 +136,15 @@ class SampleLengths:
             DataError: A file is not such a list; the message names the file and the entry.
         """
         files = [paths] if isinstance(paths, str | Path) else paths
-        return cls.concatenate(_read_token_lengths(Path(path)) for path in files)
+        return cls.concatenate(cls(*read_token_lengths(Path(path))) for path in files)
 
     def save(self, path: str | Path) -> None:
         """Write the columns as ``<path>/<column>.npy`` and their summary as ``<path>/lengths.json``.
 
-        The summary is written last: a folder without it is an interrupted write.
+        What was there is replaced at the end, in an instant: an interrupted write leaves it as it was, and whoever has
+        it open (also ``self``) keeps it.
         """
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        for name, column in self.columns().items():
-            np.save(folder / f"{name}.npy", column)
-        record = {
-            "format": FORMAT,
-            "columns": list(self.columns()),
-            "content_hash": self.content_hash,
-            "summary": asdict(self.summary),
-        }
-        (folder / SUMMARY_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        write_columns(Path(path), self.columns(), self.content_hash, self.summary)
 
     @classmethod
     def load(cls, path: str | Path) -> "SampleLengths":
@@ -178,20 +153,12 @@ class SampleLengths:
         Raises:
             DataError: The folder is not a complete one of this format, or a column does not fit its summary.
         """
-        folder = Path(path)
-        record = _read_summary(folder / SUMMARY_FILE)
+        record, columns = open_columns(Path(path), COLUMN_TYPES)
         lengths = cls.__new__(cls)
-        for name, dtype in COLUMN_TYPES.items():
-            column = _map_column(folder / f"{name}.npy", dtype) if name in record["columns"] else None
-            setattr(lengths, name, column)
-        lengths.summary = LengthSummary(**record["summary"])
-        lengths.content_hash = record["content_hash"]
-        for name, column in lengths.columns().items():
-            if len(column) != lengths.summary.num_samples:
-                raise DataError(
-                    f"{folder / name}.npy must hold {lengths.summary.num_samples} samples as {SUMMARY_FILE} says, "
-                    f"got {len(column)}"
-                )
+        for name in COLUMN_TYPES:
+            setattr(lengths, name, columns.get(name))
+        lengths.summary = record.summary
+        lengths.content_hash = record.content_hash
         return lengths
 
 
@@ -207,13 +174,7 @@ def _column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     if array.size and (array.min() < 0 or array.max() > limit):
         worst = int(np.argmax((array < 0) | (array > limit)))
         raise DataError(f"{name} must lie between 0 and {limit}, got {array[worst]} for sample {worst}")
-    return _read_only(np.ascontiguousarray(array, dtype=dtype))
-
-
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    view = array.view(np.ndarray)
-    view.flags.writeable = False
-    return view
+    return read_only(np.ascontiguousarray(array, dtype=dtype))
 
 
 def _check_equal_lengths(columns: dict[str, IntArray]) -> None:
@@ -221,51 +182,3 @@ def _check_equal_lengths(columns: dict[str, IntArray]) -> None:
     for name, column in columns.items():
         if len(column) != expected:
             raise DataError(f"{name} must have one entry per sample ({expected}), got {len(column)}")
-
-
-def _read_token_lengths(path: Path) -> SampleLengths:
-    try:
-        entries = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} must be a readable JSON file, got {error}") from error
-    if not isinstance(entries, list):
-        raise DataError(f"{path} must hold a JSON list, got {type(entries).__name__}")
-    for number, entry in enumerate(entries):
-        if not isinstance(entry, dict) or not _is_count(entry.get("vit_num")) or not _is_count(entry.get("token_num")):
-            raise DataError(
-                f"{path}, entry {number}: vit_num and token_num must be integers of at least 0, got {entry!r}"
-            )
-    return SampleLengths([entry["vit_num"] for entry in entries], [entry["token_num"] for entry in entries])
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path.parent} must be a folder that SampleLengths.save wrote completely, got {error}"
-        ) from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise DataError(
-            f"{path} must have format {FORMAT}, got {record.get('format') if isinstance(record, dict) else record!r}"
-        )
-    missing = set(REQUIRED_COLUMNS) - set(record["columns"])
-    if missing:
-        raise DataError(f"{path} must list the columns {REQUIRED_COLUMNS}, got {record['columns']}")
-    return record
-
-
-def _map_column(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    try:
-        column = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} must be a column that SampleLengths.save wrote, got {error}") from error
-    if column.ndim != 1 or column.dtype != dtype:
-        raise DataError(
-            f"{path} must be one-dimensional of {np.dtype(dtype)}, got {column.dtype} of shape {column.shape}"
-        )
-    return _read_only(column)

@@ -5,7 +5,7 @@ Limits decide more than the packer does: what wastes room is how samples' sizes 
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from omnibal.cost import CostModel, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits
+from omnibal.data.limits import MOST, PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
 from omnibal.data.policies import DEFAULT_COST, Method
 from omnibal.data.traps import find_trap
@@ -23,6 +23,8 @@ MOST_VISION_LIMITS = 48
 MOST_TEXT_LIMITS = 24  # where no sample has an image
 TOKEN_SLACKS = (0.95, 1.05, 1.15, 1.3, 1.6)  # token limits tried, in multiples of what a full vision load brings
 TOKEN_MULTIPLE = 64
+SCORED_STEPS = 8  # that the drawn samples fill at least: figures of fewer are chance
+LEAST_DRAWN, MOST_DRAWN = 16_384, 65_536
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,16 @@ def search_limits(
     num_replicas: int = 8,
     method: Method = "balanced",
     cost: CostModel = DEFAULT_COST,
-    num_samples: int = 16_384,
+    num_samples: int | None = None,
     seed: int = 0,
+    progress: Callable[[Sequence[PackLimits]], Iterable[PackLimits]] = iter,
 ) -> list[ScoredLimits]:
     """Try limits under a memory ceiling and rank them by what they waste.
 
     Vision limits run from the largest sample to the ceiling (every integer, or 48 in equal ratios where there are
-    more), each with token limits of 0.95 to 1.6 times what a full vision load brings on average.
+    more), each with token limits of 0.95 to 1.6 times what a full vision load brings on average. They end before the
+    ceiling where packs would be so large that the drawn samples fill fewer than 8 steps: nothing could be told of
+    such limits, and at 65,536 samples and 8 ranks they hold more than a thousand samples.
 
     Args:
         lengths: Loads of every sample.
@@ -85,8 +90,10 @@ def search_limits(
         num_replicas: Data-parallel ranks for the Dist Ratios.
         method: How packs are made and arranged.
         cost: Cost of a micro-batch in the LLM.
-        num_samples: How many samples to draw and pack under each pair; all where there are fewer.
+        num_samples: How many samples to draw and pack under each pair; all where there are fewer. By default what
+            fills 8 steps under the ceiling, but at least 16,384 and at most 65,536.
         seed: Seed of the draw and of the packing.
+        progress: Passes the limits on one by one, as ``tqdm`` does.
 
     Returns:
         Scored limits, least waste first; where waste is equal, more samples per pack, then fewer tokens first.
@@ -104,15 +111,35 @@ def search_limits(
             f"ceiling must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM tokens), "
             f"got {most.vision_units} and {most.llm_tokens}"
         )
-    candidates = dict.fromkeys(_candidates(lengths, least, most))
+    part = _draw(lengths, most, num_replicas, num_samples, seed)
+    candidates = list(dict.fromkeys(_candidates(lengths, least, _worth_scoring(part, least, most, num_replicas))))
     if isinstance(ceiling, MemoryCeiling):
-        candidates = dict.fromkeys(
-            limits for limits in candidates if _most_bytes(lengths, limits, ceiling) <= ceiling.most_bytes
-        )
-    chosen = np.random.default_rng(seed).permutation(len(lengths))[:num_samples]
-    part = lengths.take(np.sort(chosen))
-    scored = [_score(part, limits, num_replicas, method, cost, seed) for limits in candidates]
+        candidates = [limits for limits in candidates if _most_bytes(lengths, limits, ceiling) <= ceiling.most_bytes]
+    scored = [_score(part, limits, num_replicas, method, cost, seed) for limits in progress(candidates)]
     return sorted(scored, key=lambda found: (round(found.waste, 4), -found.samples_per_pack, found.limits.llm_tokens))
+
+
+def _draw(
+    lengths: SampleLengths, most: PackLimits, num_replicas: int, num_samples: int | None, seed: int
+) -> SampleLengths:
+    """Random samples, enough of them to fill steps under the largest limits."""
+    if num_samples is None:
+        vision, tokens = lengths.summary.total_vision_units, lengths.summary.total_llm_tokens
+        share = min(most.vision_units / vision if vision else 1, most.llm_tokens / max(tokens, 1))  # of the epoch
+        per_pack = share * len(lengths)
+        num_samples = min(max(math.ceil(per_pack * num_replicas * SCORED_STEPS), LEAST_DRAWN), MOST_DRAWN)
+    chosen = np.random.default_rng(seed).permutation(len(lengths))[:num_samples]
+    return lengths.take(np.sort(chosen))
+
+
+def _worth_scoring(part: SampleLengths, least: PackLimits, most: PackLimits, num_replicas: int) -> PackLimits:
+    """The largest limits, or those under which the samples still fill steps; both hold every sample."""
+    packs = SCORED_STEPS * num_replicas
+    vision, tokens = part.summary.total_vision_units / packs, part.summary.total_llm_tokens / packs
+    return PackLimits(
+        max(min(most.vision_units, math.ceil(vision)), least.vision_units),
+        max(min(most.llm_tokens, math.ceil(tokens * TOKEN_SLACKS[-1])), least.llm_tokens),
+    )
 
 
 def _candidates(lengths: SampleLengths, least: PackLimits, most: PackLimits) -> Iterator[PackLimits]:
@@ -175,11 +202,11 @@ def _largest_limits(lengths: SampleLengths, least: PackLimits, ceiling: MemoryCe
         return _most_bytes(lengths, PackLimits(vision_units, llm_tokens), ceiling) <= ceiling.most_bytes
 
     tokens = _last_allowed(
-        least.llm_tokens, lengths.summary.total_llm_tokens, lambda limit: allows(least.vision_units, limit)
+        least.llm_tokens, min(lengths.summary.total_llm_tokens, MOST), lambda limit: allows(least.vision_units, limit)
     )
     # More vision units than come with that many tokens would never be used.
     densest = float((lengths.vision_units / np.maximum(lengths.llm_tokens, 1)).max())
-    useful = max(math.ceil(tokens * densest), least.vision_units)
+    useful = min(max(math.ceil(tokens * densest), least.vision_units), MOST)
     vision = _last_allowed(least.vision_units, useful, lambda limit: allows(limit, least.llm_tokens))
     return PackLimits(vision, tokens)
 

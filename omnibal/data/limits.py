@@ -1,12 +1,16 @@
 """PackLimits: the most a pack may hold."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
+
+MOST: Final = 2**22
+"""Planners count samples by size up to the limits: seconds for 4 million, and no device holds a pack of more."""
 
 
 @dataclass(frozen=True, init=False)
@@ -21,7 +25,7 @@ class PackLimits:
         full_llm_tokens: Q'_t: a pack with as many is full. By default max(``llm_tokens`` / 2, ``llm_tokens`` − 128).
 
     Raises:
-        ConfigError: A limit is negative, or a full mark lies outside 1 … its limit.
+        ConfigError: A limit is negative or above 2**22, or a full mark lies outside 1 … its limit.
 
     >>> PackLimits(9, 4096)
     PackLimits(vision_units=9, llm_tokens=4096, full_vision_units=9, full_llm_tokens=3968)
@@ -40,8 +44,8 @@ class PackLimits:
         full_vision_units: int | None = None,
         full_llm_tokens: int | None = None,
     ) -> None:
-        _check_range("vision_units", vision_units, least=0, most=None)
-        _check_range("llm_tokens", llm_tokens, least=1, most=None)
+        _check_range("vision_units", vision_units, least=0, most=MOST)
+        _check_range("llm_tokens", llm_tokens, least=1, most=MOST)
         if full_vision_units is None:
             full_vision_units = max(vision_units, 1)
         if full_llm_tokens is None:
@@ -85,20 +89,28 @@ def paper_limits(lengths: SampleLengths) -> PackLimits:
     integer, and at least as many as the largest sample: no sample is over the limits. Fixed by the statistics alone:
     ``search_limits`` finds limits that waste less.
 
+    Raises:
+        DataError: A sample is too large for any limits; the message names it.
+
     Source: Yao et al., OmniBal, ICML 2025, section 5.1; deviation: the largest sample always fits.
 
     >>> paper_limits(SampleLengths([1, 3, 5], [400, 1200, 2000]))
     PackLimits(vision_units=5, llm_tokens=2000, full_vision_units=5, full_llm_tokens=1872)
     """
     summary = lengths.summary
+    if max(summary.max_vision_units, summary.max_llm_tokens) > MOST:
+        worst = int(np.argmax(np.maximum(lengths.vision_units, lengths.llm_tokens)))
+        raise DataError(
+            f"samples must have at most {MOST} vision units and LLM tokens, got {lengths.vision_units[worst]} and "
+            f"{lengths.llm_tokens[worst]} for sample {worst}; leave it out, or choose limits that it exceeds"
+        )
     longest = max(summary.max_llm_tokens, 1)
     units_per_token = summary.total_vision_units / max(summary.total_llm_tokens, 1)
-    return PackLimits(max(round(longest * units_per_token), summary.max_vision_units), longest)
+    return PackLimits(min(max(round(longest * units_per_token), summary.max_vision_units), MOST), longest)
 
 
-def _check_range(name: str, value: int, *, least: int, most: int | None) -> None:
+def _check_range(name: str, value: int, *, least: int, most: int) -> None:
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if value < least or (most is not None and value > most):
-        rule = f"at least {least}" if most is None else f"between {least} and {most}"
-        raise ConfigError(f"{name} must be {rule}, got {value}")
+    if not least <= value <= most:
+        raise ConfigError(f"{name} must be between {least} and {most}, got {value}")

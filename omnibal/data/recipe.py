@@ -127,7 +127,8 @@ class Recipe:
         with_image = self.lengths.vision_units > 0 if self.text_only == "together" else np.zeros(0, dtype=np.bool_)
         if with_image.all() or not with_image.any():
             return [Population(self.lengths, None, len(self.lengths) - len(dropped))]
-        return [
+        kinds = [
             Population(self.lengths.take(samples), samples, len(samples) - int(np.isin(dropped, samples).sum()))
             for samples in (np.flatnonzero(with_image), np.flatnonzero(~with_image))
         ]
+        return [kind for kind in kinds if kind.num_admitted] or kinds

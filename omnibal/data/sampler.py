@@ -14,6 +14,7 @@ from omnibal.data.stream import Ranks
 from omnibal.errors import ConfigError
 
 STATE_VERSION = 1
+STATE_KEYS = ("epoch", "steps_done", "course", "next_packs", "recipe")
 MOST_REMEMBERED = 8  # samples of the next packs that a state remembers
 
 
@@ -51,7 +52,7 @@ class BalancedBatchSampler:
 
     Raises:
         ConfigError: An argument is out of range.
-        DataError: ``oversized`` is ``"error"`` and there is such a sample.
+        DataError: ``oversized`` is ``"error"`` and there is such a sample, or ``"drop"`` and there is no other.
 
     >>> lengths = SampleLengths([1, 3, 5, 4, 1], [300, 800, 1400, 1100, 300])
     >>> limits = PackLimits(9, 4096)
@@ -241,8 +242,12 @@ def _next_packs(course: Course, steps_done: int) -> list[list[int]]:
 
 
 def _check_state(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-    if state.get("version") != STATE_VERSION:
-        raise ConfigError(f"state must be of version {STATE_VERSION}, got {state.get('version')!r}")
+    if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+        found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigError(f"state must be of version {STATE_VERSION}, as state_dict() gave it, got {found!r}")
+    missing = [name for name in STATE_KEYS if name not in state]
+    if missing:
+        raise ConfigError(f"state must hold all that state_dict() gave, got it without {', '.join(missing)}")
     for name, value in recipe.items():
         saved = state["recipe"].get(name)
         if saved != value:

@@ -63,5 +63,5 @@ def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
             f"min_tiles and max_tiles must hold 1 <= min_tiles <= max_tiles, got {min_tiles}, {max_tiles}"
         )
     sides = range(1, max_tiles + 1)
-    grids = [(c, r) for c in sides for r in sides if min_tiles <= c * r <= max_tiles]
+    grids = [(c, r) for c in sides for r in range(-(-min_tiles // c), max_tiles // c + 1)]
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))

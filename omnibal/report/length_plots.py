@@ -54,18 +54,27 @@ def _members(lengths: SampleLengths, names: Sequence[str]) -> dict[str, npt.NDAr
 
 def _draw_tokens(axes: Axes, parts: Sequence[IntArray]) -> None:
     values = np.concatenate(parts)
-    least, most = max(int(values.min()), 1), int(values.max()) + 1
+    least, most = max(int(values.min()), 1), max(int(values.max()), 1)
     wide = most > WIDE * least
-    edges = (np.geomspace if wide else np.linspace)(least, most, TOKEN_BINS + 1)
-    below = np.zeros(TOKEN_BINS)
+    edges = token_edges(least, most, wide=wide)
+    below = np.zeros(len(edges) - 1)
     for part, colour in zip(parts, SERIES, strict=False):
         above = below + np.histogram(np.maximum(part, 1), edges)[0]
         axes.stairs(above, edges, baseline=below, fill=True, color=colour)
         below = above
-    axes.set(xscale="log" if wide else "linear", xlabel="LLM tokens in a sample", xlim=(least, most))
+    axes.set(xscale="log" if wide else "linear", xlabel="LLM tokens in a sample", xlim=(edges[0], edges[-1]))
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.xaxis.set_minor_locator(NullLocator())
+
+
+def token_edges(least: int, most: int, *, wide: bool) -> npt.NDArray[np.float64]:
+    """Edges of at most 80 bins that hold whole numbers, equally many or, if ``wide``, in about equal ratios."""
+    if wide:
+        return np.asarray(np.unique(np.geomspace(least, most + 1, TOKEN_BINS + 1).round()) - 0.5, dtype=np.float64)
+    width = -(-(most + 1 - least) // TOKEN_BINS)
+    bins = -(-(most + 1 - least) // width)
+    return np.asarray(least - 0.5 + width * np.arange(bins + 1), dtype=np.float64)
 
 
 def _draw_vision(axes: Axes, parts: Sequence[IntArray]) -> None:

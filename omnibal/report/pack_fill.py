@@ -56,6 +56,8 @@ def plot_fill(loads: Mapping[str, Load], limits: PackLimits, path: Path) -> None
             panel.tokens.set_title(method, fontsize=11, pad=18)
             _annotate(panel.tokens, loads[method], limits)
         panels[0].joint.set_ylabel("vision units in a pack")
+        label = f"limits: {limits.vision_units:,} vision units, {limits.llm_tokens:,} LLM tokens"
+        figure.legend(panels[0].joint.lines, [label], loc="outside lower center")
         figure.colorbar(mesh, ax=[panel.vision for panel in panels], label="packs", pad=0.02)
         save(figure, path)
 
@@ -96,16 +98,6 @@ def _draw(panel: _Panel, counts: FloatArray, edges: tuple[FloatArray, FloatArray
 def _draw_limits(panel: _Panel, limits: PackLimits) -> None:
     right, top = limits.llm_tokens + 0.5, limits.vision_units + 0.5
     panel.joint.plot((0, right, right), (top, top, -0.5), color=VERMILION, linewidth=1.2)
-    panel.joint.annotate(
-        f"limits: {limits.vision_units:,} vision units, {limits.llm_tokens:,} LLM tokens",
-        (right, 0),
-        (-4, 4),
-        textcoords="offset points",
-        ha="right",
-        color=VERMILION,
-        fontsize=8,
-        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
-    )
     panel.joint.set(xlim=(0, None), ylim=(-0.5, None))
     panel.joint.yaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in (panel.joint.xaxis, panel.joint.yaxis):

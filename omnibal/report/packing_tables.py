@@ -44,9 +44,9 @@ _SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
         "χ² of steps (1: shuffled)": lambda entry: _number(entry.randomness, ".2f"),
     },
     {
-        "rank means, vision units": lambda entry: _spread(entry.rank_means.vision_units, ",.5g"),
+        "rank means, vision units": lambda entry: _spread(entry.rank_means.vision_units, ",.2f"),
         "rank means, LLM tokens": lambda entry: _spread(entry.rank_means.llm_tokens, ",.0f"),
-        "rank means, LLM cost": lambda entry: _spread(entry.rank_means.llm_cost, ".4f"),
+        "rank means, LLM cost": lambda entry: _spread(entry.rank_means.llm_cost, ".3f"),
         "largest, vision units": lambda entry: f"{entry.largest.vision_units:,}",
         "largest, LLM tokens": lambda entry: f"{entry.largest.llm_tokens:,}",
         "largest, memory kept": lambda entry: _gibibytes(entry.largest_bytes),

@@ -72,7 +72,7 @@ def _draw_waiting(axes: Axes, loads: FloatArray) -> None:
     number = np.arange(first, first + len(shown))
     largest, mean = shown.max(axis=1), shown.mean(axis=1)
     ranks = np.repeat(number, shown.shape[1])
-    axes.scatter(ranks, shown.ravel(), s=9, color=BLUE, alpha=0.5, linewidth=0, label="a rank", zorder=3)
+    axes.scatter(ranks, shown.ravel(), s=9, color=BLUE, alpha=0.5, linewidth=0, label="a rank", zorder=3, clip_on=False)
     axes.step(number, largest, where="mid", color=VERMILION, linewidth=1.1, label="slowest rank")
     axes.fill_between(
         number,

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.data.sources.llava import LlavaDataset
@@ -79,6 +80,28 @@ def test_json_lists_become_a_folder(omnibal, token_lengths, tmp_path):
     assert "llava_mix" in text
     assert SampleLengths.load(tmp_path / "out").summary == SampleLengths.from_token_lengths(token_lengths[0]).summary
     assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", [[], ["--plot"], ["--cache"]])
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(omnibal, tmp_path, option):
+    (tmp_path / "file").write_text("")
+    blocked, free = tmp_path / "file" / "deeper", tmp_path / "out"
+    result = omnibal(
+        "lengths", tmp_path / "none.json", *([free, *option, blocked] if option else [blocked]), exit_code=2
+    )
+    assert f"must be a folder, got {blocked}: {tmp_path / 'file'} is a file" in result.stderr
+
+
+def test_lengths_saved_into_their_own_folder_stay(omnibal, token_lengths, tmp_path):
+    omnibal("lengths", token_lengths[0], tmp_path)
+    omnibal("lengths", tmp_path, tmp_path)
+    assert SampleLengths.load(tmp_path).summary == SampleLengths.from_token_lengths(token_lengths[0]).summary
+
+
+def test_files_of_the_same_name_are_told_apart(omnibal, token_lengths, tmp_path):
+    (tmp_path / token_lengths[0].name).write_bytes(token_lengths[0].read_bytes())
+    named = read_lengths([token_lengths[0], tmp_path / token_lengths[0].name], Reading())
+    assert len(set(named.names)) == 2
 
 
 @pytest.fixture

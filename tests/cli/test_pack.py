@@ -100,7 +100,7 @@ def test_a_trap_is_warned_of(omnibal, trap):
 
 
 def test_a_search_lists_each_trap_once_and_prints_the_nearest(omnibal, trap):
-    options = [trap, "--search", "--vision-units", 24, "--llm-tokens", 2000, "--method", "isf"]
+    options = [trap, "--search", "--vision-units", 24, "--llm-tokens", 2000, "--method", "isf", "--num-replicas", 1]
     record = record_of(omnibal("pack", *options, "--json"))
     limits = [int(warning.split()[2]) for warning in record["warnings"]]
     assert len(limits) == len(set(limits)) > 3
@@ -146,12 +146,25 @@ def test_saved_lengths_pack_like_the_files_they_came_from(omnibal, token_lengths
 
 def test_what_cannot_be_read_is_refused(omnibal, token_lengths, tmp_path):
     (tmp_path / "text").write_text("hello")
+    (tmp_path / "none.json").write_text("[]")
+    (tmp_path / "lines.jsonl").write_text('{"vit_num": 1, "token_num": 2}\n' * 2)
+    (tmp_path / "latin.json").write_bytes('["é"]'.encode("latin-1"))
+    SampleLengths([1], [2]).save(tmp_path / "saved")
+    (tmp_path / "saved" / "sources.json").write_text("[1, 2")
     (tmp_path / "meta.json").write_text('{"shapes": {}}')
     (tmp_path / "llava.json").write_text('[{"conversations": []}]')
     for paths, message in (
         ([tmp_path / "missing.json"], "lengths must be a readable file or folder"),
         ([tmp_path / "text"], "lengths must be a folder, JSON or JSON lines, got 'hello'"),
-        ([tmp_path], "must be a folder that SampleLengths.save wrote completely"),
+        ([tmp_path], "must be a folder of lengths, written completely by `omnibal lengths`"),
+        ([tmp_path / "none.json"], "lengths must hold at least one sample, got none in"),
+        ([tmp_path / "lines.jsonl"], "lines.jsonl must be a readable JSON file"),
+        ([tmp_path / "latin.json"], "lengths must be text in UTF-8, got"),
+        ([tmp_path / "saved"], "sources.json must be a JSON list of names"),
+        ([*token_lengths, "--num-replicas", 10**9], "numbers must be such that memory holds"),
+        ([*token_lengths, "--llm-tokens", 10**9], "llm_tokens must be between 1 and"),
+        ([*token_lengths, "--plot", tmp_path / "text"], "--plot must be a folder, got"),
+        ([*token_lengths, "--llm-tokens", 1, "--oversized", "drop"], "samples exceed; raise the limits"),
         ([tmp_path / "meta.json"], "--model must name the model's folder"),
         ([tmp_path / "llava.json"], "--model must name the model's folder"),
         ([tmp_path / "meta.json", tmp_path], "paths must be JSON lists of lengths where there are several"),

@@ -101,6 +101,50 @@ def test_saving_over_other_lengths(tmp_path):
     assert list(SampleLengths.load(tmp_path).columns()) == ["vision_units", "llm_tokens"]
 
 
+def test_saving_lengths_over_themselves(tmp_path):
+    full_lengths().save(tmp_path)
+    loaded = SampleLengths.load(tmp_path)
+    loaded.save(tmp_path)
+    again = SampleLengths.load(tmp_path)
+    for lengths in (loaded, again):
+        assert {name: column.tolist() for name, column in lengths.columns().items()} == {
+            name: column.tolist() for name, column in full_lengths().columns().items()
+        }
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    full_lengths().save(tmp_path)
+    files = sorted(tmp_path.iterdir())
+
+    def disk_is_full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "save", disk_is_full)
+    with pytest.raises(OSError, match="no space"):
+        SampleLengths([1], [2]).save(tmp_path)
+    assert SampleLengths.load(tmp_path).content_hash == full_lengths().content_hash
+    assert sorted(tmp_path.iterdir()) == files
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"columns": ["llm_tokens"]}, "must list columns of .* got ."),
+        ({"columns": 3}, "columns must be as it was written"),
+        ({"columns": ["vision_units", "llm_tokens", "colour"]}, "must list columns of .*colour"),
+        ({"content_hash": None}, "content_hash must be as it was written"),
+        ({"summary": {"num_samples": 3}}, "summary.total_vision_units must be as it was written"),
+        ({"more": 1}, "more must be as it was written"),
+    ],
+)
+def test_a_summary_that_is_not_what_was_written(tmp_path, change, message):
+    full_lengths().save(tmp_path)
+    record = json.loads((tmp_path / "lengths.json").read_text())
+    (tmp_path / "lengths.json").write_text(json.dumps(record | change))
+    with pytest.raises(DataError, match=message):
+        SampleLengths.load(tmp_path)
+
+
 def test_an_interrupted_or_damaged_copy_is_refused(tmp_path):
     full_lengths().save(tmp_path)
     np.save(tmp_path / "source.npy", np.zeros(2, dtype=np.int32))
@@ -112,14 +156,11 @@ def test_an_interrupted_or_damaged_copy_is_refused(tmp_path):
     (tmp_path / "source.npy").write_bytes(b"")
     with pytest.raises(DataError, match=r"source.npy must be a column that SampleLengths.save wrote"):
         SampleLengths.load(tmp_path)
-    (tmp_path / "lengths.json").write_text('{"format": 1, "columns": ["llm_tokens"]}')
-    with pytest.raises(DataError, match="must list the columns"):
-        SampleLengths.load(tmp_path)
     (tmp_path / "lengths.json").write_text('{"format": 99}')
     with pytest.raises(DataError, match="must have format 1, got 99"):
         SampleLengths.load(tmp_path)
     (tmp_path / "lengths.json").unlink()
-    with pytest.raises(DataError, match=r"must be a folder that SampleLengths.save wrote completely"):
+    with pytest.raises(DataError, match=r"must be a folder of lengths, written completely"):
         SampleLengths.load(tmp_path)
 
 
@@ -171,12 +212,19 @@ def test_token_length_files(tmp_path):
         ('[{"vit_num": -1, "token_num": 2}]', "bad.json, entry 0"),
         ('[{"vit_num": true, "token_num": 2}]', "bad.json, entry 0"),
         ("[3]", "bad.json, entry 0"),
+        ('[{"vit_num": 1, "token_num": NaN}]', "bad.json, entry 0"),
+        ('[{"vit_num": 1, "token_num": 2147483648}]', "bad.json, entry 0: .* from 0 to 2147483647"),
     ],
 )
 def test_broken_token_length_files(tmp_path, text, message):
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(DataError, match=message):
         SampleLengths.from_token_lengths(tmp_path / "bad.json")
+
+
+def test_a_token_length_file_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "windows.json").write_text('[{"vit_num": 1, "token_num": 2}]', encoding="utf-8-sig")
+    assert len(SampleLengths.from_token_lengths(tmp_path / "windows.json")) == 1
 
 
 def test_a_missing_token_length_file_is_named(tmp_path):

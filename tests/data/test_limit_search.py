@@ -37,7 +37,7 @@ def test_every_pack_keeps_a_ceiling_in_bytes():
     lengths = patch_lengths(2000)
     bytes_of = CostModel(fixed=1e9, vision_units=2e5, llm_tokens=1e6, llm_tokens_squared=50, vision_squared=2)
     ceiling = MemoryCeiling(bytes_of, most_bytes=40e9)
-    found = search_limits(lengths, ceiling, method="isf", num_samples=400)
+    found = search_limits(lengths, ceiling, num_replicas=1, method="isf", num_samples=400)
     assert found
     for scored in found:
         packs = arrange_epoch(lengths, scored.limits, num_replicas=1, method="isf").packs
@@ -55,9 +55,28 @@ def test_a_ceiling_below_the_largest_sample_is_infeasible():
 
 def test_samples_without_images_need_token_limits_only():
     lengths = SampleLengths([0] * 500, np.arange(1, 501))
-    found = search_limits(lengths, PackLimits(10, 4000), method="isf")
+    found = search_limits(lengths, PackLimits(10, 4000), num_replicas=1, method="isf")
     assert {scored.limits.vision_units for scored in found} == {0}
     assert {scored.limits.llm_tokens for scored in found} >= {500, 4000}
+
+
+@pytest.mark.parametrize("ceiling", [PackLimits(2**20, 2**22), MemoryCeiling(CostModel(llm_tokens=1), 2**60)])
+def test_limits_that_leave_the_samples_hardly_a_step_are_not_tried(ceiling):
+    found = search_limits(LENGTHS, ceiling, num_replicas=4, method="isf")
+    assert len(found) < 300
+    assert max(scored.limits.vision_units for scored in found) == -(-LENGTHS.summary.total_vision_units // (8 * 4))
+
+
+def test_more_samples_are_drawn_where_packs_are_larger():
+    lengths = SampleLengths([0] * 40_000, [10] * 40_000)
+    found = search_limits(lengths, PackLimits(0, 12000), num_replicas=4, method="isf")
+    assert max(scored.limits.llm_tokens for scored in found) == 12000  # 8 steps of 4 such packs: 38,400 samples
+
+
+def test_progress_sees_every_pair_of_limits():
+    seen = []
+    found = search_limits(LENGTHS, PackLimits(6, 4000), method="isf", progress=lambda all_: seen.extend(all_) or all_)
+    assert sorted(seen, key=repr) == sorted((scored.limits for scored in found), key=repr)
 
 
 def test_at_least_one_sample():

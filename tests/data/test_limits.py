@@ -6,7 +6,7 @@ from hypothesis import given
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, DataError
 from tests.data.strategies import pack_limits, sample_lengths
 
 
@@ -26,8 +26,9 @@ def test_equal_limits_are_equal_and_survive_a_dictionary():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"vision_units": -1, "llm_tokens": 1}, "vision_units must be at least 0, got -1"),
-        ({"vision_units": 1, "llm_tokens": 0}, "llm_tokens must be at least 1, got 0"),
+        ({"vision_units": -1, "llm_tokens": 1}, "vision_units must be between 0 and 4194304, got -1"),
+        ({"vision_units": 1, "llm_tokens": 0}, "llm_tokens must be between 1 and 4194304, got 0"),
+        ({"vision_units": 1, "llm_tokens": 10**9}, "llm_tokens must be between 1 and 4194304, got 1000000000"),
         ({"vision_units": 1.5, "llm_tokens": 1}, "vision_units must be an integer, got 1.5"),
         ({"vision_units": True, "llm_tokens": 1}, "vision_units must be an integer, got True"),
         (
@@ -62,6 +63,11 @@ def test_the_rule_of_the_paper():
     # A sample with more tiles than the ratio asks for still fits.
     assert paper_limits(SampleLengths([7, 1], [910, 5000])).vision_units == 7
     assert paper_limits(SampleLengths([0, 0], [40, 30])) == PackLimits(0, 40)
+
+
+def test_a_sample_too_large_for_any_limits_is_named():
+    with pytest.raises(DataError, match=r"at most 4194304 .* got 1 and 1073741824 for sample 1; leave it out"):
+        paper_limits(SampleLengths([3, 1], [900, 2**30]))
 
 
 @given(sample_lengths())

@@ -148,10 +148,24 @@ def test_a_state_of_another_recipe_is_refused(changed, message):
         resumed((2, 1), state, **options)
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "version 1, as state_dict.* gave it, got 'NoneType'"),
+        ({}, "version 1, as state_dict.* gave it, got None"),
+        ({"version": 2}, "version 1, as state_dict.* gave it, got 2"),
+        ({"version": 1, "epoch": 0}, "without steps_done, course, next_packs, recipe"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, message):
+    with pytest.raises(ConfigError, match=message):
+        samplers((2, 1))[0].load_state_dict(state)
+
+
 def test_a_state_whose_packs_are_not_found_again_is_refused():
     state = samplers((2, 1))[0].state_dict(3)
     state["next_packs"][0][0] += 1
     with pytest.raises(ConfigError, match="the next packs must be those of the saved state"):
         resumed((2, 1), state)
-    with pytest.raises(ConfigError, match="state must be of version 1, got 7"):
+    with pytest.raises(ConfigError, match=r"state must be of version 1, .*got 7"):
         resumed((2, 1), {**state, "version": 7})

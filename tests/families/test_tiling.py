@@ -58,6 +58,11 @@ def test_equal_to_the_tiles_that_the_processor_cuts():
     assert cut == [num_tiles(*size, max_tiles=6, tile_size=16) for size in sizes]
 
 
+def test_a_limit_that_no_image_reaches_takes_no_time():
+    # One tile in a billion pairs of sides would take minutes to find; there are a million admissible grids.
+    assert tile_grid(4, 2, max_tiles=10**5, tile_size=448) == (2, 1)
+
+
 @pytest.mark.parametrize(("min_tiles", "max_tiles"), [(0, 4), (5, 4)])
 def test_impossible_limits_are_refused(min_tiles, max_tiles):
     with pytest.raises(ConfigError, match="min_tiles"):

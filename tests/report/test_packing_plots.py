@@ -9,7 +9,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
-from omnibal.report.length_plots import plot_lengths
+from omnibal.report.length_plots import TOKEN_BINS, plot_lengths, token_edges
 from omnibal.report.pack_fill import BINS, bin_edges, plot_fill
 from omnibal.report.rank_loads import Arranged, plot_rank_loads
 
@@ -37,6 +37,7 @@ def test_micro_batches_that_run_at_the_same_time_share_a_row():
         (patch_lengths(200, seed=1), PackLimits(20_000, 8192)),
         (tiled_lengths(50, seed=1, text_share=1.0), PackLimits(0, 4096)),
         (SampleLengths([3], [50]), PackLimits(2, 40)),
+        (SampleLengths([0, 0], [0, 0]), PackLimits(0, 1)),
     ],
 )
 def test_plots_are_drawn_of_any_lengths(tmp_path, lengths, limits):
@@ -73,6 +74,16 @@ def test_a_limit_is_the_end_of_a_bin_and_all_packs_are_in_one(limit, most):
     assert edges[-1] > max(limit, most)
     assert len(np.unique(np.diff(edges))) == 1
     assert (edges <= limit + 0.5).sum() <= BINS + 1
+
+
+@given(st.integers(1, 3000), st.integers(0, 60_000), st.booleans())
+def test_bins_of_tokens_hold_whole_numbers_and_all_samples(least, more, wide):
+    edges = token_edges(least, least + more, wide=wide)
+    assert 2 <= len(edges) <= TOKEN_BINS + 1
+    assert (np.diff(edges) >= 1).all()
+    assert (edges % 1 == 0.5).all()
+    assert edges[0] < least <= least + more < edges[-1]
+    assert wide or len(set(np.diff(edges))) == 1  # bars of equally many lengths: no comb
 
 
 def test_a_bin_for_each_number_of_tiles():

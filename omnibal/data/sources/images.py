@@ -42,5 +42,7 @@ def _open(path: Path) -> Image.Image:
         raise ValueError(f"image must exist, got {path}") from error
     except UnidentifiedImageError as error:
         raise ValueError(f"image must have a readable header, got {path}") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except OSError as error:
+        raise ValueError(f"image must be readable, got {path} ({error.strerror or error})") from error
+    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"image must be readable, got {path} ({error})") from error

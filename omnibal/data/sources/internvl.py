@@ -8,9 +8,11 @@ for whole numbers.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from omnibal.data.sources.conversations import ConversationDataset
 from omnibal.data.sources.formats import open_format
@@ -18,6 +20,9 @@ from omnibal.data.sources.problems import Broken
 from omnibal.data.sources.records import Records
 from omnibal.data.sources.shards import Shard
 from omnibal.errors import DataError
+
+KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")
+MOST_REPEATED: Final = 10_000
 
 
 class InternVLDataset(ConversationDataset):
@@ -66,7 +71,7 @@ def read_meta(meta: Path, max_tiles: int | None = None) -> list[Shard]:
         DataError: Names the meta file, the dataset and the key.
     """
     try:
-        datasets = json.loads(meta.read_text())
+        datasets = json.loads(meta.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_repetition)
     except (OSError, ValueError) as error:
         raise DataError(f"meta must be a readable JSON file, got {meta} ({error})") from error
     if not isinstance(datasets, dict) or not datasets:
@@ -80,14 +85,18 @@ def _read_entry(meta: Path, name: str, entry: Any, max_tiles: int | None) -> Sha
 
     if not isinstance(entry, Mapping):
         raise DataError(f"{meta}: {name} must be an object, got {entry!r:.80}")
+    for key in entry:
+        known = get_close_matches(key, KEYS, 1, cutoff=0.8)
+        if known and key not in KEYS:
+            raise refuse(key, f"be spelt {known[0]}", repr(key))
     for key in ("root", "annotation"):
         if not isinstance(entry.get(key), str):
             raise refuse(key, "be a path", repr(entry.get(key, "nothing")))
     repeat = entry.get("repeat_time", 1)
-    if isinstance(repeat, bool) or not isinstance(repeat, int | float) or repeat <= 0:
-        raise refuse("repeat_time", "be a number above 0", repr(repeat))
+    if isinstance(repeat, bool) or not isinstance(repeat, int | float) or not 0 < repeat <= MOST_REPEATED:
+        raise refuse("repeat_time", f"be a number above 0 and at most {MOST_REPEATED}", repr(repeat))
     own_max_tiles = entry.get("max_dynamic_patch", max_tiles)
-    if own_max_tiles is not None and (not isinstance(own_max_tiles, int) or own_max_tiles < 1):
+    if own_max_tiles is not None and (type(own_max_tiles) is not int or own_max_tiles < 1):
         raise refuse("max_dynamic_patch", "be an integer of at least 1", repr(own_max_tiles))
     if entry.get("data_augment"):
         raise refuse("data_augment", "be false: images are not augmented", "true")
@@ -98,6 +107,15 @@ def _read_entry(meta: Path, name: str, entry: Any, max_tiles: int | None) -> Sha
     if not num_samples:
         raise refuse("repeat_time", f"draw at least one of {len(records)} items", repr(repeat))
     return Shard(name, records, _resolve(meta, entry["root"]), num_samples, own_max_tiles)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of equal keys all but the last would be lost."""
+    times = Counter(key for key, _ in pairs)
+    repeated = [key for key, number in times.items() if number > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]!r} occurs {times[repeated[0]]} times; give each its own name")
+    return dict(pairs)
 
 
 def _resolve(meta: Path, path: str) -> Path:

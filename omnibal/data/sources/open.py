@@ -35,7 +35,7 @@ def open_dataset(
 
 def _is_meta(path: Path) -> bool:
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8-sig") as file:
             return path.suffix == ".json" and file.read(1024).lstrip().startswith("{")
     except (OSError, ValueError) as error:
         raise DataError(f"dataset must be a readable text file, got {path} ({error})") from error

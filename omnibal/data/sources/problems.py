@@ -38,7 +38,7 @@ def settle_problems(problems: Sequence[Problem], num_items: int, broken: Broken)
     hidden = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     summary = f"{len(problems)} of {num_items} items cannot be used:\n  {listed}{hidden}"
     if broken == "error":
-        raise DataError(f'{summary}\nCorrect them, or leave them out with broken="skip".')
+        raise DataError(f'{summary}\nCorrect them, or leave them out: broken="skip", `omnibal lengths --broken skip`.')
     if len(problems) == num_items:
         raise DataError(f"items must hold at least one usable, got none; {summary}")
     logger.warning("Left out: %s", summary)

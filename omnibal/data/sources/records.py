@@ -1,5 +1,6 @@
 """Annotation files, JSON lines or one JSON array, whose records are read one at a time by byte offset."""
 
+import codecs
 import hashlib
 import json
 from pathlib import Path
@@ -27,7 +28,7 @@ class Records:
         content_hash: A digest of its content (hexadecimal).
 
     Raises:
-        DataError: If the file cannot be read, holds no entry, or is an array that does not end.
+        DataError: If the file cannot be read, holds no entry, or is an array that does not end or that more follows.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,8 +55,11 @@ class Records:
             text = file.read(stop - start)
         try:
             record = json.loads(text)
-        except ValueError as error:  # JSON and UTF-8 errors
-            raise ValueError(f"entry must be JSON, got an error: {error}") from error
+        except json.JSONDecodeError as error:
+            found = f"{error.msg}, character {error.pos + 1} of {len(error.doc)}"
+            raise ValueError(f"entry must be JSON, got an error: {found}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"entry must be UTF-8, got {error.object[error.start : error.end]!r}") from error
         if not isinstance(record, dict):
             raise ValueError(f"entry must be a JSON object, got {type(record).__name__}")
         return record
@@ -72,7 +76,8 @@ def _scan(path: Path) -> tuple[Entries, str]:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
             if scanner is None:
-                scanner = ArrayScanner() if block.lstrip()[:1] == b"[" else LineScanner()
+                start = block.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+                scanner = ArrayScanner() if start == b"[" else LineScanner()
             scanner.feed(np.frombuffer(block, dtype=np.uint8))
     try:
         entries = LineScanner().finish() if scanner is None else scanner.finish()

@@ -15,7 +15,7 @@ OPENING, CLOSING = (ord("["), ord("{")), (ord("]"), ord("}"))
 SPACES = (ord(" "), ord("\t"), ord("\r"), NEWLINE)
 
 # What the scan of an array carries from block to block.
-DEPTH, IN_STRING, ESCAPED, LINE, POSITION, START, START_LINE = range(7)
+DEPTH, IN_STRING, ESCAPED, LINE, POSITION, START, START_LINE, ENDED, EXTRA_LINE = range(9)
 NOTHING = -1
 
 
@@ -54,7 +54,7 @@ class ArrayScanner:
     """Finds the entries of a JSON array, whatever they are; they are not checked to be JSON."""
 
     def __init__(self) -> None:
-        self._state = np.array([0, 0, 0, 1, 0, NOTHING, NOTHING], dtype=np.int64)
+        self._state = np.array([0, 0, 0, 1, 0, NOTHING, NOTHING, 0, NOTHING], dtype=np.int64)
         self._found: list[Offsets] = []
 
     def feed(self, block: Block) -> None:
@@ -66,8 +66,10 @@ class ArrayScanner:
         """The entries of what was fed.
 
         Raises:
-            ValueError: If the array did not end.
+            ValueError: If the array did not end, or did and more followed.
         """
+        if self._state[EXTRA_LINE] != NOTHING:
+            raise ValueError(f"the array has ended, and more follows on line {self._state[EXTRA_LINE]}")
         if self._state[DEPTH]:
             line = self._state[START_LINE] if self._state[START] != NOTHING else self._state[LINE]
             raise ValueError(f"the file ends within the entry that begins on line {line}")
@@ -82,7 +84,10 @@ def _scan_array(block: Block, state: Offsets, found: npt.NDArray[Any]) -> int:
     for byte in block:
         if byte == NEWLINE:
             state[LINE] += 1
-        if state[IN_STRING]:
+        if state[ENDED]:
+            if byte not in SPACES and state[EXTRA_LINE] == NOTHING:
+                state[EXTRA_LINE] = state[LINE]
+        elif state[IN_STRING]:
             if state[ESCAPED]:
                 state[ESCAPED] = 0
             elif byte == BACKSLASH:
@@ -91,6 +96,7 @@ def _scan_array(block: Block, state: Offsets, found: npt.NDArray[Any]) -> int:
                 state[IN_STRING] = 0
         elif byte in CLOSING or (byte == COMMA and state[DEPTH] == 1):
             state[DEPTH] -= byte != COMMA
+            state[ENDED] = state[DEPTH] == 0
             if state[START] != NOTHING and (byte == COMMA or state[DEPTH] == 0):
                 found[count] = state[START], state[POSITION], state[START_LINE]
                 count += 1

@@ -222,6 +222,11 @@ def test_pixels_that_cannot_be_decoded_are_named_when_they_are_read(write_datase
         ),
         ('{"a": {"root": ".", "annotation": "a.jsonl", "data_augment": true}}', "data_augment must be false"),
         ('{"a": {"root": ".", "annotation": "a.jsonl", "max_dynamic_patch": 0}}', r"a\.max_dynamic_patch must be"),
+        ('{"a": {"root": ".", "annotation": "a.jsonl", "max_dynamic_patch": true}}', r"a\.max_dynamic_patch must be"),
+        ('{"a": {"root": ".", "annotation": "a.jsonl", "repeat_time": NaN}}', r"a\.repeat_time must be .* got nan"),
+        ('{"a": {"root": ".", "annotation": "a.jsonl", "repeat_time": Infinity}}', r"at most 10000, got inf"),
+        ('{"a": {"root": ".", "annotation": "a.jsonl", "repeat_times": 2}}', r"repeat_times must be spelt repeat_time"),
+        ('{"a": {"root": ".", "annotation": "a.jsonl"}, "a": {}}', "'a' occurs 2 times; give each its own name"),
     ],
 )
 def test_a_broken_meta_file_is_refused_with_dataset_and_key(tmp_path, model_folder, content, reason):

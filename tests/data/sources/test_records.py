@@ -84,6 +84,17 @@ def test_an_array_that_does_not_end_is_refused(tmp_path):
         Records(write(tmp_path / "a.json", b'[{"a": 1},\n {"a": "'))
 
 
+def test_what_follows_an_array_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"whole JSON array, got .*: the array has ended, and more follows on line 2"):
+        Records(write(tmp_path / "a.json", b'[{"a": 1}]\n{"a": 2}\n'))
+
+
+@pytest.mark.parametrize("content", [b'[{"a": 1}, {"b": 2}]', b'{"a": 1}\n{"b": 2}\n'])
+def test_a_byte_order_mark_is_no_entry(tmp_path, content):
+    read = Records(write(tmp_path / "a.json", b"\xef\xbb\xbf" + content))
+    assert [read[index] for index in range(len(read))] == [{"a": 1}, {"b": 2}]
+
+
 def test_an_empty_array_is_refused(tmp_path):
     with pytest.raises(DataError, match="at least one entry"):
         Records(write(tmp_path / "a.json", b"[ ]\n"))

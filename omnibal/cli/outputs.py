@@ -1,0 +1,21 @@
+"""Where commands write: refused at once if that is impossible, not after the work is done."""
+
+import os
+from pathlib import Path
+
+from omnibal.errors import ConfigError
+
+
+def check_folder(name: str, folder: Path | None) -> None:
+    """Refuse a folder that cannot be made or written into; makes nothing.
+
+    Raises:
+        ConfigError: Names what is in the way.
+    """
+    if folder is None:
+        return
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{name} must be a folder, got {folder}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name} must be a folder that can be written to, got {folder}: {there} is read-only")

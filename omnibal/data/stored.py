@@ -1,0 +1,129 @@
+"""Columns of lengths in a folder: replaced all at once, and opened by memory-mapping."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from omnibal.errors import DataError
+
+SUMMARY_FILE: Final = "lengths.json"
+FORMAT: Final = 1
+REQUIRED_COLUMNS: Final = ("vision_units", "llm_tokens")
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """What planners ask of all samples at once; a saved copy is read back without touching the columns."""
+
+    num_samples: int
+    total_vision_units: int
+    total_llm_tokens: int
+    total_target_tokens: int | None
+    max_vision_units: int
+    max_llm_tokens: int
+
+
+class Record(BaseModel):
+    """What stands in the summary file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: Literal[1]
+    columns: list[str]
+    content_hash: str
+    summary: LengthSummary
+
+
+def write_columns(
+    folder: Path, columns: Mapping[str, npt.NDArray[Any]], content_hash: str, summary: LengthSummary
+) -> None:
+    """Write columns and their summary in place of what the folder held of them.
+
+    All is written beside it first. Then files are renamed, the summary last: a folder without it is not complete.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "format": FORMAT,
+        "columns": list(columns),
+        "content_hash": content_hash,
+        "summary": asdict(summary),
+    }
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as scratch:
+        for name, column in columns.items():
+            np.save(Path(scratch) / f"{name}.npy", column)
+        (Path(scratch) / SUMMARY_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
+        for file in (*(f"{name}.npy" for name in columns), SUMMARY_FILE):
+            (Path(scratch) / file).replace(folder / file)
+
+
+def open_columns(folder: Path, types: Mapping[str, npt.DTypeLike]) -> tuple[Record, dict[str, npt.NDArray[Any]]]:
+    """Map the columns that ``write_columns`` wrote.
+
+    Args:
+        folder: Where they are.
+        types: The columns that there may be, and their types.
+
+    Raises:
+        DataError: The folder is not a complete one of this format, or a column does not fit its summary.
+    """
+    record = _read_record(folder / SUMMARY_FILE)
+    if not set(REQUIRED_COLUMNS) <= set(record.columns) <= set(types):
+        raise DataError(
+            f"{folder / SUMMARY_FILE} must list columns of {tuple(types)}, the first two among them, "
+            f"got {record.columns}"
+        )
+    columns = {name: _map_column(folder / f"{name}.npy", types[name]) for name in record.columns}
+    for name, column in columns.items():
+        if len(column) != record.summary.num_samples:
+            raise DataError(
+                f"{folder / name}.npy must hold {record.summary.num_samples} samples as {SUMMARY_FILE} says, "
+                f"got {len(column)}"
+            )
+    return record, columns
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A view of an array that refuses to be written to."""
+    view = array.view(np.ndarray)
+    view.flags.writeable = False
+    return view
+
+
+def _read_record(path: Path) -> Record:
+    try:
+        text = path.read_text()
+        kept = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path.parent} must be a folder of lengths, written completely by `omnibal lengths` or "
+            f"SampleLengths.save, got {error}"
+        ) from error
+    found = kept.get("format") if isinstance(kept, dict) else kept
+    if found != FORMAT:
+        raise DataError(f"{path} must have format {FORMAT}, got {found!r:.80}; measure the lengths again")
+    try:
+        return Record.model_validate_json(text)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise DataError(f"{path}: {key} must be as it was written, got: {wrong['msg']}; measure again") from error
+
+
+def _map_column(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    try:
+        column = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} must be a column that SampleLengths.save wrote, got {error}") from error
+    if column.ndim != 1 or column.dtype != dtype:
+        raise DataError(
+            f"{path} must be one-dimensional of {np.dtype(dtype)}, got {column.dtype} of shape {column.shape}"
+        )
+    return read_only(column)
