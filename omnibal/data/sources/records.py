@@ -56,8 +56,8 @@ class Records:
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
-            found = f"{error.msg}, character {error.pos + 1} of {len(error.doc)}"
-            raise ValueError(f"entry must be JSON, got an error: {found}") from error
+            found = f"{error.msg} at character {error.pos + 1}" if error.doc.strip() else "an empty line"
+            raise ValueError(f"entry must be JSON, got {found}") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"entry must be UTF-8, got {error.object[error.start : error.end]!r}") from error
         if not isinstance(record, dict):

@@ -43,6 +43,19 @@ def test_a_broken_line_is_refused_when_it_is_read(tmp_path, line):
         lines[1]
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"a": ', "entry must be JSON, got Expecting value at character 7"),
+        (b"", "entry must be JSON, got an empty line"),
+        (b'{"a": "\xe9"}', r"entry must be UTF-8, got b'\\xe9'"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(tmp_path, line, reason):
+    with pytest.raises(ValueError, match=reason):
+        Records(write(tmp_path / "a.jsonl", line + b"\n{}\n"))[0]
+
+
 def test_a_missing_or_empty_file_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"nothing\.jsonl"):
         Records(tmp_path / "nothing.jsonl")
