@@ -66,6 +66,7 @@ def emulate(
     --num-replicas 4 --steps 5 --plot emulated.png
     """
     from omnibal.cli.emulation import EmulationReport, emulation_task
+    from omnibal.cli.outputs import check_file
 
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
@@ -77,9 +78,8 @@ def emulate(
         costs, plan, links, lengths=lengths, method=method, seed=seed, num_replicas=num_replicas, steps=steps,
         budget=budget, overhead_bytes=int(overhead * 2**30), time_scale=time_scale,
     )  # fmt: skip
-    for path in (trace, plot):  # a run of minutes shall not end at a folder that cannot be made
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    check_file("--trace", trace)
+    check_file("--plot", plot)
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
     with Console(stderr=True).status(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         report = EmulationReport.run(task)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from omnibal.cli.planning import budget_of, lengths_of
+from omnibal.cli.planning import lengths_of, stage_budgets
 from omnibal.cli.step_task import Links
 from omnibal.cost import Load
 from omnibal.data.policies import Method
@@ -50,7 +50,6 @@ def emulation_task(
         ConfigError: Plan, profile, budget and lengths do not fit each other.
     """
     plan = Plan.load(plan_path)
-    budgets = budget_of(budget, profile)
     return EmulationTask(
         profile=profile,
         plan=plan,
@@ -59,7 +58,7 @@ def emulation_task(
         setup=TrainingSetup(
             num_replicas=num_replicas, zero_stage=int(links.shard_optimizer), overhead_bytes=overhead_bytes
         ),
-        budget_bytes=budgets if isinstance(budgets, tuple) else (budgets,) * plan.num_stages,
+        budget_bytes=stage_budgets(budget, profile, plan.num_stages),
         time_scale=time_scale,
     )
 
@@ -115,6 +114,7 @@ class EmulationReport:
         number = min(range(len(seconds)), key=lambda step: abs(seconds[step] - median(seconds)))
         emulated, predicted = self.emulation.steps[number], self.task.predicted[number]
         if trace is not None:
+            trace.parent.mkdir(parents=True, exist_ok=True)
             trace.write_text(json.dumps(chrome_trace(emulated.replicas)))
         if plot is not None:
             slowest = slowest_replica(emulated)

@@ -19,3 +19,16 @@ def check_folder(name: str, folder: Path | None) -> None:
         raise ConfigError(f"{name} must be a folder, got {folder}: {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{name} must be a folder that can be written to, got {folder}: {there} is read-only")
+
+
+def check_file(name: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written; makes nothing.
+
+    Raises:
+        ConfigError: Names what is in the way.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{name} must be a file, got the folder {path}")
+    check_folder(f"the folder of {name}", path.parent)

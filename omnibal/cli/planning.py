@@ -56,7 +56,7 @@ def budget_of(given: str | None, profile: ModelProfile) -> int | tuple[int, ...]
     """Bytes of a device, or of each stage's; by default what the profile's device has.
 
     Raises:
-        ConfigError: It is not given and the device is unknown, or it is no number of GiB.
+        ConfigError: It is not given and the device is unknown, or it is no positive number of GiB.
     """
     if given is None:
         name = profile.device.split(BETWEEN)[-1]
@@ -68,8 +68,24 @@ def budget_of(given: str | None, profile: ModelProfile) -> int | tuple[int, ...]
     try:
         budgets = tuple(int(float(word) * GIB) for word in given.split(","))
     except (ValueError, OverflowError):
-        raise ConfigError(f"--budget must be GiB such as 80 or 80,80,40, got {given!r}") from None
+        budgets = (0,)
+    if min(budgets) < 1:
+        raise ConfigError(f"--budget must be GiB such as 80 or 80,80,40, got {given!r}")
     return budgets[0] if len(budgets) == 1 else budgets
+
+
+def stage_budgets(given: str | None, profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
+    """Bytes of a device of each stage; the same.
+
+    Raises:
+        ConfigError: As above, or there are more or fewer than stages.
+    """
+    budgets = budget_of(given, profile)
+    if isinstance(budgets, int):
+        return (budgets,) * num_stages
+    if len(budgets) != num_stages:
+        raise ConfigError(f"--budget must be one for each of {num_stages} stages, got {given!r}")
+    return budgets
 
 
 def fixed_limits(vision_units: int | None, llm_tokens: int | None) -> PackLimits | None:

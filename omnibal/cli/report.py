@@ -58,6 +58,7 @@ def report(
     Example: omnibal report --run runs/quickstart
     """
     from omnibal.cli.costs import read_costs
+    from omnibal.cli.outputs import check_file
     from omnibal.cli.reporting import plan_part, read_run
     from omnibal.cli.step_task import Links
     from omnibal.errors import ConfigError
@@ -65,6 +66,9 @@ def report(
 
     if plan is None and run is None:
         raise ConfigError("a report must be about a --plan, a --run, or both, got neither")
+    if plan is None and (profile or model or lengths):
+        raise ConfigError("--plan must be given beside costs or --lengths, got none: a --run alone needs neither")
+    check_file("--out", out)
     part = None
     if plan is not None:
         costs = read_costs(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from omnibal.cli.planning import budget_of, lengths_of
+from omnibal.cli.planning import lengths_of, stage_budgets
 from omnibal.cli.step_task import Links
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, Level
@@ -34,7 +34,8 @@ def plan_part(
     Raises:
         ConfigError: Plan, profile, budget and lengths do not fit each other, or lengths are missing.
     """
-    plan, samples, budgets = Plan.load(plan_path), lengths_of(lengths), budget_of(budget, profile)
+    plan, samples = Plan.load(plan_path), lengths_of(lengths)
+    budgets = stage_budgets(budget, profile, plan.num_stages)
     setup = TrainingSetup(
         num_replicas=num_replicas, zero_stage=int(links.shard_optimizer), overhead_bytes=overhead_bytes
     )
@@ -49,7 +50,7 @@ def plan_part(
         setup=setup,
         memory=footprint.stages(plan.partition, plan.recompute),
         recomputed_memory=footprint.stages(plan.partition, (everything,) * len(profile.layers)),
-        budget_bytes=budgets if isinstance(budgets, tuple) else (budgets,) * plan.num_stages,
+        budget_bytes=budgets,
     )
 
 
@@ -58,6 +59,7 @@ def read_run(folder: Path) -> Metrics:
 
     Raises:
         ConfigError: The folder has none, or no step in it.
+        DataError: A line cannot be read.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ class EmulationTask:
             raise ConfigError(
                 f"budget_bytes must be one for each of {self.plan.num_stages} stages, got {len(self.budget_bytes)}"
             )
-        if self.time_scale is not None and not self.time_scale > 0:
-            raise ConfigError(f"time_scale must be positive, got {self.time_scale}")
+        if self.time_scale is not None and not 0 < self.time_scale < inf:
+            raise ConfigError(f"time_scale must be positive and finite, got {self.time_scale}")
 
     @property
     def num_processes(self) -> int:

@@ -6,25 +6,68 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+from omnibal.errors import DataError
+
 SMOOTHING = 0.9
 """Weight of the past in the figures that are shown while training."""
 
 
+class StepRecord(TypedDict):
+    """A training step; see :meth:`MetricsLog.training_step`."""
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    seconds: float
+    samples: int
+    llm_tokens: int
+    balance: dict[str, float]
+
+
+class EvaluationRecord(TypedDict):
+    """An evaluation on held-out samples."""
+
+    step: int
+    held_out_loss: float
+    held_out_accuracy: float
+    held_out_samples: int
+
+
 @dataclass(frozen=True)
 class Metrics:
-    """A run's log, as it was read: a record per training step, and one per evaluation."""
+    """A run's log, as it was read."""
 
-    steps: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
+    steps: list[StepRecord]
+    evaluations: list[EvaluationRecord]
+
+
+_STEP, _EVALUATION = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord)
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a log."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return Metrics(
-        steps=[record for record in records if "loss" in record],
-        evaluations=[record for record in records if "held_out_loss" in record],
-    )
+    """Read a log; a line that a running or killed run has half written is left out.
+
+    Raises:
+        DataError: A line is no record of a step or an evaluation.
+    """
+    metrics = Metrics([], [])
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            if "held_out_loss" in line:
+                metrics.evaluations.append(_EVALUATION.validate_json(line))
+            else:
+                metrics.steps.append(_STEP.validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "line"
+            raise DataError(f"{path}, line {number}: {place} must be as a run logs it, got: {first['msg']}") from error
+    return metrics
 
 
 class MetricsLog:

@@ -59,4 +59,4 @@ def new_figure(width: float, height: float) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DOTS_PER_INCH)
+    figure.savefig(path, dpi=DOTS_PER_INCH, format="png")

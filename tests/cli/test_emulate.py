@@ -76,9 +76,23 @@ def test_tables_a_trace_and_a_picture(omnibal, saved, tasks, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--plot", "--trace"])
-def test_a_path_that_cannot_be_written_is_refused_before_the_run(omnibal, saved, tasks, option):
+def test_a_path_that_cannot_be_written_is_refused_before_the_run(omnibal, saved, tasks, option, tmp_path):
     error = omnibal(*saved, "--budget", 4, option, saved[1] / "timeline", exit_code=2).stderr
-    assert "must be a path to read or write" in error.replace("\n", " ")
+    assert f"the folder of {option} must be a folder, got" in error.replace("\n", " ")
+    error = omnibal(*saved, "--budget", 4, option, tmp_path, exit_code=2).stderr
+    assert f"{option} must be a file, got the folder" in error.replace("\n", " ")
+    assert not tasks
+
+
+def test_a_picture_is_a_png_whatever_its_name(omnibal, saved, tasks, tmp_path):
+    omnibal(*saved, "--budget", 4, "--plot", tmp_path / "timeline.abc")
+    assert (tmp_path / "timeline.abc").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("scale", ["0", "inf"])
+def test_a_time_scale_must_be_positive_and_finite(omnibal, saved, tasks, scale):
+    error = omnibal(*saved, "--budget", 4, "--time-scale", scale, exit_code=2).stderr
+    assert f"time_scale must be positive and finite, got {float(scale)}" in error.replace("\n", " ")
     assert not tasks
 
 

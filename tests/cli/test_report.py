@@ -61,6 +61,22 @@ def test_wrong_options_are_refused(omnibal, inputs, tmp_path):
     empty = omnibal("report", "--run", tmp_path, exit_code=2).stderr
     assert "--run must name a run's folder with metrics.jsonl" in empty.replace("\n", " ")
     assert "--lengths must name sample lengths" in omnibal(*inputs[:4], "--bandwidth", 1, exit_code=2).stderr
+    alone = omnibal("report", inputs[1], "--run", tmp_path / "run", exit_code=2).stderr
+    assert "--plan must be given beside costs or --lengths" in alone.replace("\n", " ")
+    folder = omnibal(*inputs, "--out", tmp_path, exit_code=2).stderr
+    assert "--out must be a file, got the folder" in folder.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("0", "--budget must be GiB such as 80 or 80,80,40, got '0'"),
+        ("1,-1", "--budget must be GiB such as 80 or 80,80,40, got '1,-1'"),
+        ("1,1,1", "--budget must be one for each of 2 stages, got '1,1,1'"),
+    ],
+)
+def test_budgets_that_no_stages_can_have_are_refused(omnibal, inputs, budget, message):
+    assert message in omnibal(*inputs, "--budget", budget, exit_code=2).stderr.replace("\n", " ")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ import json
 import pytest
 from rich.console import Console
 
+from omnibal.errors import DataError
 from omnibal.report.metrics import MetricsLog, read_metrics
 from omnibal.report.training import plot_training, training_table
 
@@ -52,6 +53,30 @@ def test_a_half_written_line_is_dropped(tmp_path):
     path.write_text(path.read_text() + '{"step": 2, "lo')
     logged(path, 3, first_step=2)
     assert [record["step"] for record in read_metrics(path).steps] == [1, 2, 3]
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    logged(path, 2)
+    path.write_text(path.read_text()[:-30])
+    assert [record["step"] for record in read_metrics(path).steps] == [1, 2]
+    assert read_metrics(path).evaluations == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("hello", "line 4: line must be as a run logs it, got: Invalid JSON"),
+        ('{"step": 1, "loss": 2.0}', "line 4: epoch must be as a run logs it, got: Field required"),
+        ('{"step": 1, "held_out_loss": "much"}', "line 4: held_out_loss must be as a run logs it"),
+    ],
+)
+def test_what_no_run_logs_is_refused_with_file_and_line(tmp_path, line, message):
+    path = tmp_path / "metrics.jsonl"
+    logged(path, 2)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=f"metrics.jsonl, {message}"):
+        read_metrics(path)
 
 
 def test_table_and_plot(tmp_path):
