@@ -6,13 +6,13 @@ from pathlib import Path
 
 from omnibal.cli.planning import lengths_of, stage_budgets
 from omnibal.cli.step_task import Links
+from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
 from omnibal.planner.ladder import plan_ladder
-from omnibal.planner.packings import largest_load
 from omnibal.report.metrics import Metrics, read_metrics
 from omnibal.report.page import PlanPart
 

@@ -13,7 +13,7 @@ from omnibal.cli.step_task import Links
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, Level, StageMemory
 from omnibal.memory.state import TrainingSetup
@@ -22,7 +22,6 @@ from omnibal.pipeline.partition import PartitionSearch, search_partition
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
-from omnibal.planner.packings import largest_load
 from omnibal.report.stages import PartitionFigures
 
 

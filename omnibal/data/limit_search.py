@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.cost import CostModel, Load
+from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import MOST, PackLimits
+from omnibal.data.limits import MOST, PackLimits, largest_load
 from omnibal.data.metrics import dist_ratio, volume_bound
 from omnibal.data.policies import DEFAULT_COST, Method
 from omnibal.data.traps import find_trap
@@ -180,13 +180,8 @@ def _score(
 
 
 def _most_bytes(lengths: SampleLengths, limits: PackLimits, ceiling: MemoryCeiling) -> float:
-    """Bytes that no pack under the limits exceeds: squares are largest where the longest samples come together."""
-    per_unit = 0.0
-    if lengths.vision_squared is not None:
-        per_unit = float((lengths.vision_squared / np.maximum(lengths.vision_units, 1)).max(initial=0))
-    longest = min(lengths.summary.max_llm_tokens, limits.llm_tokens)
-    fullest = Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens * longest, limits.vision_units * per_unit)
-    return float(ceiling.bytes_of(fullest))
+    """Bytes that no pack under the limits exceeds."""
+    return float(ceiling.bytes_of(largest_load(lengths, limits)))
 
 
 def _largest_limits(lengths: SampleLengths, least: PackLimits, ceiling: MemoryCeiling) -> PackLimits:

@@ -6,6 +6,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 
@@ -107,6 +108,15 @@ def paper_limits(lengths: SampleLengths) -> PackLimits:
     longest = max(summary.max_llm_tokens, 1)
     units_per_token = summary.total_vision_units / max(summary.total_llm_tokens, 1)
     return PackLimits(min(max(round(longest * units_per_token), summary.max_vision_units), MOST), longest)
+
+
+def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
+    """A micro-batch that none within the limits exceeds in any size; squares are largest in the longest samples."""
+    longest = min(lengths.summary.max_llm_tokens, limits.llm_tokens)
+    per_unit = 0.0
+    if lengths.vision_squared is not None:
+        per_unit = float((lengths.vision_squared / np.maximum(lengths.vision_units, 1)).max(initial=0))
+    return Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens * longest, limits.vision_units * per_unit)
 
 
 def _check_range(name: str, value: int, *, least: int, most: int) -> None:

@@ -11,7 +11,7 @@ from omnibal.cost import Load
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import search_limits
-from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.errors import ConfigError
 from omnibal.planner.request import PlanRequest
 
@@ -71,15 +71,6 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
         if packing.micro_batches not in known and task.keeps_batch(packing.samples_per_step):
             found.append(packing)
     return found
-
-
-def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
-    """A micro-batch that none within the limits exceeds in any size; squares are largest in the longest samples."""
-    longest = min(lengths.summary.max_llm_tokens, limits.llm_tokens)
-    per_unit = 0.0
-    if lengths.vision_squared is not None:
-        per_unit = float((lengths.vision_squared / np.maximum(lengths.vision_units, 1)).max(initial=0))
-    return Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens * longest, limits.vision_units * per_unit)
 
 
 def largest_target_share(lengths: SampleLengths) -> float:

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.report.style import BLUE, GREY, VERMILION, new_figure, save, styled
+from omnibal.report.style import BLUE, VERMILION, new_figure, save, styled, subtitle
 
 BINS: Final = 60
 """About as many below a limit; bins hold whole numbers, and each limit is the end of one."""
@@ -107,12 +107,4 @@ def _draw_limits(panel: _Panel, limits: PackLimits) -> None:
 def _annotate(axes: Axes, load: Load, limits: PackLimits) -> None:
     vision = load.vision_units.mean() / max(limits.vision_units, 1)
     tokens = load.llm_tokens.mean() / limits.llm_tokens
-    axes.annotate(
-        f"{len(load):,} packs; vision {vision:.1%} full, LLM {tokens:.1%}",
-        (0.5, 1.02),
-        xycoords="axes fraction",
-        ha="center",
-        va="bottom",
-        color=GREY,
-        fontsize=8.5,
-    )
+    subtitle(axes, f"{len(load):,} packs; vision {vision:.1%} full, LLM {tokens:.1%}")

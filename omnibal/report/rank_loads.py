@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from omnibal.cost import Load
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, new_figure, save, styled
+from omnibal.report.style import BLUE, ORANGE, VERMILION, new_figure, save, styled, subtitle
 
 SHOWN: Final = 48
 """Micro-batches that are drawn, from the middle of the epoch."""
@@ -84,12 +84,4 @@ def _draw_waiting(axes: Axes, loads: FloatArray) -> None:
         linewidth=0,
         label="mean of the ranks to the slowest",
     )
-    axes.annotate(
-        f"ranks wait {dist_ratio(loads):.2%} of the time",
-        (0.5, 1.02),
-        xycoords="axes fraction",
-        ha="center",
-        va="bottom",
-        color=GREY,
-        fontsize=8.5,
-    )
+    subtitle(axes, f"ranks wait {dist_ratio(loads):.2%} of the time")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -54,6 +55,11 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def subtitle(axes: Axes, text: str) -> None:
+    """Write a line above some axes; their title needs a ``pad`` of 18 to stand above it."""
+    axes.annotate(text, (0.5, 1.02), xycoords="axes fraction", ha="center", va="bottom", color=GREY, fontsize=8.5)
 
 
 def save(figure: Figure, path: Path) -> None:

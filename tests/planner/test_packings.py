@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packs import Packs
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError
-from omnibal.planner.packings import largest_load, largest_target_share, packings
+from omnibal.planner.packings import largest_target_share, packings
 from tests.planner.test_request import request
 
 LENGTHS = tiled_lengths(9000, seed=3)
