@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, get_args
+from typing import Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import CostModel
 from omnibal.data.balance import BalancedPacks
+from omnibal.data.checks import integer
 from omnibal.data.dealt import DealtPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
@@ -160,11 +161,11 @@ def arrange_epoch(
     >>> epoch.num_steps, sorted(epoch.packs.samples.tolist())
     (2, [0, 1, 2, 3, 4])
     """
-    _check_at_least("num_replicas", num_replicas, 1)
-    _check_at_least("micro_batches", micro_batches, 1)
-    _check_at_least("seed", seed, 0)
-    _check_at_least("epoch", epoch, 0)
-    _check_at_least("exchange_steps", exchange_steps, 1)
+    integer("num_replicas", num_replicas, 1)
+    integer("micro_batches", micro_batches, 1)
+    integer("seed", seed, 0)
+    integer("epoch", epoch, 0)
+    integer("exchange_steps", exchange_steps, 1)
     if method not in get_args(Method):
         raise ConfigError(f"method must be one of {get_args(Method)}, got {method!r}")
     samples = _admitted(lengths, limits, oversized)
@@ -204,10 +205,3 @@ def _admitted(lengths: SampleLengths, limits: PackLimits, oversized: Oversized) 
             f"and {limits.llm_tokens} LLM tokens, which all {len(lengths)} samples exceed; raise the limits"
         )
     return np.delete(np.arange(len(lengths)), over) if len(over) else None
-
-
-def _check_at_least(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")

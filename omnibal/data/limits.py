@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import Load
+from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import DataError
 
 MOST: Final = 2**22
 """Planners count samples by size up to the limits: seconds for 4 million, and no device holds a pack of more."""
@@ -45,19 +46,18 @@ class PackLimits:
         full_vision_units: int | None = None,
         full_llm_tokens: int | None = None,
     ) -> None:
-        _check_range("vision_units", vision_units, least=0, most=MOST)
-        _check_range("llm_tokens", llm_tokens, least=1, most=MOST)
+        vision_units = integer("vision_units", vision_units, 0, MOST)
+        llm_tokens = integer("llm_tokens", llm_tokens, 1, MOST)
         if full_vision_units is None:
             full_vision_units = max(vision_units, 1)
         if full_llm_tokens is None:
             full_llm_tokens = max((llm_tokens + 1) // 2, llm_tokens - 128)
-        _check_range("full_vision_units", full_vision_units, least=1, most=max(vision_units, 1))
-        _check_range("full_llm_tokens", full_llm_tokens, least=1, most=llm_tokens)
         # A frozen record sets its own fields only through object.
-        object.__setattr__(self, "vision_units", int(vision_units))
-        object.__setattr__(self, "llm_tokens", int(llm_tokens))
-        object.__setattr__(self, "full_vision_units", int(full_vision_units))
-        object.__setattr__(self, "full_llm_tokens", int(full_llm_tokens))
+        object.__setattr__(self, "vision_units", vision_units)
+        object.__setattr__(self, "llm_tokens", llm_tokens)
+        full = integer("full_vision_units", full_vision_units, 1, max(vision_units, 1))
+        object.__setattr__(self, "full_vision_units", full)
+        object.__setattr__(self, "full_llm_tokens", integer("full_llm_tokens", full_llm_tokens, 1, llm_tokens))
 
     def oversized(self, lengths: SampleLengths) -> npt.NDArray[np.int64]:
         """Return the samples, ascending, that exceed a limit on their own; reads no sample where none can."""
@@ -117,10 +117,3 @@ def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
     if lengths.vision_squared is not None:
         per_unit = float((lengths.vision_squared / np.maximum(lengths.vision_units, 1)).max(initial=0))
     return Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens * longest, limits.vision_units * per_unit)
-
-
-def _check_range(name: str, value: int, *, least: int, most: int) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if not least <= value <= most:
-        raise ConfigError(f"{name} must be between {least} and {most}, got {value}")

@@ -5,6 +5,7 @@ from typing import Any
 
 from omnibal.cost import CostModel
 from omnibal.data.agreement import check_agreement
+from omnibal.data.checks import integer
 from omnibal.data.course import Course, StepPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -80,21 +81,19 @@ class BalancedBatchSampler:
             lengths,
             limits,
             method=method,
-            seed=seed,
+            seed=integer("seed", seed, 0),
             oversized=oversized,
             cost=cost,
             text_only=text_only,
             exchange_steps=exchange_steps,
         )
         self._ranks = Ranks(num_replicas, micro_batches)
-        if not 0 <= rank < num_replicas:
-            raise ConfigError(f"rank must lie between 0 and {num_replicas - 1}, got {rank}")
         self._course = self._recipe.course(0, self._ranks)
         self.lengths = lengths
         self.limits = limits
-        self.rank = rank
-        self.num_replicas = num_replicas
-        self.micro_batches = micro_batches
+        self.num_replicas = self._ranks.num_replicas
+        self.micro_batches = self._ranks.micro_batches
+        self.rank = integer("rank", rank, 0, self.num_replicas - 1)
         self.num_steps = self._course.last_step
         self.steps_done = 0
         self._steps_yielded = 0
@@ -144,8 +143,7 @@ class BalancedBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
-        if epoch < 0:
-            raise ConfigError(f"epoch must be at least 0, got {epoch}")
+        epoch = integer("epoch", epoch, 0)
         if epoch != self.epoch:
             self._go_to(self._recipe.course(epoch, self._ranks), steps_done=0)
 
@@ -165,6 +163,7 @@ class BalancedBatchSampler:
             ConfigError: ``steps_done`` is not a step of the current epoch, or lies before the resume.
         """
         done = self._steps_yielded if steps_done is None else steps_done
+        done = integer("steps_done", done, self._course.first_step, self._course.last_step)
         return {
             "version": STATE_VERSION,
             "epoch": self.epoch,

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import Load
+from omnibal.data.checks import integer
 from omnibal.data.dealt import deal
 from omnibal.data.epoch import Epoch
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.packs import Packs
-from omnibal.errors import ConfigError
 
 MOST_WINDOWS_KEPT = 2  # a step of other ranks may lie across two windows
 
@@ -26,7 +26,7 @@ class Ranks:
     """Who runs a step: data-parallel ranks, and how many packs each of them gets.
 
     Raises:
-        ConfigError: One of the numbers is below 1.
+        ConfigError: One of the numbers is below 1 or no integer.
     """
 
     num_replicas: int
@@ -34,8 +34,8 @@ class Ranks:
 
     def __post_init__(self) -> None:
         for name in ("num_replicas", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            # A frozen record sets its own fields only through object.
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
 
     @property
     def step_packs(self) -> int:

@@ -169,8 +169,10 @@ def test_a_long_report_is_cut():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 2}, "rank must lie between 0 and 1, got 2"),
-        ({"rank": -1}, "rank must lie between 0 and 1, got -1"),
+        ({"rank": 2}, "rank must be between 0 and 1, got 2"),
+        ({"rank": -1}, "rank must be between 0 and 1, got -1"),
+        ({"rank": "0"}, "rank must be an integer, got '0'"),
+        ({"num_replicas": 2.0}, "num_replicas must be an integer, got 2.0"),
         ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
         ({"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
         ({"method": "sorted"}, "method must be one of"),

@@ -1,14 +1,16 @@
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnibal.cost import CostModel
 from omnibal.data.limits import PackLimits
+from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
-from tests.data.samplers import LENGTHS, methods, packs_of, policies, resumed, samplers, seen, shapes
+from tests.data.samplers import LENGTHS, LIMITS, methods, packs_of, policies, resumed, samplers, seen, shapes
 from tests.data.strategies import pack_limits, sample_lengths
 
 
@@ -112,9 +114,16 @@ def test_a_state_is_small_whatever_the_epoch():
     assert large < small + 100 < 1200
 
 
+def test_a_state_is_json_also_where_arguments_are_numpys():
+    numbers = {"num_replicas": np.int64(2), "rank": np.int32(1), "micro_batches": np.int64(1), "seed": np.int64(1)}
+    own = BalancedBatchSampler(LENGTHS, LIMITS, **numbers)
+    own.set_epoch(np.int64(2))
+    assert json.loads(json.dumps(own.state_dict(np.int64(3))))["steps_done"] == 3
+
+
 @pytest.mark.parametrize("steps_done", [-1, 10**6])
 def test_a_state_must_lie_in_the_epoch(steps_done):
-    with pytest.raises(ConfigError, match=r"steps_done must lie between 0 and \d+"):
+    with pytest.raises(ConfigError, match=r"steps_done must be between 0 and \d+"):
         samplers((2, 1))[0].state_dict(steps_done)
 
 
@@ -123,7 +132,7 @@ def test_steps_done_by_other_ranks_are_out_of_reach():
     assert after.step(5).index == 5
     with pytest.raises(ConfigError, match="step must lie between 5 and"):
         after.step(4)
-    with pytest.raises(ConfigError, match="steps_done must lie between 5 and"):
+    with pytest.raises(ConfigError, match="steps_done must be between 5 and"):
         after.state_dict(4)
 
 
