@@ -37,7 +37,11 @@ def lengths(
     ] = "error",
     processes: Annotated[int | None, typer.Option(help="Most processes; all cores by default.", min=1)] = None,
     cache: Annotated[
-        Path | None, typer.Option(help="Folder that keeps what was measured: the same data is not measured again.")
+        Path | None,
+        typer.Option(
+            help="Folder that keeps what was measured: the same data is not measured again, and an interrupted pass "
+            "goes on where it was."
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder to draw the histograms into.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,

@@ -39,7 +39,7 @@ class Measured:
 
 
 class LengthsCache:
-    """A folder with one folder for each dataset that was measured.
+    """A folder with one folder for each dataset that was measured, and one for what is being measured.
 
     Args:
         folder: Made where missing.
@@ -49,6 +49,7 @@ class LengthsCache:
     def __init__(self, folder: Path, made_from: Any) -> None:
         key = hashlib.blake2b(json.dumps([FORMAT, made_from], default=str).encode(), digest_size=16).hexdigest()
         self.path = folder / key
+        self.unfinished = folder / f"{key}.unfinished"
 
     def load(self) -> Measured | None:
         """What was kept, its columns memory-mapped; None if nothing was, or it cannot be read."""

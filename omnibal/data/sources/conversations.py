@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.sources.blocks import forget_blocks, survey_in_blocks
 from omnibal.data.sources.cache import LengthsCache, Measured
 from omnibal.data.sources.chat import Rendered, parse_conversation
 from omnibal.data.sources.encode import Encoded, encode
@@ -17,7 +18,7 @@ from omnibal.data.sources.formats import ModelFormat
 from omnibal.data.sources.images import image_size, load_image
 from omnibal.data.sources.problems import Broken, Problem, settle_problems
 from omnibal.data.sources.shards import Ids, Shard, Shards
-from omnibal.data.sources.survey import Found, Loads, in_chunks, survey
+from omnibal.data.sources.survey import Found, Loads
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.images import ImageLoad
 
@@ -47,7 +48,8 @@ class ConversationDataset:
             read at once.
         processes: Most processes that read headers and count tokens; all cores by default.
         cache: Folder that keeps lengths for the next run, None for none. They are found again where annotations, model
-            folder and settings are the same; images are taken to be unchanged if a few of them are.
+            folder and settings are the same; images are taken to be unchanged if a few of them are. A pass that is
+            interrupted goes on, next time, after the last 131,072 items that were complete.
 
     Attributes:
         shards: The annotation files.
@@ -120,13 +122,13 @@ class ConversationDataset:
         measured = self._measure_all()
         if self._cache:
             self._cache.save(measured)
+            forget_blocks(self._cache.unfinished)
         return measured
 
     def _measure_all(self) -> Measured:
         items = self._all.used_items()
-        found = survey(
-            self._measure, in_chunks(items), columns=len(COLUMNS), total=len(items), processes=self._processes
-        )
+        folder = self._cache.unfinished if self._cache else None
+        found = survey_in_blocks(self._measure, items, len(COLUMNS), processes=self._processes, folder=folder)
         samples = np.arange(self._all.num_samples)
         rows = np.searchsorted(items, self._all.item_of(samples))
         usable = found.usable[rows]

@@ -40,7 +40,13 @@ class Survey:
 
 
 def survey(
-    measure: Measure, chunks: Iterable[Any], columns: int, *, total: int | None = None, processes: int | None = None
+    measure: Measure,
+    chunks: Iterable[Any],
+    columns: int,
+    *,
+    total: int | None = None,
+    processes: int | None = None,
+    name: str = "lengths",
 ) -> Survey:
     """Measures items chunk by chunk, in their order.
 
@@ -50,10 +56,11 @@ def survey(
         columns: Loads of an item.
         total: Number of items, if known; it decides how many processes are worth starting.
         processes: Most processes; all cores by default.
+        name: What the progress bar is called.
     """
     workers = min(processes or len(os.sched_getaffinity(0)), (total or 0) // ITEMS_WORTH_A_PROCESS + 1)
     found: Found = []
-    with tqdm(total=total, desc="lengths", unit=" items", disable=(total or 0) < ITEMS_WORTH_A_PROCESS) as bar:
+    with tqdm(total=total, desc=name, unit=" items", disable=(total or 0) < ITEMS_WORTH_A_PROCESS) as bar:
         for part in _run(measure, chunks, workers):
             found += part
             bar.update(len(part))
