@@ -11,11 +11,10 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized, TextOnly
 from omnibal.data.recipe import Recipe
+from omnibal.data.state import VERSION, read_state
 from omnibal.data.stream import Ranks
 from omnibal.errors import ConfigError
 
-STATE_VERSION = 1
-STATE_KEYS = ("epoch", "steps_done", "course", "next_packs", "recipe")
 MOST_REMEMBERED = 8  # samples of the next packs that a state remembers
 
 
@@ -165,7 +164,7 @@ class BalancedBatchSampler:
         done = self._steps_yielded if steps_done is None else steps_done
         done = integer("steps_done", done, self._course.first_step, self._course.last_step)
         return {
-            "version": STATE_VERSION,
+            "version": VERSION,
             "epoch": self.epoch,
             "steps_done": done,
             "course": self._course.record(),
@@ -184,25 +183,24 @@ class BalancedBatchSampler:
             ConfigError: The state was saved with another recipe (lengths, limits, method, seed, …), or this version
                 arranges epochs differently.
         """
-        _check_state(state, self._recipe.fingerprint())
-        record, done = state["course"], state["steps_done"]
-        arranged_for = Ranks(*record["arranged_for"])
+        saved = read_state(state, self._recipe.fingerprint())
+        done, arranged_for, ranks = saved.steps_done, Ranks(*saved.course.arranged_for), Ranks(*saved.course.ranks)
         course = self._recipe.course(
-            state["epoch"],
-            Ranks(*record["ranks"]),
+            saved.epoch,
+            ranks,
             arranged_for=arranged_for,
-            packs_done=record["packs_done"],
-            first_step=record["first_step"],
+            packs_done=saved.course.packs_done,
+            first_step=saved.course.first_step,
         )
-        if Ranks(*record["ranks"]) != self._ranks:
+        if ranks != self._ranks:
             positions = course.packs_done(done)
             course = self._recipe.course(
-                state["epoch"], self._ranks, arranged_for=arranged_for, packs_done=positions, first_step=done
+                saved.epoch, self._ranks, arranged_for=arranged_for, packs_done=positions, first_step=done
             )
         found = _next_packs(course, done)
-        if found != state["next_packs"]:
+        if found != saved.next_packs:
             raise ConfigError(
-                f"the next packs must be those of the saved state, {state['next_packs']}, got {found}; "
+                f"the next packs must be those of the saved state, {saved.next_packs}, got {found}; "
                 "this version of omnibal arranges epochs differently: finish the epoch with the one that saved it"
             )
         self._go_to(course, steps_done=done)
@@ -238,16 +236,3 @@ def _next_packs(course: Course, steps_done: int) -> list[list[int]]:
     positions = course.packs_done(steps_done)
     packs = (stream.next_pack(position) for stream, position in zip(course.streams, positions, strict=True))
     return [pack[:MOST_REMEMBERED].tolist() for pack in packs]
-
-
-def _check_state(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-    if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
-        found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-        raise ConfigError(f"state must be of version {STATE_VERSION}, as state_dict() gave it, got {found!r}")
-    missing = [name for name in STATE_KEYS if name not in state]
-    if missing:
-        raise ConfigError(f"state must hold all that state_dict() gave, got it without {', '.join(missing)}")
-    for name, value in recipe.items():
-        saved = state["recipe"].get(name)
-        if saved != value:
-            raise ConfigError(f"{name} must be as in the saved state, {saved!r}, got {value!r}")

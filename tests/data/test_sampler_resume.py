@@ -163,12 +163,29 @@ def test_a_state_of_another_recipe_is_refused(changed, message):
         (None, "version 1, as state_dict.* gave it, got 'NoneType'"),
         ({}, "version 1, as state_dict.* gave it, got None"),
         ({"version": 2}, "version 1, as state_dict.* gave it, got 2"),
-        ({"version": 1, "epoch": 0}, "without steps_done, course, next_packs, recipe"),
+        ({"version": 1, "epoch": 0}, "got steps_done that is not: Field required"),
     ],
 )
 def test_what_is_no_state_is_refused(state, message):
     with pytest.raises(ConfigError, match=message):
         samplers((2, 1))[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"epoch": -1}, "epoch"),
+        ({"steps_done": "1"}, "steps_done"),
+        ({"course": None}, "course"),
+        ({"course": {}}, "course.arranged_for"),
+        ({"recipe": None}, "recipe"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_damaged_state_is_refused_with_the_key(change, key):
+    state = samplers((2, 1))[0].state_dict(3)
+    with pytest.raises(ConfigError, match=f"state must be as state_dict.* gave it, got {key} that is not: "):
+        samplers((2, 1))[0].load_state_dict(state | change)
 
 
 def test_a_state_whose_packs_are_not_found_again_is_refused():
