@@ -164,7 +164,10 @@ class SampleLengths:
 
 def _column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     """Check one column and bring it into its fixed type, as a read-only view."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # lists of different lengths
+        raise DataError(f"{name} must be one-dimensional, got {values!r:.80}") from error
     if array.ndim != 1:
         raise DataError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.size and array.dtype.kind not in "iu":

@@ -65,6 +65,8 @@ def test_totals_exceed_32_bits():
         ([1, 2], [1], r"llm_tokens must have one entry per sample \(2\), got 1"),
         ([1.5], [1], r"vision_units must hold integers, got float64"),
         ([[1]], [1], r"vision_units must be one-dimensional, got shape \(1, 1\)"),
+        ([1, [2]], [1, 1], r"vision_units must be one-dimensional, got \[1, \[2\]\]"),
+        ([1, float("nan")], [1, 1], r"vision_units must hold integers, got float64"),
     ],
 )
 def test_bad_columns_are_refused(vision_units, llm_tokens, message):
