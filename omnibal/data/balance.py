@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from omnibal.cost import CostModel
 from omnibal.data.balancing.dense import MOST_PACKS
-from omnibal.data.balancing.layout import BLOCK, WINDOW, Layout
+from omnibal.data.balancing.layout import BLOCK, WINDOW, Layout, blocks_of
 from omnibal.data.balancing.planning import Instructions, driving_shares, instruct, plan_steps
 from omnibal.data.balancing.scales import columns_of
 from omnibal.data.balancing.shuffle import shuffle_keys, shuffled
@@ -160,44 +160,55 @@ class BalancedPacks:
         The bound and its reserve do, unless a trial shows that samples do not combine to fill packs.
         """
         most = -(-self._num_samples // self._step_packs)  # then every sample has a pack of its own
-        needed = packs_needed(self._known, block=BLOCK, window=WINDOW)
+        needed = packs_needed(self._known, blocks=blocks_of(self._num_samples), window=WINDOW)
         whole = self._num_samples < 2 * WINDOW
         for dense, number in [(False, at) for at in range(SPARSE_MARGINS)] + [(True, at) for at in range(len(MARGINS))]:
             packs = needed * (1 + MARGINS[number])
-            steps = min(max(math.ceil(packs / self._step_packs), 1), most)
+            steps = self._steps_of(packs)
             if steps == most:
                 return most, False
-            if (self._try_all if whole else self._try_some)(steps, packs, dense):
-                # What suffices for some samples may just do so: one more where it is not the least.
-                more = 1 + MARGINS[number + 1] if number and not whole else 1 + MARGINS[number]
-                return min(max(math.ceil(needed * more / self._step_packs), 1), most), dense
+            if whole and self._try_all(steps, dense):
+                return steps, dense
+            if not whole and self._try_parts(packs, dense):
+                # A whole window combines what small parts may not.
+                if number == 0 or (not dense and self._try_part(0, WINDOW, needed)):
+                    return self._steps_of(needed), dense
+                # What suffices for some samples may just do so: one more.
+                return self._steps_of(needed * (1 + MARGINS[number + 1])), dense
         return most, False
 
-    def _try_all(self, num_steps: int, _: float, dense: bool) -> bool:
+    def _steps_of(self, num_packs: float) -> int:
+        """Steps of so many packs, but no more than there are with one sample in every pack."""
+        most = -(-self._num_samples // self._step_packs)
+        return min(max(math.ceil(num_packs / self._step_packs), 1), most)
+
+    def _try_all(self, num_steps: int, dense: bool) -> bool:
         """Plan epoch 0, and keep the plan to fall back to in others; tell whether all samples fit."""
         samples = self._draw(0, self._num_samples, shuffle_keys(self._seed, 0))
         instructions = self._instruct(dense, num_steps * self._step_packs)
         self._witness = self._plan(samples, instructions, num_steps, 0, 0, 0)
         return self._witness is not None
 
-    def _try_some(self, _: int, num_packs: float, dense: bool) -> bool:
-        """Plan parts of a large epoch; tell whether their samples fit."""
-        return all(
-            self._try_part(self._draw(part * TRIAL, (part + 1) * TRIAL, shuffle_keys(self._seed, 0)), num_packs, dense)
-            for part in range(TRIALS)
-        )
+    def _try_parts(self, num_packs: float, dense: bool) -> bool:
+        """Plan small parts of a large epoch; tell whether their samples fit."""
+        ranges = [(part * TRIAL, (part + 1) * TRIAL) for part in range(TRIALS)]
+        return all(self._try_part(*places, num_packs, dense=dense, harder=True) for places in ranges)
 
-    def _try_part(self, samples: npt.NDArray[np.int64], num_packs: float, dense: bool) -> bool:
-        """Plan as many of the samples as fill whole steps; tell whether they fit.
+    def _try_part(self, begin: int, end: int, num_packs: float, *, dense: bool = False, harder: bool = False) -> bool:
+        """Plan as many of the samples at some places as fill whole steps; tell whether they fit.
 
-        It is made harder than the windows of the epoch: half of the reserve, no second chance. Where it fits by luck,
-        windows need more than one attempt.
+        It may be made harder than the windows of the epoch: half of the reserve, no second chance. Where a small part
+        fits by luck, windows need more than one attempt.
         """
+        samples = self._draw(begin, end, shuffle_keys(self._seed, 0))
         step_packs = min(self._step_packs, TRIAL_STEP_PACKS)
-        instructions = self._instruct(dense, num_packs, step_packs=step_packs)._replace(scatterings=0)
+        instructions = self._instruct(dense, num_packs, step_packs=step_packs)
+        if harder:
+            instructions = instructions._replace(scatterings=0)
+            num_packs *= 1 - RESERVE / 2
         shares = np.cumsum(driving_shares(samples, self._columns, instructions), dtype=np.int64)
         mean_share = self._known.mean_vision if instructions.rule.share_unit > 1 else self._known.driver.mean * FULL
-        packs = shares * ((1 - RESERVE / 2) * num_packs / (self._num_samples * mean_share))
+        packs = shares * (num_packs / (self._num_samples * mean_share))
         num_steps = max(int(packs[-1]) // step_packs, 1)
         trial = samples[: np.searchsorted(packs, num_steps * step_packs, side="right")]
         return self._plan(trial, instructions, num_steps, 0, 0, 0) is not None

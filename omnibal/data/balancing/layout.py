@@ -18,6 +18,11 @@ BLOCK: Final = 1 << 19
 """Samples in a block, about: finding its windows takes some hundredths of a second."""
 
 
+def blocks_of(num_samples: int) -> int:
+    """Number of blocks in an order of so many samples, at least 1; fewer where there are fewer steps."""
+    return max(round(num_samples / BLOCK), 1)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The parts of an epoch: the same in all epochs.
@@ -38,7 +43,7 @@ class Layout:
     @cached_property
     def num_blocks(self) -> int:
         """Number of blocks, at least 1."""
-        return max(min(round(self.num_samples / BLOCK), self.num_steps), 1)
+        return min(blocks_of(self.num_samples), max(self.num_steps, 1))
 
     @cached_property
     def window_starts(self) -> npt.NDArray[np.int64]:

@@ -159,7 +159,7 @@ def plan_steps(
     """
     rule, scales, scratch, chance = instructions.rule, instructions.scales, make_scratch(), np.uint64(seed)
     table = measure(samples, columns, scales)
-    packs = _first_packs(samples, table, columns, instructions, num_steps, chance, scratch)
+    packs = _first_packs(table, instructions, num_steps, chance, scratch)
     weights = _limit_weights(scales)
     tries = instructions.relief_tries * len(packs)
     if instructions.rugged:
@@ -190,9 +190,7 @@ def driving_shares(samples: Int64Array, columns: Columns, instructions: Instruct
 
 
 def _first_packs(
-    chosen: Int64Array,
     samples: Int32Array,
-    columns: Columns,
     instructions: Instructions,
     num_steps: int,
     seed: Any,
@@ -200,10 +198,10 @@ def _first_packs(
 ) -> Int64Array:
     """Cut the samples into steps, and fill the packs of each."""
     rule, scales = instructions.rule, instructions.scales
-    shares = driving_shares(chosen, columns, instructions)
     vision, tokens = samples[:, SIZES].copy(), samples[:, SIZES + 1].copy()
-    other = vision if instructions.driver_by_tokens else tokens
-    order = np.arange(len(chosen))
+    driver, other = (tokens, vision) if instructions.driver_by_tokens else (vision, tokens)
+    shares = instructions.driver_weights[driver]
+    order = np.arange(len(samples))
     step_starts = divide(shares, vision, other, num_steps, rule, order, scratch)
     packs = np.zeros((num_steps * rule.step_packs, EXCESS + DIMENSIONS), dtype=np.int64)
     packs[:, FIRST] = NOWHERE

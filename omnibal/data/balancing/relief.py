@@ -181,6 +181,8 @@ def _most_relieving(
             least = min(least, _left_over(scratch, candidate, vision, tokens, excess, other_excess, most, moved))
         if least < best:
             best, given = least, subset
+            if best == 0:
+                break
     if given < 0:
         return -1, -1
     vision, tokens = np.int32(scratch[0, SUMS, given]), np.int32(scratch[0, SUMS + 1, given])

@@ -13,6 +13,8 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
 
+Sizes = npt.NDArray[np.int32]
+
 FULL: Final = 1 << 16
 """A pack's room for the driving load."""
 NOTABLE: Final = 1.002
@@ -23,6 +25,8 @@ CLOSING: Final = 0.001
 """Share of packs beyond the bound that is left where chance takes the rest."""
 STEP_SIGMAS: Final = 3
 """Standard deviations of a step's load beyond which it may exceed its packs' limit: exchanges put that right."""
+COUNTED: Final = 1 << 23
+"""Most samples that are all looked at, if only at their sizes: that takes some hundredths of a second."""
 SIGMAS: Final = 6
 """Standard deviations of chance that the reserve covers: about one failure in a billion windows."""
 
@@ -56,7 +60,7 @@ class Demand:
         return float(relative.std())
 
 
-def demand(sizes: npt.NDArray[np.int32], limit: int, *, mean_size: float, exact: bool) -> Demand:
+def demand(sizes: Sizes, limit: int, *, mean_size: float, all_sizes: Sizes | None) -> Demand:
     """Weigh sizes by what they ask of packs with a limit: by volume, or by shares that cannot be combined.
 
     A limit of 9 holds no two samples of 5: then each of them weighs a whole pack, and 4 and less weigh nothing. See
@@ -66,7 +70,7 @@ def demand(sizes: npt.NDArray[np.int32], limit: int, *, mean_size: float, exact:
         sizes: Sizes of the surveyed samples, at most ``limit``.
         limit: The most a pack may hold.
         mean_size: Mean size of all samples.
-        exact: Whether the surveyed samples are all there are.
+        all_sizes: Sizes of all samples; None where there are too many to look at.
     """
     counts = np.bincount(sizes, minlength=limit + 1)
     volume = _shares(np.arange(limit + 1), max(limit, 1))
@@ -78,8 +82,11 @@ def demand(sizes: npt.NDArray[np.int32], limit: int, *, mean_size: float, exact:
     shares = best[sizes] / FULL
     if best is volume:
         return Demand(best, True, shares, mean_size / max(limit, 1), 0.0)
+    if all_sizes is not None:
+        counts = np.bincount(all_sizes, minlength=limit + 1)
+        return Demand(best, False, shares, float(counts @ best) / (FULL * len(all_sizes)), 0.0)
     mean = float(shares.mean())
-    return Demand(best, False, shares, mean, 0.0 if exact else float(shares.std()) / mean / math.sqrt(len(sizes)))
+    return Demand(best, False, shares, mean, float(shares.std()) / mean / math.sqrt(len(sizes)))
 
 
 def _shares(weights: npt.NDArray[np.int64], room: int) -> Int32Array:
@@ -142,20 +149,19 @@ def survey(
     """
     looked_at = samples if drawn is None else drawn
     vision, tokens = _capped(lengths if looked_at is None else lengths.take(looked_at), limits)
+    num_samples = len(lengths) if samples is None else len(samples)
+    everyone: tuple[Sizes, Sizes] | tuple[None, None] = (None, None)
     if drawn is None:
-        mean_vision, mean_tokens = _mean(vision), _mean(tokens)
-    elif len(limits.oversized(lengths)) or samples is not None:
-        all_vision, all_tokens = _capped(lengths if samples is None else lengths.take(samples), limits)
-        mean_vision, mean_tokens = _mean(all_vision), _mean(all_tokens)
-    else:
-        summary = lengths.summary
-        mean_vision, mean_tokens = summary.total_vision_units / len(lengths), summary.total_llm_tokens / len(lengths)
+        everyone = vision, tokens
+    elif num_samples <= COUNTED:
+        everyone = _capped(lengths if samples is None else lengths.take(samples), limits)
+    mean_vision, mean_tokens = (total / max(num_samples, 1) for total in _totals(lengths, limits, samples))
     squared = lengths.vision_squared
     loads = Load(vision, tokens, tokens.astype(np.int64) ** 2, _chosen(squared, looked_at))
     return Survey(
-        len(lengths) if samples is None else len(samples),
-        demand(vision, limits.vision_units, mean_size=mean_vision, exact=drawn is None),
-        demand(tokens, limits.llm_tokens, mean_size=mean_tokens, exact=drawn is None),
+        num_samples,
+        demand(vision, limits.vision_units, mean_size=mean_vision, all_sizes=everyone[0]),
+        demand(tokens, limits.llm_tokens, mean_size=mean_tokens, all_sizes=everyone[1]),
         mean_vision,
         mean_tokens,
         float(cost(loads).sum()) / max(len(vision), 1),
@@ -168,7 +174,7 @@ def _chosen(squared: IntArray | None, samples: IntArray | None) -> IntArray | in
     return squared if samples is None else squared[samples]
 
 
-def _capped(lengths: SampleLengths, limits: PackLimits) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def _capped(lengths: SampleLengths, limits: PackLimits) -> tuple[Sizes, Sizes]:
     over = limits.oversized(lengths)
     if len(over) == 0:
         return lengths.vision_units, lengths.llm_tokens
@@ -177,22 +183,34 @@ def _capped(lengths: SampleLengths, limits: PackLimits) -> tuple[npt.NDArray[np.
     return vision, tokens
 
 
-def _mean(values: IntArray) -> float:
-    """Exactly the same on all machines."""
-    return int(values.sum(dtype=np.int64)) / max(len(values), 1)
+def _totals(lengths: SampleLengths, limits: PackLimits, samples: IntArray | None) -> tuple[int, int]:
+    """Vision units and tokens of all samples that take part: exactly the same on all machines."""
+    if samples is None:
+        over, summary = limits.oversized(lengths), lengths.summary
+        beyond = lengths.take(over).summary
+        return (
+            summary.total_vision_units - beyond.total_vision_units + len(over) * limits.vision_units,
+            summary.total_llm_tokens - beyond.total_llm_tokens + len(over) * limits.llm_tokens,
+        )
+    total_vision = total_tokens = 0
+    for begin in range(0, len(samples), COUNTED):
+        vision, tokens = _totals(lengths.take(samples[begin : begin + COUNTED]), limits, None)
+        total_vision, total_tokens = total_vision + vision, total_tokens + tokens
+    return total_vision, total_tokens
 
 
-def packs_needed(known: Survey, *, block: int, window: int) -> float:
+def packs_needed(known: Survey, *, blocks: int, window: int) -> float:
     """Packs for all samples: the bound, and a reserve for what chance makes of the parts that are planned alone.
 
     Args:
         known: What is known of the samples. Windows get exact shares of the driving load and random ones of the other.
-        block: Samples in the parts that get equal numbers of steps whatever they hold.
+        blocks: Parts of the samples that get equal numbers of steps whatever they hold.
         window: Samples in the parts that are planned alone.
     """
     driver, other, num_samples = known.driver, known.other, known.num_samples
-    by_block = 0.0 if num_samples <= block else driver.spread() / math.sqrt(block)
-    by_window = 0.0 if num_samples <= window else other.spread(driver) / math.sqrt(window)
+    # Means over parts of a population that is drawn without return vary less, the larger the parts are.
+    by_block = driver.spread() * math.sqrt((blocks - 1) / max(num_samples, 1))
+    by_window = other.spread(driver) * math.sqrt(max(1 / window - 1 / max(num_samples, 1), 0))
     return num_samples * max(
         driver.mean * (1 + max(RESERVE, CLOSING + SIGMAS * math.hypot(driver.error, by_block))),
         other.mean * (1 + CLOSING + SIGMAS * math.hypot(other.error, by_block, by_window)),
