@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from omnibal.cost import CostModel
 from omnibal.data.balancing.dense import MOST_PACKS
+from omnibal.data.balancing.instructions import Instructions, instruct
 from omnibal.data.balancing.layout import BLOCK, WINDOW, Layout, blocks_of
-from omnibal.data.balancing.planning import Instructions, driving_shares, instruct, plan_steps
+from omnibal.data.balancing.planning import driving_shares, plan_steps
 from omnibal.data.balancing.scales import columns_of
 from omnibal.data.balancing.shuffle import shuffle_keys, shuffled
 from omnibal.data.balancing.sizing import FULL, RESERVE, packs_needed, survey

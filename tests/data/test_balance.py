@@ -46,7 +46,7 @@ def test_a_window_whose_first_orders_do_not_fit_is_planned_yet(monkeypatch, leng
 
 def test_whole_windows_decide_where_small_parts_do_not_fit():
     """The paper's mix fills packs of 9 tiles within half a percent of the bound, in parts that are large enough."""
-    mix = tiled_lengths(200_000, seed=3)
+    mix = tiled_lengths(100_000, seed=2)
     packs = BalancedPacks(mix, PackLimits(9, 4096), num_replicas=8)
     num_packs = int(packs.window_starts[-1]) * 8
     assert num_packs <= 1.005 * min_packs(mix, PackLimits(9, 4096))

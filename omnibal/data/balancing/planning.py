@@ -1,21 +1,19 @@
 """Planning of a window: a random stream of samples becomes the packs of a number of steps."""
 
-import math
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from omnibal.compiled import compiled
-from omnibal.cost import CostModel
-from omnibal.data.balancing.dense import MOST_PACKS, fill_packs_densely
+from omnibal.data.balancing.dense import fill_packs_densely
 from omnibal.data.balancing.division import StepRule, divide
 from omnibal.data.balancing.filling import fill_packs, sort_within_steps
-from omnibal.data.balancing.levelling import Tolerance, level_steps
+from omnibal.data.balancing.instructions import Instructions
+from omnibal.data.balancing.levelling import level_steps
 from omnibal.data.balancing.relief import relieve
-from omnibal.data.balancing.scales import PACK, VISION_WEIGHT, Columns, Scales, capped_sizes, measure, scales_for
+from omnibal.data.balancing.scales import PACK, Columns, Scales, capped_sizes, measure
 from omnibal.data.balancing.scattering import scatter
 from omnibal.data.balancing.shuffle import scrambled
-from omnibal.data.balancing.sizing import FULL, Survey
 from omnibal.data.balancing.tables import (
     DIMENSIONS,
     EXCESS,
@@ -29,117 +27,10 @@ from omnibal.data.balancing.tables import (
     Int64Array,
     make_scratch,
 )
-from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 
-TIGHT: Final = 0.95
-"""Share of the token limit in a mean pack from where on tokens are levelled, too."""
-FINE: Final = 256
-"""Vision units in a mean pack from where on it does not matter whether those of a step divide by its packs."""
-COARSE: Final = 2
-"""Vision units in a mean pack from where on steps are trimmed to divisible ones; with fewer that would sort steps."""
-TIGHT_COST: Final = 0.5
-"""What the cost weighs where tokens are levelled: they almost decide it, and have a limit to keep."""
-RELIEF_TRIES: Final = 12
-"""Exchanges that are tried to keep the limits, per pack of all."""
-SCATTERINGS: Final = 8
-"""How often a few packs that hold too much after all exchanges are scattered."""
 FEW: Final = 100
 """One pack in so many is few."""
-TOLERANCE: Final = PACK // 500
-"""Differences in cost and tokens that are not worth an exchange: 0.2 % of a pack."""
-
-
-class Instructions(NamedTuple):
-    """What all windows of an epoch have in common."""
-
-    scales: Scales
-    """How samples are measured."""
-    rule: StepRule
-    """What every step should hold."""
-    driver_by_tokens: bool
-    """Whether tokens, otherwise vision units, decide how many samples a step has room for."""
-    driver_weights: Int32Array
-    """Weight of each size in that decision; 1 per vision unit where a step's are to be divisible by its packs."""
-    tolerance: Tolerance
-    """Differences between packs that are not worth an exchange."""
-    exchange_steps: int
-    """Consecutive steps that may exchange samples; 0 leaves the first packs as they are."""
-    relief_tries: int
-    """Exchanges per pack that are tried to keep the limits."""
-    rugged: bool
-    """Whether packs have hardly room to spare, or samples do not combine to fill them: then limits are kept before
-    loads are made even."""
-    together: int
-    """Packs that are filled together first, for several steps at once; 0 fills each step's own."""
-    scatterings: int
-    """How often packs that still hold too much may be scattered."""
-
-
-def instruct(
-    known: Survey,
-    limits: PackLimits,
-    cost: CostModel,
-    *,
-    num_replicas: int,
-    micro_batches: int,
-    num_packs: float,
-    exchange_steps: int,
-    dense: bool = False,
-) -> Instructions:
-    """Work out the instructions for steps of which all samples would make ``num_packs`` packs."""
-    per_pack = known.num_samples / max(num_packs, 1)
-    tight = known.mean_tokens * per_pack > TIGHT * limits.llm_tokens
-    pack_vision = known.mean_vision * per_pack
-    whole_vision = COARSE <= pack_vision < FINE
-    # Packs that run one after the other may differ by a vision unit: in proportion they keep all stages equally busy.
-    in_proportion = (
-        whole_vision and micro_batches > 1 and not tight
-        and known.mean_tokens * per_pack * math.ceil(pack_vision) <= limits.llm_tokens * pack_vision
-    )  # fmt: skip
-    scales = scales_for(
-        limits.vision_units,
-        limits.llm_tokens,
-        cost,
-        pack_vision=pack_vision,
-        pack_tokens=known.mean_tokens * per_pack,
-        pack_cost=known.mean_cost * per_pack / (TIGHT_COST if tight else 1),
-        level_tokens=tight,
-        in_proportion=in_proportion,
-    )
-    whole_share = whole_vision and not known.tokens_drive and known.vision.is_volume
-    other_mean = known.mean_vision if known.tokens_drive else known.mean_tokens
-    other_weight = int(PACK // max(other_mean * per_pack, 1))
-    rule = StepRule(
-        num_replicas * micro_batches,
-        num_replicas,
-        limits.vision_units if whole_share else FULL,
-        num_replicas if whole_share else 1,
-        scales.vision if whole_share else PACK // FULL,
-        scales.vision if whole_vision and not whole_share else 0,
-        other_weight if known.other_load_overflows(num_packs, num_replicas * micro_batches) else 0,
-    )
-    weights = np.arange(limits.vision_units + 1, dtype=np.int32) if whole_share else known.driver.weights
-    # Where micro-batches follow each other, packs whose vision units differ by one run at different times.
-    units = 7 / 8 if micro_batches > 1 else 3 / 4
-    tolerance = Tolerance(
-        vision=max(int(units * scales.vision), VISION_WEIGHT * TOLERANCE),
-        others=TOLERANCE,
-        group=TOLERANCE if tight else 5 * TOLERANCE // 2,
-        weights=(scales.vision, scales.tokens),
-    )
-    return Instructions(
-        scales,
-        rule,
-        known.tokens_drive,
-        weights,
-        tolerance,
-        exchange_steps,
-        RELIEF_TRIES,
-        tight or not known.driver.is_volume,
-        MOST_PACKS if dense else 0,
-        SCATTERINGS,
-    )
 
 
 def plan_steps(

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +93,14 @@ def _shares(weights: npt.NDArray[np.int64], room: int) -> Int32Array:
     return (weights * FULL // room).astype(np.int32)
 
 
+class MeanPack(NamedTuple):
+    """What packs hold on average."""
+
+    vision: float
+    tokens: float
+    cost: float
+
+
 @dataclass(frozen=True, eq=False)
 class Survey:
     """What the planner knows of the samples before it plans; those that exceed a limit count as if at both.
@@ -127,6 +135,11 @@ class Survey:
     def other(self) -> Demand:
         """The dimension that asks for fewer packs."""
         return self.vision if self.tokens_drive else self.tokens
+
+    def mean_pack(self, num_packs: float) -> MeanPack:
+        """What each of so many packs holds on average."""
+        samples = self.num_samples / max(num_packs, 1)
+        return MeanPack(samples * self.mean_vision, samples * self.mean_tokens, samples * self.mean_cost)
 
     def other_load_overflows(self, num_packs: float, step_packs: int) -> bool:
         """Tell whether some random steps of their share of the driving load would exceed the other limit."""
