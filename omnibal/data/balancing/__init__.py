@@ -4,7 +4,7 @@ Once, at construction:
 
 - ``sizing`` looks at the samples' loads: which dimension asks for more packs, how many packs all samples need;
 - ``layout`` divides that many steps into blocks and windows, the same in all epochs;
-- ``planning.instruct`` says what every step should hold, with weights from ``scales``.
+- ``instructions.instruct`` says what every step should hold, with weights from ``scales``.
 
 For every window of an epoch, ``planning.plan_steps``, compiled from end to end:
 
