@@ -135,7 +135,7 @@ def test_too_much_memory_is_refused():
 
 
 def test_a_task_must_fit_its_plan():
-    with pytest.raises(ConfigError, match="time_scale must be positive, got 0"):
+    with pytest.raises(ConfigError, match="time_scale must be positive and finite, got 0"):
         task([1, 2], time_scale=0)
     plan = Plan(LIMITS, 3, Partition((0, 2, 4)), ("none",) * 4)
     with pytest.raises(ConfigError, match=r"steps must be at least one, of \(1, 3\) replicas and micro-batches, got"):

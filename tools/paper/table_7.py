@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated
 
 import typer
@@ -47,7 +47,8 @@ def print_ladder(
 def real(files: Annotated[list[Path], typer.Argument(help="JSON lists of lengths, as InternVL's parts.")]) -> None:
     """Print the ladder on real lengths, at the same fraction of the peak."""
     setting = Setting(lengths=SampleLengths.from_token_lengths(files))
-    print(_ladder(setting, _rungs(setting)))
+    rungs = _rungs(setting)
+    print(f"{_ladder(setting, rungs)}\n\n{_limits({rung.name: (setting, rung) for rung in rungs[3:]})}")
 
 
 @app.command()
@@ -55,13 +56,14 @@ def emulate(
     rows: Annotated[list[str], typer.Argument(help="Of the ladder: 'baseline', '+ data', …, 'ours, any schedule'.")],
     micro_batches: MicroBatches = Setting.micro_batches,
     steps: Annotated[int, typer.Option(help="Of each row, behind one to warm up.")] = 1,
+    slower: Annotated[float, typer.Option(help="Times the least time scale: DeepSpeed's own work weighs less.")] = 2.0,
 ) -> None:
     """Run rows on DeepSpeed's engine, on sixteen local processes that sleep; a minute or two each."""
     setting = replace(Setting(), micro_batches=micro_batches)
     found = []
     for rung in _rungs(setting):
         if rung.name in rows:
-            emulated, predicted = _emulated(setting, rung, steps)
+            emulated, predicted = _emulated(setting, rung, steps, slower)
             days = [gpu_days(setting, rung, seconds) for seconds in (predicted, emulated)]
             found.append((rung.name, *_days(days), f"{emulated / predicted - 1:+.1%}"))
     print(table(("", "simulated", "emulated", "emulated over simulated"), found))
@@ -125,8 +127,8 @@ def _ladder(setting: Setting, rungs: list[Rung]) -> str:
     return table(names, rows)
 
 
-def _emulated(setting: Setting, rung: Rung, count: int) -> tuple[float, float]:
-    """Mean seconds of a row's first steps on the real engine, and as simulated."""
+def _emulated(setting: Setting, rung: Rung, count: int, slower: float) -> tuple[float, float]:
+    """Mean seconds of a row's first steps on the real engine, by the median step, and as simulated."""
     load = rung.load
     task = EmulationTask(
         profile=setting.profile,
@@ -136,9 +138,11 @@ def _emulated(setting: Setting, rung: Rung, count: int) -> tuple[float, float]:
         setup=TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD),
         budget_bytes=(int(setting.device.memory_bytes),) * setting.num_stages,
     )
-    both = run_emulation(task).steps, task.predicted
-    emulated, predicted = (fmean(step.step_seconds for step in steps) for steps in both)
-    return emulated, predicted
+    task = replace(task, time_scale=slower * task.least_scale)
+    pairs = zip(run_emulation(task).steps, task.predicted, strict=True)
+    over = median(emulated.step_seconds / predicted.step_seconds for emulated, predicted in pairs)
+    seconds = fmean(step.step_seconds for step in task.predicted)
+    return over * seconds, seconds
 
 
 def _largest(load: Load) -> PackLimits:
