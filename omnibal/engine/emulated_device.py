@@ -77,6 +77,7 @@ class StageWork:
         forward: Seconds of each layer, shape (micro-batches, layers).
         backward: To the inputs, recomputation included; the same shape.
         weight: To the weights; the same shape.
+        split: What the backward pass to the inputs takes longer where that to the weights waits; the same shape.
         sent_bytes: Of each layer's output, the same shape; the pixels' before the first.
         upstream: Seconds of the transfer from and to the stage before, shape (micro-batches,); 0 in the first stage.
         downstream: The same with the stage behind; 0 in the last stage.
@@ -91,6 +92,7 @@ class StageWork:
     forward: FloatArray
     backward: FloatArray
     weight: FloatArray
+    split: FloatArray
     sent_bytes: FloatArray
     upstream: FloatArray
     downstream: FloatArray
@@ -125,6 +127,7 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
         forward=between("forward"),
         backward=between("backward" if stage else "first_backward"),
         weight=between("weight"),
+        split=between("split"),
         sent_bytes=np.stack([layer.output_bytes(own) for layer in task.profile.layers[first:last]], axis=1),
         upstream=planned.crossing[replica][:, first],
         downstream=planned.crossing[replica][:, last],
@@ -167,6 +170,7 @@ class Device:
         self.log = StepLog()
         self._where = where
         self._held_bytes = 0
+        self._splits = False
         self._due = 0.0
         self._arrivals = arrivals[:, :, replica]
         self._link_is_free = [0.0, 0.0]
@@ -182,6 +186,7 @@ class Device:
     def begin(self, operation: Operation) -> float:
         """An instruction begins: the time, from which its sleeps are counted."""
         micro_batch = self._ran[operation]
+        self._splits = operation == Operation.B
         if operation == Operation.F:
             self._hold(self.work.kept_bytes[micro_batch], micro_batch)
         elif operation in (Operation.BW, Operation.B):
@@ -206,6 +211,11 @@ class Device:
             self.rest(float(link[micro_batch]))
         self._ran[operation] += 1
         self.log.entries.append(Entry(operation, start, perf_counter()))
+
+    def backward_seconds(self, micro_batch: int, place: int) -> float:
+        """Of a layer to its inputs, in the instruction that has begun."""
+        seconds = self.work.backward[micro_batch, place]
+        return float(seconds + self.work.split[micro_batch, place] if self._splits else seconds)
 
     def send(self, direction: int, micro_batch: int) -> None:
         """A tensor leaves while the device goes on; a link carries one at a time."""

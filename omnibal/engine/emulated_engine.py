@@ -67,7 +67,7 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         layer = context.layer
-        layer.device.compute(float(layer.device.work.backward[context.micro_batch, layer.place]))
+        layer.device.compute(layer.device.backward_seconds(context.micro_batch, layer.place))
         return gradient.new_zeros(context.shape), None, None, None
 
 

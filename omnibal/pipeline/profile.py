@@ -15,8 +15,15 @@ from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
 
-VERSION = 3
-_COST_MODELS = ("forward_seconds", "backward_seconds", "weight_seconds", "pending_bytes", "output_bytes")
+VERSION = 4
+_COST_MODELS = (
+    "forward_seconds",
+    "backward_seconds",
+    "weight_seconds",
+    "split_seconds",
+    "pending_bytes",
+    "output_bytes",
+)
 _COST_MODELS_BY_LEVEL = ("saved_bytes", "recompute_seconds")
 _NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")
 
@@ -37,10 +44,12 @@ class LayerCost:
     forward_seconds: CostModel
     """Forward pass of a micro-batch."""
     backward_seconds: CostModel
-    """Backward pass to the inputs, and to weights whose gradient cannot wait."""
+    """Backward pass to the inputs, and to weights whose gradient cannot wait; beside the next, a part of the whole."""
     weight_seconds: CostModel = field(default_factory=CostModel)
     """Backward pass to the weights, as far as it can wait; 1F1B runs it together with the one to the inputs. Nothing if
     frozen."""
+    split_seconds: CostModel = field(default_factory=CostModel)
+    """What both parts of the backward pass take longer apart than together."""
     pending_bytes: CostModel = field(default_factory=CostModel)
     """What waiting for the backward pass to the weights keeps once the one to the inputs is done, at every level."""
     output_bytes: CostModel

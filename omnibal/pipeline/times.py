@@ -33,6 +33,8 @@ class StepTimes(NamedTuple):
     """The same in the first stage, where frozen layers before the first trainable one run no backward pass."""
     weight: FloatArray
     """Backward to the weights; the same shape."""
+    split: FloatArray
+    """What the backward pass takes longer where the one to the weights waits; the same shape."""
     crossing: FloatArray
     """No sum: seconds of a transfer if the model is cut at boundary ``i``, zero at both ends; the same shape."""
     reduce: FloatArray
@@ -81,6 +83,7 @@ def step_times(
         backward=summed(backward),
         first_backward=summed(after_frozen),
         weight=summed(_evaluate([layer.weight_seconds for layer in layers], load)),
+        split=summed(_evaluate([layer.split_seconds for layer in layers], load)),
         crossing=np.pad(crossing + latency_seconds, ((0, 0), (0, 0), (1, 1))),
         reduce=summed(np.array([layer.gradient_bytes * share for layer in layers])),
         optimizer=summed(np.array([layer.optimizer_seconds / owners for layer in layers])),
@@ -97,9 +100,10 @@ def durations_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatA
             first, last = boundaries[stage], boundaries[stage + 1]
             backward = times.first_backward if stage == 0 else times.backward
             result[0, m, stage] = times.forward[replica, m, last] - times.forward[replica, m, first]
-            result[2, m, stage] = backward[replica, m, last] - backward[replica, m, first]
+            to_inputs = backward[replica, m, last] - backward[replica, m, first]
             result[3, m, stage] = times.weight[replica, m, last] - times.weight[replica, m, first]
-            result[1, m, stage] = result[2, m, stage] + result[3, m, stage]
+            result[1, m, stage] = to_inputs + result[3, m, stage]
+            result[2, m, stage] = to_inputs + times.split[replica, m, last] - times.split[replica, m, first]
     return result
 
 

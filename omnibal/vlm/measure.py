@@ -177,8 +177,9 @@ def _fit(
         record.name,
         record.kind,
         forward_seconds=seconds(lambda row: row.forward.seconds),
-        backward_seconds=seconds(lambda row: row.backward_split.seconds),
+        backward_seconds=seconds(lambda row: row.backward.seconds - row.weights.seconds),
         weight_seconds=seconds(lambda row: row.weights.seconds, without_attention),
+        split_seconds=seconds(lambda row: (row.backward_split + row.weights).seconds - row.backward.seconds),
         pending_bytes=byte_count(lambda row: row.pending_bytes),
         output_bytes=byte_count(lambda row: row.sent_bytes) + CostModel(llm_tokens=_TOKEN_BYTES),
         saved_bytes={level: byte_count(lambda row: row.kept_bytes[level]) for level in LEVELS},  # noqa: B023  # at once

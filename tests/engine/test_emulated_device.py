@@ -52,6 +52,17 @@ def test_a_device_works_on_its_own_micro_batches():
     assert work.optimizer == 6
 
 
+def test_a_backward_pass_takes_longer_where_it_is_split():
+    whole = task([1, 2])
+    layers = [replace(entry, split_seconds=CostModel(llm_tokens=0.5)) for entry in whole.profile.layers]
+    device = Device(replace(whole, profile=profile(layers)), 0, 0, "rank 0, stage 0", np.zeros((2, 2, 1, 2)))
+    device.begin_step(0)
+    device.begin(Operation.B)
+    assert device.backward_seconds(1, 0) == 3
+    device.begin(Operation.BW)
+    assert device.backward_seconds(1, 0) == 2
+
+
 def test_recomputation_adds_to_the_backward_pass():
     assert stage_work(task([1, 2], recompute="full"), 0, 0, 0).backward.tolist() == [[2, 2], [4, 4]]
 

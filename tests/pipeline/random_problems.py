@@ -41,6 +41,7 @@ def random_profile(rng, vision_blocks, decoder_blocks):
             forward_seconds=forward,
             backward_seconds=forward,
             weight_seconds=forward if trainable else CostModel(),
+            split_seconds=CostModel(fixed=float(rng.random())) if trainable else CostModel(),
             output_bytes=output,
             saved_bytes={"none": CostModel(), "full": CostModel()},
             parameter_bytes=parameters,

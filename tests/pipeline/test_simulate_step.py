@@ -6,7 +6,7 @@ import pytest
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import Schedule, one_f_one_b
+from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate, simulate_step
 from omnibal.pipeline.trace import chrome_trace
 from tests.pipeline.profiles import fixed_profile, layer, profile
@@ -42,6 +42,17 @@ def test_seconds_follow_each_micro_batchs_load():
         transfers = 0.25 + units[:, None] / 2
         expected = simulate(one_f_one_b(2, 3), forward, 2 * forward, transfer_seconds=transfers, mode=mode)
         assert step.step_seconds == pytest.approx(expected.makespan_seconds)
+
+
+def test_backward_passes_take_longer_where_they_are_split():
+    model = profile([layer(name, split_seconds=CostModel(fixed=0.5)) for name in "abc"])
+    seconds = {}
+    for schedule in (one_f_one_b(2, 4), zero_bubble(2, 4)):
+        (replica,) = simulate_step(model, Partition((0, 1, 3)), packs(), schedule=schedule, **FREE).replicas
+        for event in replica.events:
+            seconds.setdefault((event.stage, event.operation), set()).add(event.end_seconds - event.start_seconds)
+    assert seconds[0, Operation.BW] == {2} and seconds[1, Operation.BW] == {4}
+    assert seconds[1, Operation.B] == {3} and seconds[1, Operation.W] == {2}
 
 
 def test_the_slowest_replica_the_all_reduce_and_the_optimizer_end_the_step():

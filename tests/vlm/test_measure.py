@@ -1,5 +1,6 @@
 import re
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,9 +13,10 @@ from omnibal.memory.footprint import LEVELS
 from omnibal.pipeline import measure
 from omnibal.pipeline.devices import DEVICES
 from omnibal.pipeline.flops import analytic_profile
-from omnibal.pipeline.measure import MeasurementWarning, device_name, kept_bytes
+from omnibal.pipeline.measure import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.pipeline.profile import ModelProfile
 from omnibal.vlm import load_model
+from omnibal.vlm.layer_trial import LayerTrial
 from omnibal.vlm.measure import measure_profile, measured_versions
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.trial_packs import TrialPack
@@ -80,6 +82,18 @@ def test_every_pass_takes_time_and_depends_on_what_the_layer_sees(profile):
         assert layer.forward_seconds(load) > 0
         assert layer.backward_seconds(load) + layer.weight_seconds(load) > 0
         assert layer.optimizer_seconds > 0
+
+
+def test_whole_backward_passes_cost_what_they_took_and_split_ones_what_they_took_apart(monkeypatch):
+    def slower(trial, of=LayerTrial.measure):
+        took = {"forward": 1.0, "backward": 10.0, "backward_split": 7.0, "weights": 5.0}
+        return replace(of(trial), **{name: Timing(seconds, 0.0) for name, seconds in took.items()})
+
+    monkeypatch.setattr(LayerTrial, "measure", slower)
+    for layer in quick_profile().layers:
+        parts = layer.backward_seconds, layer.weight_seconds, layer.split_seconds
+        load = TrialPack(LIMITS.vision_units, (LIMITS.llm_tokens,)).load
+        assert [part(load) for part in parts] == pytest.approx([5, 5, 2])
 
 
 def test_the_gradient_of_a_convolution_does_not_wait(profile):
