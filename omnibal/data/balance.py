@@ -21,7 +21,7 @@ from omnibal.data.balancing.layout import BLOCK, WINDOW, Layout, blocks_of
 from omnibal.data.balancing.planning import driving_shares, plan_steps
 from omnibal.data.balancing.scales import columns_of
 from omnibal.data.balancing.shuffle import shuffle_keys, shuffled
-from omnibal.data.balancing.sizing import FULL, RESERVE, packs_needed, survey
+from omnibal.data.balancing.sizing import CLOSING, FULL, RESERVE, packs_needed, survey
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
@@ -40,6 +40,11 @@ MARGINS: Final[tuple[float, ...]] = (0.0, *(0.001 * 1.5**grown for grown in rang
 """Shares of packs that are added until a trial succeeds: samples that do not combine to fill packs need them."""
 SPARSE_MARGINS: Final = 11
 """Margins up to 0.04 that are tried before packs are filled densely."""
+GROWTH: Final = (
+    *((False, number) for number in range(SPARSE_MARGINS)),
+    *((True, number) for number in range(len(MARGINS))),
+)
+"""Whether packs are filled densely, and the margin's number, in the order of trials."""
 ATTEMPTS: Final = 32
 """Orders of a window's samples that are tried. Nearly always the first one fits."""
 DENSE_ATTEMPTS: Final = range(3, 6)
@@ -160,28 +165,47 @@ class BalancedPacks:
 
         The bound and its reserve do, unless a trial shows that samples do not combine to fill packs.
         """
-        most = -(-self._num_samples // self._step_packs)  # then every sample has a pack of its own
-        needed = packs_needed(self._known, blocks=blocks_of(self._num_samples), window=WINDOW)
-        whole = self._num_samples < 2 * WINDOW
-        for dense, number in [(False, at) for at in range(SPARSE_MARGINS)] + [(True, at) for at in range(len(MARGINS))]:
-            packs = needed * (1 + MARGINS[number])
-            steps = self._steps_of(packs)
-            if steps == most:
-                return most, False
-            if whole and self._try_all(steps, dense):
+        return self._size_by_plan() if self._num_samples < 2 * WINDOW else self._size_by_trials()
+
+    def _size_by_plan(self) -> tuple[int, bool]:
+        """Of an epoch of one window: what suffices for epoch 0."""
+        needed = packs_needed(self._known, blocks=1, window=self._num_samples)
+        least = packs_needed(self._known, blocks=1, window=self._num_samples, reserve=CLOSING)
+        steps, fewer = self._steps_of(needed), self._steps_of(least)
+        # No reserve is worth a step that is more than it.
+        if fewer < steps < 1 / RESERVE and self._try_all(fewer, dense=False):
+            return fewer, False
+        for dense, number in GROWTH:
+            steps = self._steps_of(needed * (1 + MARGINS[number]))
+            if steps == self._most_steps:
+                break
+            if self._try_all(steps, dense):
                 return steps, dense
-            if not whole and self._try_parts(packs, dense):
+        return self._most_steps, False
+
+    def _size_by_trials(self) -> tuple[int, bool]:
+        """Of a larger epoch: what suffices for parts of it."""
+        needed = packs_needed(self._known, blocks=blocks_of(self._num_samples), window=WINDOW)
+        for dense, number in GROWTH:
+            packs = needed * (1 + MARGINS[number])
+            if self._steps_of(packs) == self._most_steps:
+                break
+            if self._try_parts(packs, dense):
                 # A whole window combines what small parts may not.
                 if number == 0 or (not dense and self._try_part(0, WINDOW, needed)):
                     return self._steps_of(needed), dense
                 # What suffices for some samples may just do so: one more.
                 return self._steps_of(needed * (1 + MARGINS[number + 1])), dense
-        return most, False
+        return self._most_steps, False
+
+    @property
+    def _most_steps(self) -> int:
+        """Steps with one sample in every pack."""
+        return -(-self._num_samples // self._step_packs)
 
     def _steps_of(self, num_packs: float) -> int:
-        """Steps of so many packs, but no more than there are with one sample in every pack."""
-        most = -(-self._num_samples // self._step_packs)
-        return min(max(math.ceil(num_packs / self._step_packs), 1), most)
+        """Steps of so many packs."""
+        return min(max(math.ceil(num_packs / self._step_packs), 1), self._most_steps)
 
     def _try_all(self, num_steps: int, dense: bool) -> bool:
         """Plan epoch 0, and keep the plan to fall back to in others; tell whether all samples fit."""

@@ -212,19 +212,20 @@ def _totals(lengths: SampleLengths, limits: PackLimits, samples: IntArray | None
     return total_vision, total_tokens
 
 
-def packs_needed(known: Survey, *, blocks: int, window: int) -> float:
+def packs_needed(known: Survey, *, blocks: int, window: int, reserve: float = RESERVE) -> float:
     """Packs for all samples: the bound, and a reserve for what chance makes of the parts that are planned alone.
 
     Args:
         known: What is known of the samples. Windows get exact shares of the driving load and random ones of the other.
         blocks: Parts of the samples that get equal numbers of steps whatever they hold.
         window: Samples in the parts that are planned alone.
+        reserve: Least share of packs beyond the bound, besides what chance makes.
     """
     driver, other, num_samples = known.driver, known.other, known.num_samples
     # Means over parts of a population that is drawn without return vary less, the larger the parts are.
     by_block = driver.spread() * math.sqrt((blocks - 1) / max(num_samples, 1))
-    by_window = other.spread(driver) * math.sqrt(max(1 / window - 1 / max(num_samples, 1), 0))
+    by_window = other.spread(driver) * math.sqrt(max(1 / max(window, 1) - 1 / max(num_samples, 1), 0))
     return num_samples * max(
-        driver.mean * (1 + max(RESERVE, CLOSING + SIGMAS * math.hypot(driver.error, by_block))),
+        driver.mean * (1 + max(reserve, CLOSING + SIGMAS * math.hypot(driver.error, by_block))),
         other.mean * (1 + CLOSING + SIGMAS * math.hypot(other.error, by_block, by_window)),
     )
