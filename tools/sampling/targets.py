@@ -36,7 +36,7 @@ TIGHT: Final = PackLimits(9, 4096)
 MANY: Final = 1_200_000
 HUGE: Final = 100_000_000
 RANKS: Final = (8, 16)
-REPEATS: Final = 3
+REPEATS: Final = 5
 """Times are the least of so many."""
 
 
