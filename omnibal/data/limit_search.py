@@ -47,6 +47,7 @@ class ScoredLimits:
     Args:
         limits: The limits.
         packs_over_volume: Packs beyond the volume bound, as a share of it.
+        step_share: Packs of a step, as a share of the volume bound: so many may be there to fill the last step.
         dist_ratio_vision: Dist Ratio of the vision units.
         dist_ratio_cost: Dist Ratio of the cost of a micro-batch in the LLM.
         samples_per_pack: Mean number of samples in a pack.
@@ -55,6 +56,7 @@ class ScoredLimits:
 
     limits: PackLimits
     packs_over_volume: float
+    step_share: float
     dist_ratio_vision: float
     dist_ratio_cost: float
     samples_per_pack: float
@@ -62,8 +64,11 @@ class ScoredLimits:
 
     @property
     def waste(self) -> float:
-        """Sum of the three shares of room and time that are lost: what the search makes small."""
-        return self.packs_over_volume + self.dist_ratio_vision + self.dist_ratio_cost
+        """Sum of the three shares of room and time that are lost: what the search makes small.
+
+        Of packs beyond the bound those that a last step may need do not count: a whole epoch has more steps.
+        """
+        return max(self.packs_over_volume - self.step_share, 0.0) + self.dist_ratio_vision + self.dist_ratio_cost
 
 
 def search_limits(
@@ -168,10 +173,11 @@ def _score(
     epoch = arrange_epoch(part, limits, num_replicas=num_replicas, method=method, cost=cost, seed=seed)
     packs, steps = epoch.packs, epoch.steps
     num_packs = int((packs.sizes > 0).sum())
-    load = packs.load(part)
+    load, bound = packs.load(part), max(volume_bound(part, limits), 1)
     return ScoredLimits(
         limits=limits,
-        packs_over_volume=num_packs / max(volume_bound(part, limits), 1) - 1,
+        packs_over_volume=num_packs / bound - 1,
+        step_share=num_replicas / bound,
         dist_ratio_vision=dist_ratio(load.vision_units[steps]),
         dist_ratio_cost=dist_ratio(cost(load)[steps]),
         samples_per_pack=len(part) / num_packs,

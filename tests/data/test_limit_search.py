@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from omnibal.cost import CostModel, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import MemoryCeiling, search_limits
+from omnibal.data.limit_search import MemoryCeiling, ScoredLimits, search_limits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
 from omnibal.data.policies import DEFAULT_COST
@@ -21,10 +23,18 @@ def test_scores_are_those_of_an_epoch_under_the_limits():
     scored = found[0]
     epoch = arrange_epoch(LENGTHS, scored.limits, num_replicas=4, method="isf", seed=3)
     assert scored.packs_over_volume == len(epoch.packs) / volume_bound(LENGTHS, scored.limits) - 1
+    assert scored.step_share == 4 / volume_bound(LENGTHS, scored.limits)
     assert scored.dist_ratio_vision == dist_ratio(epoch.packs.vision_units(LENGTHS)[epoch.steps])
     assert scored.dist_ratio_cost == dist_ratio(DEFAULT_COST(epoch.packs.load(LENGTHS))[epoch.steps])
     assert scored.samples_per_pack == 4000 / len(epoch.packs)
     assert [one.waste for one in found] == sorted((one.waste for one in found), key=lambda waste: round(waste, 4))
+
+
+def test_what_fills_the_last_step_is_no_waste():
+    """In 16 steps of 64 ranks a step is 6 % of the packs: limits must not win by where it happens to end."""
+    scored = ScoredLimits(PackLimits(9, 4096), 0.06, 0.05, 0.002, 0.03, 4.5, None)
+    assert scored.waste == pytest.approx(0.042)
+    assert replace(scored, packs_over_volume=0.04).waste == replace(scored, packs_over_volume=0.0).waste
 
 
 def test_no_limits_above_the_ceiling_nor_below_the_largest_sample():

@@ -132,8 +132,8 @@ def test_missing_randomness_is_a_dash_and_null():
 
 
 def test_limits_that_were_tried_are_listed_in_their_order():
-    found = [ScoredLimits(PackLimits(16, 5120), 0.01, 0.002, 0.03, 4.1, None),
-             ScoredLimits(PackLimits(12, 4096), 0.17, 0.2, 0.3, 3.1, "vision limit 12 is a trap")]  # fmt: skip
+    found = [ScoredLimits(PackLimits(16, 5120), 0.01, 0.001, 0.002, 0.03, 4.1, None),
+             ScoredLimits(PackLimits(12, 4096), 0.17, 0.001, 0.2, 0.3, 3.1, "vision limit 12 is a trap")]  # fmt: skip
     lines = [line.split() for line in text_of(limits_table(found)).splitlines()]
     assert ["16", "/", "5120", "+1.00%", "0.0020", "0.0300", "4.10"] in lines
     assert ["12", "/", "4096", "+17.00%", "0.2000", "0.3000", "3.10", "yes"] in lines
