@@ -67,7 +67,9 @@ def plan(
     ] = "1f1b",
     steps: Annotated[
         int | None,
-        typer.Option(help="Steps of real packs that plans are simulated on; as many as hold 1024 packs.", min=1),
+        typer.Option(
+            help="Steps of real packs that plans are simulated on; by default as many as hold 1024 packs.", min=1
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides which samples are looked at.", min=0)] = 0,
     trials: Annotated[

@@ -141,8 +141,8 @@ class SampleLengths:
     def save(self, path: str | Path) -> None:
         """Write the columns as ``<path>/<column>.npy`` and their summary as ``<path>/lengths.json``.
 
-        What was there is replaced at the end, in an instant: an interrupted write leaves it as it was, and whoever has
-        it open (also ``self``) keeps it.
+        What was there is replaced at the end, when all is written: an interrupted write leaves it as it was (between
+        the renamings, a folder that ``load`` refuses), and whoever has it open (also ``self``) keeps it.
         """
         write_columns(Path(path), self.columns(), self.content_hash, self.summary)
 

@@ -1,7 +1,7 @@
 """What a sampler's state holds, and whether a state is one."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
@@ -28,7 +28,7 @@ class CourseRecord(_Record):
 class State(_Record):
     """A position in the data, as ``BalancedBatchSampler.state_dict`` gives it."""
 
-    version: Literal[1]
+    version: int
     epoch: NonNegativeInt
     steps_done: NonNegativeInt
     course: CourseRecord

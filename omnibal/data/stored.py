@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    format: Literal[1]
+    format: int
     columns: list[str]
     content_hash: str
     summary: LengthSummary

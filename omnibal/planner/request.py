@@ -48,7 +48,8 @@ class PlanRequest:
     """``auto``: the faster one of those that fit."""
     method: Method = "balanced"
     steps: int | None = None
-    """Steps of the sampler's packs that a plan is simulated on; None: as many as hold 1024 micro-batches."""
+    """Steps of the sampler's packs that a plan is simulated on; None: as many as hold 1024 micro-batches, at least
+    4, as far as the drawn samples go."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ def test_a_given_array_stays_writable():
     given_column = np.array([1, 2], dtype=np.int32)
     SampleLengths(given_column, [1, 2])
     given_column[0] = 5
+    assert given_column.tolist() == [5, 2]
 
 
 def test_optional_columns_are_absent_by_default():

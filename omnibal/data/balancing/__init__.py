@@ -6,7 +6,7 @@ Once, at construction:
 - ``layout`` divides that many steps into blocks and windows, the same in all epochs;
 - ``instructions.instruct`` says what every step should hold, with weights from ``scales``.
 
-For every window of an epoch, ``planning.plan_steps``, compiled from end to end:
+For every window of an epoch, ``planning.plan_steps``, every part of it compiled:
 
     shuffle ─► scales ─► division ─► filling or dense ─► levelling ─► relief ─► packs in running order
     random     samples   steps of    every step's        exchanges    exchanges

@@ -13,8 +13,6 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
 
-Sizes = npt.NDArray[np.int32]
-
 FULL: Final = 1 << 16
 """A pack's room for the driving load."""
 NOTABLE: Final = 1.002
@@ -60,7 +58,7 @@ class Demand:
         return float(relative.std())
 
 
-def demand(sizes: Sizes, limit: int, *, mean_size: float, all_sizes: Sizes | None) -> Demand:
+def demand(sizes: Int32Array, limit: int, *, mean_size: float, all_sizes: Int32Array | None) -> Demand:
     """Weigh sizes by what they ask of packs with a limit: by volume, or by shares that cannot be combined.
 
     A limit of 9 holds no two samples of 5: then each of them weighs a whole pack, and 4 and less weigh nothing. See
@@ -163,18 +161,20 @@ def survey(
     looked_at = samples if drawn is None else drawn
     vision, tokens = _capped(lengths if looked_at is None else lengths.take(looked_at), limits)
     num_samples = len(lengths) if samples is None else len(samples)
-    everyone: tuple[Sizes, Sizes] | tuple[None, None] = (None, None)
+    everyone: tuple[Int32Array, Int32Array] | None = None
     if drawn is None:
         everyone = vision, tokens
     elif num_samples <= COUNTED:
         everyone = _capped(lengths if samples is None else lengths.take(samples), limits)
-    mean_vision, mean_tokens = (total / max(num_samples, 1) for total in _totals(lengths, limits, samples))
+    totals = _totals(lengths, limits, samples) if everyone is None else (_total(everyone[0]), _total(everyone[1]))
+    mean_vision, mean_tokens = (total / max(num_samples, 1) for total in totals)
+    all_vision, all_tokens = everyone or (None, None)
     squared = lengths.vision_squared
     loads = Load(vision, tokens, tokens.astype(np.int64) ** 2, _chosen(squared, looked_at))
     return Survey(
         num_samples,
-        demand(vision, limits.vision_units, mean_size=mean_vision, all_sizes=everyone[0]),
-        demand(tokens, limits.llm_tokens, mean_size=mean_tokens, all_sizes=everyone[1]),
+        demand(vision, limits.vision_units, mean_size=mean_vision, all_sizes=all_vision),
+        demand(tokens, limits.llm_tokens, mean_size=mean_tokens, all_sizes=all_tokens),
         mean_vision,
         mean_tokens,
         float(cost(loads).sum()) / max(len(vision), 1),
@@ -187,7 +187,7 @@ def _chosen(squared: IntArray | None, samples: IntArray | None) -> IntArray | in
     return squared if samples is None else squared[samples]
 
 
-def _capped(lengths: SampleLengths, limits: PackLimits) -> tuple[Sizes, Sizes]:
+def _capped(lengths: SampleLengths, limits: PackLimits) -> tuple[Int32Array, Int32Array]:
     over = limits.oversized(lengths)
     if len(over) == 0:
         return lengths.vision_units, lengths.llm_tokens
@@ -196,8 +196,13 @@ def _capped(lengths: SampleLengths, limits: PackLimits) -> tuple[Sizes, Sizes]:
     return vision, tokens
 
 
+def _total(values: IntArray) -> int:
+    """Exactly the same on all machines."""
+    return int(values.sum(dtype=np.int64))
+
+
 def _totals(lengths: SampleLengths, limits: PackLimits, samples: IntArray | None) -> tuple[int, int]:
-    """Vision units and tokens of all samples that take part: exactly the same on all machines."""
+    """Vision units and tokens of more samples than are all looked at."""
     if samples is None:
         over, summary = limits.oversized(lengths), lengths.summary
         beyond = lengths.take(over).summary
