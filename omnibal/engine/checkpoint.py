@@ -15,7 +15,27 @@ from omnibal.vlm.weights import save_model
 
 LAYOUT_FILE = "omnibal.json"
 MODEL_FOLDER = "model"
-WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
+MODEL_FILES = (
+    "*config.json",  # of the model, its tokenizer and processors, generation
+    "tokenizer.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "tokenization_*.py",  # tokenizers and processors that come with their own code
+    "*processing_*.py",
+    "configuration_*.py",
+)
+"""What a checkpoint takes from the model's folder, where anything may lie: other weights, checkpoints themselves."""
 
 
 def write_side_files(checkpoint: Path, layout: Mapping[str, Any], model_source: Path | None, config: Any) -> None:
@@ -24,14 +44,16 @@ def write_side_files(checkpoint: Path, layout: Mapping[str, Any], model_source: 
     Args:
         checkpoint: Folder of one checkpoint.
         layout: How the model was cut, as JSON.
-        model_source: Hugging Face folder of the model: all but its weights is copied (tokenizer, preprocessor, …).
+        model_source: Hugging Face folder of the model; of it MODEL_FILES are copied.
         config: The model's transformers configuration.
     """
     folder = checkpoint / MODEL_FOLDER
-    if model_source is None:
-        folder.mkdir(exist_ok=True)
-    else:
-        shutil.copytree(model_source, folder, ignore=shutil.ignore_patterns(*WEIGHT_PATTERNS), dirs_exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    if model_source is not None:
+        for path in {path for pattern in MODEL_FILES for path in model_source.glob(pattern) if path.is_file()}:
+            target = folder / path.relative_to(model_source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
     config.save_pretrained(folder)
     (checkpoint / LAYOUT_FILE).write_text(json.dumps(layout) + "\n")
 

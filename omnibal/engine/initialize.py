@@ -33,7 +33,8 @@ def initialize(
 
     Args:
         config: ds_config, as a path or its content, with an "omnibal" section.
-        model: Hugging Face folder or transformers configuration; by default the section's ``model.path``.
+        model: Hugging Face folder, or a transformers configuration (then ``model.weights`` must be ``"random"``); by
+            default the section's ``model.path``.
         dataset: Samples as VlmDataset describes them; by default the section's ``data.train``.
 
     Returns:
@@ -41,7 +42,8 @@ def initialize(
 
     Raises:
         ConfigError: The configuration cannot work: unknown keys, stages that do not divide the processes or exceed
-            the layers, a partition that does not fit the model, what a pipeline forbids.
+            the layers, a partition that does not fit the model, what a pipeline forbids, weights to load for a
+            model without a folder.
         DataError: The dataset has broken samples; the message names files and lines.
     """
     if not dist.is_initialized():
@@ -81,12 +83,18 @@ class _Given:
 def _read(config: Any, model: Any, dataset: VlmDataset | None, num_processes: int) -> _Given:
     deepspeed_config, section = read_config(config)
     source = _given(model, section.model.path, "model", "omnibal.model.path")
+    folder = Path(source) if isinstance(source, str | Path) else None
+    if folder is None and section.model.weights == "load":
+        raise ConfigError(
+            "omnibal.model.weights must be 'random' with a configuration as model, got 'load'; pass the folder that "
+            "holds the weights, or say 'random' to train from initial ones"
+        )
     vlm = load_model(source)
     num_stages = stages_of(section, len(vlm.records), num_processes)
     return _Given(
         config=deepspeed_config,
         section=section,
-        folder=Path(source) if isinstance(source, str | Path) else None,
+        folder=folder,
         vlm=vlm,
         dataset=open_dataset(section, "train") if dataset is None else dataset,
         num_stages=num_stages,

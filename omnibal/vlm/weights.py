@@ -1,6 +1,7 @@
 """Read and write Hugging Face folders of weights, layer by layer."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,6 +18,8 @@ from omnibal.vlm.layers import VisionLanguageModel
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What weights may be stored as: a cast gives the model's dtype. Quantised ones would need their scales."""
 
 
 class Stored(NamedTuple):
@@ -49,17 +52,16 @@ def load_layer(model: VisionLanguageModel, index: int, module: nn.Module, folder
         folder: With ``model.safetensors``, or with shards and their index.
 
     Raises:
-        ConfigError: If the folder has no weights, or a tensor is missing, unexpected or of another shape.
+        ConfigError: If the folder has no weights, or a tensor is missing, unexpected, of another shape, quantised, or
+            holds NaN or infinity.
     """
     stored = _stored_weights(model, Path(folder))
     targets = module.state_dict()
     for name, disk_name in model.weight_names(index).items():
         tensor, target = stored[disk_name].read(), targets[name]
-        if tensor.shape != target.shape:
-            raise ConfigError(
-                f"{stored[disk_name].name} must have shape {tuple(target.shape)}, got {tuple(tensor.shape)} "
-                f"in {stored[disk_name].file}"
-            )
+        problem = _problem(tensor, target.shape)
+        if problem is not None:
+            raise ConfigError(f"{stored[disk_name].name} must {problem} in {stored[disk_name].file}")
         with torch.no_grad():
             target.copy_(tensor)
 
@@ -125,7 +127,7 @@ def _read_names(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
         with _opened(folder / SINGLE_FILE) as single:
             files = dict.fromkeys(single.keys(), SINGLE_FILE)
     elif (folder / INDEX_FILE).is_file():
-        files = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        files = _read_index(folder / INDEX_FILE)
         for file in sorted(set(files.values())):
             if not (folder / file).is_file():
                 raise ConfigError(f"{folder / INDEX_FILE} must name files that exist, got {file}")
@@ -135,6 +137,13 @@ def _read_names(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
             "ask for random weights to train a model from scratch"
         )
     return {model.disk_name(name): Stored(folder / file, name) for name, file in files.items()}
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} must be JSON with a weight_map, got {type(error).__name__}: {error}") from error
 
 
 def _stored_weights(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
@@ -153,6 +162,19 @@ def _stored_weights(model: VisionLanguageModel, folder: Path) -> dict[str, Store
         files = sorted({stored[name].file.name for name in unexpected})
         raise ConfigError(f"{folder} must hold no weight but the model's, got {_some(unexpected)} in {_some(files)}")
     return stored
+
+
+def _problem(tensor: Tensor, shape: torch.Size) -> str | None:
+    """The rule that a weight breaks, and what it is instead."""
+    if tensor.shape != shape:
+        return f"have shape {tuple(shape)}, got {tuple(tensor.shape)}"
+    if tensor.dtype not in FLOATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        return f"be of {names} (not quantised), got {str(tensor.dtype).removeprefix('torch.')}"
+    # One pass, without a tensor of the weight's size; NaN becomes both ends.
+    if tensor.numel() and not all(math.isfinite(end) for end in tensor.aminmax()):
+        return "hold finite numbers, got NaN or infinity"
+    return None
 
 
 def _some(names: list[str]) -> str:

@@ -174,6 +174,18 @@ NORM = "language_model.model.norm.weight"
             lambda weights: weights.update({NORM: torch.ones(31)}),
             rf"{NORM} must have shape \(32,\), got \(31,\) in .*model.safetensors",
         ),
+        (
+            lambda weights: weights.update({NORM: torch.ones(32, dtype=torch.int8)}),
+            rf"{NORM} must be of float64, .* \(not quantised\), got int8 in .*model.safetensors",
+        ),
+        (
+            lambda weights: weights[NORM].__setitem__(7, torch.nan),
+            rf"{NORM} must hold finite numbers, got NaN or infinity in .*model.safetensors",
+        ),
+        (
+            lambda weights: weights[NORM].__setitem__(7, -torch.inf),
+            rf"{NORM} must hold finite numbers, got NaN or infinity in .*model.safetensors",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(tmp_path, change, message):
@@ -214,6 +226,14 @@ def test_a_missing_shard_is_named(tmp_path):
     write_plain(tmp_path, max_shard_size="20KB")
     next(tmp_path.glob("model-00002-*")).unlink()
     with pytest.raises(ConfigError, match="must name files that exist, got model-00002-of"):
+        read_layers(load_model(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_broken_index_is_named(tmp_path, content):
+    write_plain(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"model.safetensors.index.json must be JSON with a weight_map, got"):
         read_layers(load_model(tmp_path), tmp_path)
 
 
