@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,6 +24,9 @@ from transformers.masking_utils import sdpa_mask
 from omnibal.errors import ConfigError, DataError
 
 PACKED_ATTENTION = "omnibal_packed"
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN's, which builds a graph for every exact shape and keeps it: nearly every pack has a new one."""
 
 
 def attention_kwargs(cu_seq_lens: Tensor) -> dict[str, Any]:
@@ -155,9 +159,10 @@ def _attend(
             f"for {query.shape[0]} x {query.shape[2]} tokens"
         )
     window = None if window is None or window >= max(lengths) else window
-    if _kernel_serves(query, dropout):
-        return _varlen(query, key, value, cu_seq_lens, longest=max(lengths), scaling=scaling, window=window)
-    return _per_sample(query, key, value, lengths, dropout=dropout, scaling=scaling, window=window)
+    with sdpa_kernel(_KERNELS):  # varlen_attn follows it, too
+        if _kernel_serves(query, dropout):
+            return _varlen(query, key, value, cu_seq_lens, longest=max(lengths), scaling=scaling, window=window)
+        return _per_sample(query, key, value, lengths, dropout=dropout, scaling=scaling, window=window)
 
 
 def _kernel_serves(query: Tensor, dropout: float) -> bool:

@@ -104,6 +104,24 @@ def test_the_kernel_for_gpus_is_called_as_it_documents(monkeypatch, heads, windo
     check_against_dense(random_heads(0, lengths, *heads), lengths, window, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kernel_serves", [True, False])
+def test_packs_never_go_to_cudnn_which_keeps_a_graph_for_every_shape(monkeypatch, kernel_serves):
+    chosen = []
+
+    def spy(query, *_, **__):
+        flags = torch.backends.cuda
+        chosen.append((flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled(), flags.math_sdp_enabled()))
+        return query.clone()
+
+    monkeypatch.setattr(attention, "varlen_attn", spy)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(attention, "_kernel_serves", lambda query, dropout: kernel_serves)
+    lengths = [4, 1, 7]
+    packed_attention(CAUSAL, *random_heads(0, lengths, 4, 2), None, **attention_kwargs(bounds_of(lengths)))
+    assert chosen == [(False, True, True)] * (1 if kernel_serves else 3)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_bounds_become_the_names_that_transformers_uses():
     bounds = bounds_of([2, 5, 1])
     assert sample_lengths(bounds) == (2, 5, 1)
