@@ -63,6 +63,10 @@ class VlmPipelineModule(PipelineModule):
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Tied weights whose gradients are to be added up: frozen ones have none, and DeepSpeed would look for it."""
+        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+
     def _build(self) -> None:
         # Weights that do not fit are found on one stage only; the others are told, or they would wait for it.
         together(super()._build, where=f"rank {self.global_rank}, stage {self.stage_id}")

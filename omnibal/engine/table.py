@@ -85,6 +85,10 @@ class TableEngine(PipelineEngine):
         for sender in self._senders:
             sender.settle(pipe_schedule.micro_batches)
 
+    def _exec_reduce_tied_grads(self) -> None:
+        assert not len(self.weight_gradients), "a gradient that still waits would be missing from what ranks add up"
+        super()._exec_reduce_tied_grads()
+
     def _accumulate(self) -> Accumulate:
         """Where the optimizer wants a micro-batch's gradients."""
         optimizer = self.optimizer
@@ -176,6 +180,7 @@ class TableEngine(PipelineEngine):
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
         RunEntry: _run_entry,
+        deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
     }
 
 

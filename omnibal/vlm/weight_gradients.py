@@ -30,7 +30,8 @@ class WeightGradients:
     that sums of gradients are the same bits as without waiting.
 
     Args:
-        budget_bytes: The most that may be kept for gradients that wait; None for no limit.
+        budget_bytes: The most that may be kept for gradients that wait; None for no limit. With 0 none waits, not even
+            those over no rows, which keep nothing.
         accumulate: Where computed gradients go.
     """
 
@@ -61,7 +62,8 @@ class WeightGradients:
             self.pending_bytes += 0 if self._users[address] else size
             self._users[address] += 1
         self._jobs.append(_Job(self.micro_batch, work, storages))
-        while self.budget_bytes is not None and self.pending_bytes > self.budget_bytes:
+        budget = self.budget_bytes
+        while self._jobs and budget is not None and (budget == 0 or self.pending_bytes > budget):
             self._run_oldest()
         self.peak_bytes = max(self.peak_bytes, self.pending_bytes)
 
