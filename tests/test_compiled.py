@@ -1,8 +1,12 @@
 """Compiled functions are read from the cache until a file of their folder changes."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+
+import omnibal
 
 DECORATED = "from omnibal.compiled import compiled\n\n@compiled\n"
 INNER = DECORATED + "def inner(x):\n    return x + {}\n"
@@ -23,13 +27,27 @@ def test_the_cache_serves_until_what_a_function_calls_has_changed(tmp_path):
     assert run() == ["6", "0"]
 
 
-def test_who_waits_for_compilation_is_told_once(tmp_path):
+def add_packs(folder, **environment):
+    """What a process that calls two compiled functions of the package says."""
     code = "import numpy as np; from omnibal.data.packs import Packs; "
     code += "packs = Packs.from_lists([[0], [1]]); packs.sums(np.arange(2)); packs.take(np.arange(2))"
+    command, environment = [sys.executable, "-c", code], os.environ | environment
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stderr
 
-    def run():
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
 
-    assert run().stderr.count("compiling omnibal's loops") == 1
-    assert run().stderr == ""
+def test_who_waits_for_compilation_is_told_once(tmp_path):
+    assert (
+        add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)).count("compiling omnibal's loops for this machine: once")
+        == 1
+    )
+    assert add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)) == ""
+
+
+def test_where_nothing_can_be_written_every_process_compiles_and_says_so(tmp_path):
+    package = Path(omnibal.__file__).parent
+    copy = shutil.copytree(package, tmp_path / "omnibal", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (copy, *filter(Path.is_dir, copy.rglob("*"))):
+        (folder / "__pycache__").touch()  # no folder of this name can be made; root may write into any that there is
+    nowhere = {"HOME": os.devnull, "XDG_CACHE_HOME": os.devnull, "NUMBA_CACHE_DIR": ""}
+    for _ in range(2):
+        assert add_packs(tmp_path, PYTHONPATH=str(tmp_path), **nowhere).count("up to a minute in every process") == 1
