@@ -1,0 +1,183 @@
+"""What the code gives today, recorded before a restructuring and compared after it.
+
+    python tools/pins/pins.py record pins.json     # before
+    python tools/pins/pins.py check pins.json      # after: says what differs, exit code 1
+
+Pinned are packs (hashes of every step of every rank), plans, simulated steps, and two short runs: losses, weights and
+exported files, bit for bit. Floats of planning are compared to 12 digits. Runs repeat bit for bit on one machine only:
+record and check on the same one. ``--without-runs`` leaves out what needs torch.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typer.testing import CliRunner
+
+from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
+from omnibal.cli.main import app
+from omnibal.data.synthetic import patch_lengths, tiled_lengths
+
+REPOSITORY = Path(__file__).parents[2]
+SAMPLES = 4_000
+LIMITS = {"tiles": (PackLimits(16, 7296), PackLimits(9, 4096)), "patches": (PackLimits(32768, 16384),)}
+RANKS = ((1, 1), (8, 4), (64, 1))
+PLANNED = {
+    "free": ["--num-devices", "8", "--global-batch", "64", "--schedule", "auto"],
+    "limits": ["--num-stages", "4", "--num-replicas", "2", "--vision-units", "9", "--llm-tokens", "4096"],
+    "tight": ["--num-stages", "4", "--num-replicas", "2", "--budget", "14", "--schedule", "zero-bubble-lean"],
+    "frozen": ["--num-stages", "2", "--num-replicas", "4", "--frozen", "vision_block"],
+}
+RUNS = {
+    "1f1b": ({}, {"partition": "parameters"}),
+    "zero-bubble": (
+        {"bf16": {"enabled": True}},
+        {"partition": "uniform", "recompute": "selective", "schedule": "zero-bubble"},
+    ),
+}
+
+
+def lengths_of(kind: str) -> SampleLengths:
+    """Made-up samples."""
+    return tiled_lengths(SAMPLES, seed=1) if kind == "tiles" else patch_lengths(SAMPLES, seed=2)
+
+
+def packs() -> Iterator[tuple[str, Any]]:
+    """Hashes of two epochs of all ranks, method by method."""
+    for kind, (num_replicas, micro_batches), method in product(LIMITS, RANKS, ("balanced", "isf", "random")):
+        lengths = lengths_of(kind)
+        for limits, seed in product(LIMITS[kind], (0, 7)):
+            digest = hashlib.sha256()
+            for rank in range(num_replicas):
+                sampler = BalancedBatchSampler(
+                    lengths,
+                    limits,
+                    num_replicas=num_replicas,
+                    rank=rank,
+                    micro_batches=micro_batches,
+                    method=method,  # type: ignore[arg-type]
+                    seed=seed,
+                )
+                for epoch in range(2):
+                    sampler.set_epoch(epoch)
+                    digest.update(json.dumps([list(map(int, pack)) for pack in sampler]).encode())
+            at = f"{limits.vision_units}/{limits.llm_tokens}"
+            yield f"packs {kind} {at} {num_replicas}x{micro_batches} {method} seed {seed}", digest.hexdigest()[:16]
+
+
+def command(*arguments: str) -> Any:
+    """What a verb prints as JSON."""
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    if result.exit_code != 0:
+        sys.exit(f"omnibal {' '.join(arguments)}: {result.output} {result.exception!r}")
+    return json.loads(result.stdout)
+
+
+def plans(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Plans, partitions and simulated steps of a small InternVL on counted costs."""
+    lengths_of("tiles").save(folder / "lengths")
+    write_model(folder / "model")
+    costs = ["--model", str(folder / "model"), "--device", "a100"]
+    for name, options in PLANNED.items():
+        out = str(folder / f"{name}.json")
+        command("plan", *costs, "--lengths", str(folder / "lengths"), "--out", out, *options)
+        plan = json.loads(Path(out).read_text())
+        yield f"plan {name}", {key: value for key, value in plan.items() if key != "made_from"}
+        simulated = command(
+            "simulate", *costs, "--plan", out, "--lengths", str(folder / "lengths"), "--num-replicas", "2"
+        )
+        yield f"simulate {name}", {key: value for key, value in simulated.items() if "seconds" in key or "ratio" in key}
+
+
+def write_model(folder: Path) -> None:
+    """The configuration of a 1B model, which is enough to count its costs."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    vision = sizes | {"image_size": [448, 448], "patch_size": [14, 14]}
+    text = {"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
+    text |= {"num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}
+    folder.mkdir()
+    content = {"model_type": "internvl", "vision_config": vision, "text_config": text, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def runs(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Losses, weights and exported files of short runs of two processes."""
+    demo = ["omnibal", "demo", str(folder / "data"), "--samples", "200"]
+    subprocess.run(demo, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    quickstart = json.loads((REPOSITORY / "ds_configs" / "quickstart.json").read_text())
+    for name, (deepspeed_keys, pipeline) in RUNS.items():
+        output = folder / name
+        config = {key: value for key, value in quickstart.items() if key != "csv_monitor"} | deepspeed_keys
+        config["omnibal"] = {
+            **quickstart["omnibal"],
+            "model": {"path": str(folder / "data" / "model"), "weights": "random", "seed": 0},
+            "data": {"train": str(folder / "data" / "train.json"), "max_tiles": 4, "workers": 1},
+            "pipeline": {"num_stages": 2, **pipeline},
+            "run": {"output": str(output), "epochs": 1},
+        }
+        (folder / f"{name}.json").write_text(json.dumps(config))
+        launch = ["deepspeed", "--log_level", "warning", "--num_gpus", "2", str(REPOSITORY / "launch" / "train.py")]
+        subprocess.run(
+            [*launch, "--deepspeed_config", str(folder / f"{name}.json")],
+            check=True,
+            cwd=REPOSITORY,
+            env=os.environ | {"DS_ACCELERATOR": "cpu"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        yield f"run {name} losses", [step["loss"] for step in steps]
+        files = sorted(path for path in (output / "model").rglob("*") if path.is_file())
+        hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+        yield f"run {name} files", hashes
+
+
+def take(with_runs: bool) -> dict[str, Any]:
+    """All pins."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = dict(packs()) | dict(plans(Path(folder)))
+        return found | (dict(runs(Path(folder))) if with_runs else {})
+
+
+def rounded(value: Any) -> Any:
+    """The value with floats to 12 digits."""
+    if isinstance(value, float):
+        return float(np.format_float_scientific(value, precision=12))
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    return [rounded(entry) for entry in value] if isinstance(value, list) else value
+
+
+def main() -> None:
+    """Record or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "check"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--without-runs", action="store_true", help="leave out what needs torch")
+    arguments = parser.parse_args()
+    found = rounded(take(not arguments.without_runs))
+    if arguments.what == "record":
+        arguments.file.write_text(json.dumps(found, indent=1) + "\n")
+        return
+    pinned = json.loads(arguments.file.read_text())
+    different = [name for name in pinned if name in found and found[name] != pinned[name]]
+    missing = [name for name in pinned if name not in found]
+    print(f"{len(pinned) - len(different) - len(missing)} of {len(pinned)} pins are as they were")
+    for name in different:
+        print(f"different: {name}\n  was {json.dumps(pinned[name])[:400]}\n  is  {json.dumps(found[name])[:400]}")
+    if missing:
+        print(f"not taken: {', '.join(missing)}")
+    sys.exit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()
