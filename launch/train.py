@@ -16,9 +16,9 @@ from rich.console import Console
 from tqdm import tqdm
 
 import omnibal
+from omnibal.config import OmnibalSection, RunSection, read_config
 from omnibal.demo import majority_accuracy
 from omnibal.engine.checkpoint import export, latest_checkpoint
-from omnibal.engine.config import OmnibalSection, RunSection, read_config
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import open_dataset
 from omnibal.engine.loader import PackLoader

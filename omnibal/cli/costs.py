@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from omnibal.cluster import DEVICES, Device
 from omnibal.errors import ConfigError
-from omnibal.pipeline.devices import DEVICES, Device
 
 if TYPE_CHECKING:
-    from omnibal.pipeline.profile import ModelProfile
+    from omnibal.profile.records import ModelProfile
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -61,7 +61,7 @@ def count_costs(
     model: Path, device: str, *, dtype: Dtype, tensor_parallel: int = 1, frozen: Collection[str] = ()
 ) -> "ModelProfile":
     """The profile of a model folder on a device, by counting."""
-    from omnibal.pipeline.flops import analytic_profile
+    from omnibal.profile.counted import analytic_profile
     from omnibal.vlm import load_model
 
     return analytic_profile(
@@ -92,7 +92,7 @@ def read_costs(
         raise ConfigError(f"--device must be left out where a profile is given, got {device}: {profile} has its own")
     if tensor_parallel > 1:
         raise ConfigError(f"--tensor-parallel must be left out where a profile is given, got {tensor_parallel}")
-    from omnibal.pipeline.profile import ModelProfile
+    from omnibal.profile.records import ModelProfile
 
     loaded = ModelProfile.load(profile)
     if frozen:
@@ -118,12 +118,12 @@ def check_run(
     Raises:
         ConfigError: Something differs; the message names every difference.
     """
-    from omnibal.engine.config import dtype_of
+    from omnibal.config import dtype_of
 
     here: dict[str, Any] = {}
     if is_tried and profile.versions:
-        from omnibal.pipeline.measure import device_name, this_device
         from omnibal.vlm.measure import measured_versions
+        from omnibal.vlm.passes import device_name, this_device
 
         here = {"device": device_name(this_device()), "versions": measured_versions()}
     profile.check_matches(dtype=dtype_of(deepspeed_config), frozen=frozen, **here)

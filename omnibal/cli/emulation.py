@@ -15,11 +15,11 @@ from omnibal.cli.step_task import Links
 from omnibal.cost import Load
 from omnibal.data.policies import Method
 from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.engine.emulation import Emulation, EmulationTask, run_emulation
+from omnibal.emulator.run import Emulation, EmulationTask, run_emulation
 from omnibal.memory.state import TrainingSetup
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.trace import chrome_trace
 from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
 from omnibal.report.emulation import (
     EmulationFigures,
     emulated_replicas_table,

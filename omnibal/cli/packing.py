@@ -19,7 +19,7 @@ from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
 from omnibal.data.traps import find_trap
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.records import ModelProfile
 from omnibal.report.length_plots import plot_lengths
 from omnibal.report.pack_fill import plot_fill
 from omnibal.report.packing import PackingFigures, measure_packing

@@ -39,7 +39,7 @@ from omnibal.cli.step_task import (
 from omnibal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from omnibal.pipeline.profile import ModelProfile
+    from omnibal.profile.records import ModelProfile
 
 Method = Literal["uniform", "parameters", "paper", "slowest_stage", "model", "bound", "search"]
 BASELINES: Final = ("uniform", "parameters", "paper")
@@ -129,7 +129,7 @@ def _read_run(config: Path | None, trials: int, costs: "ModelProfile") -> dict[s
         if trials:
             raise ConfigError(f"--config must name a ds_config for --trials {trials}, got none")
         return None
-    from omnibal.engine.config import read_config
+    from omnibal.config import read_config
 
     deepspeed_config, section = read_config(config)
     check_run(costs, deepspeed_config, section.model.frozen, is_tried=trials > 0)
@@ -139,7 +139,7 @@ def _read_run(config: Path | None, trials: int, costs: "ModelProfile") -> dict[s
 def _micro_batches(given: int | None, run: dict[str, Any] | None, num_stages: int) -> int:
     if run is None:
         return given or MICRO_BATCHES_PER_STAGE * num_stages
-    from omnibal.engine.config import micro_batches_of
+    from omnibal.config import micro_batches_of
 
     configured = micro_batches_of(run)
     if given not in (None, configured):

@@ -62,7 +62,7 @@ def try_candidates(
     Raises:
         InfeasibleError: None of them runs.
     """
-    from omnibal.engine.trials import Trial, run_trials
+    from omnibal.trials.run import Trial, run_trials
 
     console = Console(stderr=True)
     predicted = {candidate.partition: candidate.step_seconds for candidate in candidates}

@@ -9,15 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from omnibal.engine.config import read_config
-from omnibal.engine.four_steps import take_four_steps
-from omnibal.engine.trials import Trial, run_trials
+from omnibal.config import read_config
 from omnibal.errors import InfeasibleError
 from omnibal.memory.recompute import in_words
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
 from omnibal.report.trials import PlanTrial
+from omnibal.trials.four_steps import take_four_steps
+from omnibal.trials.run import Trial, run_trials
 
 
 class Engine:

@@ -10,15 +10,15 @@ from rich.console import Console
 from omnibal.cli.costs import check_run
 from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.cli.weighed import record_of, weighed_table
+from omnibal.cluster import DEVICES
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level, StageMemory
-from omnibal.pipeline.devices import DEVICES
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import simulate_choice
+from omnibal.profile.records import ModelProfile
 from omnibal.report.memory import memory_table, plot_memory, stage_plan_table
 from omnibal.report.stages import slowest_replica
 from omnibal.report.timeline import plot_timeline
@@ -137,7 +137,7 @@ def check_trials(
         raise ConfigError("--config must name a ds_config for --trials and --four-steps, got none")
     if BETWEEN in profile.device:
         raise ConfigError(f"trials must be of layers on one device each, got {profile.device}")
-    from omnibal.engine.config import read_config
+    from omnibal.config import read_config
 
     deepspeed_config, section = read_config(config)
     check_run(profile, deepspeed_config, section.model.frozen, is_tried=True)

@@ -21,7 +21,7 @@ from omnibal.errors import ConfigError
 
 if TYPE_CHECKING:
     from omnibal.cost import Load
-    from omnibal.pipeline.profile import ModelProfile
+    from omnibal.profile.records import ModelProfile
 
 
 def profile(
@@ -93,9 +93,9 @@ def _measure(model: Path, pack: "Load", dtype: Dtype, frozen: Collection[str]) -
     import torch
 
     from omnibal.data.limits import PackLimits
-    from omnibal.pipeline.measure import MeasurementWarning, this_device
     from omnibal.vlm import load_model
     from omnibal.vlm.measure import measure_profile
+    from omnibal.vlm.passes import MeasurementWarning, this_device
 
     limits = PackLimits(int(pack.vision_units), int(pack.llm_tokens))
     with Console(stderr=True).status("measuring") as status, warnings.catch_warnings(record=True) as caught:

@@ -10,9 +10,9 @@ from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
 from omnibal.planner.ladder import plan_ladder
+from omnibal.profile.records import ModelProfile
 from omnibal.report.metrics import Metrics, read_metrics
 from omnibal.report.page import PlanPart
 

@@ -8,7 +8,7 @@ import typer
 from omnibal.cli.costs import GIGA, bandwidth_of
 
 if TYPE_CHECKING:
-    from omnibal.pipeline.profile import ModelProfile
+    from omnibal.profile.records import ModelProfile
 
 # As in omnibal.pipeline and omnibal.memory.footprint, which load too much for a command's --help.
 Mode = Literal["rendezvous", "overlap"]

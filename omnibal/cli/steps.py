@@ -19,9 +19,9 @@ from omnibal.memory.footprint import Footprint, Level, StageMemory
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import PartitionSearch, search_partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
+from omnibal.profile.records import ModelProfile
 from omnibal.report.stages import PartitionFigures
 
 

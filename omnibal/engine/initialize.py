@@ -9,10 +9,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from omnibal.config import OmnibalSection, complete_deepspeed_config, dtype_of, micro_batches_of, read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
-from omnibal.engine.config import OmnibalSection, complete_deepspeed_config, dtype_of, micro_batches_of, read_config
 from omnibal.engine.distributed import gather, meet, rank_zero_first, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of

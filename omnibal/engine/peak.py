@@ -5,7 +5,7 @@ from types import TracebackType
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from omnibal.pipeline.storages import StorageMeter, storage_bytes
+from omnibal.vlm.storages import StorageMeter, storage_bytes
 
 
 class DevicePeak:

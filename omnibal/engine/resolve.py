@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from omnibal.config import OmnibalSection, PackingSection, PipelineSection
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
-from omnibal.engine.config import OmnibalSection, PackingSection, PipelineSection
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import Level

@@ -16,8 +16,8 @@ from omnibal.errors import ConfigError
 from omnibal.memory.frontier import NOT_OFFERED
 from omnibal.memory.state import ELEMENT_BYTES, TrainingSetup, TrainingState
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import LayerCost, ModelProfile
 from omnibal.pipeline.schedule import Schedule
+from omnibal.profile.records import LayerCost, ModelProfile
 
 IntArray = NDArray[np.int64]
 

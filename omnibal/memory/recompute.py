@@ -9,7 +9,7 @@ from omnibal.cost import Load
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import LEVELS, Footprint, Level, first_trainable
 from omnibal.memory.frontier import NOT_OFFERED, extend, start
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnibal.errors import ConfigError
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 IntArray = NDArray[np.int64]
 

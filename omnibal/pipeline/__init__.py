@@ -1,1 +1,1 @@
-"""What each layer of a model costs, and where the pipeline is cut."""
+"""Where the pipeline is cut, and what a step of it takes."""

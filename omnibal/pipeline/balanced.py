@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.records import ModelProfile
 
 
 def parameter_cut(profile: ModelProfile, num_stages: int) -> Partition:

@@ -16,10 +16,10 @@ from omnibal.pipeline.boundaries import Partition, check_num_stages
 from omnibal.pipeline.dynamic import Boundaries, least_maximum, model_optima
 from omnibal.pipeline.local_search import descend
 from omnibal.pipeline.problem import PartitionProblem
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import Mode
 from omnibal.pipeline.times import step_times
+from omnibal.profile.records import ModelProfile
 
 __all__ = ["METHODS", "Candidate", "Partition", "PartitionSearch", "search_partition"]
 

@@ -12,10 +12,10 @@ from omnibal.compiled import compiled
 from omnibal.pipeline.bound import differences, stage_bounds
 from omnibal.pipeline.dynamic import Boundaries, least_maximum
 from omnibal.pipeline.execution import run_blocking, run_overlapped
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Schedule, Table
 from omnibal.pipeline.simulate import Mode
 from omnibal.pipeline.times import StepTimes, durations_of, transfers_of
+from omnibal.profile.records import ModelProfile
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

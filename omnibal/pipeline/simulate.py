@@ -13,9 +13,9 @@ from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.execution import run_blocking, run_overlapped
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Operation, Schedule, Table, one_f_one_b
 from omnibal.pipeline.times import check_partition, durations_of, step_times, transfers_of
+from omnibal.profile.records import ModelProfile
 
 FloatArray = NDArray[np.float64]
 Mode = Literal["rendezvous", "overlap"]

@@ -13,7 +13,7 @@ from omnibal.compiled import compiled
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.records import ModelProfile
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

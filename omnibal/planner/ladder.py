@@ -17,10 +17,10 @@ from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.balanced import parameter_cut
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
 from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
 
 Steps = tuple[tuple[Load, ...], ...]
 """For each step a Load per replica with an entry per micro-batch."""

@@ -9,7 +9,6 @@ from typing import Any
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError
 from omnibal.memory.recompute import in_words
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner.packings import packings
@@ -17,6 +16,7 @@ from omnibal.planner.prediction import predict
 from omnibal.planner.request import PlanRequest
 from omnibal.planner.search import Choice, improve, propose, two_phases
 from omnibal.planner.step_model import StepModel
+from omnibal.profile.records import ModelProfile
 
 _FINALISTS = 3
 """Packings that go through local search under each schedule; the proposals for the others are slower."""

@@ -17,12 +17,12 @@ from omnibal.memory.recompute import choose_levels, recompute_seconds
 from omnibal.memory.stage_table import StageTable
 from omnibal.pipeline.dynamic import Boundaries, least_maximum
 from omnibal.pipeline.problem import PartitionProblem
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.times import step_times, summed
 from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest
+from omnibal.profile.records import ModelProfile
 
 IntArray = NDArray[np.int64]
 

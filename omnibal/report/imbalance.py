@@ -14,8 +14,8 @@ from omnibal.cost import FloatArray, Load
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Schedule
+from omnibal.profile.records import ModelProfile
 from omnibal.report.style import SERIES, new_figure, save, styled
 
 SHOWN: Final = 48

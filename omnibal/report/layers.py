@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from omnibal.cost import CostModel, Load
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 MEBI = 2**20
 

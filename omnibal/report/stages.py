@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Simulation, StepSimulation
+from omnibal.profile.records import ModelProfile
 from omnibal.report.memory import unit_of
 from omnibal.report.run import VISION_KINDS
 

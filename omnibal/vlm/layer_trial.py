@@ -10,9 +10,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from omnibal.memory.footprint import LEVELS, Level
-from omnibal.pipeline.measure import Timing, kept_bytes, time_passes, time_split_backward
 from omnibal.vlm.layers import Payload
 from omnibal.vlm.loss import token_losses
+from omnibal.vlm.passes import Timing, kept_bytes, time_passes, time_split_backward
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import DeferringLinear, WeightGradients, defer_linears
 

@@ -15,10 +15,10 @@ from omnibal.data.collate import IGNORED
 from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import LEVELS
-from omnibal.pipeline.measure import MeasurementWarning, Timing, device_name, time_optimizer
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.vlm.layer_trial import LayerOnPack, LayerTrial
 from omnibal.vlm.layers import Payload, VisionLanguageModel
+from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, time_optimizer
 from omnibal.vlm.trial_packs import TrialPack, trial_packs
 
 MAX_SPREAD = 0.1

@@ -8,7 +8,7 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.engine.emulation import Emulation
+from omnibal.emulator.run import Emulation
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
 from tests.pipeline.profiles import layer, profile

@@ -7,7 +7,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.metrics import dist_ratio, min_packs
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 FIGURES = {
     "method", "samples", "packs", "empty_packs", "fewest_packs", "packs_over_fewest", "samples_per_pack", "steps",

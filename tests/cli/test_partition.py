@@ -10,15 +10,15 @@ from PIL import Image
 from omnibal.cli.partition import Method
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.engine import trials as trials_module
-from omnibal.engine.trials import Trial
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import METHODS, search_partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
+from omnibal.trials import run as trials_module
+from omnibal.trials.run import Trial
 from tests.pipeline.profiles import fixed_profile
 
 SECONDS = [1, 2, 3, 4, 5, 6]

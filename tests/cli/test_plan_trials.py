@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from omnibal.engine import trials as trials_module
-from omnibal.engine.trials import Trial
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
+from omnibal.trials import run as trials_module
+from omnibal.trials.run import Trial
 from tests.engine.demo import demo_config
 from tests.planner.test_solve import PROFILE
 

@@ -4,13 +4,13 @@ import warnings
 import numpy as np
 import pytest
 
+from omnibal.cluster import DEVICES
 from omnibal.cost import Load
-from omnibal.pipeline.devices import DEVICES
-from omnibal.pipeline.flops import analytic_profile
-from omnibal.pipeline.measure import MeasurementWarning
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import measure as measure_module
+from omnibal.vlm.passes import MeasurementWarning
 from tests.engine.small import small_config
 from tests.pipeline.profiles import fixed_profile
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 
+from omnibal.config import complete_deepspeed_config, read_config
 from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
-from omnibal.engine.config import complete_deepspeed_config, read_config
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.step import Step

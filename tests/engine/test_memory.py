@@ -2,9 +2,9 @@
 
 import pytest
 
+from omnibal.cluster import DEVICES
 from omnibal.memory.state import TrainingSetup, TrainingState
-from omnibal.pipeline.devices import DEVICES
-from omnibal.pipeline.flops import analytic_profile
+from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model
 from tests.engine.launch import launch
 from tests.engine.small import Case, save_small_model

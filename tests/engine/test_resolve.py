@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from omnibal.config import OmnibalSection
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
-from omnibal.engine.config import OmnibalSection
 from omnibal.engine.resolve import resolve_plan, stages_of
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import StageMemory

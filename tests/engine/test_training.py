@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
 
-from omnibal.engine.config import complete_deepspeed_config
+from omnibal.config import complete_deepspeed_config
 from tests.engine.launch import launch
 from tests.engine.small import Case, plain_training, save_small_model, small_samples
 

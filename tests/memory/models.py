@@ -3,8 +3,8 @@
 import numpy as np
 
 from omnibal.cost import CostModel
-from omnibal.pipeline.profile import LayerCost, ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.profile.records import LayerCost, ModelProfile
 
 
 def block(

@@ -9,10 +9,10 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.memory.footprint import LEVELS, Footprint
 from omnibal.memory.state import TrainingSetup
-from omnibal.pipeline.measure import kept_bytes
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import measure_profile
+from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.recompute import run_layer
 from tests.vlm.models import build_layers, make_pack, make_sample, tiny_config
 

@@ -1,7 +1,7 @@
 """Small profiles for tests."""
 
 from omnibal.cost import CostModel
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 
 def layer(name="block.0", *, forward=1.0, backward=None, weight=None, output=0.0, kind="block", **costs):

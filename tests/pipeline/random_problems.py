@@ -6,9 +6,9 @@ import numpy as np
 
 from omnibal.cost import CostModel, Load
 from omnibal.pipeline.problem import PartitionProblem
-from omnibal.pipeline.profile import LayerCost, ModelProfile
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.times import step_times
+from omnibal.profile.records import LayerCost, ModelProfile
 
 MODES = ("rendezvous", "overlap")
 

@@ -9,11 +9,11 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
-from omnibal.pipeline.profile import LayerCost, ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.prediction import simulate_choice
+from omnibal.profile.records import LayerCost, ModelProfile
 
 LENGTHS = tiled_lengths(6000, seed=5)
 MIB = 2**20

@@ -6,18 +6,18 @@ from functools import partial
 import pytest
 import torch
 
+from omnibal.cluster import DEVICES
 from omnibal.cost import CostModel
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import LEVELS
-from omnibal.pipeline import measure
-from omnibal.pipeline.devices import DEVICES
-from omnibal.pipeline.flops import analytic_profile
-from omnibal.pipeline.measure import MeasurementWarning, Timing, device_name, kept_bytes
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
+from omnibal.vlm import passes as measure
 from omnibal.vlm.layer_trial import LayerTrial
 from omnibal.vlm.measure import measure_profile, measured_versions
+from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.trial_packs import TrialPack
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears

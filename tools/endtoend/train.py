@@ -14,14 +14,14 @@ import torch.distributed as dist
 from samples import LIMITS, PAD_TOKEN, make_sample, model_config, sample_lengths
 from ways import Groups, Way, ladder, unrecomputed
 
+from omnibal.config import complete_deepspeed_config, read_config
 from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
-from omnibal.engine.config import complete_deepspeed_config, read_config
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.step import Step
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
 

@@ -13,10 +13,10 @@ from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.balanced import parameter_cut
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import search_partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
+from omnibal.profile.records import ModelProfile
 
 PROCESSES = 2
 BATCH, MICRO_BATCHES = 4, 4

@@ -16,10 +16,10 @@ from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.memory.footprint import LEVELS
-from omnibal.pipeline.measure import kept_bytes
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
+from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.recompute import run_layer
 
 TEXTS = ("qwen2", "qwen3", "llama", "mistral")

@@ -13,9 +13,9 @@ from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Level
 from omnibal.memory.paper import Blocks, count_blocks, estimate_block_bytes, keep_most, levels_of
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.step_model import StepModel
+from omnibal.profile.records import ModelProfile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
 from paper_models import BASELINE, TABLE_9, Published

@@ -22,9 +22,9 @@ from omnibal.memory.footprint import Footprint, Level, StageMemory
 from omnibal.memory.recompute import choose_levels, recompute_seconds
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import measure_profile
@@ -121,7 +121,7 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
     }  # fmt: skip
     torch.set_num_threads(1)
 
-    from omnibal.engine.config import complete_deepspeed_config, read_config
+    from omnibal.config import complete_deepspeed_config, read_config
     from omnibal.engine.distributed import meet
     from omnibal.engine.initialize import build_engine
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from omnibal.cost import CostModel
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
 from paper_models import DEVICE, Published, counted_profile

@@ -16,16 +16,16 @@ from models import MODELS
 from reality import LIMITS, MINUTES, heading, make_parser, sampled, start
 
 from omnibal.cost import CostModel, Load
-from omnibal.engine.four_steps import take_four_steps
-from omnibal.engine.trials import Trial, within_budget
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.partition import search_partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
 from omnibal.planner.packings import Packing
 from omnibal.planner.search import improve
 from omnibal.planner.step_model import StepModel
+from omnibal.profile.records import ModelProfile
+from omnibal.trials.four_steps import take_four_steps
+from omnibal.trials.run import Trial, within_budget
 from omnibal.vlm import VisionLanguageModel, load_model
 
 MODEL = "mixed"

@@ -15,8 +15,8 @@ from omnibal.cost import CostModel, Load
 from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import LayerCost
 from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.profile.records import LayerCost
 
 CONSTANT = 10.5
 """GiB on every device beside the model: fitted, the same for all stages and both rows of the table."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from omnibal.cluster import DEVICES, Device
 from omnibal.cost import Load
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
@@ -16,10 +17,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.pipeline.devices import DEVICES, Device
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.planner import PlanRequest
 from omnibal.planner.ladder import Steps
+from omnibal.profile.records import ModelProfile
 
 TOOLS = Path(__file__).parents[1]
 sys.path[:0] = [str(TOOLS / "partition"), str(TOOLS / "sampling")]

@@ -14,7 +14,7 @@ from setting import OVERHEAD, Setting
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.engine.emulation import EmulationTask, run_emulation
+from omnibal.emulator.run import EmulationTask, run_emulation
 from omnibal.memory.state import TrainingSetup
 from omnibal.plan import Plan
 from omnibal.planner.ladder import Rung

@@ -12,13 +12,13 @@ from markdown import table
 from paper_models import TABLE_9, VISION, Published
 from setting import Setting
 
+from omnibal.cluster import DEVICES
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.synthetic import patch_lengths
 from omnibal.pipeline.anchor import greedy_anchor
 from omnibal.pipeline.balanced import parameter_cut
-from omnibal.pipeline.devices import DEVICES
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import one_f_one_b

@@ -19,11 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import InternVLForConditionalGeneration
 
+from omnibal.config import complete_deepspeed_config
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.demo import write_demo
-from omnibal.engine.config import complete_deepspeed_config
 from omnibal.engine.distributed import free_port
 from omnibal.report.metrics import read_metrics
 from omnibal.vlm import load_model

@@ -13,18 +13,18 @@ from models import make_sample
 from quiet import MOST_FOREIGN, Instant, foreign_share, wait_until_quiet
 from transformers import InternVLConfig
 
+from omnibal.config import complete_deepspeed_config, read_config
 from omnibal.cost import CostModel, Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.engine.config import complete_deepspeed_config, read_config
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.step import Step
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
 

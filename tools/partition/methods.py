@@ -12,7 +12,7 @@ from transformers import InternVLConfig
 from omnibal.cost import CostModel
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import PartitionSearch, search_partition
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.records import ModelProfile
 
 METHODS = ("uniform", "parameters", "paper", "search")
 TRIED, TRIAL_STEPS = 4, 3

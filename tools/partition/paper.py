@@ -14,8 +14,8 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.partition import Partition, search_partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.simulate import simulate_step
+from omnibal.profile.records import ModelProfile
 
 LIMITS = PackLimits(9, 4096)
 NETWORK, DEVICES_PER_NODE, MICRO_BATCHES, STEPS = 25e9, 8, 32, 4

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from omnibal.cluster import DEVICES, Device
 from omnibal.families.internvl import layer_records
-from omnibal.pipeline.devices import DEVICES, Device
-from omnibal.pipeline.flops import analytic_profile
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 DEVICE = DEVICES["A100-80GB"]
 VISION_KINDS = ("patch_embedding", "vision_block", "projector")

@@ -24,8 +24,8 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
 from omnibal.engine.distributed import meet
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.simulate import simulate_step
+from omnibal.profile.records import ModelProfile
 
 LIMITS = PackLimits(16, 640)
 MICRO_BATCHES = 4

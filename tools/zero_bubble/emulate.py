@@ -10,13 +10,13 @@ import numpy as np
 
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
-from omnibal.engine.emulation import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
+from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.profile import LayerCost, ModelProfile
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation
 from omnibal.plan import Plan
+from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.timeline import plot_timeline
 
 COSTS = {"1 : 1 : 1": (1.0, 1.0, 0.0), "1 : 1.25 : 0.8, transfers 0.02": (1.25, 0.8, 0.02)}

@@ -9,9 +9,9 @@ from typing import Any
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner import PlanRequest, make_plan
+from omnibal.profile.records import ModelProfile
 
 sys.path += [str(Path(__file__).parents[1] / tool) for tool in ("memory", "partition")]
 from paper_models import BASELINE

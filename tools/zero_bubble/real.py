@@ -16,10 +16,10 @@ from omnibal.engine.distributed import free_port, meet
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.partition import search_partition
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
 from omnibal.vlm.measure import measure_profile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
@@ -91,7 +91,7 @@ def _steps(case: dict[str, Plan]) -> dict[str, Any]:
 
 
 def _engine(plan: Plan) -> Any:
-    from omnibal.engine.config import complete_deepspeed_config, read_config
+    from omnibal.config import complete_deepspeed_config, read_config
     from omnibal.engine.initialize import build_engine
 
     content = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from omnibal.pipeline.measure import STEPS, WARM_UP, Timing, device_name, kept_bytes, time_optimizer, time_passes
+from omnibal.vlm.passes import STEPS, WARM_UP, Timing, device_name, kept_bytes, time_optimizer, time_passes
 
 CPU = torch.device("cpu")
 

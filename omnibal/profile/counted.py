@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from omnibal.cluster import Device
 from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
-from omnibal.pipeline.devices import Device
-from omnibal.pipeline.profile import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT32_BYTES = 4
@@ -40,7 +40,7 @@ def analytic_profile(
 
     Args:
         records: The layers, from ``omnibal.families``.
-        device: What they run on, such as one of ``omnibal.pipeline.devices.DEVICES``.
+        device: What they run on, such as one of ``omnibal.cluster.DEVICES``.
         dtype: ``"bfloat16"`` or ``"float32"``.
         tensor_parallel: Degree, a divisor of all costs but of what is sent; its own communication is not counted.
         frozen: Kinds of layers that are not trained.

@@ -1,6 +1,6 @@
 """One measured trial: a few training steps under the deepspeed launcher, timed on rank 0 and written as JSON.
 
-deepspeed --module omnibal.engine.trial --deepspeed_config config.json --output result.json --steps 3
+deepspeed --module omnibal.trials.process --deepspeed_config config.json --output result.json --steps 3
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize
-from omnibal.engine.out_of_memory import write_missing
+from omnibal.trials.out_of_memory import write_missing
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +10,10 @@ from statistics import median
 from typing import Any
 
 from omnibal.engine.distributed import free_port
-from omnibal.engine.out_of_memory import read_missing
+from omnibal.engine.launches import LAUNCHER, reason_of
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
-
-LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning")
-ERROR_MARKS = ("Error:", "OutOfMemory")
+from omnibal.trials.out_of_memory import read_missing
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,14 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         pipeline = section.get("pipeline", {}) | {"plan": str(folder / "plan.json"), "num_stages": plan.num_stages}
         batch = {"gradient_accumulation_steps": plan.micro_batches, "train_batch_size": "auto"}
         (folder / "config.json").write_text(json.dumps(config | batch | {"omnibal": section | {"pipeline": pipeline}}))
-        command = [*LAUNCHER, "--master_port", str(free_port()), *launcher_options, "--module", "omnibal.engine.trial"]
+        command = [
+            *LAUNCHER,
+            "--master_port",
+            str(free_port()),
+            *launcher_options,
+            "--module",
+            "omnibal.trials.process",
+        ]
         options = ["--deepspeed_config", folder / "config.json", "--output", folder / "out.json", "--steps", steps]
         done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, check=False)
         missing = read_missing(folder, plan.num_stages)
@@ -122,10 +126,3 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
             return Trial(plan, error=reason_of(done.stdout + done.stderr))
         result = json.loads((folder / "out.json").read_text())
         return Trial(plan, tuple(result["step_seconds"]), tuple(result["peak_bytes"]))
-
-
-def reason_of(output: str) -> str:
-    """The line of a failed launch that says most: its last error."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if any(mark in line for mark in ERROR_MARKS) and "ChildFailedError" not in line]
-    return (errors or lines or ["the launcher gave no output"])[-1]

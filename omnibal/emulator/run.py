@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from omnibal.cost import Load
-from omnibal.engine.emulated_device import DeviceReport, StepLog
-from omnibal.engine.trials import reason_of
+from omnibal.emulator.device import DeviceReport, StepLog
+from omnibal.engine.launches import reason_of
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.state import TrainingSetup
-from omnibal.pipeline.profile import ModelProfile
 from omnibal.pipeline.schedule import Schedule
 from omnibal.pipeline.simulate import Simulation, StepSimulation, simulate_step
 from omnibal.plan import Plan
+from omnibal.profile.records import ModelProfile
 
 LEAST_SLEEP_SECONDS = 0.1
 """Time is scaled so that an average forward pass of a stage sleeps so long: DeepSpeed's own work is then a few percent
@@ -146,7 +146,7 @@ def run_emulation(task: EmulationTask) -> Emulation:
         (folder / TASK_FILE).write_bytes(pickle.dumps(task))
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         environment.pop("LOCAL_SIZE", None)  # a launcher's; DeepSpeed would leave files of 66 MiB in shared memory
-        command = [sys.executable, "-m", "omnibal.engine.emulated_engine", name]
+        command = [sys.executable, "-m", "omnibal.emulator.engine", name]
         reader, writer = os.pipe()  # closes with this process: the others then end
         with os.fdopen(reader), os.fdopen(writer, "w"):
             done = subprocess.run(

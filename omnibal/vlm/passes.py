@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from omnibal.pipeline.storages import StorageMeter, address_of
+from omnibal.vlm.storages import StorageMeter, address_of
 
 WARM_UP, STEPS = 2, 5
 """Passes before the measured ones, and measured ones (the paper's number)."""

@@ -1,6 +1,6 @@
 """The processes of an emulated cluster: DeepSpeed's engine with layers that sleep.
 
-python -m omnibal.engine.emulated_engine FOLDER, where the folder holds the task; forks a process per device.
+python -m omnibal.emulator.engine FOLDER, where the folder holds the task; forks a process per device.
 """
 
 import os
@@ -25,10 +25,10 @@ from deepspeed.runtime.pipe import schedule as pipe
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
+from omnibal.config import complete_deepspeed_config
 from omnibal.cost import FloatArray, Load
-from omnibal.engine.config import complete_deepspeed_config
-from omnibal.engine.emulated_device import DOWN, UP, Device, DeviceReport, StepLog
-from omnibal.engine.emulation import FAILURE_FILE, SIZE_SCALE, TASK_FILE, EmulationTask, report_file
+from omnibal.emulator.device import DOWN, UP, Device, DeviceReport, StepLog
+from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, EmulationTask, report_file
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import make_engine
 from omnibal.engine.loader import Batch

@@ -3,13 +3,13 @@
 import pytest
 
 from omnibal.data.limits import PackLimits
-from omnibal.engine.four_steps import take_four_steps
-from omnibal.engine.out_of_memory import read_missing
-from omnibal.engine.trials import Trial
 from omnibal.errors import InfeasibleError, OmnibalError
 from omnibal.memory.paper import BlockBytes
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
+from omnibal.trials.four_steps import take_four_steps
+from omnibal.trials.out_of_memory import read_missing
+from omnibal.trials.run import Trial
 from omnibal.vlm import load_model
 from tests.engine.demo import demo_config
 from tests.engine.launch import launch
@@ -53,7 +53,7 @@ def test_on_the_real_engine(tmp_path):
     kinds = [record.kind for record in load_model(config["omnibal"]["model"]["path"]).records]
     plan = Plan(PackLimits(12, 256), 4, Partition((0, 7, 13)), ("none",) * 13)
     arguments = config, plan, kinds, 0.8, str(tmp_path)
-    (found, ends, budgets), other = launch(2, "tests.engine.memory_trials:memory_trials", *arguments)
+    (found, ends, budgets), other = launch(2, "tests.trials.memory_trials:memory_trials", *arguments)
     assert other[0].plan == found.plan
     # Where everything recomputes the optimizer's step is the peak, so blocks seem to keep less than they do.
     recomputed, some, short, fits = found.trials

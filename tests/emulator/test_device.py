@@ -5,9 +5,9 @@ import pytest
 
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
-from omnibal.engine import emulated_device
-from omnibal.engine.emulated_device import DOWN, Device, stage_work
-from omnibal.engine.emulation import LEAST_SLEEP_SECONDS, EmulationTask
+from omnibal.emulator import device as emulated_device
+from omnibal.emulator.device import DOWN, Device, stage_work
+from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition

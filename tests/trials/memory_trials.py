@@ -9,11 +9,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from omnibal.engine import trial
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.four_steps import take_four_steps
 from omnibal.engine.initialize import initialize
-from omnibal.engine.trials import Trial, within_budget
+from omnibal.trials import process as trial
+from omnibal.trials.four_steps import take_four_steps
+from omnibal.trials.run import Trial, within_budget
 from tests.engine.cases import changed
 
 

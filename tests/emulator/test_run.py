@@ -11,13 +11,13 @@ import pytest
 
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
+from omnibal.emulator.run import EmulationTask, run_emulation
 from omnibal.engine.distributed import SHARED_MEMORY
-from omnibal.engine.emulation import EmulationTask, run_emulation
 from omnibal.errors import InfeasibleError
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
-from tests.engine.test_emulated_device import token_layer
+from tests.emulator.test_device import token_layer
 from tests.pipeline.profiles import profile
 
 pytestmark = pytest.mark.distributed

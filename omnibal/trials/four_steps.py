@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from omnibal.engine.trials import Trial
 from omnibal.errors import InfeasibleError, OmnibalError
 from omnibal.memory.paper import (
     BlockBytes,
@@ -15,6 +14,7 @@ from omnibal.memory.paper import (
     retreat,
 )
 from omnibal.plan import Plan
+from omnibal.trials.run import Trial
 
 _KEPT_AT_FIRST = (2, 1)
 """Blocks of each kind and stage that keep their activations in step 2; fewer where so many end in a crash."""

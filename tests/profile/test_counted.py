@@ -4,12 +4,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from omnibal.cluster import DEVICES, Device
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
 from omnibal.families.internvl import layer_records
-from omnibal.pipeline.devices import DEVICES, Device
-from omnibal.pipeline.flops import analytic_profile
+from omnibal.profile.counted import analytic_profile
 
 # 1 operation per second in 16 bits and 1 byte per second: seconds count operations and bytes
 COUNTER = Device("counter", 1.0, 1.0, 1.0, 1.0, 1.0)

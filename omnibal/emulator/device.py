@@ -17,7 +17,7 @@ from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.times import step_times
 
 if TYPE_CHECKING:
-    from omnibal.engine.emulation import EmulationTask
+    from omnibal.emulator.run import EmulationTask
 
 GIB = 2**30
 COMPUTATIONS = (Operation.F, Operation.BW, Operation.B, Operation.W)

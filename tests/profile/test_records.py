@@ -6,7 +6,7 @@ import pytest
 from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
-from omnibal.pipeline.profile import ModelProfile
+from omnibal.profile.records import ModelProfile
 from tests.pipeline.profiles import layer, profile
 
 

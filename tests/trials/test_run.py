@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 
 from omnibal.data.limits import PackLimits
-from omnibal.engine import trials as trials_module
-from omnibal.engine.out_of_memory import missing_bytes, read_missing, write_missing
-from omnibal.engine.trials import Trial, run_trials
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
+from omnibal.trials import run as trials_module
+from omnibal.trials.out_of_memory import missing_bytes, read_missing, write_missing
+from omnibal.trials.run import Trial, run_trials
 from tests.engine.demo import demo_config
 
 LIMITS = PackLimits(12, 256)

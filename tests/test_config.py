@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omnibal.engine.config import complete_deepspeed_config, dtype_of, read_config
+from omnibal.config import complete_deepspeed_config, dtype_of, read_config
 from omnibal.errors import ConfigError
 
 BF16 = {"bf16": {"enabled": True}}

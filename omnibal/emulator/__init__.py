@@ -1,0 +1,1 @@
+"""A cluster of sleeping devices around DeepSpeed's real engine."""

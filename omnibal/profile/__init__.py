@@ -1,0 +1,1 @@
+"""What each layer of a model costs: records, and costs counted from them for a device."""
