@@ -1,7 +1,6 @@
 """The "omnibal" section of a ds_config, and the rules that a ds_config must keep under a pipeline."""
 
 import difflib
-import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +13,7 @@ from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.schedule import ScheduleName
+from omnibal.records import read_json
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -120,12 +120,7 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"ds_config must be a readable file, got {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"ds_config must be JSON, got {path}, line {error.lineno}: {error.msg}") from error
+    content = read_json(path, "ds_config")
     if not isinstance(content, dict):
         raise ConfigError(f"ds_config must be a JSON object, got {path} with a {type(content).__name__}")
     return content

@@ -12,6 +12,7 @@ from omnibal.errors import ConfigError
 from omnibal.memory.footprint import LEVELS, Level, StageMemory
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+from omnibal.records import read_json
 
 VERSION = 2
 
@@ -129,18 +130,15 @@ class Plan:
             ConfigError: The file is missing, no JSON, of another version, or a key is missing or wrong; the message
                 names file and key.
         """
+        content = read_json(path, "plan")
         try:
-            return cls._from_content(json.loads(Path(path).read_text()))
-        except OSError as error:
-            raise ConfigError(f"plan must be a readable file, got {path}: {error.strerror}") from error
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"plan must be JSON, got {path}, line {error.lineno}: {error.msg}") from error
+            return cls._from_content(content)
         except KeyError as error:
             raise ConfigError(f"plan must have the key {error}, got none in {path}") from error
-        except (TypeError, AttributeError) as error:
-            raise ConfigError(f"plan must have values of the right kinds, got {path}: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+        except (TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"plan must have values of the right kinds, got {path}: {error}") from error
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> "Plan":

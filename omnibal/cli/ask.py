@@ -50,14 +50,13 @@ def ask(
 
 def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path, ...], str]]:
     """The first exchange of ``count`` samples, spread evenly over the data."""
-    from omnibal.data.sources.chat import parse_conversation
     from omnibal.data.sources.internvl import read_meta
 
     shards = read_meta(meta)
     entries = [(shard, item) for shard in shards for item in range(len(shard.records))]
     for number in range(min(count, len(entries))):
         shard, item = entries[number * len(entries) // min(count, len(entries))]
-        conversation = parse_conversation(shard.records[item], shard.root)
+        conversation = shard.conversation(item)
         turns = [turn for turn in conversation.turns if turn.role != "system"]
         marks = turns[0].text.count("<image>")
         yield turns[0].text, conversation.images[:marks], turns[1].text

@@ -10,6 +10,7 @@ import numpy as np
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
+from omnibal.records import load_json
 
 if TYPE_CHECKING:
     from omnibal.data.sources.problems import Problem
@@ -113,7 +114,7 @@ def _saved_lengths(folder: Path) -> NamedLengths:
     if not file.is_file():
         return NamedLengths(lengths, tuple(f"source {number}" for number in range(count)))
     try:
-        names = json.loads(file.read_text())
+        names = load_json(file)
     except ValueError as error:
         raise DataError(f"{file} must be a JSON list of names, got {error}") from error
     if not isinstance(names, list) or len(names) < count or not all(isinstance(name, str) for name in names):

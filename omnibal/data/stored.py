@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from omnibal.errors import DataError
+from omnibal.records import parse_json
 
 SUMMARY_FILE: Final = "lengths.json"
 FORMAT: Final = 1
@@ -99,8 +100,8 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _read_record(path: Path) -> Record:
     try:
-        text = path.read_text()
-        kept = json.loads(text)
+        text = path.read_bytes()
+        kept = parse_json(text)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path.parent} must be a folder of lengths, written completely by `omnibal lengths` or "

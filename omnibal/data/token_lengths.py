@@ -1,10 +1,10 @@
 """Files of lengths as InternVL's packed training uses them: JSON lists of tiles and tokens."""
 
-import json
 from pathlib import Path
 from typing import Final
 
 from omnibal.errors import DataError
+from omnibal.records import load_json
 
 MOST: Final = 2**31 - 1
 
@@ -19,7 +19,7 @@ def read_token_lengths(path: Path) -> tuple[list[int], list[int]]:
         DataError: The file is not such a list; the message names the file and the entry.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8-sig"))
+        entries = load_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} must be a readable JSON file, got {error}") from error
     if not isinstance(entries, list):

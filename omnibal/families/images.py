@@ -10,6 +10,8 @@ from omnibal.families import llava_next, qwen2_vl, tiling
 from omnibal.families.base import section, size, size_pair
 
 Config = Mapping[str, Any]
+MOST_TILES = 1024
+"""Of an image: every grid of as many tiles is weighed against its shape, and trained models have 6 to 40."""
 
 
 class ImageLoad(NamedTuple):
@@ -68,6 +70,8 @@ def _internvl(
     ratio = config.get("downsample_ratio", 0.5)
     tokens = int(tile[0] // patch[0] * ratio) * int(tile[1] // patch[1] * ratio)
     most = max_tiles or size(preprocessor, "max_patches", default=12)
+    if most > MOST_TILES:
+        raise ConfigError(f"max_tiles must be at most {MOST_TILES}, got {most}")
     fewest = min(min_tiles or size(preprocessor, "min_patches", default=1), most)
     return partial(_tiled, {"max_tiles": most, "min_tiles": fewest, "tile_size": cut}, tokens)
 

@@ -14,6 +14,7 @@ from typing import Any
 from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
+from omnibal.records import read_json
 
 VERSION = 4
 _COST_MODELS = (
@@ -176,19 +177,15 @@ class ModelProfile:
             ConfigError: The file is missing, no JSON, of another version, changed by hand, or an entry is missing,
                 negative or not finite; the message names the file.
         """
+        content = read_json(path, "profile")
         try:
-            content = json.loads(Path(path).read_text())
             return cls._from_content(content)
-        except OSError as error:
-            raise ConfigError(f"profile must be a readable file, got {path}: {error.strerror}") from error
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"profile must be JSON, got {path}, line {error.lineno}: {error.msg}") from error
         except KeyError as error:
             raise ConfigError(f"profile must have the key {error}, got none in {path}") from error
-        except (TypeError, AttributeError) as error:
-            raise ConfigError(f"profile must have values of the right kinds, got {path}: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+        except (TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
+            raise ConfigError(f"profile must have values of the right kinds, got {path}: {error}") from error
 
     def _content(self) -> dict[str, Any]:
         groups = [list(group) for _, group in groupby(self.layers, key=lambda layer: replace(layer, name=""))]

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Rendered, Turn
 from omnibal.data.sources.encode import encode
+from omnibal.data.sources.folder import load_part, said
 from omnibal.data.sources.formats import open_format
 from omnibal.data.sources.images import image_size, load_image
-from omnibal.errors import DataError
+from omnibal.errors import ConfigError, DataError
 
 
 class Answerer:
@@ -22,15 +23,14 @@ class Answerer:
         device: Where the model runs.
 
     Raises:
-        ConfigError: The folder does not hold such a model.
+        ConfigError: The folder does not hold such a model, or there is no such device.
     """
 
     def __init__(self, folder: str | Path, *, device: str = "cpu") -> None:
         from transformers import InternVLForConditionalGeneration
 
         self._format = open_format(folder)
-        models: Any = InternVLForConditionalGeneration  # untyped in transformers
-        self._model = models.from_pretrained(folder).to(device).eval()
+        self._model = _whole(InternVLForConditionalGeneration, Path(folder)).to(_usable(device)).eval()
 
     def answer(self, question: str, images: Sequence[Path] = (), *, max_new_tokens: int = 64) -> str:
         """The likeliest answer, token by token.
@@ -41,7 +41,8 @@ class Answerer:
             max_new_tokens: The longest answer.
 
         Raises:
-            DataError: An image cannot be read, or the marks are not as many as the images.
+            DataError: An image cannot be read, the marks are not as many as the images, or the question holds what
+                stands for an image within the model.
         """
         if IMAGE_MARK not in question:
             question = f"{IMAGE_MARK}\n" * len(images) + question
@@ -64,10 +65,40 @@ class Answerer:
 
     def _prompt(self, question: str, images: tuple[Path, ...]) -> tuple[Tensor, Tensor | None]:
         """Token ids (1, tokens) up to where the answer begins, and the images' pixels."""
-        asked = self._format.render(Conversation((Turn("user", question), Turn("assistant", "")), images))
+        conversation = Conversation((Turn("user", question), Turn("assistant", "")), images)
+        self._format.refuse_image_tokens(conversation)
+        asked = self._format.render(conversation)
         answer_begins = asked.targets[0][0]
         (encoded,) = encode(self._format.tokenizer, [Rendered(asked.text[:answer_begins], ())])
         loads = [self._format.image_load(image_size(path)) for path in images]
         ids = encoded.expanded(self._format.image_token_id, [load.llm_tokens for load in loads]).ids
         pixels = self._format.pixel_values([load_image(path) for path in images]) if images else None
         return torch.from_numpy(ids)[None], pixels
+
+
+def _whole(model_class: Any, folder: Path) -> Any:
+    """The model of a folder, all its weights from there: transformers would draw what is missing at random.
+
+    Raises:
+        ConfigError: Weights are missing, of another shape or unreadable.
+    """
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = load_part(model_class, folder, **options)
+    for problem, names in (("missing", found["missing_keys"]), ("of another shape", found["mismatched_keys"])):
+        if names:
+            named = ", ".join(sorted(map(str, names))[:3])
+            raise ConfigError(f"{folder} must hold every weight of the model, got {len(names)} {problem}: {named}")
+    return model
+
+
+def _usable(device: str) -> torch.device:
+    """A device that tensors can be on, and read from.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    try:
+        torch.empty(1, device=device).cpu()  # "meta" exists and holds nothing
+        return torch.device(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises all of them
+        raise ConfigError(f"device must be one that torch can use here, got {device!r}: {said(error)}") from error

@@ -1,6 +1,5 @@
 """From a Hugging Face folder or configuration to its pipeline layers."""
 
-import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -9,7 +8,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from omnibal.data.sources.folder import load_part
 from omnibal.errors import ConfigError
+from omnibal.records import read_json
 from omnibal.vlm.internvl import internvl
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.weights import has_weights, ties_are_broken
@@ -31,7 +32,7 @@ def load_model(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
         return _from_config(deepcopy(model))
     folder = Path(model)
     _check_family(_model_type(folder), f" in {folder / 'config.json'}")
-    config = AutoConfig.from_pretrained(folder)
+    config = load_part(AutoConfig, folder)
     try:
         loaded = _from_config(config)
     except ConfigError as error:
@@ -58,8 +59,6 @@ def _model_type(folder: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"model must be a Hugging Face folder or a configuration, got {folder} without config.json")
     try:
-        return str(json.loads(path.read_text())["model_type"])
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"model must have a config.json, got {path}, line {error.lineno}: {error.msg}") from error
+        return str(read_json(path, "model's config.json")["model_type"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"model must have a config.json that is an object with a model_type, got {path}") from error

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
+from omnibal.data.sources.folder import said
+from omnibal.errors import ConfigError
 from omnibal.families.internvl import layer_records
 from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.layers import LayerRecipe, Payload, VisionLanguageModel
@@ -89,7 +91,10 @@ def internvl(config: InternVLConfig) -> VisionLanguageModel:
     records = layer_records(config.to_dict())
     with torch.device("meta"):
         skeleton: Any = InternVLForConditionalGeneration
-        skeleton = skeleton._from_config(config, attn_implementation=PACKED_ATTENTION)
+        try:
+            skeleton = skeleton._from_config(config, attn_implementation=PACKED_ATTENTION)
+        except (KeyError, RuntimeError) as error:  # an activation that does not exist, sizes beyond any memory
+            raise ConfigError(f"configuration must describe a model that can be built, got {said(error)}") from error
     kinds = [record.kind for record in records]
     recipes = (
         LayerRecipe(PatchEmbedding, {"embeddings": "model.vision_tower.embeddings"}),

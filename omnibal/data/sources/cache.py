@@ -14,6 +14,7 @@ import numpy.typing as npt
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sources.problems import Problem
 from omnibal.errors import DataError
+from omnibal.records import load_json
 
 FORMAT = 1
 """Changes with the rules by which lengths are measured."""
@@ -57,7 +58,7 @@ class LengthsCache:
             return None
         try:
             lengths = SampleLengths.load(self.path)
-            kept = json.loads((self.path / PROBLEMS_FILE).read_text())
+            kept = load_json(self.path / PROBLEMS_FILE)
         except (OSError, ValueError, DataError) as error:
             logger.warning("Lengths are measured anew, because the kept ones cannot be read: %s", error)
             return None

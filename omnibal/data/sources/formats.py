@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Rendered, render_chatml
+from omnibal.data.sources.folder import load_part
 from omnibal.data.sources.template import ChatTemplate, text_start
 from omnibal.errors import ConfigError
 from omnibal.families.images import ImageLoad, ImageRule, image_rule
@@ -46,16 +47,18 @@ class ModelFormat(ABC):
     def __init__(self, folder: Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> None:
         from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-        config = _load(AutoConfig, folder)
-        self.tokenizer: Any = _load(AutoTokenizer, folder)
-        self._processor: Any = _load(AutoImageProcessor, folder, backend="pil")
+        config = load_part(AutoConfig, folder)
+        self.tokenizer: Any = load_part(AutoTokenizer, folder)
+        self._processor: Any = load_part(AutoImageProcessor, folder, backend="pil")
         self._config: dict[str, Any] = config.to_dict()
         self._folder, self._limits = folder, (max_tiles, min_tiles)
         self._rules: dict[int | None, ImageRule] = {None: self._rule(None)}
         self.image_token_id: int = config.image_token_id
-        self.image_token: str = self.tokenizer.convert_ids_to_tokens(config.image_token_id)
-        if self.image_token is None:
+        known = self.image_token_id >= 0  # tokenizers raise below 0, and have no token above
+        token = self.tokenizer.convert_ids_to_tokens(self.image_token_id) if known else None
+        if token is None:
             raise ConfigError(f"image_token_id in {folder}/config.json must be a token, got {self.image_token_id}")
+        self.image_token: str = token
 
     @cached_property
     def fingerprint(self) -> str:
@@ -159,21 +162,9 @@ def open_format(folder: str | Path, *, max_tiles: int | None = None, min_tiles: 
     """
     from transformers import AutoConfig
 
-    is_internvl = _load(AutoConfig, Path(folder)).model_type == "internvl"
+    is_internvl = load_part(AutoConfig, Path(folder)).model_type == "internvl"
     format_class = InternVLFormat if is_internvl else TemplateFormat
     return format_class(Path(folder), max_tiles=max_tiles, min_tiles=min_tiles)
-
-
-def _load(auto_class: Any, folder: Path, **options: Any) -> Any:
-    """One part of a Hugging Face folder, by transformers' Auto class for it."""
-    if not folder.is_dir():  # transformers would look for it on the hub
-        raise ConfigError(f"processor_folder must be a folder with model configuration and tokenizer, got {folder}")
-    try:
-        return auto_class.from_pretrained(folder, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"processor_folder must hold what {auto_class.__name__} reads, got {folder}: {error}"
-        ) from error
 
 
 def _named_token(tokenizer: Any, attribute: str, usual: str) -> str:

@@ -7,7 +7,6 @@ first half of the file and 2.5 the file twice and its first half once more, as I
 for whole numbers.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -20,6 +19,7 @@ from omnibal.data.sources.problems import Broken
 from omnibal.data.sources.records import Records
 from omnibal.data.sources.shards import Shard
 from omnibal.errors import DataError
+from omnibal.records import load_json
 
 KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")
 MOST_REPEATED: Final = 10_000
@@ -71,7 +71,7 @@ def read_meta(meta: Path, max_tiles: int | None = None) -> list[Shard]:
         DataError: Names the meta file, the dataset and the key.
     """
     try:
-        datasets = json.loads(meta.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_repetition)
+        datasets = load_json(meta, object_pairs_hook=_without_repetition)
     except (OSError, ValueError) as error:
         raise DataError(f"meta must be a readable JSON file, got {meta} ({error})") from error
     if not isinstance(datasets, dict) or not datasets:
@@ -90,7 +90,7 @@ def _read_entry(meta: Path, name: str, entry: Any, max_tiles: int | None) -> Sha
         if known and key not in KEYS:
             raise refuse(key, f"be spelt {known[0]}", repr(key))
     for key in ("root", "annotation"):
-        if not isinstance(entry.get(key), str):
+        if not isinstance(entry.get(key), str) or "\0" in entry[key]:
             raise refuse(key, "be a path", repr(entry.get(key, "nothing")))
     repeat = entry.get("repeat_time", 1)
     if isinstance(repeat, bool) or not isinstance(repeat, int | float) or not 0 < repeat <= MOST_REPEATED:

@@ -10,6 +10,7 @@ import numpy as np
 
 from omnibal.data.sources.scan import ArrayScanner, Entries, LineScanner
 from omnibal.errors import DataError
+from omnibal.records import parse_json
 
 BLOCK_BYTES = 1 << 20
 
@@ -54,12 +55,14 @@ class Records:
             file.seek(start)
             text = file.read(stop - start)
         try:
-            record = json.loads(text)
+            record = parse_json(text)
         except json.JSONDecodeError as error:
             found = f"{error.msg} at character {error.pos + 1}" if error.doc.strip() else "an empty line"
             raise ValueError(f"entry must be JSON, got {found}") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"entry must be UTF-8, got {error.object[error.start : error.end]!r}") from error
+        except ValueError as error:
+            raise ValueError(f"entry must be readable JSON, got: {error}") from error
         if not isinstance(record, dict):
             raise ValueError(f"entry must be a JSON object, got {type(record).__name__}")
         return record

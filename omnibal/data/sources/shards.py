@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.data.sources.chat import Conversation, parse_conversation
 from omnibal.data.sources.problems import Problem
 from omnibal.data.sources.records import Records
+from omnibal.errors import DataError
 
 Ids = npt.NDArray[np.int64]
 
@@ -30,6 +32,17 @@ class Shard:
     root: Path
     num_samples: int
     max_tiles: int | None = None
+
+    def conversation(self, place: int) -> Conversation:
+        """One of its items.
+
+        Raises:
+            DataError: It is no conversation; the message names file and line.
+        """
+        try:
+            return parse_conversation(self.records[place], self.root)
+        except ValueError as error:
+            raise DataError(str(self.problem(place, error))) from error
 
     def problem(self, place: int, error: ValueError) -> Problem:
         """What is wrong with one of its items."""

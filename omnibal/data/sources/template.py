@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Rendered
+from omnibal.data.sources.folder import said
 from omnibal.errors import ConfigError
 
 Message = dict[str, Any]
@@ -36,14 +37,22 @@ class ChatTemplate:
         """Finds out how a tokenizer's template writes images.
 
         Raises:
-            ConfigError: If there is no template or it does not write ``image_token`` for an image.
+            ConfigError: If there is no template, or it does not write ``image_token`` for an image or what assistants
+                answer.
         """
         if not tokenizer.chat_template:
             raise ConfigError("tokenizer must have a chat template, got none")
         content = [{"type": "image"}, {"type": "text", "text": PROBE}]
-        probe = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        template = cls(tokenizer, image_token, breaks_line=False, start="")
+        try:
+            probe = template._text([{"role": "user", "content": content}])
+            answered = template._text([template._message("user", "question"), template._message("assistant", PROBE)])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if probe.count(image_token) != 1:
             raise ConfigError(f"chat template must write {image_token} for an image, got {probe!r}")
+        if PROBE not in answered:
+            raise ConfigError(f"chat template must write what an assistant answers, got {answered!r:.200}")
         between = probe.partition(image_token)[2].partition(PROBE)[0]
         start = text_start(tokenizer)
         return cls(tokenizer, image_token, between.endswith("\n"), "" if start and probe.startswith(start) else start)
@@ -52,7 +61,8 @@ class ChatTemplate:
         """The conversation's text; a target is what the template adds for an answer, but for spaces at its end.
 
         Raises:
-            ValueError: If the template does not write turns one after another (some leave parts of earlier turns out).
+            ValueError: If the template does not write turns one after another (some leave parts of earlier turns out),
+                or refuses them.
         """
         messages = [self._message(turn.role, turn.text) for turn in conversation.turns]
         targets, text = [], ""
@@ -68,7 +78,10 @@ class ChatTemplate:
         return Rendered(self.start + text, tuple(targets))
 
     def _text(self, messages: list[Message], **options: Any) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as error:  # templates are programs, and may refuse a conversation by any error
+            raise ValueError(f"chat template must take the conversation, got {said(error)}") from error
 
     def _message(self, role: str, text: str) -> Message:
         before, *after = text.split(IMAGE_MARK) if role == "user" else [text]

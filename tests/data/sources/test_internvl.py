@@ -265,5 +265,5 @@ def test_a_folder_whose_parts_do_not_fit_is_refused(write_dataset, model_folder,
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
         with pytest.raises(ConfigError, match=reason):
             InternVLDataset(meta, folder)
-    with pytest.raises(ConfigError, match="processor_folder"):
+    with pytest.raises(ConfigError, match="model's folder must be one with configuration and tokenizer"):
         InternVLDataset(meta, tmp_path / "nothing")

@@ -1,0 +1,167 @@
+"""Files that hold something else than a command expects: one line with the file's name, whatever they hold."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from omnibal.demo import write_demo
+from omnibal.vlm import load_model
+from omnibal.vlm.weights import save_model
+from tests.pipeline.profiles import fixed_profile
+from tests.test_records import UNREADABLE
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's data, and its model with random weights."""
+    paths = write_demo(tmp_path_factory.mktemp("demo") / "data", samples=20, held_out=20)
+    model = load_model(paths.model)
+    save_model(model, lambda index: dict(model.build_layer(index, seed=0).state_dict()), paths.model)
+    return paths
+
+
+@pytest.fixture
+def model(demo, tmp_path):
+    """A copy of the demo's model folder, to be damaged."""
+    return shutil.copytree(demo.model, tmp_path / "model")
+
+
+def refusal(omnibal, *arguments):
+    error = omnibal(*arguments, exit_code=2).stderr
+    return error[error.index("error: ") :].rstrip("\n")
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_json_that_cannot_be_read_is_named(omnibal, demo, tmp_path, kind):
+    content, _ = UNREADABLE[kind]
+    fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
+    wrong = tmp_path / "wrong.json"
+    wrong.write_bytes(content)
+    stages = ("--num-stages", 2, "--bandwidth", 1)
+    commands = [
+        ("pack", wrong),
+        ("partition", wrong, *stages),
+        ("partition", tmp_path / "profile.json", *stages, "--config", wrong),
+        ("partition", tmp_path / "profile.json", *stages, "--lengths", wrong),
+        ("simulate", tmp_path / "profile.json", "--plan", wrong),
+        ("ask", demo.model, "--meta", wrong),
+    ]
+    for command in commands:
+        line = refusal(omnibal, *command)
+        assert "wrong.json" in line and line.count("\n") == 0, (command, line)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNREADABLE if kind != "half a character"])  # a key that is not read
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"])
+def test_a_model_folder_that_cannot_be_read_is_named(omnibal, demo, model, tmp_path, file, kind):
+    (model / file).write_bytes(UNREADABLE[kind][0])
+    line = refusal(omnibal, "lengths", demo.meta, tmp_path / "out", "--model", model)
+    assert str(model) in line
+    if file == "config.json":
+        line = refusal(omnibal, "profile", model, tmp_path / "profile.json", "--device", "a100")
+        assert str(model / file) in line
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("text_config", "hidden_size", -64),
+        ("text_config", "num_hidden_layers", -2),
+        ("text_config", "vocab_size", -5),
+        ("text_config", "hidden_size", 10**18),
+        ("text_config", "hidden_size", "96"),
+        ("text_config", "hidden_act", "nonsense"),
+        ("vision_config", "hidden_size", -96),
+        ("vision_config", "num_hidden_layers", -2),
+        ("vision_config", "image_size", [-56, -56]),
+        ("vision_config", "patch_size", [0, 0]),
+        (None, "text_config", [1]),
+        (None, "image_token_id", None),
+    ],
+)
+def test_a_configuration_of_no_model_is_refused(omnibal, model, tmp_path, part, key, value):
+    config = json.loads((model / "config.json").read_text())
+    (config if part is None else config[part])[key] = value
+    (model / "config.json").write_text(json.dumps(config))
+    assert str(model) in refusal(omnibal, "profile", model, tmp_path / "profile.json", "--device", "a100")
+
+
+@pytest.mark.parametrize("token", [-1, 10**9, None])
+def test_an_image_token_that_is_none_is_refused(omnibal, demo, model, tmp_path, token):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"image_token_id": token}))
+    assert str(model) in refusal(omnibal, "lengths", demo.meta, tmp_path / "out", "--model", model)
+
+
+def cut(model):
+    (model / WEIGHTS).write_bytes((model / WEIGHTS).read_bytes()[:-1000])
+
+
+def empty(model):
+    (model / WEIGHTS).write_bytes(b"")
+
+
+def remove(model):
+    (model / WEIGHTS).unlink()
+
+
+def shorten(model):
+    weights = load_file(model / WEIGHTS)
+    name = min(weights)
+    save_file(weights | {name: weights[name][:5].clone()}, model / WEIGHTS, metadata={"format": "pt"})
+
+
+def forget(model):
+    weights = load_file(model / WEIGHTS)
+    del weights[min(weights)]
+    save_file(weights, model / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("damage", [cut, empty, remove, shorten, forget])
+def test_weights_that_are_not_the_models_do_not_answer(omnibal, model, damage):
+    damage(model)
+    assert str(model) in refusal(omnibal, "ask", model, "What is this?")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "nonsense", ""])
+def test_a_device_that_is_not_there_is_named(omnibal, model, device):
+    line = refusal(omnibal, "ask", model, "What is this?", "--device", device)
+    assert line.startswith(f"error: device must be one that torch can use here, got {device!r}")
+
+
+@pytest.mark.parametrize("options", [[], ["--image"]])
+def test_a_question_does_not_hold_parts_of_images(omnibal, demo, options):
+    image = next((demo.meta.parent / "images").rglob("*.png"))
+    asked = ("ask", demo.model, "What is <IMG_CONTEXT>?", *options, *([image] if options else []))
+    assert "conversations must not hold <IMG_CONTEXT>" in refusal(omnibal, *asked)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (json.dumps({"conversations": [{"from": "human", "value": "\ud800"}]}), "half of a character"),
+        ('{"a":' + "[" * 100_000, "brackets nest too deeply"),
+        ("{", "entry must be JSON"),
+    ],
+)
+def test_an_entry_that_cannot_be_read_is_named_or_left_out(omnibal, demo, tmp_path, entry, reason):
+    good = demo.train_annotations[0].read_text().splitlines()[0]
+    (tmp_path / "some.jsonl").write_text(f"{good}\n{entry}\n")
+    root = demo.meta.parent / json.loads(demo.meta.read_text())[demo.train_annotations[0].stem]["root"]
+    meta = tmp_path / "meta.json"
+    meta.write_text(json.dumps({"some": {"root": str(root), "annotation": "some.jsonl"}}))
+    measured = ("lengths", meta, tmp_path / "out", "--model", demo.model)
+    for command in (measured, ("ask", demo.model, "--meta", meta)):
+        line = refusal(omnibal, *command)
+        assert "some.jsonl, line 2" in line and reason in line
+    assert json.loads(omnibal(*measured, "--broken", "skip", "--json").stdout)["all"]["samples"] == 1
+
+
+def test_a_path_with_a_zero_byte_is_refused(omnibal, demo, tmp_path):
+    (tmp_path / "meta.json").write_text(json.dumps({"some": {"root": "a", "annotation": "a\0b"}}))
+    line = refusal(omnibal, "lengths", tmp_path / "meta.json", tmp_path / "out", "--model", demo.model)
+    assert "some.annotation must be a path, got 'a\\x00b'" in line

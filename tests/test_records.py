@@ -1,0 +1,32 @@
+import pytest
+
+from omnibal.errors import ConfigError
+from omnibal.records import load_json, parse_json, read_json
+
+UNREADABLE = {
+    "nested": (b"[" * 100_000, "brackets nest too deeply"),
+    "binary": (bytes(range(128, 256)), "can't decode byte 0x80"),
+    "digits": (b'{"a": ' + b"9" * 5000 + b"}", "5000 digits"),
+    "half a character": (b'{"a": "\\uD83D"}', r"half of a character stands alone: '\\ud83d'"),
+    "cut": (b'{"a":\n', "line 2: Expecting value"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_is_no_json_is_refused_with_the_reason_and_the_file(tmp_path, kind):
+    content, reason = UNREADABLE[kind]
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"thing must be JSON, got .*a\.json.*{reason}"):
+        read_json(tmp_path / "a.json", "thing")
+    with pytest.raises(ValueError):  # nothing else
+        load_json(tmp_path / "a.json")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"thing must be a readable file, got .*a\.json: No such file"):
+        read_json(tmp_path / "a.json", "thing")
+
+
+def test_whole_characters_and_marks_before_them_are_read():
+    assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
+    assert parse_json('"\\\\ud800"') == "\\ud800"
