@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -50,7 +51,9 @@ class TableEngine(PipelineEngine):
     """Runs training steps by a table, or by DeepSpeed's own 1F1B where there is none.
 
     DeepSpeed's methods run the passes. Weight gradients of linear layers wait in ``weight_gradients`` for their ``W``.
-    Nothing waits for what is sent; of the gradients to receive, the next one is always on its way already.
+    Nothing waits for what is sent. Of the gradients to receive, the next one is on its way already, save a step's
+    first, which is expected no sooner than its sender can get to it: on a GPU a receive that waits holds up a host that
+    waits for its device. It is expected no later either: its sender may wait before it takes the next activation.
 
     Args:
         table: What every stage runs; micro-batches pass each stage in order, forward and backward. None for DeepSpeed's
@@ -74,6 +77,7 @@ class TableEngine(PipelineEngine):
         self._senders: list[Sender] = []
         if table is not None:
             self._in_flight_before = table.in_flight[max(self.stage_id - 1, 0)]
+            self._first_gradient_before = _behind_first_gradient(table.blocking[self.stage_id])
             defer_linears(self.module, self.weight_gradients)
             self._open_links()
 
@@ -149,15 +153,17 @@ class TableEngine(PipelineEngine):
         if self.is_last_stage():
             self._losses[micro_batch] = self.loss
         else:
+            if self._first_gradient_before == (Operation.SEND_ACTIVATION, micro_batch):
+                self._expect_gradients()
             outputs = self.pipe_buffers["outputs"][micro_batch]
             self._activations_out.send_described(micro_batch, outputs)
             self._awaited.append([(tensor.dtype, tuple(tensor.shape)) for tensor in _floats(outputs)])
-            self._expect_gradients()
 
     def _run_backward(self, micro_batch: int) -> None:
         if self.is_last_stage():
             self.loss = self._losses.pop(micro_batch)
         else:
+            self._expect_gradients()  # unless they are expected since the backward pass before
             self.grad_layer = self._gradients_in.take()
             self._activations_out.settle(micro_batch)  # has been received, since its gradient has come back
             self._expect_gradients()
@@ -182,6 +188,12 @@ class TableEngine(PipelineEngine):
         RunEntry: _run_entry,
         deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
     }
+
+
+def _behind_first_gradient(order: Sequence[Instruction]) -> Instruction | None:
+    """What comes after a step's first gradient is received, where transfers block; None for the last stage."""
+    gradient = Operation.RECEIVE_GRADIENT
+    return next((after for before, after in pairwise(order) if before.operation == gradient), None)
 
 
 def _floats(payload: Iterable[Tensor]) -> list[Tensor]:

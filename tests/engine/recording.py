@@ -1,0 +1,160 @@
+"""Records which transfers and computations the engine starts in which order; nothing is computed or sent."""
+
+from collections import defaultdict, deque
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from omnibal.engine import transfers
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.table import RunEntry
+from omnibal.pipeline.schedule import Operation
+from tests.engine.nccl import Kernel, Post, Wait
+
+WORLD = -1
+
+
+class Network:
+    """Takes ``torch.distributed``'s place in one process after another, first stage first.
+
+    What a stage receives from the one before it is there, as that has been recorded before; gradients are of no matter.
+    """
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+        self.mail = defaultdict(deque)
+
+    def enter(self, rank):
+        self.rank, self.program, self.groups = rank, [], 0
+
+    def new_group(self, ranks, **_):
+        self.groups += 1
+        return self.groups
+
+    def get_default_backend_for_device(self, device):
+        return "nccl"
+
+    def isend(self, tensor, peer, group=WORLD):
+        self.mail[group, self.rank, peer].append(tensor.detach().clone())
+        return self._post(tensor, peer, group, sends=True)
+
+    def irecv(self, tensor, peer, group=WORLD):
+        if peer < self.rank:
+            tensor.copy_(self.mail[group, peer, self.rank].popleft())
+        return self._post(tensor, peer, group, sends=False)
+
+    def _post(self, tensor, peer, group, *, sends):
+        number = len(self.program)
+        self.program.append(Post(group, peer, sends, on_device=tensor.device == self.device))
+        return SimpleNamespace(wait=lambda: self.program.append(Wait(number)))
+
+    def send(self, tensor, peer):
+        self.isend(tensor, peer).wait()
+
+    def recv(self, tensor, peer):
+        self.irecv(tensor, peer).wait()
+
+
+class RecordedEngine(OmnibalEngine):
+    """The engine, whose passes are only written down."""
+
+    def _exec_load_micro_batch(self, buffer_id):
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = self._payload()
+
+    def _exec_forward_pass(self, buffer_id):
+        self.network.program.append(Kernel("F"))
+        self.pipe_buffers["outputs"][buffer_id] = self._payload()
+        self.loss, self._forwards = None, self._forwards + 1
+
+    def _exec_backward_pass(self, buffer_id):
+        self.network.program.append(Kernel("B"))
+        if not self.is_first_stage():
+            hidden = self.pipe_buffers["inputs"][buffer_id][0]
+            hidden.grad = torch.empty_like(hidden)
+
+    def _run_entry(self, operation, micro_batch):
+        if operation == Operation.W:
+            self.network.program.append(Kernel("W"))
+        super()._run_entry(operation, micro_batch)
+
+    def _payload(self):
+        """What every layer returns; packs in turn without an image, of which a cut within the ViT passes nothing."""
+        tiles = 0 if self.stage_id == 0 and self._forwards % 2 else 2
+        integers = [torch.ones(1, 3, dtype=torch.int64, device=self.device) for _ in range(2)]
+        bounds = torch.tensor([0, 3], dtype=torch.int32).to(self.device)
+        return torch.ones(tiles, 2, device=self.device), *integers, bounds
+
+    def _nothing(self):
+        pass
+
+    _INSTRUCTION_MAP: ClassVar = {
+        **OmnibalEngine._INSTRUCTION_MAP,
+        RunEntry: _run_entry,
+        schedule.LoadMicroBatch: _exec_load_micro_batch,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
+        schedule.ReduceTiedGrads: _nothing,
+        schedule.ReduceGrads: _nothing,
+        schedule.OptimizerStep: _nothing,
+    }
+
+
+def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine):
+    """What each process starts in a few steps under a plan's table, or under DeepSpeed's own 1F1B."""
+    # DeepSpeed sends descriptions through the device, which must then have values; ours are the host's.
+    network = Network("cpu" if plan.schedule == "1f1b" or forward_only else "meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineEngine, "__init__", _bare(network, plan))
+        patch.setattr(transfers, "dist", network)
+        patch.setattr(p2p, "send", network.send)
+        patch.setattr(p2p, "recv", network.recv)
+        programs = []
+        for stage in range(plan.num_stages):
+            network.enter(stage)
+            engine = engine_class(plan=plan, loader=None, seed=0, model_source=None)
+            for _ in range(steps):
+                engine._exec_schedule(
+                    engine._inference_schedule(plan.micro_batches) if forward_only else engine._train_schedule()
+                )
+            programs.append(network.program)
+        return programs
+
+
+def _bare(network, plan):
+    """In the place of DeepSpeed's constructor: what its instructions ask the engine for."""
+
+    def initialize(engine):
+        nn.Module.__init__(engine)
+        topology = SimpleNamespace(get_rank=lambda pipe, data: pipe)
+        engine.__dict__ |= {
+            "network": network,
+            "device": network.device,
+            "module": nn.Module(),
+            "optimizer": None,
+            "grid": SimpleNamespace(topology=lambda: topology),
+            "stage_id": network.rank,
+            "global_rank": network.rank,
+            "num_stages": plan.num_stages,
+            "micro_batches": plan.micro_batches,
+            "dp_world_size": 1,
+            "prev_stage": network.rank - 1,
+            "next_stage": network.rank + 1,
+            "pipe_buffers": {name: [] for name in ("inputs", "labels", "outputs", "output_tensors")},
+            "num_pipe_buffers": 0,
+            "pipe_recv_buf": None,
+            "grad_layer": None,
+            "dynamic_shape": True,
+            "first_output_send": True,
+            "_forwards": 0,
+            "_config": SimpleNamespace(wall_clock_breakdown=False),
+            **dict.fromkeys(("is_pipe_partitioned", "is_grad_partitioned"), False),
+            **dict.fromkeys(("has_attention_mask", "has_bool_tensors"), False),
+        }
+
+    return initialize
