@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from omnibal.data.policies import EXCHANGE_STEPS
+from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.schedule import ScheduleName
@@ -56,7 +56,12 @@ class PackingSection(Section):
     vision_units: Count | None = None
     llm_tokens: Count | None = None
     """The most a pack may hold; left out, the paper's rule chooses from the lengths."""
+    full_vision_units: Count | None = None
+    full_llm_tokens: Count | None = None
+    """From where on a pack is full, for ``isf``: the paper's Q'v and Q't; by default its own."""
     method: Literal["balanced", "isf", "random"] = "balanced"
+    iterations: Count = ITERATIONS
+    """Rounds of ``isf``: the paper's T."""
     oversized: Literal["alone", "error", "drop"] = "alone"
     exchange_steps: Count = EXCHANGE_STEPS
     """Consecutive steps that may exchange samples for balance; 1 keeps every step exactly as it was drawn."""

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from omnibal.cli.outputs import check_folder
-from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized
+from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized
 from omnibal.errors import ConfigError
 
 CEILING = 2
@@ -67,6 +67,15 @@ def pack(
             min=1,
         ),
     ] = EXCHANGE_STEPS,
+    iterations: Annotated[int, typer.Option(help="Rounds of ISF (the paper's T).", min=1)] = ITERATIONS,
+    full_vision_units: Annotated[
+        int | None,
+        typer.Option(help="Vision units from where on a pack is full, for ISF (the paper's Q'v); its limit.", min=1),
+    ] = None,
+    full_llm_tokens: Annotated[
+        int | None,
+        typer.Option(help="Likewise LLM tokens (the paper's Q't); 128 below the limit, or half of it.", min=1),
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="The model's folder, for a dataset.")] = None,
     images: Annotated[Path | None, typer.Option(help="The images' folder; that of the annotations.")] = None,
     max_tiles: Annotated[int | None, typer.Option(help="Most tiles of an image, for a dataset.", min=1)] = None,
@@ -84,6 +93,9 @@ def pack(
     Example: omnibal pack runs/lengths --search --vision-units 40
     --llm-tokens 12288 --plot runs/plots
 
+    Example: omnibal pack lengths.json --method isf --iterations 5
+    --full-llm-tokens 3840
+
     Example: omnibal pack runs/lengths --search --profile profile.json
     --budget 20
     """
@@ -98,19 +110,31 @@ def pack(
         search_under,
     )
     from omnibal.data.limit_search import MemoryCeiling
+    from omnibal.data.limits import PackLimits
 
     check_folder("--plot", plot)
     if budget is not None and (profile is None or not search or vision_units is not None or llm_tokens is not None):
         raise ConfigError("--budget must come with --search and --profile, without --vision-units and --llm-tokens")
     if budget == math.inf:
         raise ConfigError(f"--budget must be GiB such as 20, got {budget}")
+    if search and (full_vision_units is not None or full_llm_tokens is not None):
+        raise ConfigError("--full-vision-units and --full-llm-tokens must come without --search, which finds limits")
     kept = None if profile is None else kept_by(profile)
     named = read_lengths(lengths, Reading(model, images, max_tiles))
     limits = choose_limits(named.lengths, vision_units, llm_tokens, factor=CEILING if search else 1)
     ceiling = None if kept is None or budget is None else MemoryCeiling(kept, budget * 2**30)
     scored = search_under(ceiling or limits, named.lengths, num_replicas, method, seed) if search else []
     limits = scored[0].limits if scored else limits
-    task = PackingTask(named.lengths, limits, num_replicas, micro_batches, seed, epoch, oversized, exchange_steps, kept)
+    if full_vision_units is not None or full_llm_tokens is not None:
+        limits = PackLimits(
+            limits.vision_units,
+            limits.llm_tokens,
+            full_vision_units=full_vision_units,
+            full_llm_tokens=full_llm_tokens,
+        )
+    task = PackingTask(
+        named.lengths, limits, num_replicas, micro_batches, seed, epoch, oversized, exchange_steps, iterations, kept
+    )
     shown = get_args(Method) if compare else (method,)
     drawn = tuple(dict.fromkeys((BEFORE, method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}

@@ -47,6 +47,7 @@ class PackingTask:
     epoch: int
     oversized: Oversized
     exchange_steps: int
+    iterations: int
     bytes_of: CostModel | None = None
     """Memory that a micro-batch takes, where that is known."""
 
@@ -81,6 +82,7 @@ class PackingTask:
             epoch=self.epoch,
             oversized=self.oversized,
             exchange_steps=self.exchange_steps,
+            iterations=self.iterations,
         )
 
     @property
@@ -109,6 +111,7 @@ class PackingTask:
             "seed": self.seed,
             "epoch": self.epoch,
             "exchange_steps": self.exchange_steps,
+            "iterations": self.iterations,
             "oversized": {"policy": self.oversized, "samples": self.num_oversized},
         }
 

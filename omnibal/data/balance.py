@@ -99,8 +99,7 @@ class BalancedPacks:
         self._instructions = self._instruct(self._dense, num_steps * self._step_packs)
         self._cuts: dict[tuple[int, int], IntArray] = {}
 
-    @property
-    def window_starts(self) -> IntArray:
+    def window_starts(self, epoch: int) -> IntArray:  # the same in all epochs
         """First step of every window, and the number of steps behind them."""
         return self._layout.window_starts
 
@@ -113,7 +112,7 @@ class BalancedPacks:
         """
         if self._witness is not None and epoch == 0:
             return self._witness
-        num_steps = int(np.diff(self.window_starts)[index])
+        num_steps = int(np.diff(self.window_starts(epoch))[index])
         samples = self._draw(*self._find_places(epoch, index), shuffle_keys(self._seed, epoch))
         for attempt in range(ATTEMPTS if self._witness is None else DENSEST_ATTEMPT):
             packs = self._plan(samples, self._instructed(attempt, num_steps), num_steps, epoch, index, attempt)
@@ -240,8 +239,9 @@ class BalancedPacks:
 
     def _find_places(self, epoch: int, index: int) -> tuple[int, int]:
         """Places of a window in the epoch's random order."""
-        block = self._layout.block_of(int(self.window_starts[index]))
-        first = int(np.searchsorted(self.window_starts, self._layout.block_steps(block)[0]))
+        starts = self.window_starts(epoch)
+        block = self._layout.block_of(int(starts[index]))
+        first = int(np.searchsorted(starts, self._layout.block_steps(block)[0]))
         begin, end = self._find_cuts(epoch, block)[index - first : index - first + 2]
         return int(begin), int(end)
 

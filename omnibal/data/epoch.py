@@ -15,16 +15,15 @@ from omnibal.data.dealt import DealtPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized
+from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized
 from omnibal.errors import ConfigError, DataError
 
 
 class Arrangement(Protocol):
     """A planning method applied to a dataset: what all its epochs have in common, and how to plan a part of one."""
 
-    @property
-    def window_starts(self) -> IntArray:
-        """First step of every window, and the number of steps behind them: the same in all epochs."""
+    def window_starts(self, epoch: int) -> IntArray:
+        """First step of every window of an epoch, and the number of steps behind them."""
 
     def window(self, epoch: int, index: int) -> Packs:
         """Plan one window: the packs of its steps in running order (step, rank, micro-batch)."""
@@ -61,9 +60,11 @@ class Window:
 class Epoch:
     """One epoch's samples, arranged as steps × ranks × micro-batches.
 
-    Every sample is in exactly one pack. All ranks have the same number of steps, and so have all epochs. Packs keep
-    the limits but for single oversized samples. Packs without a sample are in the last step only, and only where
-    there are fewer samples than packs.
+    Every sample is in exactly one pack. All ranks have the same number of steps. Packs keep the limits but for single
+    oversized samples. Packs without a sample are in the last step only.
+
+    Under ``"balanced"`` all epochs have the same number of steps, and no pack is empty unless there are fewer samples
+    than packs. Under ``"isf"`` and ``"random"`` an epoch has the steps that its packs fill.
 
     Iterating yields the windows; each is planned when it is asked for, and does not need those before it.
     """
@@ -80,11 +81,11 @@ class Epoch:
 
     @property
     def num_steps(self) -> int:
-        """Steps of every rank: known before anything is planned, the same in all epochs."""
-        return int(self._arrangement.window_starts[-1])
+        """Steps of every rank: known before anything is planned under ``"balanced"``, else by planning the epoch."""
+        return int(self._arrangement.window_starts(self.epoch)[-1])
 
     def at(self, epoch: int) -> "Epoch":
-        """Return another epoch of the same samples: arranged anew, with the same number of steps."""
+        """Return another epoch of the same samples, arranged anew."""
         return Epoch(self._arrangement, epoch, num_replicas=self.num_replicas, micro_batches=self.micro_batches)
 
     def __iter__(self) -> Iterator[Window]:
@@ -98,13 +99,13 @@ class Epoch:
         """
         if not 0 <= first_step <= self.num_steps:
             raise ConfigError(f"first_step must lie between 0 and {self.num_steps}, got {first_step}")
-        starts = self._arrangement.window_starts
+        starts = self._arrangement.window_starts(self.epoch)
         first = int(np.searchsorted(starts, first_step, side="right")) - 1
         return (self._window(index) for index in range(first, len(starts) - 1))
 
     def _window(self, index: int) -> Window:
         packs = self._arrangement.window(self.epoch, index)
-        first_step = int(self._arrangement.window_starts[index])
+        first_step = int(self._arrangement.window_starts(self.epoch)[index])
         return Window(first_step, self.num_replicas, self.micro_batches, packs)
 
     @cached_property
@@ -131,6 +132,7 @@ def arrange_epoch(
     epoch: int = 0,
     oversized: Oversized = "alone",
     exchange_steps: int = EXCHANGE_STEPS,
+    iterations: int = ITERATIONS,
 ) -> Epoch:
     """Arrange all samples as packs for every step, rank and micro-batch.
 
@@ -150,6 +152,7 @@ def arrange_epoch(
         exchange_steps: How many consecutive steps may exchange samples for the sake of balance, for ``"balanced"``.
             With 1 every step keeps exactly those that it drew; a few more make a large difference where a pack has
             few samples, and leave steps as random as far as that can be measured.
+        iterations: Rounds of ISF (T in the paper), for ``"isf"``.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -159,13 +162,14 @@ def arrange_epoch(
     >>> lengths = SampleLengths([1, 3, 5, 4, 1], [300, 800, 1400, 1100, 300])
     >>> epoch = arrange_epoch(lengths, PackLimits(9, 4096), num_replicas=2, method="random")
     >>> epoch.num_steps, sorted(epoch.packs.samples.tolist())
-    (2, [0, 1, 2, 3, 4])
+    (1, [0, 1, 2, 3, 4])
     """
     integer("num_replicas", num_replicas, 1)
     integer("micro_batches", micro_batches, 1)
     integer("seed", seed, 0)
     integer("epoch", epoch, 0)
     integer("exchange_steps", exchange_steps, 1)
+    integer("iterations", iterations, 1)
     if method not in get_args(Method):
         raise ConfigError(f"method must be one of {get_args(Method)}, got {method!r}")
     samples = _admitted(lengths, limits, oversized)
@@ -182,9 +186,14 @@ def arrange_epoch(
             exchange_steps=exchange_steps,
         )
     else:
-        iterations = {"isf": 10, "random": 1}[method]
         arrangement = DealtPacks(
-            lengths, limits, step_packs=num_replicas * micro_batches, iterations=iterations, seed=seed, samples=samples
+            lengths,
+            limits,
+            num_replicas=num_replicas,
+            micro_batches=micro_batches,
+            iterations=iterations if method == "isf" else 1,
+            seed=seed,
+            samples=samples,
         )
     return Epoch(arrangement, epoch, num_replicas=num_replicas, micro_batches=micro_batches)
 

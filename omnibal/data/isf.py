@@ -9,6 +9,7 @@ from omnibal.compiled import compiled
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
+from omnibal.data.policies import ITERATIONS
 from omnibal.errors import ConfigError
 
 
@@ -16,7 +17,7 @@ def iterative_sampling_and_filtering(
     lengths: SampleLengths,
     limits: PackLimits,
     *,
-    iterations: int = 10,
+    iterations: int = ITERATIONS,
     seed: int | np.random.Generator = 0,
     samples: npt.ArrayLike | None = None,
 ) -> Packs:

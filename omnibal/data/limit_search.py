@@ -173,6 +173,8 @@ def _score(
     epoch = arrange_epoch(part, limits, num_replicas=num_replicas, method=method, cost=cost, seed=seed)
     packs, steps = epoch.packs, epoch.steps
     num_packs = int((packs.sizes > 0).sum())
+    full = (packs.sizes[steps] > 0).all(axis=(1, 2))
+    steps = steps[full] if full.any() else steps  # the end of a part of the samples says nothing of an epoch's steps
     load, bound = packs.load(part), max(volume_bound(part, limits), 1)
     return ScoredLimits(
         limits=limits,

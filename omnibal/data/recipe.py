@@ -13,7 +13,7 @@ from omnibal.data.course import Course
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized, TextOnly
+from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
 from omnibal.data.stream import PackStream, Population, Ranks
 from omnibal.errors import ConfigError
 
@@ -37,6 +37,7 @@ class Recipe:
     cost: CostModel | None = None
     text_only: TextOnly = "mix"
     exchange_steps: int = EXCHANGE_STEPS
+    iterations: int = ITERATIONS
     _arranged: dict[Ranks, list[Epoch]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +73,7 @@ class Recipe:
             "cost": None if self.cost is None else list(asdict(self.cost).values()),
             "text_only": self.text_only,
             "exchange_steps": self.exchange_steps,
+            **({"iterations": self.iterations} if self.method == "isf" else {}),
         }
 
     def course(
@@ -94,12 +96,16 @@ class Recipe:
         """
         arranged = self._arrange(arranged_for or ranks)
         streams = [
-            PackStream(begun.at(epoch), population, packs_done=position, ranks=ranks)
+            PackStream(begun.at(epoch), population, packs_done=position, ranks=ranks, split=self.method == "balanced")
             for begun, population, position in zip(
                 arranged, self._populations, packs_done or [0] * len(arranged), strict=True
             )
         ]
         return Course(streams, epoch=epoch, first_step=first_step, seed=self.seed)
+
+    def steps_of(self, epoch: int, ranks: Ranks) -> int:
+        """Steps of a whole epoch."""
+        return sum(begun.at(epoch).num_steps for begun in self._arrange(ranks))
 
     def _arrange(self, ranks: Ranks) -> list[Epoch]:
         """Each population's epoch 0 for the given ranks."""
@@ -115,6 +121,7 @@ class Recipe:
                     seed=self.seed,
                     oversized=self.oversized,
                     exchange_steps=self.exchange_steps,
+                    iterations=self.iterations,
                 )
                 for population in self._populations
             ]

@@ -9,7 +9,7 @@ from omnibal.data.checks import integer
 from omnibal.data.course import Course, StepPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import EXCHANGE_STEPS, Method, Oversized, TextOnly
+from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
 from omnibal.data.recipe import Recipe
 from omnibal.data.state import VERSION, read_state
 from omnibal.data.stream import Ranks
@@ -19,11 +19,15 @@ MOST_REMEMBERED = 8  # samples of the next packs that a state remembers
 
 
 class BalancedBatchSampler:
-    """Yields the sample indices of this rank's micro-batches, in every epoch equally many.
+    """Yields the sample indices of this rank's micro-batches, on all ranks equally many.
 
     Pass it to a DataLoader as ``batch_sampler`` and call ``set_epoch`` before every epoch. All ranks must be given
     equal arguments, ``rank`` aside: ``verify`` checks that they were. An empty list stands for a micro-batch without
-    a sample; it is possible in the last step only, and only where there are fewer samples than packs.
+    a sample; it is possible in the last step only (under ``text_only="together"`` in the last step of either kind).
+
+    Under ``"balanced"`` all epochs have equally many steps, and a micro-batch is empty only where there are fewer
+    samples than packs. Under ``"isf"`` and ``"random"`` every epoch has the steps that its packs fill: the length
+    follows ``set_epoch``, and ``steps_of`` tells that of any epoch, to sum them for a learning-rate schedule.
 
     Args:
         lengths: Loads of every sample; a sample's index is its position here.
@@ -31,22 +35,24 @@ class BalancedBatchSampler:
         num_replicas: Data-parallel ranks.
         rank: This process's data-parallel rank.
         micro_batches: Packs per rank and step (gradient accumulation steps).
-        method: How packs are made and arranged: ``"balanced"``, ``"isf"`` or ``"random"``.
+        method: How packs are made and arranged: ``"balanced"``, ``"isf"`` (as the OmniBal paper has it) or
+            ``"random"`` (samples packed in the order in which they are drawn).
         seed: The same seed gives the same epochs.
         oversized: Samples that exceed a limit on their own: ``"alone"`` gives each a pack of its own, ``"drop"``
             leaves them out, ``"error"`` refuses them. ``oversized_report`` says how many there are, and which.
         cost: What a micro-batch costs the LLM, for the method ``"balanced"``.
         text_only: Samples without an image: ``"mix"`` packs them with others; ``"together"`` keeps them in steps of
             their own, so that in any micro-batch all ranks run the ViT or none does, as ZeRO-3 and FSDP require.
-            (Empty packs aside: ``StepPacks.needs_dummy_tile`` tells, under either policy, which packs lack an image
-            that another rank has.)
+            Empty packs aside, which ``"isf"`` and ``"random"`` have in the last step of either kind:
+            ``StepPacks.needs_dummy_tile`` tells, under either policy, which packs lack an image that another rank has.
         exchange_steps: The knob between randomness and balance, for the method ``"balanced"``: how many consecutive
             steps may exchange samples so that the ranks of each are alike. With 1 every step keeps exactly those
             that it drew. ``omnibal pack --exchange-steps`` shows what either costs on your data.
+        iterations: Rounds of ISF (T in the paper), for the method ``"isf"``; Q'_v and Q'_t are part of the limits.
 
     Attributes:
         epoch: The current epoch.
-        num_steps: Steps of an epoch, the same in all.
+        num_steps: Steps of the current epoch, all of it; the same in all epochs under ``"balanced"``.
         steps_done: Where iterating the current epoch begins: above 0 after ``load_state_dict``.
         epoch_steps: Where it ends: ``num_steps``, but in an epoch that other ranks began.
 
@@ -75,6 +81,7 @@ class BalancedBatchSampler:
         cost: CostModel | None = None,
         text_only: TextOnly = "mix",
         exchange_steps: int = EXCHANGE_STEPS,
+        iterations: int = ITERATIONS,
     ) -> None:
         self._recipe = Recipe(
             lengths,
@@ -85,6 +92,7 @@ class BalancedBatchSampler:
             cost=cost,
             text_only=text_only,
             exchange_steps=exchange_steps,
+            iterations=iterations,
         )
         self._ranks = Ranks(num_replicas, micro_batches)
         self._course = self._recipe.course(0, self._ranks)
@@ -93,7 +101,6 @@ class BalancedBatchSampler:
         self.num_replicas = self._ranks.num_replicas
         self.micro_batches = self._ranks.micro_batches
         self.rank = integer("rank", rank, 0, self.num_replicas - 1)
-        self.num_steps = self._course.last_step
         self.steps_done = 0
         self._steps_yielded = 0
         self._exhausted = False
@@ -102,6 +109,11 @@ class BalancedBatchSampler:
     def epoch(self) -> int:
         """The current epoch."""
         return self._course.epoch
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the current epoch, were it begun by the ranks there are now."""
+        return self.steps_of(self.epoch)
 
     @property
     def epoch_steps(self) -> int:
@@ -114,8 +126,16 @@ class BalancedBatchSampler:
         return self._recipe.oversized_report()
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch: the same on all ranks and in all epochs."""
+        """Micro-batches of the current epoch: the same on all ranks, and under ``"balanced"`` in all epochs."""
         return self.num_steps * self.micro_batches
+
+    def steps_of(self, epoch: int) -> int:
+        """Steps of an epoch begun by the ranks there are now.
+
+        Under ``"isf"`` and ``"random"`` the epoch is planned to count them, once: tenths of a second for a million
+        samples. Under ``"balanced"`` they are known.
+        """
+        return self._recipe.steps_of(integer("epoch", epoch, 0), self._ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._exhausted:  # the same epoch once more, also where it was resumed in its middle

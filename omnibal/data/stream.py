@@ -62,22 +62,25 @@ class PackStream:
     """The packs of an epoch in running order, cut into steps from a position on.
 
     Where the steps are those that the epoch was arranged for, they are passed on untouched. Otherwise the packs of a
-    step are sorted into micro-batches of like load, and the last step splits packs to have work for every rank.
+    step are sorted into micro-batches of like load.
 
     Args:
         epoch: The arrangement, for the ranks that began it.
         population: The samples that it arranges.
         packs_done: Packs of the stream that have been trained.
         ranks: Who runs the steps from there on.
+        split: Packs are split so that none is empty while there are as many samples: those of the epoch have been, and
+            those of other ranks' last step are.
     """
 
-    def __init__(self, epoch: Epoch, population: Population, *, packs_done: int, ranks: Ranks) -> None:
+    def __init__(self, epoch: Epoch, population: Population, *, packs_done: int, ranks: Ranks, split: bool) -> None:
         self._epoch = epoch
         self._population = population
         self._windows: dict[int, tuple[int, Packs]] = {}
         self.arranged_for = Ranks(epoch.num_replicas, epoch.micro_batches)
         self.packs_done = packs_done
         self.ranks = ranks
+        self._split = split
 
     @property
     def _untouched(self) -> bool:
@@ -87,7 +90,8 @@ class PackStream:
     def num_packs(self) -> int:
         """Packs in the whole stream; empty ones count only where the steps are passed on untouched."""
         packs = self._epoch.num_steps * self.arranged_for.step_packs
-        if self._untouched or self._population.num_admitted >= packs:
+        none_empty = self._split and self._population.num_admitted >= packs
+        if self._untouched or none_empty or not packs:
             return packs
         first, last_window = self._window(packs - 1)
         return first + int((last_window.sizes > 0).sum())
@@ -108,7 +112,7 @@ class PackStream:
         if not self._untouched:
             generator = np.random.default_rng([first, self.ranks.num_replicas])
             if last - first < self.ranks.step_packs:
-                packs = deal(packs, self.ranks.step_packs, generator)
+                packs = deal(packs, self.ranks.step_packs, generator, split=self._split)
             packs = packs.take(_alike(packs.load(self._population.lengths), self.ranks, generator))
         return packs if self._population.samples is None else Packs(self._in_dataset(packs.samples), packs.starts)
 

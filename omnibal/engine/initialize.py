@@ -115,6 +115,7 @@ def _arrange(given: _Given, lengths: SampleLengths, replica: int) -> tuple[Plan,
         seed=packing.seed,
         oversized=packing.oversized,
         exchange_steps=packing.exchange_steps,
+        iterations=packing.iterations,
     )
     return plan, sampler
 
@@ -124,7 +125,7 @@ def _complete(given: _Given, plan: Plan, loader: PackLoader) -> dict[str, Any]:
         given.config,
         num_stages=given.num_stages,
         num_replicas=given.num_replicas,
-        total_steps=given.section.run.epochs * loader.steps_per_epoch,
+        total_steps=loader.steps_left(given.section.run.epochs),
         schedule=plan.schedule,
     )
 

@@ -83,13 +83,16 @@ class PackLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in an epoch, the same in all of them."""
-        return self.sampler.num_steps
+        """Steps of the epoch that the next step belongs to; the same in all under ``"balanced"``."""
+        ended = self._steps_done == self.sampler.epoch_steps
+        return self.sampler.steps_of(self.sampler.epoch + ended)
 
     def steps_left(self, epochs: int) -> int:
-        """Steps from here to the end of epoch ``epochs - 1``."""
-        later = epochs - 1 - self.sampler.epoch
-        return max(0, self.sampler.epoch_steps - self._steps_done + later * self.steps_per_epoch) if later >= 0 else 0
+        """Steps from here to the end of epoch ``epochs - 1``; what it costs says ``BalancedBatchSampler.steps_of``."""
+        if self.sampler.epoch >= epochs:
+            return 0
+        later = (self.sampler.steps_of(epoch) for epoch in range(self.sampler.epoch + 1, epochs))
+        return self.sampler.epoch_steps - self._steps_done + sum(later)
 
     def next_step(self) -> tuple[Step, list[Batch]]:
         """The next step, and this rank's collated packs of it (none where it reads nothing).

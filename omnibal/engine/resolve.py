@@ -69,10 +69,16 @@ def _check(name: str, got: object, expected: object) -> None:
 
 
 def _limits(packing: PackingSection, lengths: SampleLengths) -> PackLimits:
-    if packing.vision_units is not None and packing.llm_tokens is not None:
-        return PackLimits(packing.vision_units, packing.llm_tokens)
-    ruled = paper_limits(lengths)
-    return PackLimits(packing.vision_units or ruled.vision_units, packing.llm_tokens or ruled.llm_tokens)
+    vision_units, llm_tokens = packing.vision_units, packing.llm_tokens
+    if vision_units is None or llm_tokens is None:
+        ruled = paper_limits(lengths)
+        vision_units, llm_tokens = vision_units or ruled.vision_units, llm_tokens or ruled.llm_tokens
+    return PackLimits(
+        vision_units,
+        llm_tokens,
+        full_vision_units=packing.full_vision_units,
+        full_llm_tokens=packing.full_llm_tokens,
+    )
 
 
 def _partition(

@@ -26,7 +26,7 @@ def run_table(plan: Plan, records: Sequence[LayerRecord], sampler: BalancedBatch
     table.add_row("samples", f"{len(sampler.lengths):,}; {sampler.oversized_report}")
     table.add_row("a pack holds at most", f"{plan.limits.vision_units} tiles, {plan.limits.llm_tokens} LLM tokens")
     table.add_row("a step", f"{packs} packs: {sampler.num_replicas} replicas × {sampler.micro_batches} micro-batches")
-    table.add_row("an epoch", f"{sampler.num_steps:,} steps")
+    table.add_row(f"epoch {sampler.epoch}", f"{sampler.num_steps:,} steps")
     for stage in range(plan.num_stages):
         table.add_row(f"stage {stage}", _stage(plan, records, stage))
     return table

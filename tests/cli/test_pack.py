@@ -1,9 +1,11 @@
 import json
 
+import numpy as np
 import pytest
 
 from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
+from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.metrics import dist_ratio, min_packs
@@ -26,8 +28,8 @@ def test_json_holds_the_figures_of_the_arranged_epoch(omnibal, token_lengths):
     lengths, limits = SampleLengths.from_token_lengths(token_lengths), PackLimits(16, 4096)
     epoch = arrange_epoch(lengths, limits, num_replicas=4, micro_batches=2, method="isf", seed=3, epoch=2)
     assert set(record) == {
-        "samples", "limits", "num_replicas", "micro_batches", "seed", "epoch", "exchange_steps", "oversized",
-        "methods", "search", "warnings", "plots",
+        "samples", "limits", "num_replicas", "micro_batches", "seed", "epoch", "exchange_steps", "iterations",
+        "oversized", "methods", "search", "warnings", "plots",
     }  # fmt: skip
     assert (record["samples"], record["num_replicas"], record["micro_batches"]) == (len(lengths), 4, 2)
     assert record["limits"]["vision_units"] == 16
@@ -40,6 +42,24 @@ def test_json_holds_the_figures_of_the_arranged_epoch(omnibal, token_lengths):
     assert figures["dist_ratio_vision"] == dist_ratio(epoch.packs.vision_units(lengths)[epoch.steps])
     assert (figures["lost"], figures["repeated"], figures["over_limit"]) == (0, 0, 0)
     assert len(figures["rank_means"]["llm_tokens"]) == 4
+
+
+def test_isf_takes_its_rounds_and_where_packs_are_full(omnibal, token_lengths):
+    options = ["--vision-units", 16, "--llm-tokens", 4096, "--method", "isf", "--seed", 3, "--json"]
+    own = ["--iterations", 2, "--full-vision-units", 14, "--full-llm-tokens", 3500]
+    record = record_of(omnibal("pack", *token_lengths, *options, *own))
+    lengths = SampleLengths.from_token_lengths(token_lengths)
+    limits = PackLimits(16, 4096, full_vision_units=14, full_llm_tokens=3500)
+    expected, more_rounds, other_marks = (
+        len(iterative_sampling_and_filtering(lengths, full, iterations=rounds, seed=np.random.default_rng([3, 0])))
+        for full, rounds in ((limits, 2), (limits, 10), (PackLimits(16, 4096), 2))
+    )
+    assert record["iterations"] == 2
+    assert PackLimits(**record["limits"]) == limits
+    assert record["methods"][0]["packs"] == expected
+    assert expected not in (more_rounds, other_marks)
+    refused = omnibal("pack", *token_lengths, *own, "--search", exit_code=2)
+    assert "must come without --search" in refused.stderr
 
 
 def test_the_knob_between_randomness_and_balance(omnibal, token_lengths):

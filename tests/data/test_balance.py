@@ -40,7 +40,7 @@ def test_a_window_whose_first_orders_do_not_fit_is_planned_yet(monkeypatch, leng
         return plan(samples, columns, instructions, *others) if fits(len(tried), instructions) else None
 
     monkeypatch.setattr(balance, "plan_steps", refuse_most)
-    assert len(packs.window_starts) == 3
+    assert len(packs.window_starts(0)) == 3
     check([packs.window(0, 0), packs.window(0, 1)], lengths)
 
 
@@ -48,6 +48,6 @@ def test_whole_windows_decide_where_small_parts_do_not_fit():
     """The paper's mix fills packs of 9 tiles within half a percent of the bound, in parts that are large enough."""
     mix = tiled_lengths(100_000, seed=2)
     packs = BalancedPacks(mix, PackLimits(9, 4096), num_replicas=8)
-    num_packs = int(packs.window_starts[-1]) * 8
+    num_packs = int(packs.window_starts(0)[-1]) * 8
     assert num_packs <= 1.005 * min_packs(mix, PackLimits(9, 4096))
-    assert sum(len(packs.window(0, window)) for window in range(len(packs.window_starts) - 1)) == num_packs
+    assert sum(len(packs.window(0, window)) for window in range(len(packs.window_starts(0)) - 1)) == num_packs

@@ -6,6 +6,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from omnibal.data.epoch import arrange_epoch
+from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs, source_mix, step_randomness
@@ -16,17 +17,19 @@ from tests.data.strategies import pack_limits, sample_lengths
 METHODS = ("balanced", "isf", "random")
 
 
-def check_epoch(epoch, lengths, limits, samples):
-    """What every epoch of every method promises."""
+def check_epoch(epoch, lengths, limits, samples, *, fills_last_step):
+    """What every epoch of every method promises; ``"balanced"`` also that no rank is without work."""
     num_packs = epoch.num_steps * epoch.num_replicas * epoch.micro_batches
     packs = epoch.packs
     assert len(packs) == num_packs
     assert sorted(packs.samples.tolist()) == sorted(samples)
     over = (packs.vision_units(lengths) > limits.vision_units) | (packs.llm_tokens(lengths) > limits.llm_tokens)
     assert (packs.sizes[over] == 1).all()
-    assert (packs.sizes == 0).sum() == max(num_packs - len(samples), 0)
+    if fills_last_step:
+        assert (packs.sizes == 0).sum() == max(num_packs - len(samples), 0)
     last_step = num_packs - epoch.num_replicas * epoch.micro_batches
     assert (packs.sizes[: max(last_step, 0)] > 0).all()
+    assert (packs.sizes[max(last_step, 0) :] > 0).any() or not len(samples)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -42,7 +45,7 @@ def check_epoch(epoch, lengths, limits, samples):
 @settings(max_examples=150)
 @example(SampleLengths([], []), PackLimits(9, 4096), 2, 1, 0, 1, "alone")
 @example(SampleLengths([9] * 17, [10] * 17), PackLimits(9, 10), 16, 1, 0, 0, "alone")  # each sample fills a pack
-def test_every_sample_once_within_limits_and_no_rank_without_work(
+def test_every_sample_once_within_limits_and_empty_packs_in_the_last_step_only(
     method, lengths, limits, num_replicas, micro_batches, seed, number, oversized
 ):
     left_out = limits.oversized(lengths).tolist() if oversized == "drop" else []
@@ -57,7 +60,8 @@ def test_every_sample_once_within_limits_and_no_rank_without_work(
         epoch=number,
         oversized=oversized,
     )
-    check_epoch(epoch, lengths, limits, sorted(set(range(len(lengths))) - set(left_out)))
+    admitted = sorted(set(range(len(lengths))) - set(left_out))
+    check_epoch(epoch, lengths, limits, admitted, fills_last_step=method == "balanced")
 
 
 @pytest.fixture
@@ -68,12 +72,29 @@ def mixed_lengths():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_epochs_differ_in_their_packs_and_agree_in_their_number_of_steps(method, mixed_lengths):
+def test_epochs_differ_in_their_packs_and_balanced_ones_agree_in_their_number_of_steps(method, mixed_lengths):
     first = arrange_epoch(mixed_lengths, PackLimits(9, 4096), num_replicas=4, method=method, seed=3)
     others = [first.at(number) for number in range(1, 6)]
-    assert {epoch.num_steps for epoch in others} == {first.num_steps}
+    assert ({epoch.num_steps for epoch in (first, *others)} == {first.num_steps}) == (method == "balanced")
     together = [{frozenset(pack.tolist()) for pack in epoch.packs} for epoch in (first, *others)]
     assert all(len(a & b) < len(a) / 4 for i, a in enumerate(together) for b in together[:i])
+
+
+@pytest.mark.parametrize(("method", "options"), [("isf", {}), ("isf", {"iterations": 3}), ("random", {})])
+def test_isf_deals_the_papers_packs_and_nothing_else(method, options, mixed_lengths):
+    limits = PackLimits(9, 4096, full_vision_units=8, full_llm_tokens=3000)
+    epoch = arrange_epoch(mixed_lengths, limits, num_replicas=4, micro_batches=3, method=method, seed=3, **options)
+    iterations = options.get("iterations", 10) if method == "isf" else 1
+    for number in range(3):
+        generator = np.random.default_rng([3, number])
+        packs = iterative_sampling_and_filtering(mixed_lengths, limits, iterations=iterations, seed=generator)
+        dealt = epoch.at(number)
+        assert dealt.num_steps == -(-len(packs) // 12)
+        expected = sorted(pack.tolist() for pack in packs)
+        assert sorted(pack.tolist() for pack in dealt.packs if len(pack)) == expected
+        assert sorted(map(tuple, expected)) != [tuple(pack.tolist()) for pack in dealt.packs][: len(packs)]
+        filled = (dealt.packs.sizes[dealt.steps[-1]] > 0).sum(axis=1)
+        assert filled.max() - filled.min() <= 1  # the last step's packs are spread over the ranks
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -167,6 +188,7 @@ def test_oversized_samples_can_be_refused():
         ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
         ({"num_replicas": 2, "micro_batches": 1.5}, "micro_batches must be an integer, got 1.5"),
         ({"num_replicas": 2, "seed": -1}, "seed must be at least 0, got -1"),
+        ({"num_replicas": 2, "iterations": 0}, "iterations must be at least 1, got 0"),
         ({"num_replicas": 2, "epoch": True}, "epoch must be an integer, got True"),
         ({"num_replicas": 2, "method": "best"}, "method must be one of .*, got 'best'"),
         ({"num_replicas": 2, "oversized": "keep"}, "oversized must be one of .*, got 'keep'"),

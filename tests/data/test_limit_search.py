@@ -20,13 +20,18 @@ LENGTHS = tiled_lengths(4000)
 def test_scores_are_those_of_an_epoch_under_the_limits():
     found = search_limits(LENGTHS, PackLimits(11, 6000), num_replicas=4, method="isf", seed=3)
     assert {scored.limits.vision_units for scored in found} == set(range(5, 12))
-    scored = found[0]
-    epoch = arrange_epoch(LENGTHS, scored.limits, num_replicas=4, method="isf", seed=3)
-    assert scored.packs_over_volume == len(epoch.packs) / volume_bound(LENGTHS, scored.limits) - 1
-    assert scored.step_share == 4 / volume_bound(LENGTHS, scored.limits)
-    assert scored.dist_ratio_vision == dist_ratio(epoch.packs.vision_units(LENGTHS)[epoch.steps])
-    assert scored.dist_ratio_cost == dist_ratio(DEFAULT_COST(epoch.packs.load(LENGTHS))[epoch.steps])
-    assert scored.samples_per_pack == 4000 / len(epoch.packs)
+    short = 0
+    for scored in found[:8]:
+        epoch = arrange_epoch(LENGTHS, scored.limits, num_replicas=4, method="isf", seed=3)
+        num_packs = np.count_nonzero(epoch.packs.sizes)
+        steps = epoch.steps[: num_packs // 4]  # where the drawn samples end is chance
+        short += len(steps) < epoch.num_steps
+        assert scored.packs_over_volume == num_packs / volume_bound(LENGTHS, scored.limits) - 1
+        assert scored.step_share == 4 / volume_bound(LENGTHS, scored.limits)
+        assert scored.dist_ratio_vision == dist_ratio(epoch.packs.vision_units(LENGTHS)[steps])
+        assert scored.dist_ratio_cost == dist_ratio(DEFAULT_COST(epoch.packs.load(LENGTHS))[steps])
+        assert scored.samples_per_pack == 4000 / num_packs
+    assert short
     assert [one.waste for one in found] == sorted((one.waste for one in found), key=lambda waste: round(waste, 4))
 
 

@@ -30,6 +30,19 @@ def test_every_sample_once_and_equal_lengths_on_all_ranks(lengths, limits, shape
     assert sorted(sample for own in packs for pack in own for sample in pack) == list(range(len(lengths)))
 
 
+@pytest.mark.parametrize("text_only", ["mix", "together"])
+@pytest.mark.parametrize("method", ["balanced", "isf", "random"])
+def test_the_length_follows_the_epoch(method, text_only):
+    sampler = samplers((1, 1), method=method, text_only=text_only)[0]
+    steps = [sampler.steps_of(epoch) for epoch in range(6)]
+    assert (len(set(steps)) == 1) == (method == "balanced")
+    for epoch in (5, 0, 3, 2, 1, 4):
+        sampler.set_epoch(epoch)
+        assert len(sampler) == steps[epoch] == len(list(sampler))
+        assert sampler.num_steps == sampler.epoch_steps == steps[epoch]
+    assert [sampler.steps_of(epoch) for epoch in range(6)] == steps
+
+
 @given(sample_lengths(), pack_limits(), shapes, methods)
 @settings(max_examples=50)
 def test_the_steps_hold_the_packs_of_all_ranks(lengths, limits, shape, method):

@@ -78,8 +78,8 @@ def check_gradients(rank):
 
 
 def check_kinds_of_steps(rank):
-    """With text-only samples together, all ranks run the ViT or none does."""
-    sampler = sampler_of(rank, text_only="together")
+    """With text-only samples together and no pack empty, all ranks run the ViT or none does."""
+    sampler = sampler_of(rank, text_only="together", method="balanced")
     ran = set()
     for samples in sampler:
         images = torch.tensor(int(any(LENGTHS.vision_units[sample] > 0 for sample in samples)))

@@ -59,6 +59,17 @@ def test_elastic_resume_at_every_step(method):
                 assert step.packs.sizes.all() or step.index == after[0].epoch_steps - 1
 
 
+@pytest.mark.parametrize("method", ["balanced", "isf", "random"])
+def test_other_ranks_get_isfs_packs_whole(method):
+    before = samplers((4, 2), method=method)[0]
+    after = resumed((13, 2), before.state_dict(3), method=method)[0]
+    made, left = (
+        {tuple(sorted(pack.tolist())) for step in sampler.steps() for pack in step.packs if len(pack)}
+        for sampler in (before, after)
+    )
+    assert (left <= made) == (method != "balanced")
+
+
 @given(shapes, shapes, st.data())
 @settings(max_examples=30)
 def test_a_dealt_epoch_can_itself_be_resumed_exactly(first, second, data):

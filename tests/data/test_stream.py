@@ -19,7 +19,10 @@ class Windows:
         self.planned = []
         self._windows = [Packs.from_lists(window) for window in windows]
         steps = [len(window) // step_packs for window in windows]
-        self.window_starts = np.concatenate([[0], np.cumsum(steps)])
+        self._starts = np.concatenate([[0], np.cumsum(steps)])
+
+    def window_starts(self, epoch):
+        return self._starts
 
     def window(self, epoch, index):
         assert epoch == 0
@@ -27,12 +30,12 @@ class Windows:
         return self._windows[index]
 
 
-def stream(windows, *, begun_by, ranks, packs_done=0, samples=None):
+def stream(windows, *, begun_by, ranks, packs_done=0, samples=None, split=True):
     arrangement = Windows(windows, begun_by.step_packs)
     epoch = Epoch(arrangement, 0, num_replicas=begun_by.num_replicas, micro_batches=begun_by.micro_batches)
     num_samples = sum(len(pack) for window in windows for pack in window)
     population = Population(LENGTHS, samples, num_samples)
-    return PackStream(epoch, population, packs_done=packs_done, ranks=ranks), arrangement
+    return PackStream(epoch, population, packs_done=packs_done, ranks=ranks, split=split), arrangement
 
 
 def rows(packs):
@@ -70,7 +73,16 @@ def test_the_last_step_splits_packs_to_have_work_for_every_rank():
     assert packs.step(0).sizes.min() > 0
 
 
-def test_empty_packs_are_not_handed_on_to_other_ranks():
+def test_or_leaves_packs_as_they_are():
+    packs, _ = stream([[[0, 1, 2, 3], [4, 5]]], begun_by=Ranks(2, 1), ranks=Ranks(4, 1), split=False)
+    assert packs.num_steps == 1
+    assert sorted(map(tuple, rows(packs.step(0)))) == [(), (), (0, 1, 2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize("third", [[2], [2, 3, 4, 5]])
+def test_empty_packs_are_not_handed_on_to_other_ranks(third):
+    packs, _ = stream([[[0], [1]], [third, []]], begun_by=Ranks(1, 2), ranks=Ranks(1, 1), split=False)
+    assert [rows(packs.step(index)) for index in range(packs.num_steps)] == [[[0]], [[1]], [third]]
     packs, _ = stream([[[0], [1]], [[2], []]], begun_by=Ranks(1, 2), ranks=Ranks(1, 1))
     assert packs.num_packs == packs.num_steps == 3
     assert [rows(packs.step(index)) for index in range(3)] == [[[0]], [[1]], [[2]]]

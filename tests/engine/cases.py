@@ -172,7 +172,7 @@ def settings(model, *, num_stages, zero_stage=1, extra=None):
             "data": {"workers": 0},
             "packing": {"vision_units": 4, "llm_tokens": 48, "method": "isf"},
             "pipeline": {"num_stages": num_stages, "recompute": "full"},
-            "run": {"epochs": 3},
+            "run": {"epochs": 4},
         },
     } | (extra or {})
 
@@ -187,6 +187,8 @@ def train(config, first_step, last_step, folder, save_at=None):
     """Train from one step to another; losses, learning rates, weights, and what the last evaluation said."""
     dataset = SmallDataset()
     engine, _, loader, scheduler = initialize(config=config, dataset=dataset)
+    epochs, sampler = config["omnibal"]["run"]["epochs"], loader.sampler
+    assert scheduler.total_num_steps == loader.steps_left(epochs)
     if first_step:
         engine.load_checkpoint(folder)
     assert engine.global_steps == first_step
@@ -209,7 +211,8 @@ def train(config, first_step, last_step, folder, save_at=None):
         "held_out": held_out,
         "seen": engine.global_samples,
         "decoded": dataset.decoded,
-        "steps_per_epoch": loader.steps_per_epoch,
+        "steps_of_epochs": [sampler.steps_of(epoch) for epoch in range(epochs)],
+        "steps_left": loader.steps_left(epochs),
     }
 
 

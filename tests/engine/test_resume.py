@@ -54,9 +54,11 @@ def test_resumed_runs_are_bit_identical(runs):
 def test_epochs_follow_one_another_and_show_every_sample(runs):
     whole, _, _ = runs
     for run in whole[0]:
-        steps = run["steps_per_epoch"]
-        assert 1 < steps < LAST_STEP
-        assert [step[:2] for step in run["samples"]] == [divmod(step, steps) for step in range(LAST_STEP)]
+        steps = run["steps_of_epochs"]
+        assert 1 < steps[0] < LAST_STEP
+        in_turn = [(epoch, index) for epoch, number in enumerate(steps) for index in range(number)]
+        assert [step[:2] for step in run["samples"]] == in_turn[:LAST_STEP]
+        assert run["steps_left"] == len(in_turn) - LAST_STEP
         assert sum(samples for epoch, _, samples in run["samples"] if epoch == 0) == len(SmallDataset())
 
 
