@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.schedule import ReduceGrads
+from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 from torch import Tensor
 
 from omnibal.engine.checkpoint import check_layout, keep_newest, latest_checkpoint, write_side_files
 from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first
 from omnibal.engine.loader import Batch, PackLoader, VlmDataset
 from omnibal.engine.module import EVALUATION_STATISTICS
-from omnibal.engine.peak import DevicePeak
+from omnibal.engine.peak import DevicePeak, StagePeaks
 from omnibal.engine.step import Step
 from omnibal.engine.table import TableEngine
 from omnibal.plan import Plan
@@ -54,6 +54,9 @@ class OmnibalEngine(TableEngine):
         **deepspeed_arguments: As for DeepSpeed's engine.
     """
 
+    _meter: DevicePeak | None = None
+    """Of the step that is being measured."""
+
     def __init__(
         self, *, plan: Plan, loader: PackLoader, seed: int, model_source: Path | None, **deepspeed_arguments: Any
     ) -> None:
@@ -84,16 +87,19 @@ class OmnibalEngine(TableEngine):
         """
         return self._train(nullcontext())
 
-    def measured_batch(self) -> tuple[Tensor, tuple[int, ...]]:
+    def measured_batch(self) -> tuple[Tensor, StagePeaks]:
         """As ``train_batch``, and measure the step, which takes longer on a CPU.
 
         Returns:
             The loss, and the most bytes that a device of each stage held at one time.
         """
-        meter = DevicePeak(self._held())
+        self._meter = meter = DevicePeak(self._held())
         loss = self._train(meter)
-        peaks = gather((self.stage_id, meter.peak_bytes))
-        return loss, tuple(max(size for stage, size in peaks if stage == s) for s in range(self.num_stages))
+        self._meter = None
+        found = gather((self.stage_id, (meter.peak_bytes, meter.passes_bytes)))
+        by_stage = ([peaks for stage, peaks in found if stage == s] for s in range(self.num_stages))
+        step, passes = zip(*(map(max, zip(*peaks, strict=True)) for peaks in by_stage), strict=True)
+        return loss, StagePeaks(step, passes)
 
     def _held(self) -> list[Tensor]:
         """What stays from step to step: parameters, buffers, gradients, and what the optimizer keeps."""
@@ -192,6 +198,11 @@ class OmnibalEngine(TableEngine):
         # tuples of mixed dtypes that change from micro-batch to micro-batch. A fresh tensor costs nothing.
         return torch.empty(shape, dtype=dtype, device=self.device)
 
+    def _exec_reduce_tied_grads(self) -> None:
+        if self._meter is not None:  # what follows the passes begins here
+            self._meter.end_passes()
+        super()._exec_reduce_tied_grads()
+
     def _exec_reduce_grads(self) -> None:
         if self.dp_world_size > 1 or self.zero_optimization() or self.using_bf16_optimizer:
             super()._exec_reduce_grads()
@@ -201,6 +212,7 @@ class OmnibalEngine(TableEngine):
     # DeepSpeed looks for what an instruction runs in this mapping.
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         **TableEngine._INSTRUCTION_MAP,
+        ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,
     }
 

@@ -1,5 +1,6 @@
 """The most bytes that this process's device holds at one time during a step."""
 
+from dataclasses import dataclass
 from types import TracebackType
 
 from deepspeed.accelerator import get_accelerator
@@ -8,14 +9,28 @@ from torch import Tensor
 from omnibal.vlm.storages import StorageMeter, storage_bytes
 
 
+@dataclass(frozen=True)
+class StagePeaks:
+    """The most bytes that a device of each stage held at one time."""
+
+    step: tuple[int, ...]
+    """In a whole step."""
+    passes: tuple[int, ...]
+    """In its forward and backward passes: what layers keep shows here, even where the optimizer takes more."""
+
+
 class DevicePeak:
     """A context: what the accelerator's allocator counts, or on a CPU what operators make beside what is there.
 
     Args:
         held: Parameters, gradients and optimizer state as they are before.
+
+    Attributes:
+        passes_bytes: The peak until ``end_passes``.
     """
 
     def __init__(self, held: list[Tensor]) -> None:
+        self.passes_bytes = 0
         self._held = storage_bytes(held)
         self._meter = None if get_accelerator().device_name() != "cpu" else StorageMeter()
 
@@ -31,6 +46,10 @@ class DevicePeak:
     ) -> None:
         if self._meter is not None:
             self._meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def end_passes(self) -> None:
+        """Say that the step's forward and backward passes are done."""
+        self.passes_bytes = self.peak_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """The paper's adaptive recompute as functions of measured numbers; trials do the measuring in between.
 
-1. With every block recomputed, measure the free memory of each stage, ``M_r``.
+1. With every block recomputed, measure the free memory of each stage, ``M_r``: what forward and backward passes leave,
+   since an optimizer's step that takes more hides what blocks keep.
 2. Let some blocks of each stage keep their activations; measure again, ``M'_r``.
 3. :func:`estimate_block_bytes`: what one block of the ViT and one of the LLM keep, ``M_v`` and ``M_t``.
 4. :func:`keep_most`: the most blocks of each stage that may keep. Try it; where it fails, :func:`retreat` and repeat.
@@ -11,7 +12,7 @@ and ``M_t`` are bytes of one micro-batch, and a stage keeps them for every micro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -133,15 +134,13 @@ def retreat(
         in_flight: Micro-batches that each stage holds.
 
     Returns:
-        For each stage the most of its kept blocks that free what was missing; at least one fewer where something was.
+        For each stage the most of its kept blocks that free what was missing, at least one fewer where something was.
+        One fewer also where all of them would not free it: then the bytes do not explain what the trial showed.
     """
-    result = []
-    for blocks, missing, held in zip(kept, missing_bytes, in_flight, strict=True):
-        left = _most_within(block_bytes.of(blocks) - missing / held, blocks, block_bytes) if missing > 0 else blocks
-        if missing > 0 and left == blocks:
-            left = Blocks(blocks.vision, blocks.llm - 1) if blocks.llm else Blocks(max(blocks.vision - 1, 0), 0)
-        result.append(left)
-    return tuple(result)
+    return tuple(
+        _fewer(blocks, block_bytes.of(blocks) - missing / held, block_bytes) if missing > 0 else blocks
+        for blocks, missing, held in zip(kept, missing_bytes, in_flight, strict=True)
+    )
 
 
 def levels_of(kept: Sequence[Blocks], kinds: Sequence[str], partition: Partition) -> tuple[Level, ...]:
@@ -164,6 +163,19 @@ def levels_of(kept: Sequence[Blocks], kinds: Sequence[str], partition: Partition
 
 def _most_within(room: float, blocks: Blocks, block_bytes: BlockBytes) -> Blocks:
     """The most of a stage's blocks whose bytes keep to the room."""
-    choices = (Blocks(v, t) for v in range(blocks.vision + 1) for t in range(blocks.llm + 1))
-    fitting = [choice for choice in choices if block_bytes.of(choice) <= room]
-    return max(fitting, key=lambda c: (c.vision + c.llm, -block_bytes.of(c)), default=Blocks(0, 0))
+    return _most((choice for choice in _parts(blocks) if block_bytes.of(choice) <= room), block_bytes)
+
+
+def _fewer(blocks: Blocks, room: float, block_bytes: BlockBytes) -> Blocks:
+    """The most of a stage's blocks, but not all, whose bytes keep to the room; or the most but one."""
+    fewer = [choice for choice in _parts(blocks) if choice != blocks]
+    return _most([choice for choice in fewer if block_bytes.of(choice) <= room] or fewer, block_bytes)
+
+
+def _parts(blocks: Blocks) -> Iterator[Blocks]:
+    return (Blocks(v, t) for v in range(blocks.vision + 1) for t in range(blocks.llm + 1))
+
+
+def _most(choices: Iterable[Blocks], block_bytes: BlockBytes) -> Blocks:
+    """The most blocks; of equally many those with the fewest bytes, then those of the ViT."""
+    return max(choices, key=lambda c: (c.vision + c.llm, -block_bytes.of(c), c.vision), default=Blocks(0, 0))

@@ -57,7 +57,7 @@ def take_four_steps(
         on_trial: Called with each result as it comes.
 
     Raises:
-        InfeasibleError: A stage does not fit with every block recomputed.
+        InfeasibleError: A stage does not fit with every block recomputed, at first or after the last retreat.
         OmnibalError: A trial fails for another reason than memory.
 
     Source: Yao et al., OmniBal, ICML 2025, section 4.3; deviations as in :mod:`omnibal.memory.paper`.
@@ -73,8 +73,8 @@ def take_four_steps(
             raise OmnibalError(f"a trial must run, got {trials[-1].error}")
         return trials[-1]
 
-    def free(trial: Trial) -> list[int]:
-        return [budget - peak for budget, peak in zip(budget_bytes, trial.peak_bytes, strict=True)]
+    def free(trial: Trial) -> list[int]:  # the optimizer's own peak does not depend on what blocks keep
+        return [budget - peak for budget, peak in zip(budget_bytes, trial.pass_bytes, strict=True)]
 
     recomputed = keep([Blocks(0, 0)] * len(blocks))
     if recomputed.error is not None:
@@ -89,6 +89,8 @@ def take_four_steps(
     kept = keep_most(free(recomputed), blocks, block_bytes, in_flight)
     last = keep(kept)
     while last.error is not None:
-        kept = retreat(kept, last.missing_bytes, block_bytes, in_flight)
+        held, kept = kept, retreat(kept, last.missing_bytes, block_bytes, in_flight)
+        if kept == held:
+            raise InfeasibleError(f"every stage must fit with all blocks recomputed, got {last.error}")
         last = keep(kept, retreat_bytes=last.missing_bytes)
     return FourSteps(last.plan, block_bytes, tuple(trials))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize
+from omnibal.engine.peak import StagePeaks
 from omnibal.trials.out_of_memory import write_missing
 
 
@@ -26,10 +27,11 @@ def main() -> None:
         write_missing(arguments.output.parent, engine.stage_id, engine.global_rank, str(error))
         raise
     if engine.global_rank == 0:
-        arguments.output.write_text(json.dumps({"step_seconds": seconds, "peak_bytes": peaks}))
+        measured = {"step_seconds": seconds, "peak_bytes": peaks.step, "pass_bytes": peaks.passes}
+        arguments.output.write_text(json.dumps(measured))
 
 
-def measure(engine: OmnibalEngine, steps: int) -> tuple[list[float], tuple[int, ...]]:
+def measure(engine: OmnibalEngine, steps: int) -> tuple[list[float], StagePeaks]:
     """Seconds of some steps, and the most bytes that a device of each stage held in another one."""
     engine.train_batch()
     seconds = []

@@ -24,6 +24,7 @@ class Trial:
         plan: What was run.
         step_seconds: Of each timed step, behind one to warm up; empty where the trial failed.
         peak_bytes: Most memory that a device of each stage held in a step; empty where the trial ended before.
+        pass_bytes: Likewise in the step's forward and backward passes, without the optimizer's step.
         error: Why it failed; None where it did not.
         missing_bytes: By how much each stage ran out of memory; empty where that was not why it failed.
         retreat_bytes: The ``missing_bytes`` of the trial whose plan this one's is a retreat from; empty at first.
@@ -32,6 +33,7 @@ class Trial:
     plan: Plan
     step_seconds: tuple[float, ...] = ()
     peak_bytes: tuple[int, ...] = ()
+    pass_bytes: tuple[int, ...] = ()
     error: str | None = None
     missing_bytes: tuple[int, ...] = ()
     retreat_bytes: tuple[int, ...] = ()
@@ -93,7 +95,7 @@ def within_budget(trial: Trial, budget_bytes: Sequence[int]) -> Trial:
     missing = tuple(max(peak - budget, 0) for peak, budget in zip(trial.peak_bytes, budget_bytes, strict=False))
     if not any(missing):
         return trial
-    return Trial(trial.plan, (), trial.peak_bytes, _out_of_memory(missing), missing)
+    return replace(trial, step_seconds=(), error=_out_of_memory(missing), missing_bytes=missing)
 
 
 def _out_of_memory(missing_bytes: Sequence[int]) -> str:
@@ -125,4 +127,5 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         if done.returncode != 0 or not (folder / "out.json").exists():
             return Trial(plan, error=reason_of(done.stdout + done.stderr))
         result = json.loads((folder / "out.json").read_text())
-        return Trial(plan, tuple(result["step_seconds"]), tuple(result["peak_bytes"]))
+        seconds, peaks, passes = (tuple(result[name]) for name in ("step_seconds", "peak_bytes", "pass_bytes"))
+        return Trial(plan, seconds, peaks, passes)

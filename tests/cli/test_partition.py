@@ -63,8 +63,8 @@ def engine(monkeypatch):
 
         def _trial(self, plan):
             if plan.partition.boundaries == self.fails:
-                return Trial(plan, (), (), "OutOfMemoryError: no")
-            return Trial(plan, (1.0 if plan.partition.boundaries == self.fastest else 9.0,), (2**30, 0), None)
+                return Trial(plan, error="OutOfMemoryError: no")
+            return Trial(plan, (1.0 if plan.partition.boundaries == self.fastest else 9.0,), (2**30, 0))
 
     stand_in = Engine()
     stand_in.calls = []

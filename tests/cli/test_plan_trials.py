@@ -172,7 +172,8 @@ def test_the_four_steps_find_levels_from_measured_memory_alone(omnibal, argument
         return BUDGET - room + 10 * MIB * held[stage] * kept(plan, stage) + surplus * (kept(plan, stage) > 2)
 
     def run(config, plan, launcher_options, steps):
-        return Trial(plan, (1.0,) * steps, tuple(peak(plan, stage) for stage in range(4)))
+        peaks = tuple(peak(plan, stage) for stage in range(4))
+        return Trial(plan, (1.0,) * steps, peaks, peaks)
 
     monkeypatch.setattr(trials_module, "_run_trial", run)
     result = omnibal("plan", *arguments, "--four-steps", "--json")

@@ -37,5 +37,5 @@ def _measure(case):
         "numbers": sum(parameter.numel() for parameter in engine.module.parameters()),
         "held": storage_bytes(engine._held()),
         "update_peaks": peaks,
-        "peak": engine.measured_batch()[1][engine.stage_id],
+        "peak": engine.measured_batch()[1].step[engine.stage_id],
     }

@@ -59,8 +59,20 @@ def test_a_retreat_frees_what_was_missing(kept, block_bytes, missing, held):
         return
     assert left.vision <= kept.vision and left.llm <= kept.llm
     freed = held * (block_bytes.of(kept) - block_bytes.of(left))
-    assert freed >= missing or left == Blocks(0, 0)
+    count, fewer = kept.vision + kept.llm, left.vision + left.llm
+    if held * block_bytes.of(kept) >= missing:
+        assert freed >= missing
+    else:  # all of them would not do: the bytes are wrong, and the next trial shows more
+        assert fewer == max(count - 1, 0)
     assert left != kept or kept == Blocks(0, 0)
+
+
+def test_a_retreat_whose_bytes_explain_nothing_takes_one_block():
+    """A block keeps 0.49 GiB, estimated as nothing: 24 are 0.16 GiB too many, and 23 fit."""
+    unknown = BlockBytes(0, 0)
+    assert retreat([Blocks(0, 24)], [0.16], unknown, [1]) == (Blocks(0, 23),)
+    assert retreat([Blocks(3, 2)], [0.16], unknown, [4]) == (Blocks(3, 1),)
+    assert retreat([Blocks(3, 0), Blocks(0, 0)], [1, 1], unknown, [2, 1]) == (Blocks(2, 0), Blocks(0, 0))
 
 
 def test_what_was_never_kept_is_unknown_and_counts_nothing():

@@ -28,7 +28,7 @@ def memory_trials(config, plan, kinds, share, folder):
         tried.save(path)
         engine, *_ = initialize(config=changed(config, "pipeline", plan=str(path)))
         seconds, peaks = trial.measure(engine, 1)
-        return Trial(tried, tuple(seconds), peaks)
+        return Trial(tried, tuple(seconds), peaks.step, peaks.passes)
 
     blocks = tuple("full" if kind.endswith("_block") else "none" for kind in kinds)
     ends = [run(replace(plan, recompute=levels)).peak_bytes for levels in (blocks, ("none",) * len(kinds))]

@@ -1,5 +1,7 @@
 """The paper's four steps on the real engine, and on a made-up machine that measures exactly, more, or crashes."""
 
+from itertools import pairwise
+
 import pytest
 
 from omnibal.data.limits import PackLimits
@@ -22,21 +24,26 @@ KEPT = {"vision_block": 7, "decoder_block": 11}
 PLAN = Plan(PackLimits(4, 64), 4, PARTITION, ("none",) * 12)
 
 
-def machine(budgets, *, surplus=0, crashes_above=None, tried=None):
-    """Runs a plan: what stages hold, by what their blocks keep; ``surplus`` comes where more keep than in step 2."""
+def machine(budgets, *, surplus=0, crashes_above=None, tried=None, optimizer=(0, 0)):
+    """Runs a plan: what stages hold, by what their blocks keep; ``surplus`` comes where more keep than in step 2.
+
+    The optimizer's step holds so many bytes by itself, whatever the blocks keep.
+    """
 
     def run(plan):
-        peaks = []
+        passes = []
         for stage, (base, held) in enumerate(zip(BASE, HELD, strict=True)):
             kept = [KINDS[i] for i in PARTITION.layers(stage) if plan.recompute[i] == "none" and KINDS[i] in KEPT]
-            peaks.append(base + held * sum(KEPT[kind] for kind in kept) + surplus * (len(kept) > 2 + stage))
+            passes.append(base + held * sum(KEPT[kind] for kind in kept) + surplus * (len(kept) > 2 + stage))
         if tried is not None:
             tried.append(plan.recompute)
+        peaks = tuple(max(sizes) for sizes in zip(passes, optimizer, strict=True))
         missing = tuple(max(peak - budget, 0) for peak, budget in zip(peaks, budgets, strict=True))
         if not any(missing):
-            return Trial(plan, (1.0,), tuple(peaks))
+            return Trial(plan, (1.0,), peaks, tuple(passes))
         crashed = crashes_above is not None and any(p > crashes_above for p in peaks)
-        return Trial(plan, (), () if crashed else tuple(peaks), "out of memory", missing)
+        held = () if crashed else (peaks, tuple(passes))
+        return Trial(plan, (), *held, error="out of memory", missing_bytes=missing)
 
     return run
 
@@ -55,15 +62,18 @@ def test_on_the_real_engine(tmp_path):
     arguments = config, plan, kinds, 0.8, str(tmp_path)
     (found, ends, budgets), other = launch(2, "tests.trials.memory_trials:memory_trials", *arguments)
     assert other[0].plan == found.plan
-    # Where everything recomputes the optimizer's step is the peak, so blocks seem to keep less than they do.
-    recomputed, some, short, fits = found.trials
-    assert [recomputed.peak_bytes, short.peak_bytes] == list(ends)
+    recomputed, some, *others, fits = found.trials
+    assert recomputed.peak_bytes == ends[0]
     assert recomputed.error is some.error is fits.error is None
-    assert short.missing_bytes == tuple(peak - budget for peak, budget in zip(ends[1], budgets, strict=True))
-    assert min(short.missing_bytes) > 0
-    assert fits.retreat_bytes == short.missing_bytes
+    # Where everything recomputes the optimizer's step is the peak; passes show what blocks keep all the same.
+    assert all(passes < peak for passes, peak in zip(recomputed.pass_bytes, recomputed.peak_bytes, strict=True))
+    assert min(found.block_bytes.vision, found.block_bytes.llm) > 0
+    for short, after in pairwise([*others, fits]):
+        excess = (max(peak - budget, 0) for peak, budget in zip(short.peak_bytes, budgets, strict=True))
+        assert short.missing_bytes == after.retreat_bytes == tuple(excess)
+        assert max(short.missing_bytes) > 0
     for stage in range(2):
-        assert recomputed.peak_bytes[stage] < fits.peak_bytes[stage] <= budgets[stage] < short.peak_bytes[stage]
+        assert recomputed.peak_bytes[stage] < fits.peak_bytes[stage] <= budgets[stage]
     assert found.plan == fits.plan
     # What the allocators of both devices said at last.
     assert read_missing(tmp_path, 2) == (2**29, 3 * 2**29)
@@ -85,6 +95,27 @@ def test_a_failed_trial_retreats_until_it_fits():
     assert result.trials[2].missing_bytes == result.trials[3].retreat_bytes == (9, 5)
     assert kept(result.trials[2].plan.recompute) == [3, 5]
     assert kept(result.plan.recompute) == [2, 4]
+
+
+def test_an_optimizers_step_that_takes_the_most_hides_nothing():
+    budgets = (131, 185)
+    result = take_four_steps(PLAN, KINDS, HELD, budgets, machine(budgets, optimizer=(130, 184)))
+    recomputed, some, fits = result.trials
+    assert recomputed.peak_bytes == some.peak_bytes == (130, 184)
+    assert (result.block_bytes.vision, result.block_bytes.llm) == pytest.approx((7, 11))
+    assert kept(fits.plan.recompute) == kept(result.plan.recompute) == [2, 3]
+
+
+def test_a_stage_that_no_longer_fits_with_all_recomputed_is_an_error():
+    calm, budgets = machine((100, 150)), (100, 150)
+
+    def run(plan):
+        calls.append(plan)
+        return calm(plan) if len(calls) < 3 else Trial(plan, error="out of memory", missing_bytes=(1, 0))
+
+    calls = []
+    with pytest.raises(InfeasibleError, match="every stage must fit with all blocks recomputed, got out of memory"):
+        take_four_steps(PLAN, KINDS, HELD, budgets, run)
 
 
 def test_a_crash_in_the_second_step_keeps_fewer():

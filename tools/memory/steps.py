@@ -16,6 +16,7 @@ from models import MODELS
 from reality import LIMITS, MINUTES, heading, make_parser, sampled, start
 
 from omnibal.cost import CostModel, Load
+from omnibal.engine.peak import StagePeaks
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.partition import search_partition
 from omnibal.plan import Plan
@@ -54,7 +55,7 @@ def main() -> None:
         replace(everywhere, name="the paper's four steps", recompute=_four_steps(vlm, profile, everywhere, model)),
         Case("ours", choice.partition, packs, model.levels(choice.boundaries)),
     ]
-    peaks = [_peaks(vlm, case) for case in cases]
+    peaks = [_peaks(vlm, case).step for case in cases]
     timings = time_steps(config, cases, rounds=arguments.rounds, minutes=MINUTES, report=print)
     if dist.get_rank() == 0:
         seconds = [timing.seconds for timing in timings]
@@ -82,13 +83,13 @@ def _four_steps(vlm: VisionLanguageModel, profile: ModelProfile, case: Case, mod
 
     def run(tried: Plan) -> Trial:
         peaks = _peaks(vlm, replace(case, recompute=tried.recompute))
-        return within_budget(Trial(tried, peak_bytes=peaks), model.budgets)
+        return within_budget(Trial(tried, peak_bytes=peaks.step, pass_bytes=peaks.passes), model.budgets)
 
     kinds = [layer.kind for layer in profile.layers]
     return take_four_steps(plan, kinds, model.footprint.schedule.in_flight, model.budgets, run).plan.recompute
 
 
-def _peaks(vlm: VisionLanguageModel, case: Case) -> tuple[int, ...]:
+def _peaks(vlm: VisionLanguageModel, case: Case) -> StagePeaks:
     """Measured bytes of each stage."""
     engine = make_engine(vlm, case)
     engine.train_batch()
