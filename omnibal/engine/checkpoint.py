@@ -71,7 +71,7 @@ def check_layout(checkpoint: Path, layout: Mapping[str, Any]) -> None:
             f"checkpoint must be a folder that omnibal wrote completely, got {checkpoint}: {error}"
         ) from error
     for key, value in layout.items():
-        if saved.get(key) != value:
+        if saved.get(key, value) != value:  # an older omnibal wrote fewer keys
             raise ConfigError(
                 f"{key} must be that of the checkpoint {checkpoint} ({saved.get(key)}) to resume, got {value}; "
                 "to go on under another one, export the checkpoint and start from the exported model"

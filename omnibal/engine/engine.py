@@ -1,5 +1,6 @@
 """DeepSpeed's PipelineEngine fed with packs: safe buffers, a loss exact over the tokens of a step, honest counts."""
 
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,14 +13,16 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 from torch import Tensor
 
-from omnibal.engine.checkpoint import check_layout, keep_newest, latest_checkpoint, write_side_files
-from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first
+from omnibal.engine.checkpoint import check_layout, export, keep_newest, latest_checkpoint, write_side_files
+from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first, together
 from omnibal.engine.loader import Batch, PackLoader, VlmDataset
 from omnibal.engine.module import EVALUATION_STATISTICS
 from omnibal.engine.peak import DevicePeak, StagePeaks
+from omnibal.engine.skipping import SkippingEngine
 from omnibal.engine.step import Step
-from omnibal.engine.table import TableEngine
+from omnibal.errors import ConfigError
 from omnibal.plan import Plan
+from omnibal.vlm.weights import SINGLE_FILE
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
 
@@ -39,7 +42,7 @@ class Evaluation:
     samples: int
 
 
-class OmnibalEngine(TableEngine):
+class OmnibalEngine(SkippingEngine):
     """Trains a VlmPipelineModule on the packs of a PackLoader.
 
     ``train_batch()`` runs one optimizer step. Its loss is the mean over all target tokens of the step, whatever the
@@ -83,7 +86,8 @@ class OmnibalEngine(TableEngine):
             The step's mean loss of a target token, the same on all ranks.
 
         Raises:
-            OmnibalError: A rank could not read its samples; raised on all ranks, before anything is computed.
+            OmnibalError: A rank could not read its samples; raised on all ranks, before anything is computed. Or no
+                gradients were finite in several steps in a row: such steps are skipped.
         """
         return self._train(nullcontext())
 
@@ -122,8 +126,10 @@ class OmnibalEngine(TableEngine):
         )
         # DeepSpeed adds one a pack when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
+        skipped = self.skipped_steps
         with meter:
             loss: Tensor = super().train_batch(iter(batches))
+        self._check_step(loss, self.skipped_steps - skipped)
         self._monitor_balance(step)
         return loss
 
@@ -211,7 +217,7 @@ class OmnibalEngine(TableEngine):
 
     # DeepSpeed looks for what an instruction runs in this mapping.
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **TableEngine._INSTRUCTION_MAP,
+        **SkippingEngine._INSTRUCTION_MAP,
         ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,
     }
@@ -252,31 +258,94 @@ class OmnibalEngine(TableEngine):
             keep_newest(folder, keep)
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None, **deepspeed_arguments: Any
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        *,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **deepspeed_arguments: Any,
     ) -> tuple[str, dict[str, Any]]:
         """Go on exactly where a checkpoint was saved.
 
         Args:
             load_dir: Folder of checkpoints.
             tag: Which one; by default the newest.
+            load_optimizer_states: Whether the optimizer goes on, too; where not, it may be another one.
+            load_lr_scheduler_states: Whether the learning-rate schedule goes on, too.
+            load_module_only: Load weights only, neither of the two.
             **deepspeed_arguments: As for DeepSpeed's engine.
 
         Returns:
             The checkpoint's path, and the ``client_state`` it was saved with.
 
         Raises:
-            ConfigError: There is no complete checkpoint, or it was written under another partition or precision.
+            ConfigError: There is no complete checkpoint, or it was written under another partition or precision, or
+                with other frozen layers, another optimizer or schedule than the one that is to go on.
         """
         checkpoint = latest_checkpoint(Path(load_dir)) if tag is None else Path(load_dir) / tag
-        check_layout(checkpoint, self._layout())
-        path, state = super().load_checkpoint(str(load_dir), checkpoint.name, **deepspeed_arguments)
+        with_optimizer = load_optimizer_states and not load_module_only
+        with_schedule = load_lr_scheduler_states and not load_module_only
+        check_layout(checkpoint, self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule))
+        # DeepSpeed saves this optimizer's state beside the weights as ZeRO's, but looks for it there under ZeRO only.
+        apart = self.using_bf16_optimizer and not self.zero_optimization()
+        path, state = super().load_checkpoint(
+            str(load_dir),
+            checkpoint.name,
+            load_optimizer_states=load_optimizer_states and not apart,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            **deepspeed_arguments,
+        )
+        if apart and with_optimizer:
+            self._load_zero_checkpoint(str(load_dir), checkpoint.name)
+        elif apart:
+            self.optimizer.refresh_fp32_params()
+        state.pop("optimizer", None)
         self.loader.load_state_dict(state.pop("sampler"))
         return path, state
 
-    def _layout(self) -> dict[str, Any]:
-        return {
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = SINGLE_FILE, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model as a Hugging Face folder, in the type that it trains in, all ranks together.
+
+        Args:
+            save_dir: The folder; all stages write to it.
+            save_filename: Of the weights; a large model's are cut into shards with an index.
+            exclude_frozen_parameters: Must be False.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: Another name, or a model without its frozen weights, which could not be loaded.
+        """
+        if save_filename != SINGLE_FILE:
+            raise ConfigError(f"save_filename must be {SINGLE_FILE!r}, got {save_filename!r}")
+        if exclude_frozen_parameters:
+            raise ConfigError("exclude_frozen_parameters must be False for a model that can be loaded, got True")
+        folder = Path(save_dir)
+        together(lambda: self.module.save_state_dict(folder / "layers", self.checkpoint_engine), where=self.where)
+        together(lambda: self._join_layers(folder / "layers", folder), where=self.where)
+        return True
+
+    def _join_layers(self, layers: Path, folder: Path) -> None:
+        if self.global_rank == 0:
+            write_side_files(layers, self._layout(), self._model_source, self.module.vlm.config)
+            export(layers, folder)
+            shutil.rmtree(layers)
+
+    def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
+        """What a run must share with a checkpoint to go on from it."""
+        optimizer = {"frozen": self.module.frozen, "optimizer": type(self.basic_optimizer).__name__}
+        schedule = {"scheduler": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__}
+        weights = {
             "partition": list(self.plan.partition.boundaries),
             "num_replicas": self.dp_world_size,
             "zero_stage": int(self.zero_optimization_stage()),
             "dtype": str(self._compute_dtype),
         }
+        # What is frozen comes first, since a partition may follow from it.
+        return (optimizer if with_optimizer else {}) | (schedule if with_schedule else {}) | weights

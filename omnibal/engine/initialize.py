@@ -1,5 +1,6 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from torch import nn
 
 from omnibal.config import OmnibalSection, complete_deepspeed_config, dtype_of, micro_batches_of, read_config
 from omnibal.data.lengths import SampleLengths
@@ -26,8 +28,19 @@ from omnibal.vlm.layers import VisionLanguageModel
 E = TypeVar("E", bound=OmnibalEngine)
 
 
+OTHERWISE = {
+    "args": "pass the ds_config as config",
+    "optimizer": "name it under 'optimizer' of the ds_config",
+    "lr_scheduler": "name it under 'scheduler' of the ds_config",
+    "model_parameters": "all are trained but the kinds of layers that omnibal.model.frozen names",
+    "training_data": "pass it as dataset",
+    "collate_fn": "samples of dataset are packed",
+}
+"""How to have what ``deepspeed.initialize`` takes and ``initialize`` does not."""
+
+
 def initialize(
-    config: str | Path | dict[str, Any], model: Any = None, dataset: VlmDataset | None = None
+    config: str | Path | dict[str, Any], model: Any = None, dataset: VlmDataset | None = None, **others: None
 ) -> tuple[OmnibalEngine, Any, PackLoader, Any]:
     """Build the engine of this process; every process of the run calls it with the same arguments.
 
@@ -36,6 +49,7 @@ def initialize(
         model: Hugging Face folder, or a transformers configuration (then ``model.weights`` must be ``"random"``); by
             default the section's ``model.path``.
         dataset: Samples as VlmDataset describes them; by default the section's ``data.train``.
+        **others: Must be None: what else ``deepspeed.initialize`` takes.
 
     Returns:
         ``engine, optimizer, loader, lr_scheduler``; then ``engine.train_batch()`` trains one step.
@@ -46,6 +60,7 @@ def initialize(
             model without a folder.
         DataError: The dataset has broken samples; the message names files and lines.
     """
+    _refuse(others)
     if not dist.is_initialized():
         meet(get_accelerator().communication_backend_name())
     rank, num_processes = dist.get_rank(), dist.get_world_size()
@@ -67,6 +82,15 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
+def _refuse(others: Mapping[str, object]) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(
+                f"arguments of initialize must be config, model and dataset, got {name}; "
+                f"{OTHERWISE.get(name, 'leave it out')}"
+            )
+
+
 @dataclass(frozen=True)
 class _Given:
     """What the arguments of initialize say, read and checked."""
@@ -83,6 +107,11 @@ class _Given:
 def _read(config: Any, model: Any, dataset: VlmDataset | None, num_processes: int) -> _Given:
     deepspeed_config, section = read_config(config)
     source = _given(model, section.model.path, "model", "omnibal.model.path")
+    if isinstance(source, nn.Module):
+        raise ConfigError(
+            f"model must be a Hugging Face folder or a configuration, got an instance of {type(source).__name__}; "
+            "save it with save_pretrained and pass the folder"
+        )
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is None and section.model.weights == "load":
         raise ConfigError(

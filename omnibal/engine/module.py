@@ -55,6 +55,7 @@ class VlmPipelineModule(PipelineModule):
             loss_fn=self._loss,
             dynamic_shape=True,
         )
+        self.frozen = sorted(set(frozen))
         # In no layer, so in no checkpoint's layer files.
         self.placeholder = None if has_trainable(self) else nn.Parameter(torch.zeros(1, dtype=dtype))
 

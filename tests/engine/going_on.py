@@ -1,0 +1,91 @@
+"""What the processes of the tests of going on run: past steps that are not finite, and from checkpoints."""
+
+from math import nan
+
+import pytest
+import torch
+
+from omnibal.engine.initialize import initialize
+from omnibal.errors import OmnibalError
+from tests.engine.cases import SmallDataset, changed, weights_of
+
+
+class PoisonedDataset(SmallDataset):
+    """The small samples; every pixel of one of them is NaN."""
+
+    def __init__(self, index):
+        super().__init__()
+        sample = self._samples[index]
+        self._samples[index] = sample | {"pixel_values": torch.full_like(sample["pixel_values"], nan)}
+
+
+def all_at_once(precisions, unsaved, saved, others, folder):
+    """Everything that two processes are needed for, as this rank sees it."""
+    return {
+        "poisoned": [poisoned(config) for config in precisions],
+        "weights": weights_only(unsaved, folder / "weights"),
+        **saved_run(saved, others, folder),
+    }
+
+
+def poisoned(config):
+    """An epoch with a sample that is not finite; then steps without end whose gradients on the first rank are not."""
+    engine, _, loader, scheduler = initialize(config=config, dataset=PoisonedDataset(13))
+    losses = [engine.train_batch().item() for _ in range(loader.steps_per_epoch)]
+    found = {
+        "losses": losses,
+        "steps": (engine.skipped_steps, engine.global_steps, scheduler.last_batch_iteration + 1),
+        "samples": engine.global_samples,
+    }
+    if engine.global_rank == 0:
+        next(engine.module.parameters()).register_hook(lambda gradient: gradient * nan)
+    before, step = weights_of(engine), engine.global_steps
+    with pytest.raises(OmnibalError) as caught:
+        while True:
+            engine.train_batch()
+    after = weights_of(engine)
+    return found | {
+        "error": str(caught.value),
+        "failed": engine.global_steps - step,
+        "finite": all(weight.isfinite().all() for weight in before.values()),
+        "kept": all(torch.equal(after[name], weight) for name, weight in before.items()),
+    }
+
+
+def weights_only(config, folder):
+    """How far weights lie from the saved ones: the initial ones, those loaded, and those after one more step."""
+    engine, *_ = initialize(config=config, dataset=SmallDataset())
+    initial = weights_of(engine)
+    for _ in range(3):
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    saved = weights_of(engine)
+    other = config | {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+    other, *_ = initialize(config=changed(other, "model", frozen=["patch_embedding"]), dataset=SmallDataset())
+    other.load_checkpoint(folder, load_optimizer_states=False)
+    loaded = weights_of(other)
+    other.train_batch()
+    return [_distance(weights, saved) for weights in (initial, loaded, weights_of(other))]
+
+
+def _distance(weights, others):
+    return max(float((weights[name].float() - others[name].float()).abs().max()) for name in others)
+
+
+def saved_run(config, others, folder):
+    """What runs under other settings say to a run's checkpoint, and its weights, which its model is saved with."""
+    engine, *_ = initialize(config=config, dataset=SmallDataset())
+    engine.train_batch()
+    engine.save_checkpoint(folder / "checkpoints")
+    assert engine.save_16bit_model(folder / "model")
+    with pytest.raises(OmnibalError, match=r"save_filename must be 'model.safetensors', got 'pytorch_model.bin'"):
+        engine.save_16bit_model(folder / "model", "pytorch_model.bin")
+    with pytest.raises(OmnibalError, match="exclude_frozen_parameters must be False"):
+        engine.save_16bit_model(folder / "model", exclude_frozen_parameters=True)
+    refused = []
+    for other_config in others:
+        other, *_ = initialize(config=other_config, dataset=SmallDataset())
+        with pytest.raises(OmnibalError) as caught:
+            other.load_checkpoint(folder / "checkpoints")
+        refused.append(str(caught.value))
+    return {"refused": refused, "model": weights_of(engine)}
