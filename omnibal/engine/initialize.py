@@ -17,6 +17,7 @@ from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.engine.distributed import gather, meet, rank_zero_first, together
 from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.extensions import explained_wait
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import resolve_plan, stages_of
@@ -62,7 +63,8 @@ def initialize(
     """
     _refuse(others)
     if not dist.is_initialized():
-        meet(get_accelerator().communication_backend_name())
+        with explained_wait():
+            meet(get_accelerator().communication_backend_name())
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
     given = together(lambda: _read(config, model, dataset, num_processes), where=where)
@@ -226,14 +228,15 @@ def make_engine(engine_class: type[E], module: VlmPipelineModule, config: dict[s
         config: Complete ds_config.
         **own: Arguments of the engine class beside DeepSpeed's.
     """
-    return engine_class(
-        **own,
-        args=None,
-        model=module,
-        optimizer=None,
-        model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
-        mpu=module.mpu(),
-        dist_init_required=False,
-        config=config,
-        config_class=DeepSpeedConfig(config, module.mpu()),
-    )
+    with explained_wait():  # for an optimizer that is compiled
+        return engine_class(
+            **own,
+            args=None,
+            model=module,
+            optimizer=None,
+            model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+            mpu=module.mpu(),
+            dist_init_required=False,
+            config=config,
+            config_class=DeepSpeedConfig(config, module.mpu()),
+        )
