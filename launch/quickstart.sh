@@ -7,7 +7,10 @@ cd "$(dirname "$0")/.."
 source launch/environment.sh train
 
 run=runs/quickstart
-[ -f "$run/data/train.json" ] || omnibal demo "$run/data" --samples 6000
+if [ ! -f "$run/data/model/config.json" ]; then  # the last thing that it writes
+    rm -rf "$run/data"
+    omnibal demo "$run/data" --samples 6000
+fi
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -eq 0 ]; then

@@ -15,6 +15,8 @@ from omnibal.memory.footprint import Level
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.records import read_json
 
+SECTIONS = ("bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "scheduler")
+"""Keys of a ds_config whose inner keys matter here."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -121,6 +123,9 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
     """
     content = config if isinstance(config, dict) else _read_json(Path(config))
     deepspeed_config = {key: value for key, value in content.items() if key != "omnibal"}
+    for key in SECTIONS:
+        if not isinstance(deepspeed_config.get(key, {}), dict):
+            raise ConfigError(f"{key} of a ds_config must be an object, got {deepspeed_config[key]!r:.80}")
     return deepspeed_config, _validate(OmnibalSection, content.get("omnibal", {}))
 
 

@@ -7,6 +7,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from omnibal.data.checks import MOST_STEP_PACKS, integer, kind
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import LEVELS, Level, StageMemory
@@ -78,6 +79,8 @@ class Plan:
     schedule: ScheduleName = "1f1b"
 
     def __post_init__(self) -> None:
+        kind("limits", self.limits, PackLimits)
+        integer("micro_batches", self.micro_batches, 1, MOST_STEP_PACKS)
         if len(self.recompute) != self.partition.num_layers:
             raise ConfigError(
                 f"recompute must have a level for each of {self.partition.num_layers} layers, got {len(self.recompute)}"
@@ -87,8 +90,6 @@ class Plan:
             raise ConfigError(f"recompute must be one of {', '.join(LEVELS)} for each layer, got {unknown[0]!r}")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
-        if self.micro_batches < 1:
-            raise ConfigError(f"micro_batches must be positive, got {self.micro_batches}")
         if self.predicted is not None and len(self.predicted.stages) != self.num_stages:
             raise ConfigError(
                 f"predicted must be of the plan's {self.num_stages} stages, got {len(self.predicted.stages)}"
@@ -153,7 +154,7 @@ class Plan:
             recompute=_levels(content["recompute"], partition),
             schedule=content["schedule"],
             predicted=None if predicted is None else _prediction(predicted),
-            made_from=content["made_from"],
+            made_from=dict(content["made_from"]),
         )
 
 

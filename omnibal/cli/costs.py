@@ -10,6 +10,7 @@ from omnibal.cluster import DEVICES, Device
 from omnibal.errors import ConfigError
 
 if TYPE_CHECKING:
+    from omnibal.config import ModelSection
     from omnibal.profile.records import ModelProfile
 
 Dtype = Literal["bfloat16", "float32"]
@@ -105,14 +106,14 @@ def read_costs(
 
 
 def check_run(
-    profile: "ModelProfile", deepspeed_config: dict[str, Any], frozen: Collection[str], *, is_tried: bool
+    profile: "ModelProfile", deepspeed_config: dict[str, Any], model: "ModelSection", *, is_tried: bool
 ) -> None:
     """Refuse a profile of another run than a ds_config's.
 
     Args:
         profile: What layers cost.
         deepspeed_config: The ds_config without its "omnibal" section.
-        frozen: Kinds of layers that the section leaves untrained.
+        model: Of that section: which layers are trained, and whose they are.
         is_tried: Whether plans are tried on this machine: measured costs must then be of its device and software.
 
     Raises:
@@ -121,12 +122,16 @@ def check_run(
     from omnibal.config import dtype_of
 
     here: dict[str, Any] = {}
+    if is_tried and model.path is not None:
+        from omnibal.vlm import load_model
+
+        here["records"] = load_model(model.path).records
     if is_tried and profile.versions:
         from omnibal.vlm.measure import measured_versions
         from omnibal.vlm.passes import device_name, this_device
 
-        here = {"device": device_name(this_device()), "versions": measured_versions()}
-    profile.check_matches(dtype=dtype_of(deepspeed_config), frozen=frozen, **here)
+        here |= {"device": device_name(this_device()), "versions": measured_versions()}
+    profile.check_matches(dtype=dtype_of(deepspeed_config), frozen=model.frozen, **here)
 
 
 def bandwidth_of(profile: "ModelProfile", gigabytes: float | None) -> float:

@@ -14,7 +14,7 @@ def demo(
     held_out: Annotated[int, typer.Option(help="Samples to measure accuracy on.", min=20)] = 300,
     max_tiles: Annotated[int, typer.Option(help="Most tiles an image is cut into.", min=1)] = 4,
     tied: Annotated[bool, typer.Option(help="Tie the model's embedding and head.")] = False,
-    seed: Annotated[int, typer.Option(help="Decides everything that is written.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides everything that is written.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the paths as JSON.")] = False,
 ) -> None:
     """Write pictures of coloured shapes, questions about them, and a small InternVL to learn them.
@@ -24,8 +24,10 @@ def demo(
 
     Example: omnibal demo runs/quickstart/data
     """
+    from omnibal.cli.outputs import check_new_folder
     from omnibal.demo import write_demo
 
+    check_new_folder("folder", folder)
     paths = write_demo(folder, samples=samples, held_out=held_out, seed=seed, max_tiles=max_tiles, tied=tied)
     if as_json:
         typer.echo(json.dumps(asdict(paths), default=str))

@@ -17,7 +17,7 @@ from omnibal.cli.costs import (
     read_costs,
 )
 from omnibal.cli.step_packs import LengthsOption, ReplicasOption
-from omnibal.cli.step_task import LatencyOption, Links, ReduceBandwidthOption, ZeroStageOption
+from omnibal.cli.step_task import LatencyOption, Links, OverheadOption, ReduceBandwidthOption, ZeroStageOption
 from omnibal.data.policies import Method
 
 
@@ -40,10 +40,12 @@ def emulate(
     budget: Annotated[
         str | None, typer.Option(help="GiB of a device, or of each stage's as 80,80,40; what the device has.")
     ] = None,
-    overhead: Annotated[float, typer.Option(help="GiB that a device holds beside the model.", min=0)] = 2.0,
+    overhead: OverheadOption = 2.0,
     time_scale: Annotated[
         float | None,
-        typer.Option(help="Seconds slept for each second of the cluster; left out, as few as are exact.", min=0),
+        typer.Option(
+            help="Seconds slept for each second of the cluster; left out, as few as are exact.", min=0, max=1000
+        ),
     ] = None,
     bandwidth: BandwidthOption = None,
     reduce_bandwidth: ReduceBandwidthOption = None,
@@ -66,7 +68,7 @@ def emulate(
     --num-replicas 4 --steps 5 --plot emulated.png
     """
     from omnibal.cli.emulation import EmulationReport, emulation_task
-    from omnibal.cli.outputs import check_file
+    from omnibal.cli.outputs import check_file, check_picture
 
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
@@ -79,7 +81,7 @@ def emulate(
         budget=budget, overhead_bytes=int(overhead * 2**30), time_scale=time_scale,
     )  # fmt: skip
     check_file("--trace", trace)
-    check_file("--plot", plot)
+    check_picture("--plot", plot)
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
     with Console(stderr=True).status(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         report = EmulationReport.run(task)

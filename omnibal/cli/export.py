@@ -21,9 +21,11 @@ def export(
 
     Example: omnibal export runs/quickstart/checkpoints my-model
     """
+    from omnibal.cli.outputs import check_new_folder
     from omnibal.engine.checkpoint import export as export_checkpoint
     from omnibal.engine.checkpoint import latest_checkpoint
 
+    check_new_folder("folder", folder)
     source = latest_checkpoint(checkpoint) if (checkpoint / "latest").is_file() else checkpoint
     export_checkpoint(source, folder)
     if as_json:

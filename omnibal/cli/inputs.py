@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
+from rich.console import Console
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
@@ -19,6 +20,7 @@ Kind = Literal["folder", "lengths", "dataset"]
 
 NAMES_FILE: Final = "sources.json"
 HEAD_CHARACTERS: Final = 1 << 16
+SHOWN_PROBLEMS: Final = 10
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,13 @@ class NamedLengths:
         """Save the lengths, and the names beside them."""
         self.lengths.save(folder)
         (folder / NAMES_FILE).write_text(json.dumps(self.names, indent=2) + "\n")
+
+    def print_problems(self, console: Console) -> None:
+        """Print how many items were left out, and why the first ones were."""
+        if self.problems:
+            console.print(f"{len(self.problems)} items cannot be used and are left out:")
+        for problem in self.problems[:SHOWN_PROBLEMS]:
+            console.print(f"  {problem}", highlight=False, markup=False)
 
 
 @dataclass(frozen=True)
@@ -76,11 +85,16 @@ def _read(paths: Sequence[Path], reading: Reading) -> NamedLengths:
     if len(paths) > 1 and set(kinds.values()) != {"lengths"}:
         listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
         raise ConfigError(f"paths must be JSON lists of lengths where there are several, got {listed}")
+    twice = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
+    if twice:
+        raise ConfigError(f"paths must be different files, got {twice[0]} twice; all samples would count twice")
     kind = kinds[paths[0]]
     if kind == "dataset":
         return _dataset_lengths(paths[0], reading)
-    if reading.model is not None:
-        raise ConfigError(f"--model must be left out where lengths are given, got {reading.model}")
+    given = [field.name for field in fields(reading) if getattr(reading, field.name) != field.default]
+    if given:
+        value = getattr(reading, given[0])
+        raise ConfigError(f"--{given[0].replace('_', '-')} must be left out where lengths are given, got {value}")
     return _listed_lengths(paths) if kind == "lengths" else _saved_lengths(paths[0])
 
 

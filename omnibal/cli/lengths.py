@@ -3,17 +3,17 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from omnibal.cli.dataset import BrokenOption, CacheOption, ImagesOption, MaxTilesOption
 from omnibal.cli.inputs import NamedLengths, Reading, read_lengths
 from omnibal.cli.outputs import check_folder
 from omnibal.report.lengths import SourceStatistics, lengths_table, source_statistics
 
 BROKEN_FILE = "broken.json"
-SHOWN_PROBLEMS = 10
 
 
 def lengths(
@@ -29,20 +29,11 @@ def lengths(
     model: Annotated[
         Path | None, typer.Option(help="The model's Hugging Face folder: its tokenizer and how it cuts images.")
     ] = None,
-    images: Annotated[Path | None, typer.Option(help="The images' folder; that of the annotations.")] = None,
-    max_tiles: Annotated[int | None, typer.Option(help="Most tiles of an image; what the model says.", min=1)] = None,
-    broken: Annotated[
-        Literal["error", "skip"],
-        typer.Option(help="Samples that cannot be read: refuse them all in one report, or leave them out."),
-    ] = "error",
+    images: ImagesOption = None,
+    max_tiles: MaxTilesOption = None,
+    broken: BrokenOption = "error",
     processes: Annotated[int | None, typer.Option(help="Most processes; all cores by default.", min=1)] = None,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder that keeps what was measured: the same data is not measured again, and an interrupted pass "
-            "goes on where it was."
-        ),
-    ] = None,
+    cache: CacheOption = None,
     plot: Annotated[Path | None, typer.Option(help="Folder to draw the histograms into.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
 ) -> None:
@@ -88,8 +79,6 @@ def _print(named: NamedLengths, written: list[Path]) -> None:
     console = Console()
     console.print(lengths_table(named.lengths, named.names))
     if named.problems:
-        console.print(f"{len(named.problems)} items cannot be used and are left out:")
-        for problem in named.problems[:SHOWN_PROBLEMS]:
-            console.print(f"  {problem}", highlight=False, markup=False)
+        named.print_problems(console)
         console.print(f"all of them: {written[0] / BROKEN_FILE}", highlight=False)
     console.print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False)

@@ -32,3 +32,26 @@ def check_file(name: str, path: Path | None) -> None:
     if path.is_dir():
         raise ConfigError(f"{name} must be a file, got the folder {path}")
     check_folder(f"the folder of {name}", path.parent)
+
+
+def check_new_folder(name: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made, or that holds something already.
+
+    Raises:
+        ConfigError: Names what is in the way.
+    """
+    check_folder(name, folder)
+    held = next(folder.iterdir(), None) if folder.exists() else None
+    if held is not None:
+        raise ConfigError(f"{name} must be empty or not exist yet, got {folder} with {held.name} in it")
+
+
+def check_picture(name: str, path: Path | None) -> None:
+    """Refuse a file that no picture can be written to; makes nothing.
+
+    Raises:
+        ConfigError: Names what is in the way, or the ending that it must have.
+    """
+    check_file(name, path)
+    if path is not None and path.suffix.lower() != ".png":
+        raise ConfigError(f"{name} must be a PNG, whose name ends in .png, got {path}")

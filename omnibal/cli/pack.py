@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
 
+from omnibal.cli.dataset import BrokenOption, CacheOption, ImagesOption, MaxTilesOption
 from omnibal.cli.outputs import check_folder
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized
 from omnibal.errors import ConfigError
@@ -77,8 +79,10 @@ def pack(
         typer.Option(help="Likewise LLM tokens (the paper's Q't); 128 below the limit, or half of it.", min=1),
     ] = None,
     model: Annotated[Path | None, typer.Option(help="The model's folder, for a dataset.")] = None,
-    images: Annotated[Path | None, typer.Option(help="The images' folder; that of the annotations.")] = None,
-    max_tiles: Annotated[int | None, typer.Option(help="Most tiles of an image, for a dataset.", min=1)] = None,
+    images: ImagesOption = None,
+    max_tiles: MaxTilesOption = None,
+    broken: BrokenOption = "error",
+    cache: CacheOption = None,
     plot: Annotated[Path | None, typer.Option(help="Folder to draw pictures into.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
@@ -104,15 +108,15 @@ def pack(
         BEFORE,
         PackingReport,
         PackingTask,
-        choose_limits,
         draw_packing,
         kept_by,
         search_under,
     )
     from omnibal.data.limit_search import MemoryCeiling
-    from omnibal.data.limits import PackLimits
+    from omnibal.data.limits import PackLimits, choose_limits
 
     check_folder("--plot", plot)
+    check_folder("--cache", cache)
     if budget is not None and (profile is None or not search or vision_units is not None or llm_tokens is not None):
         raise ConfigError("--budget must come with --search and --profile, without --vision-units and --llm-tokens")
     if budget == math.inf:
@@ -120,7 +124,7 @@ def pack(
     if search and (full_vision_units is not None or full_llm_tokens is not None):
         raise ConfigError("--full-vision-units and --full-llm-tokens must come without --search, which finds limits")
     kept = None if profile is None else kept_by(profile)
-    named = read_lengths(lengths, Reading(model, images, max_tiles))
+    named = read_lengths(lengths, Reading(model, images, max_tiles, broken, cache=cache))
     limits = choose_limits(named.lengths, vision_units, llm_tokens, factor=CEILING if search else 1)
     ceiling = None if kept is None or budget is None else MemoryCeiling(kept, budget * 2**30)
     scored = search_under(ceiling or limits, named.lengths, num_replicas, method, seed) if search else []
@@ -141,6 +145,8 @@ def pack(
     plots = draw_packing(task, {name: results[name][1] for name in drawn}, named.names, plot) if plot else []
     report = PackingReport(task, [results[name][0] for name in shown], scored, plots)
     if as_json:
-        typer.echo(json.dumps(report.to_record(), indent=2))
+        left_out = [asdict(problem) for problem in named.problems]
+        typer.echo(json.dumps(report.to_record() | {"broken": left_out}, indent=2, default=str))
     else:
+        named.print_problems(Console())
         report.print(Console())

@@ -15,7 +15,7 @@ from omnibal.cost import CostModel
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import MemoryCeiling, ScoredLimits, search_limits
-from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
 from omnibal.data.traps import find_trap
@@ -124,17 +124,6 @@ def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
             windows.append(window.packs)
             bar.update(window.num_steps)
     return Packs.concatenate(windows)
-
-
-def choose_limits(
-    lengths: SampleLengths, vision_units: int | None, llm_tokens: int | None, *, factor: int
-) -> PackLimits:
-    """The limits that were given; what was left out is ``factor`` times what the paper's rule says."""
-    ruled = paper_limits(lengths)
-    return PackLimits(
-        factor * ruled.vision_units if vision_units is None else vision_units,
-        factor * ruled.llm_tokens if llm_tokens is None else llm_tokens,
-    )
 
 
 def kept_by(profile: Path) -> CostModel:

@@ -30,6 +30,7 @@ from omnibal.cli.step_packs import (
 from omnibal.cli.step_task import (
     MICRO_BATCHES_PER_STAGE,
     LatencyOption,
+    LauncherOption,
     Links,
     ModeOption,
     RecomputeOption,
@@ -75,9 +76,7 @@ def partition(
     config: Annotated[
         Path | None, typer.Option(help="The ds_config to try them with; says the micro-batches too.")
     ] = None,
-    launcher: Annotated[
-        str | None, typer.Option(help="Options of the deepspeed launcher; --num_gpus with stages × replicas.")
-    ] = None,
+    launcher: LauncherOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Write a plan.json that a ds_config can name in omnibal.pipeline.plan.")
     ] = None,
@@ -96,6 +95,7 @@ def partition(
     Example, tried on the machine itself: omnibal partition profile.json
     --num-stages 2 --trials 5 --config ds_config.json --out plan.json
     """
+    from omnibal.cli.outputs import check_file, check_picture
     from omnibal.cli.partition_plan import try_candidates
     from omnibal.cli.partition_report import PartitionReport
     from omnibal.cli.steps import StepTask, every_layer, step_packs
@@ -103,6 +103,8 @@ def partition(
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
     )
+    check_file("--out", out)
+    check_picture("--plot", plot)
     run = _read_run(config, trials, costs)
     packs = step_packs(
         costs, lengths, step=step, vision_units=vision_units, llm_tokens=llm_tokens,
@@ -132,7 +134,7 @@ def _read_run(config: Path | None, trials: int, costs: "ModelProfile") -> dict[s
     from omnibal.config import read_config
 
     deepspeed_config, section = read_config(config)
-    check_run(costs, deepspeed_config, section.model.frozen, is_tried=trials > 0)
+    check_run(costs, deepspeed_config, section.model, is_tried=trials > 0)
     return deepspeed_config | {"omnibal": section.model_dump()}
 
 

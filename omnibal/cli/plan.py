@@ -20,7 +20,15 @@ from omnibal.cli.costs import (
     read_costs,
 )
 from omnibal.cli.step_packs import LengthsOption
-from omnibal.cli.step_task import MICROSECONDS, LatencyOption, ModeOption, ReduceBandwidthOption, ZeroStageOption
+from omnibal.cli.step_task import (
+    MICROSECONDS,
+    LatencyOption,
+    LauncherOption,
+    ModeOption,
+    OverheadOption,
+    ReduceBandwidthOption,
+    ZeroStageOption,
+)
 from omnibal.data.policies import Method
 
 
@@ -40,9 +48,7 @@ def plan(
         str | None, typer.Option(help="GiB of a device, or of each stage's as 80,80,40; what the device has.")
     ] = None,
     head_room: Annotated[float, typer.Option(help="Share of the budget that stays free.", min=0, max=0.99)] = 0.05,
-    overhead: Annotated[
-        float, typer.Option(help="GiB that a device holds beside the model: contexts, libraries, buckets.", min=0)
-    ] = 2.0,
+    overhead: OverheadOption = 2.0,
     zero_stage: ZeroStageOption = 1,
     float32_gradients: Annotated[
         bool, typer.Option("--float32-gradients", help='The ds_config sums gradients in float32 ("grad_accum_dtype").')
@@ -79,9 +85,7 @@ def plan(
         bool, typer.Option("--four-steps", help="Let the paper's trials find what recomputes, on the real engine.")
     ] = False,
     config: Annotated[Path | None, typer.Option(help="The ds_config to try plans with.")] = None,
-    launcher: Annotated[
-        str | None, typer.Option(help="Options of the deepspeed launcher; --num_gpus with stages × replicas.")
-    ] = None,
+    launcher: LauncherOption = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every stage, and the plans that were weighed.")
     ] = False,
@@ -107,6 +111,7 @@ def plan(
     runs/lengths --num-stages 2 --num-replicas 1 --trials 3 --config
     ds_config.json
     """
+    from omnibal.cli.outputs import check_file, check_folder
     from omnibal.cli.planning import (
         PlanReport,
         budget_of,
@@ -121,6 +126,8 @@ def plan(
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
     )
+    check_file("--out", out)
+    check_folder("--plot", plot)
     check_trials(
         costs,
         trials=trials,

@@ -140,7 +140,7 @@ def check_trials(
     from omnibal.config import read_config
 
     deepspeed_config, section = read_config(config)
-    check_run(profile, deepspeed_config, section.model.frozen, is_tried=True)
+    check_run(profile, deepspeed_config, section.model, is_tried=True)
     tried = deepspeed_config.get("zero_optimization", {}).get("stage", 0)
     if zero_stage != tried:
         raise ConfigError(f"--zero-stage must be the ds_config's {tried} for trials, got {zero_stage}")

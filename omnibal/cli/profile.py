@@ -54,9 +54,11 @@ def profile(
 
     Then: omnibal partition profile.json --num-stages 4
     """
+    from omnibal.cli.outputs import check_file
     from omnibal.cli.steps import full_pack
     from omnibal.report.layers import bytes_table, layer_figures, time_table
 
+    check_file("out", out)
     pack = full_pack(vision_units, llm_tokens)
     if measure == (device is not None):
         raise ConfigError(f"costs must come from either --device or --measure, got {'both' if measure else 'neither'}")

@@ -92,12 +92,15 @@ def simulate(
     Example: omnibal simulate --model models/InternVL3-14B-hf --device a100
     --partition 0,13,26,40,53,76 --lengths runs/lengths --num-replicas 4
     """
+    from omnibal.cli.outputs import check_file, check_picture
     from omnibal.cli.steps import StepTask, every_layer, step_packs
     from omnibal.report.stages import stage_table
 
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
     )
+    check_file("--trace", trace)
+    check_picture("--plot", plot)
     cut = _read_cut(plan, partition)
     limits = cut.limits
     packs = step_packs(
@@ -109,7 +112,9 @@ def simulate(
     links = Links.of(
         costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency, zero_stage=zero_stage
     )
-    levels = cut.recompute if recompute is None else every_layer(recompute, len(costs.layers))
+    levels = every_layer(recompute or "none", len(costs.layers))
+    if recompute is None and cut.recompute is not None:
+        levels = cut.recompute
     task = StepTask(costs, packs, links, levels, mode, schedule or cut.schedule)
     written = _write(task.simulate(cut.partition), trace, plot)
     figures = task.figures(cut.partition)
@@ -129,14 +134,13 @@ class _Cut:
     """What a plan or a partition says."""
 
     partition: "Partition"
-    recompute: tuple[Level, ...]
+    recompute: tuple[Level, ...] | None
     micro_batches: int
     limits: "PackLimits | None"
     schedule: ScheduleName = "1f1b"
 
 
 def _read_cut(plan: Path | None, partition: str | None) -> _Cut:
-    from omnibal.cli.steps import every_layer
     from omnibal.pipeline.boundaries import Partition
     from omnibal.plan import Plan
 
@@ -150,7 +154,7 @@ def _read_cut(plan: Path | None, partition: str | None) -> _Cut:
     if not all(word.isdecimal() for word in words):
         raise ConfigError(f"--partition must be layer numbers such as 0,13,26, got {partition!r}")
     cut = Partition([int(word) for word in words])
-    return _Cut(cut, every_layer("none", cut.num_layers), MICRO_BATCHES_PER_STAGE * cut.num_stages, None)
+    return _Cut(cut, None, MICRO_BATCHES_PER_STAGE * cut.num_stages, None)
 
 
 def _write(step: "StepSimulation", trace: Path | None, plot: Path | None) -> list[str]:

@@ -1,5 +1,6 @@
 """Options that say how a step runs."""
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -18,6 +19,10 @@ ScheduleName = Literal["1f1b", "zero-bubble", "zero-bubble-lean"]
 ReduceBandwidthOption = Annotated[
     float | None, typer.Option(help="GB/s between replicas, for the gradients; as between stages.", min=0)
 ]
+OverheadOption = Annotated[
+    float,
+    typer.Option(help="GiB that a device holds beside the model: contexts, libraries, buckets.", min=0, max=1e6),
+]
 LatencyOption = Annotated[float, typer.Option(help="Microseconds that a transfer takes whatever its size.", min=0)]
 ModeOption = Annotated[
     Mode, typer.Option(help="Transfers of 1f1b: blocking in DeepSpeed's order, or beside the computations.")
@@ -29,6 +34,20 @@ RecomputeOption = Annotated[
 ]
 ScheduleOption = Annotated[
     ScheduleName | None, typer.Option(help="What stages run in which order: as the plan says; 1f1b without one.")
+]
+
+
+def _check_quotes(options: str | None) -> str | None:
+    try:
+        shlex.split(options or "")
+    except ValueError as error:
+        raise typer.BadParameter(f"must be options as on a command line, got {options!r}: {error}") from error
+    return options
+
+
+LauncherOption = Annotated[
+    str | None,
+    typer.Option(help="Options of the deepspeed launcher; --num_gpus with stages × replicas.", callback=_check_quotes),
 ]
 MICROSECONDS: Final = 1e-6
 MICRO_BATCHES_PER_STAGE: Final = 4

@@ -13,7 +13,7 @@ from omnibal.cli.step_task import Links
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, largest_load, paper_limits
+from omnibal.data.limits import PackLimits, choose_limits, largest_load
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, Level, StageMemory
 from omnibal.memory.state import TrainingSetup
@@ -91,7 +91,7 @@ def step_packs(
     if lengths:
         samples = _read(lengths)
         return _real_packs(
-            profile, samples, _limits(samples, vision_units, llm_tokens), num_replicas, micro_batches, step
+            profile, samples, choose_limits(samples, vision_units, llm_tokens), num_replicas, micro_batches, step
         )
     if step is not None:
         raise ConfigError(f"--step must come with --lengths, got {step} alone: equal packs are the same in every step")
@@ -107,14 +107,6 @@ def _read(paths: Sequence[Path]) -> SampleLengths:
         return read_lengths(paths, Reading()).lengths
     except ConfigError as error:
         raise ConfigError(f"{error}; run `omnibal lengths` first and name its folder") from error
-
-
-def _limits(lengths: SampleLengths, vision_units: int | None, llm_tokens: int | None) -> PackLimits:
-    ruled = paper_limits(lengths)
-    return PackLimits(
-        ruled.vision_units if vision_units is None else vision_units,
-        ruled.llm_tokens if llm_tokens is None else llm_tokens,
-    )
 
 
 def _real_packs(

@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from omnibal.cost import CostModel
 from omnibal.data.balance import BalancedPacks
-from omnibal.data.checks import integer
+from omnibal.data.checks import integer, kind, ranks
 from omnibal.data.dealt import DealtPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized
-from omnibal.errors import ConfigError, DataError
+from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, MOST_EXCHANGE_STEPS, Method, Oversized
+from omnibal.errors import ConfigError
 
 
 class Arrangement(Protocol):
@@ -164,11 +164,12 @@ def arrange_epoch(
     >>> epoch.num_steps, sorted(epoch.packs.samples.tolist())
     (1, [0, 1, 2, 3, 4])
     """
-    integer("num_replicas", num_replicas, 1)
-    integer("micro_batches", micro_batches, 1)
+    kind("lengths", lengths, SampleLengths)
+    kind("limits", limits, PackLimits)
+    ranks(num_replicas, micro_batches)
     integer("seed", seed, 0)
     integer("epoch", epoch, 0)
-    integer("exchange_steps", exchange_steps, 1)
+    integer("exchange_steps", exchange_steps, 1, MOST_EXCHANGE_STEPS)
     integer("iterations", iterations, 1)
     if method not in get_args(Method):
         raise ConfigError(f"method must be one of {get_args(Method)}, got {method!r}")
@@ -208,9 +209,6 @@ def _admitted(lengths: SampleLengths, limits: PackLimits, oversized: Oversized) 
         limits.refuse_oversized(lengths)
         return None
     over = limits.oversized(lengths)
-    if len(over) and len(over) == len(lengths):
-        raise DataError(
-            f"limits must hold at least one sample where others are dropped, got {limits.vision_units} vision units "
-            f"and {limits.llm_tokens} LLM tokens, which all {len(lengths)} samples exceed; raise the limits"
-        )
+    if len(over):
+        limits.refuse_none(lengths)
     return np.delete(np.arange(len(lengths)), over) if len(over) else None

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.compiled import compiled
+from omnibal.data.checks import kind
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
@@ -50,6 +51,7 @@ def iterative_sampling_and_filtering(
     >>> sorted(packs.vision_units(lengths).tolist())
     [4, 9]
     """
+    kind("limits", limits, PackLimits)
     if iterations < 1:
         raise ConfigError(f"iterations must be at least 1, got {iterations}")
     generator = np.random.default_rng(seed)

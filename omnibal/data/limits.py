@@ -67,6 +67,19 @@ class PackLimits:
         over = (lengths.vision_units > self.vision_units) | (lengths.llm_tokens > self.llm_tokens)
         return np.flatnonzero(over)
 
+    def refuse_none(self, lengths: SampleLengths) -> None:
+        """Refuse limits that every sample exceeds: nothing could ever share a pack.
+
+        Raises:
+            DataError: They do; the message names the largest sizes.
+        """
+        if len(self.oversized(lengths)) == len(lengths):
+            raise DataError(
+                f"limits must hold at least one sample, got {self.vision_units} vision units and {self.llm_tokens} LLM "
+                f"tokens, which all {len(lengths)} samples exceed; raise the limits, the "
+                f"largest samples have {lengths.summary.max_vision_units} and {lengths.summary.max_llm_tokens}"
+            )
+
     def refuse_oversized(self, lengths: SampleLengths) -> None:
         """Refuse samples that exceed a limit on their own.
 
@@ -114,6 +127,23 @@ def paper_limits(lengths: SampleLengths) -> PackLimits:
     longest = max(summary.max_llm_tokens, 1)
     units_per_token = summary.total_vision_units / max(summary.total_llm_tokens, 1)
     return PackLimits(min(max(round(longest * units_per_token), summary.max_vision_units), MOST), longest)
+
+
+def choose_limits(
+    lengths: SampleLengths, vision_units: int | None, llm_tokens: int | None, *, factor: int = 1
+) -> PackLimits:
+    """The limits that were given; what was left out is ``factor`` times what the paper's rule says.
+
+    Raises:
+        DataError: As of ``paper_limits``, or every sample exceeds the limits.
+    """
+    ruled = paper_limits(lengths)
+    limits = PackLimits(
+        factor * ruled.vision_units if vision_units is None else vision_units,
+        factor * ruled.llm_tokens if llm_tokens is None else llm_tokens,
+    )
+    limits.refuse_none(lengths)
+    return limits
 
 
 def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.compiled import compiled
+from omnibal.data.checks import kind
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
@@ -137,6 +138,7 @@ def load_histograms(lengths: SampleLengths, limits: PackLimits) -> tuple[int, In
     Returns:
         The number over a limit; counts of shape (limit + 1,) for both loads.
     """
+    kind("limits", limits, PackLimits)
     oversized, vision, tokens = _histograms(
         lengths.vision_units, lengths.llm_tokens, limits.vision_units, limits.llm_tokens
     )

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import CostModel
+from omnibal.data.checks import kind
 from omnibal.data.course import Course
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -41,6 +42,8 @@ class Recipe:
     _arranged: dict[Ranks, list[Epoch]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        kind("lengths", self.lengths, SampleLengths)
+        kind("limits", self.limits, PackLimits)
         if self.text_only not in get_args(TextOnly):
             raise ConfigError(f"text_only must be one of {get_args(TextOnly)}, got {self.text_only!r}")
         if self.oversized == "error":

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import Load
-from omnibal.data.checks import integer
+from omnibal.data.checks import ranks
 from omnibal.data.dealt import deal
 from omnibal.data.epoch import Epoch
 from omnibal.data.lengths import IntArray, SampleLengths
@@ -26,16 +26,17 @@ class Ranks:
     """Who runs a step: data-parallel ranks, and how many packs each of them gets.
 
     Raises:
-        ConfigError: One of the numbers is below 1 or no integer.
+        ConfigError: One of the numbers is below 1 or no integer, or a step would have too many packs.
     """
 
     num_replicas: int
     micro_batches: int
 
     def __post_init__(self) -> None:
-        for name in ("num_replicas", "micro_batches"):
-            # A frozen record sets its own fields only through object.
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        checked = ranks(self.num_replicas, self.micro_batches)
+        # A frozen record sets its own fields only through object.
+        for name, number in zip(("num_replicas", "micro_batches"), checked, strict=True):
+            object.__setattr__(self, name, number)
 
     @property
     def step_packs(self) -> int:

@@ -52,11 +52,13 @@ def write_demo(
         The paths of what was written.
 
     Raises:
-        ConfigError: Fewer than 20 samples are asked for, or ``folder`` is a file.
+        ConfigError: Fewer than 20 samples are asked for, the seed is negative, or ``folder`` is a file.
     """
     for name, count in (("samples", samples), ("held_out", held_out)):
         if count < 20:
             raise ConfigError(f"{name} must be at least 20, got {count}")
+    if seed < 0:
+        raise ConfigError(f"seed must not be negative, got {seed}")
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"folder must be a folder or not exist yet, got the file {folder}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -31,6 +31,10 @@ of it where eight processes share a core."""
 SIZE_SCALE = 1e-3
 """Tensors are sent at this share of their size, and the links' time is slept."""
 TASK_FILE, FAILURE_FILE = "task.pickle", "failure.pickle"
+
+
+MOST_PROCESSES: Final = 256
+"""Each is a whole Python with torch and DeepSpeed."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class EmulationTask:
         if len(self.budget_bytes) != self.plan.num_stages:
             raise ConfigError(
                 f"budget_bytes must be one for each of {self.plan.num_stages} stages, got {len(self.budget_bytes)}"
+            )
+        if self.num_processes > MOST_PROCESSES:
+            raise ConfigError(
+                f"stages x replicas must be at most {MOST_PROCESSES} processes of one machine, got {self.num_processes}"
             )
         if self.time_scale is not None and not 0 < self.time_scale < inf:
             raise ConfigError(f"time_scale must be positive and finite, got {self.time_scale}")

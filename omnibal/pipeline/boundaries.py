@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 
 from omnibal.errors import ConfigError
 
@@ -29,9 +30,10 @@ class Partition:
     boundaries: tuple[int, ...]
 
     def __init__(self, boundaries: Sequence[int]) -> None:
-        cut = tuple(int(boundary) for boundary in boundaries)
-        if cut != tuple(boundaries):
-            raise ConfigError(f"boundaries must be integers, got {tuple(boundaries)}")
+        try:
+            cut = tuple(index(boundary) for boundary in boundaries)
+        except TypeError:
+            raise ConfigError(f"boundaries must be integers, got {boundaries!r:.80}") from None
         if len(cut) < 2 or cut[0] != 0 or any(left >= right for left, right in pairwise(cut)):
             raise ConfigError(f"boundaries must start at 0 and increase from stage to stage, got {cut}")
         object.__setattr__(self, "boundaries", cut)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,9 @@ from omnibal.profile.records import ModelProfile
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+LEAST_BANDWIDTH: Final = 1
+MOST_LATENCY_SECONDS: Final = 3600
+"""Of links: beyond these a step has no end that numbers could hold."""
 
 
 class StepTimes(NamedTuple):
@@ -61,13 +63,13 @@ def step_times(
     """
     load = _stack(loads)
     num_replicas = load.shape[0]
-    _check_positive("bandwidth_bytes_per_second", bandwidth_bytes_per_second)
+    _check_bandwidth("bandwidth_bytes_per_second", bandwidth_bytes_per_second)
     reduce_bandwidth = reduce_bandwidth_bytes_per_second
     if reduce_bandwidth is None:
         reduce_bandwidth = bandwidth_bytes_per_second
-    _check_positive("reduce_bandwidth_bytes_per_second", reduce_bandwidth)
-    if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
-        raise ConfigError(f"latency_seconds must be finite and not negative, got {latency_seconds!r}")
+    _check_bandwidth("reduce_bandwidth_bytes_per_second", reduce_bandwidth)
+    if not 0 <= latency_seconds <= MOST_LATENCY_SECONDS:
+        raise ConfigError(f"latency_seconds must lie between 0 and {MOST_LATENCY_SECONDS}, got {latency_seconds!r}")
     levels = _levels(profile, recompute)
     layers = profile.layers
     backward = _evaluate(
@@ -140,9 +142,9 @@ def _stack(loads: Iterable[Load]) -> Load:
     return load
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{name} must be positive, got {value!r}")
+def _check_bandwidth(name: str, value: float) -> None:
+    if not value >= LEAST_BANDWIDTH:
+        raise ConfigError(f"{name} must be at least {LEAST_BANDWIDTH} byte per second, got {value!r}")
 
 
 def _levels(profile: ModelProfile, recompute: Sequence[str] | None) -> Sequence[str]:

@@ -64,6 +64,7 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
     chosen = np.random.default_rng(request.seed).permutation(len(lengths))[:needed]
     task = _Task(lengths, lengths.take(np.sort(chosen)), request, num_replicas)
     if request.limits is not None:
+        request.limits.refuse_none(lengths)
         return [task.pack(request.limits)]
     found = [task.pack(paper_limits(lengths))]
     for packing in map(task.pack, task.spread_limits()):

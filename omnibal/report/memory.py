@@ -35,6 +35,7 @@ HEADS: Final = dict(
 )
 """The same, as heads of a table's columns."""
 BAR: Final = 0.38
+VISIBLE_SHARE: Final = 0.005
 
 
 def stage_plan_table(plan: Plan, kinds: Sequence[str]) -> Table:
@@ -99,6 +100,7 @@ def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Seq
     places = np.arange(len(budget_bytes))
     width = 2 * BAR / len(variants)
     unit, name = unit_of(memory.total for stages in variants.values() for memory in stages)
+    shown = visible_terms(variants.values(), budget_bytes)
     with styled():
         figure = new_figure(max(5.0, 1.6 + 1.1 * len(places)), 4.2)
         axes = figure.subplots()
@@ -106,7 +108,8 @@ def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Seq
             left, bottom = places - BAR + (number + 0.5) * width, np.zeros(len(places))
             for term, colour in TERMS.items():
                 sizes = np.array([asdict(memory)[term] for memory in stages]) / unit
-                axes.bar(left, sizes, 0.92 * width, bottom=bottom, color=colour, label=term if number == 0 else None)
+                label = term if number == 0 and term in shown else None
+                axes.bar(left, sizes, 0.92 * width, bottom=bottom, color=colour, label=label)
                 bottom += sizes
         budgets = np.array(budget_bytes) / unit
         axes.hlines(budgets, places - 1.1 * BAR, places + 1.1 * BAR, color=VERMILION, linewidth=1.4, label="budget")
@@ -119,6 +122,13 @@ def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Seq
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside right center")
         save(figure, path)
+
+
+def visible_terms(variants: Iterable[Sequence[StageMemory]], budget_bytes: Sequence[int]) -> list[str]:
+    """The terms that are seen in a picture of some memory and its budgets: half a percent of the height or more."""
+    held = [asdict(memory) | {"total": memory.total} for stages in variants for memory in stages]
+    height = max(*budget_bytes, *(sizes["total"] for sizes in held))
+    return [term for term in TERMS if max(sizes[term] for sizes in held) >= VISIBLE_SHARE * height]
 
 
 def _at(plan: Plan, layers: range, level: Level) -> list[int]:

@@ -55,7 +55,11 @@ def read_metrics(path: Path) -> Metrics:
         DataError: A line is no record of a step or an evaluation.
     """
     metrics = Metrics([], [])
-    for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} must be a run's log, got a file that is no text: {error}") from error
+    for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             break
         try:

@@ -26,6 +26,8 @@ TRANSFER: Final = ("transfer", "#B0B7BF")
 WIDTH: Final = 11.0
 BAR: Final = 0.82
 EDGE: Final = 0.4
+VISIBLE_SHARE: Final = 0.001
+"""A bar of less of the picture is not a dot wide."""
 NUMBER_WIDTH: Final = 0.008
 """Micro-batches are numbered where a bar takes at least this share of the picture, per digit."""
 
@@ -99,8 +101,10 @@ def _draw_bars(axes: Axes, stage: int, operation: Operation, events: Sequence[Ev
 
 
 def _legend(simulations: Mapping[str, Simulation]) -> list[Patch]:
-    """An entry for everything that occurs."""
-    ran = {event.operation for simulation in simulations.values() for event in simulation.events}
+    """An entry for everything that can be seen."""
+    events = [event for simulation in simulations.values() for event in simulation.events]
+    least = VISIBLE_SHARE * max(simulation.makespan_seconds for simulation in simulations.values())
+    ran = {event.operation for event in events if event.end_seconds - event.start_seconds > least}
     entries = [COLOURS[operation] for operation in COLOURS if operation in ran]
     entries += [TRANSFER] * any(operation.is_transfer for operation in ran)
     return [Patch(facecolor=colour, label=name) for name, colour in entries]

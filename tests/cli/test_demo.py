@@ -1,6 +1,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from omnibal.demo import write_demo
+from omnibal.errors import ConfigError
+
 
 def test_it_says_where_everything_is(omnibal, tmp_path):
     written = json.loads(omnibal("demo", tmp_path / "data", "--samples", 40, "--held-out", 20, "--json").stdout)
@@ -11,5 +16,19 @@ def test_it_says_where_everything_is(omnibal, tmp_path):
 def test_a_file_is_not_a_folder(omnibal, tmp_path):
     (tmp_path / "data").write_text("mine")
     result = omnibal("demo", tmp_path / "data", exit_code=2)
-    assert "folder must be a folder or not exist yet" in result.stderr
+    assert "folder must be a folder, got" in result.stderr
     assert (tmp_path / "data").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", [("demo",), ("export", "checkpoints")])
+def test_a_folder_with_something_in_it_is_not_written_into(omnibal, tmp_path, command):
+    (tmp_path / "mine.txt").write_text("mine")
+    result = omnibal(*command, tmp_path, exit_code=2)
+    assert f"folder must be empty or not exist yet, got {tmp_path} with mine.txt in it" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_seed_below_zero_is_refused(omnibal, tmp_path):
+    assert "--seed" in omnibal("demo", tmp_path, "--seed", -5, exit_code=2).stderr
+    with pytest.raises(ConfigError, match="seed must not be negative, got -5"):
+        write_demo(tmp_path, samples=20, held_out=20, seed=-5)

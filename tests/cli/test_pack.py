@@ -9,6 +9,7 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.metrics import dist_ratio, min_packs
+from omnibal.demo import write_demo
 from omnibal.profile.records import LayerCost, ModelProfile
 
 FIGURES = {
@@ -29,7 +30,7 @@ def test_json_holds_the_figures_of_the_arranged_epoch(omnibal, token_lengths):
     epoch = arrange_epoch(lengths, limits, num_replicas=4, micro_batches=2, method="isf", seed=3, epoch=2)
     assert set(record) == {
         "samples", "limits", "num_replicas", "micro_batches", "seed", "epoch", "exchange_steps", "iterations",
-        "oversized", "methods", "search", "warnings", "plots",
+        "oversized", "methods", "search", "warnings", "plots", "broken",
     }  # fmt: skip
     assert (record["samples"], record["num_replicas"], record["micro_batches"]) == (len(lengths), 4, 2)
     assert record["limits"]["vision_units"] == 16
@@ -181,7 +182,18 @@ def test_what_cannot_be_read_is_refused(omnibal, token_lengths, tmp_path):
         ([tmp_path / "lines.jsonl"], "lines.jsonl must be a readable JSON file"),
         ([tmp_path / "latin.json"], "lengths must be text in UTF-8, got"),
         ([tmp_path / "saved"], "sources.json must be a JSON list of names"),
-        ([*token_lengths, "--num-replicas", 10**9], "numbers must be such that memory holds"),
+        ([*token_lengths, "--num-replicas", 10**18], "num_replicas x micro_batches must be at most 16777216, got"),
+        ([*token_lengths, "--micro-batches", 10**30], "num_replicas x micro_batches must be at most 16777216, got"),
+        ([*token_lengths, "--search", "--num-replicas", 10**18], "num_replicas x micro_batches must be at most"),
+        ([*token_lengths, "--exchange-steps", 10**18], "exchange_steps must be between 1 and"),
+        (
+            [*token_lengths, "--vision-units", 0, "--llm-tokens", 1],
+            "limits must hold at least one sample, got 0 vision",
+        ),
+        ([*token_lengths, "--vision-units", 0, "--llm-tokens", 1, "--search"], "limits must hold at least one sample"),
+        ([*token_lengths, token_lengths[0]], "paths must be different files, got"),
+        ([*token_lengths, "--broken", "skip"], "--broken must be left out where lengths are given, got skip"),
+        ([*token_lengths, "--max-tiles", 3], "--max-tiles must be left out where lengths are given, got 3"),
         ([*token_lengths, "--llm-tokens", 10**9], "llm_tokens must be between 1 and"),
         ([*token_lengths, "--plot", tmp_path / "text"], "--plot must be a folder, got"),
         ([*token_lengths, "--llm-tokens", 1, "--oversized", "drop"], "samples exceed; raise the limits"),
@@ -229,3 +241,17 @@ def test_a_budget_needs_a_search_and_a_profile(omnibal, token_lengths):
 def test_a_budget_without_end_is_refused(omnibal, token_lengths, tmp_path):
     options = ["--search", "--profile", tmp_path / "none.json", "--budget", "inf"]
     assert "--budget must be GiB such as 20, got inf" in omnibal("pack", *token_lengths, *options, exit_code=2).stderr
+
+
+def test_a_dataset_packs_without_what_cannot_be_read(omnibal, tmp_path):
+    demo = write_demo(tmp_path / "demo", samples=20, held_out=20)
+    stories = demo.train_annotations[-1]
+    stories.write_text(stories.read_text().replace("{", "{{", 1))
+    options = [demo.meta, "--model", demo.model, "--method", "isf", "--num-replicas", 1]
+    assert "line 1: entry must be" in omnibal("pack", *options, exit_code=2).stderr
+    options += ["--broken", "skip", "--cache", tmp_path / "cache"]
+    record = record_of(omnibal("pack", *options, "--json"))
+    assert [problem["line"] for problem in record["broken"]] == [1]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    output = omnibal("pack", *options).stdout
+    assert "1 items cannot be used and are left out" in output and f"{record['samples']} samples" in output

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
+from omnibal import vlm
 from omnibal.cli.partition import Method
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
+from omnibal.families.base import LayerRecord
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
@@ -47,9 +50,16 @@ def ds_config(tmp_path):
     return path
 
 
+def model_like(profile):
+    """Stands in for the model that the profile is of."""
+    records = [LayerRecord(cost.name, cost.kind, cost.sizes, cost.tied_key) for cost in profile.layers]
+    return lambda path: SimpleNamespace(records=records)
+
+
 @pytest.fixture
 def engine(monkeypatch):
-    """Stands in for the real engine: the partition in ``fails`` does not run, the one in ``fastest`` wins."""
+    """Stands in for model and real engine: the partition in ``fails`` does not run, the one in ``fastest`` wins."""
+    monkeypatch.setattr(vlm, "load_model", model_like(fixed_profile(SECONDS)))
 
     class Engine:
         fails, fastest, calls = (0, 4, 6), (0, 3, 6), []
@@ -216,6 +226,14 @@ def test_trials_want_costs_that_were_measured_here(omnibal, saved, ds_config, en
     refused = omnibal("partition", saved, *options, "--trials", 2, exit_code=2).stderr
     assert "device 'test' where the run has" in refused
     assert f"version of torch '1.0' where the run has {torch.__version__!r}" in refused
+    assert not engine.calls
+
+
+def test_trials_are_of_the_model_that_was_profiled(omnibal, counted, ds_config, engine, monkeypatch):
+    monkeypatch.setattr(vlm, "load_model", model_like(fixed_profile([*SECONDS, 7])))
+    options = ("--num-stages", 2, "--bandwidth", 1, "--config", ds_config, "--trials", 1)
+    refused = omnibal("partition", counted, *options, exit_code=2).stderr
+    assert "6 layers where the model has 7" in refused
     assert not engine.calls
 
 

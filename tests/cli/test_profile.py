@@ -90,7 +90,9 @@ def test_wrong_options_are_refused(omnibal, model, tmp_path, options, message):
 
 def test_a_place_that_cannot_be_written_is_named(omnibal, model, tmp_path):
     result = omnibal("profile", model, tmp_path, "--device", "a100", exit_code=2)
-    assert f"{tmp_path} must be a path to read or write, got: Is a directory" in result.stderr
+    assert f"out must be a file, got the folder {tmp_path}" in result.stderr
+    result = omnibal("profile", model, "/proc/none/profile.json", "--device", "a100", exit_code=2)
+    assert "/proc/none must be a path to read or write, got: No such file or directory" in result.stderr
 
 
 def test_a_wrong_model_is_named(omnibal, tmp_path):

@@ -79,24 +79,33 @@ def test_budgets_that_no_stages_can_have_are_refused(omnibal, inputs, budget, me
     assert message in omnibal(*inputs, "--budget", budget, exit_code=2).stderr.replace("\n", " ")
 
 
+def shot_of(page, width, height):
+    """A browser's picture of a page."""
+    shot = page.with_suffix(".png")
+    # A frame of the width: a browser's own window is never as narrow as a phone.
+    frame = page.with_name("frame.html")
+    frame.write_text(
+        f'<body style="margin: 0"><iframe src="{page.name}" width="{width}" height="{height}" frameborder="0">'
+    )
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+        "--disable-background-networking", "--disable-component-update", f"--user-data-dir={page.parent / 'browser'}",
+        f"--window-size={max(width, 600)},{height}", f"--screenshot={shot}",
+    ]  # fmt: skip
+    subprocess.run([*command, frame.as_uri()], check=True, capture_output=True, timeout=120)
+    with Image.open(shot) as picture:
+        return picture.convert("L")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 def test_a_browser_shows_the_page(omnibal, inputs, tmp_path):
     omnibal(*inputs, "--run", tmp_path / "run")
-    shot = tmp_path / "report.png"
-    command = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--window-size=1100,4200",
-        f"--screenshot={shot}",
-    ]
-    subprocess.run(
-        [*command, (tmp_path / "out" / "report.html").as_uri()], check=True, capture_output=True, timeout=120
-    )
-    with Image.open(shot) as picture:
-        assert picture.size == (1100, 4200)
+    page = tmp_path / "out" / "report.html"
+    for width, height in ((1100, 4200), (390, 4200)):
+        picture = shot_of(page, width, height)
         # pictures and text, from the top to far down
         for top in range(0, 3600, 600):
-            assert len(picture.crop((0, top, 1100, top + 600)).convert("L").getcolors()) > 20
+            assert len(picture.crop((0, top, width, top + 600)).getcolors()) > 20
+    margin = picture.crop((width - 12, 0, width, height))  # of the narrow page, which as a whole does not scroll
+    assert margin.getextrema()[0] > 200

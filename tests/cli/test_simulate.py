@@ -98,7 +98,9 @@ def test_many_replicas_are_drawn_as_the_fastest_and_the_slowest(omnibal, saved, 
     drawn = []
     monkeypatch.setattr(timeline, "plot_timeline", lambda panels, path: drawn.append(list(panels)))
     for replicas in (1, 3, 4):
-        omnibal("simulate", saved, "--partition", "0,3,6", "--bandwidth", 1, "--num-replicas", replicas, "--plot", "x")
+        omnibal(
+            "simulate", saved, "--partition", "0,3,6", "--bandwidth", 1, "--num-replicas", replicas, "--plot", "x.png"
+        )
     assert drawn[0] == [""]
     assert drawn[1] == ["replica 0", "replica 1", "replica 2"]
     assert [title.split(", ")[1] for title in drawn[2]] == ["the fastest", "the slowest"]

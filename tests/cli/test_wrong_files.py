@@ -6,7 +6,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from omnibal.data.limits import PackLimits
 from omnibal.demo import write_demo
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
 from tests.pipeline.profiles import fixed_profile
@@ -165,3 +168,84 @@ def test_a_path_with_a_zero_byte_is_refused(omnibal, demo, tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({"some": {"root": "a", "annotation": "a\0b"}}))
     line = refusal(omnibal, "lengths", tmp_path / "meta.json", tmp_path / "out", "--model", demo.model)
     assert "some.annotation must be a path, got 'a\\x00b'" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("micro_batches", 2.5, "micro_batches must be an integer, got 2.5"),
+        ("micro_batches", 10**18, "micro_batches must be between 1 and"),
+        ("partition", "023", "boundaries must be integers, got '023'"),
+        ("partition", [0, 1.5, 3], "boundaries must be integers, got [0, 1.5, 3]"),
+        ("partition", [0, 2, 10**20], "must"),
+        ("recompute", ["99999999999999999999 full", "1 none"], "plan must have values of the right kinds"),
+        ("made_from", 3, "plan must have values of the right kinds"),
+        ("limits", None, "plan must have values of the right kinds"),
+    ],
+)
+def test_a_plan_that_is_none_is_named(omnibal, tmp_path, key, value, reason):
+    fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
+    plan = Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3)
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_record() | {key: value}))
+    line = refusal(omnibal, "simulate", tmp_path / "profile.json", "--plan", tmp_path / "plan.json", "--bandwidth", 1)
+    assert "plan.json" in line and reason in line
+
+
+@pytest.mark.parametrize("verb", ["partition", "simulate"])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--bandwidth", 1e-300), "bandwidth_bytes_per_second must be at least 1 byte per second"),
+        (("--bandwidth", 1, "--reduce-bandwidth", 1e-300), "reduce_bandwidth_bytes_per_second must be at least 1 byte"),
+        (("--bandwidth", 1, "--latency", 1e300), "latency_seconds must lie between 0 and 3600"),
+        (("--bandwidth", 1, "--plot", "picture.pdf"), "--plot must be a PNG, whose name ends in .png, got picture.pdf"),
+    ],
+)
+def test_what_no_link_and_no_picture_is(omnibal, tmp_path, verb, options, reason):
+    fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
+    cut = ("--num-stages", 2) if verb == "partition" else ("--partition", "0,2,3")
+    assert reason in refusal(omnibal, verb, tmp_path / "profile.json", *cut, *options)
+
+
+def test_a_partition_of_more_layers_than_there_are_is_refused(omnibal, tmp_path):
+    fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
+    arguments = ("simulate", tmp_path / "profile.json", "--partition", f"0,2,{10**20}", "--bandwidth", 1)
+    assert "partition must be of the profile's 3 layers" in refusal(omnibal, *arguments)
+
+
+def test_too_many_tiles_are_refused(omnibal, demo, tmp_path):
+    line = refusal(omnibal, "lengths", demo.meta, tmp_path / "out", "--model", demo.model, "--max-tiles", 10**18)
+    assert "max_tiles must be at most 1024" in line
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16", "zero_optimization", "data_types"])
+def test_a_section_that_is_none_is_refused(omnibal, tmp_path, section):
+    fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
+    (tmp_path / "config.json").write_text(json.dumps({section: True}))
+    options = ("--num-stages", 2, "--bandwidth", 1, "--config", tmp_path / "config.json")
+    line = refusal(omnibal, "partition", tmp_path / "profile.json", *options)
+    assert f"{section} of a ds_config must be an object, got True" in line
+
+
+def test_options_that_no_launcher_takes_are_refused(omnibal, tmp_path):
+    output = omnibal("partition", tmp_path, "--num-stages", 2, "--launcher", '"', exit_code=2).stderr
+    assert "--launcher" in output and "No closing quotation" in output
+
+
+@pytest.mark.parametrize("overhead", ["inf", "1e300", "nan"])
+def test_no_device_holds_so_much_beside_the_model(omnibal, tmp_path, overhead):
+    for command in (("plan", tmp_path), ("emulate", tmp_path, tmp_path), ("report",)):
+        assert "--overhead" in omnibal(*command, "--overhead", overhead, exit_code=2).stderr
+
+
+def test_more_processes_than_a_machine_starts_are_refused(omnibal, tmp_path):
+    fixed_profile([1, 2, 3]).save(tmp_path / "profile.json")
+    Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3).save(tmp_path / "plan.json")
+    options = ("--bandwidth", 1, "--budget", 80, "--num-replicas", 1000)
+    line = refusal(omnibal, "emulate", tmp_path / "plan.json", tmp_path / "profile.json", *options)
+    assert "stages x replicas must be at most 256 processes of one machine, got 2000" in line
+
+
+def test_a_log_that_is_no_text_is_refused(omnibal, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(UNREADABLE["binary"][0])
+    assert "metrics.jsonl must be a run's log" in refusal(omnibal, "report", "--run", tmp_path)

@@ -6,13 +6,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.metrics import dist_ratio
+from omnibal.data.metrics import dist_ratio, min_packs
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
 from tests.data.samplers import LENGTHS, LIMITS, methods, packs_of, policies, samplers, seen, shapes
 from tests.data.strategies import pack_limits, sample_lengths
 
@@ -201,3 +205,19 @@ def test_bad_arguments_are_refused(options, message):
 def test_epochs_count_from_zero():
     with pytest.raises(ConfigError, match="epoch must be at least 0, got -1"):
         samplers((1, 1))[0].set_epoch(-1)
+
+
+@pytest.mark.parametrize("limits", [(9, 4096), None])
+def test_limits_and_lengths_are_of_their_kinds(limits):
+    lengths = SampleLengths([1, 3, 5], [300, 800, 1400])
+    for take in (
+        lambda: BalancedBatchSampler(lengths, limits, num_replicas=1, rank=0),
+        lambda: arrange_epoch(lengths, limits, num_replicas=1),
+        lambda: iterative_sampling_and_filtering(lengths, limits),
+        lambda: min_packs(lengths, limits),
+        lambda: Plan(limits, 1, Partition((0, 1)), ("none",)),
+    ):
+        with pytest.raises(ConfigError, match="limits must be PackLimits, got"):
+            take()
+    with pytest.raises(ConfigError, match="lengths must be SampleLengths, got"):
+        BalancedBatchSampler([1, 2], PackLimits(9, 4096), num_replicas=1, rank=0)

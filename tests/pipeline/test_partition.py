@@ -122,7 +122,7 @@ def test_a_large_search_evaluates_few_partitions(monkeypatch):
         ({"method": "magic"}, "method must be one of uniform, parameters, paper, .* got 'magic'"),
         ({"mode": "magic"}, "mode must be one of rendezvous, overlap, got 'magic'"),
         ({"loads": Load([1], [1])}, "loads must be one Load per replica"),
-        ({"bandwidth_bytes_per_second": -1}, "bandwidth_bytes_per_second must be positive"),
+        ({"bandwidth_bytes_per_second": -1}, "bandwidth_bytes_per_second must be at least 1 byte"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):

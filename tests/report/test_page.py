@@ -31,3 +31,10 @@ def test_imbalance_is_the_spread_over_stages_and_over_time():
     # two micro-batches in flight in stage 0, one in stage 1; 100 bytes a layer each
     assert [row - found.memory_bytes[0][0] for row in found.memory_bytes[:, 0]] == [0, 0]
     assert [cells[1] for cells in found.rows()] == ["3,000.0 ± 0.0 ms"] * 2
+
+
+def test_what_is_wider_than_the_page_scrolls_by_itself(tmp_path):
+    with styled():
+        save(new_figure(5, 2), tmp_path / "five_inches.png")
+    for part in (table(["x"], [["1"]]), picture(tmp_path / "five_inches.png", "five inches")):
+        assert part.count('<div class="scroll"><') == part.count("</div>") == 1

@@ -6,7 +6,7 @@ from PIL import Image
 from omnibal.pipeline.schedule import Schedule, one_f_one_b
 from omnibal.pipeline.simulate import simulate
 from omnibal.report import timeline
-from omnibal.report.timeline import plot_timeline, short
+from omnibal.report.timeline import COLOURS, TRANSFER, plot_timeline, short
 
 
 def simulation(num_stages=2, micro_batches=3, **options):
@@ -66,7 +66,8 @@ def test_the_legend_names_what_occurs(figures):
     split = Schedule.parse("F0 F1 B0 W0 B1 W1\nF0 B0 F1 B1 W0 W1")
     ones = np.ones((2, 2))
     assert legend(simulation(mode="overlap")) == ["forward", "backward"]
-    assert legend(simulation()) == ["forward", "backward", "transfer"]
+    assert legend(simulation(transfer_seconds=np.ones((3, 1)))) == ["forward", "backward", "transfer"]
+    assert legend(simulation(transfer_seconds=np.full((3, 1), 1e-4))) == ["forward", "backward"]  # too short to see
     assert legend(simulate(split, ones, ones, ones, mode="overlap")) == [
         "forward", "backward to inputs", "backward to weights",
     ]  # fmt: skip
@@ -79,3 +80,7 @@ def test_a_large_pipeline_is_few_collections(figures):
 
 def test_numbers_are_short():
     assert [short(value) for value in (0, 0.5, 99.94, 1234.6, 1e6)] == ["0", "0.5", "99.9", "1,235", "1,000,000"]
+
+
+def test_kinds_of_work_are_told_apart_by_colour():
+    assert len({colour for _, colour in (*COLOURS.values(), TRANSFER)}) == len(COLOURS) + 1

@@ -26,7 +26,7 @@ def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
 def said(error: Exception) -> str:
     r"""What a foreign error says, in one line; its kind where that is all it has to say.
 
-    >>> said(KeyError("added_tokens")), said(ValueError("no\\n  such key"))
+    >>> said(KeyError("added_tokens")), said(ValueError("no\n  such key"))
     ("KeyError: 'added_tokens'", 'no such key')
     """
     text = " ".join(str(error).split())

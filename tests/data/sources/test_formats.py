@@ -196,3 +196,16 @@ def test_a_template_that_forgets_images_is_refused(family):
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['role'] }}{% endfor %}")
     with pytest.raises(ConfigError, match=r"chat template must write .* for an image"):
         open_format(folder)
+
+
+@pytest.mark.parametrize("instead", ["", "{{ raise_exception('no answers') }}"])
+def test_a_template_that_does_not_write_answers_is_refused(family, instead):
+    folder = family[0]
+    template = (folder / "chat_template.jinja").read_text()
+    unless = f"{{% if message['role'] == 'assistant' %}}{instead}{{% else %}}"
+    content = template.index("{% for part in message['content']")
+    rest = template.rindex("{% endfor %}")
+    changed = template[:content] + unless + template[content:rest] + "{% endif %}" + template[rest:]
+    (folder / "chat_template.jinja").write_text(changed)
+    with pytest.raises(ConfigError, match=r"chat template must (write what an assistant|take the conversation)"):
+        open_format(folder)
