@@ -15,7 +15,7 @@ from omnibal.data.dealt import DealtPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, MOST_EXCHANGE_STEPS, Method, Oversized
+from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, MOST_EXCHANGE_STEPS, MOST_ITERATIONS, Method, Oversized
 from omnibal.errors import ConfigError
 
 
@@ -170,7 +170,7 @@ def arrange_epoch(
     integer("seed", seed, 0)
     integer("epoch", epoch, 0)
     integer("exchange_steps", exchange_steps, 1, MOST_EXCHANGE_STEPS)
-    integer("iterations", iterations, 1)
+    integer("iterations", iterations, 1, MOST_ITERATIONS)
     if method not in get_args(Method):
         raise ConfigError(f"method must be one of {get_args(Method)}, got {method!r}")
     samples = _admitted(lengths, limits, oversized)

@@ -23,3 +23,5 @@ EXCHANGE_STEPS: Final = 64
 """Consecutive steps that may exchange samples for the sake of balance: more have not made steps more alike."""
 
 MOST_EXCHANGE_STEPS: Final = 2**20
+
+MOST_ITERATIONS: Final = 10_000

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omnibal.data.sources.folder import said
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
@@ -125,5 +126,10 @@ def _layer_state(checkpoint: Path, index: int) -> dict[str, Tensor]:
     files = sorted(checkpoint.glob(f"layer_{index:02d}-*model_states.pt"))
     if len(files) != 1:
         raise ConfigError(f"checkpoint must hold one file for layer {index}, got {len(files)} in {checkpoint}")
-    state: dict[str, Tensor] = torch.load(files[0], map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Tensor] = torch.load(files[0], map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle raise what they trip over
+        raise ConfigError(f"{files[0]} must be a whole file of a layer's weights, got {said(error)}") from error
+    if not isinstance(state, dict):
+        raise ConfigError(f"{files[0]} must hold a layer's weights by name, got {type(state).__name__}")
     return state

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from omnibal.errors import ConfigError
+from omnibal.records import load_json
 from omnibal.vlm.layers import VisionLanguageModel
 
 SINGLE_FILE = "model.safetensors"
@@ -141,7 +142,7 @@ def _read_names(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(path.read_text())["weight_map"])
+        return dict(load_json(path)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} must be JSON with a weight_map, got {type(error).__name__}: {error}") from error
 

@@ -185,6 +185,7 @@ def test_what_cannot_be_read_is_refused(omnibal, token_lengths, tmp_path):
         ([*token_lengths, "--num-replicas", 10**18], "num_replicas x micro_batches must be at most 16777216, got"),
         ([*token_lengths, "--micro-batches", 10**30], "num_replicas x micro_batches must be at most 16777216, got"),
         ([*token_lengths, "--search", "--num-replicas", 10**18], "num_replicas x micro_batches must be at most"),
+        ([*token_lengths, "--iterations", 10**18], "iterations must be between 1 and 10000, got"),
         ([*token_lengths, "--exchange-steps", 10**18], "exchange_steps must be between 1 and"),
         (
             [*token_lengths, "--vision-units", 0, "--llm-tokens", 1],

@@ -188,7 +188,7 @@ def test_oversized_samples_can_be_refused():
         ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
         ({"num_replicas": 2, "micro_batches": 1.5}, "micro_batches must be an integer, got 1.5"),
         ({"num_replicas": 2, "seed": -1}, "seed must be at least 0, got -1"),
-        ({"num_replicas": 2, "iterations": 0}, "iterations must be at least 1, got 0"),
+        ({"num_replicas": 2, "iterations": 0}, "iterations must be between 1 and 10000, got 0"),
         ({"num_replicas": 2, "epoch": True}, "epoch must be an integer, got True"),
         ({"num_replicas": 2, "method": "best"}, "method must be one of .*, got 'best'"),
         ({"num_replicas": 2, "oversized": "keep"}, "oversized must be one of .*, got 'keep'"),

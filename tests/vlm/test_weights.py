@@ -229,7 +229,7 @@ def test_a_missing_shard_is_named(tmp_path):
         read_layers(load_model(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "[" * 100_000])
 def test_a_broken_index_is_named(tmp_path, content):
     write_plain(tmp_path, max_shard_size="20KB")
     (tmp_path / "model.safetensors.index.json").write_text(content)
@@ -249,7 +249,7 @@ def test_folders_that_are_no_model_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="without config"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"must have a config.json, got .*config.json, line 1"):
+    with pytest.raises(ConfigError, match=r"model's config.json must be JSON, got .*config.json, line 1"):
         load_model(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "internvl_chat"}')
     with pytest.raises(ConfigError, match="model_type must be one of internvl, got 'internvl_chat'"):
