@@ -11,7 +11,9 @@ public, but OmniBal's paper says what all of them together look like in a model 
   up to five. That makes 260 tokens of text in the mean: 0.7 times an estimate from what the papers of llava_mix,
   dvqa, llava_instruct_zh and geoqa say of their conversations, the same factor for all four.
 
-What was not fitted agrees: Dist Ratios of ISF (tables 3 and 6) and of random batches, LLaVA's part alone (table 8).
+What was not fitted agrees on the 8 ranks of the published test script: Dist Ratios of ISF (tables 3 and 6) and of
+random batches, LLaVA's part alone (table 8). On the paper's 4 ranks ISF's are 0.021 and 0.11 (0.02 and 0.14 in the
+paper), those of random batches 0.25 and 0.23 (0.34 and 0.30).
 Two figures do not: the padding of random batches is 34 % (31 % in the paper), and Dist Ratios differ with one tile
 to an image. ``tools/sampling/RESULTS.md`` has all of them side by side. The paper counts a sample without an image
 as one tile, for the blank image that it shows the ViT; here such a sample has none.

@@ -110,9 +110,9 @@ def ladder(profile: ModelProfile, num_stages: int) -> list[Way]:
     """From padded, cut by parameters and recomputed, to a plan of all together."""
     count = MICRO_BATCHES * num_stages // PROCESSES
     first = Plan(NO_LIMITS, count, parameter_cut(profile, num_stages), ("full",) * len(profile.layers))
-    ways = [Way("padded", first, padded=True), Way("+ data", replace(first, limits=LIMITS))]
+    ways = [Way("padded", first, padded=True), Way("+ our data", replace(first, limits=LIMITS))]
     if num_stages > 1:
-        ways.append(Way("+ model", replace(ways[-1].plan, partition=best_cut(profile, ways[-1]))))
+        ways.append(Way("+ our cut", replace(ways[-1].plan, partition=best_cut(profile, ways[-1]))))
     ways.append(Way("+ memory", unrecomputed(ways[-1].plan)))
     return [*ways, Way("ours", joint_plan(profile, ways[-1]))]
 

@@ -18,12 +18,11 @@ from omnibal.planner.search import Choice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
 from markdown import table
-from paper_models import BASELINE
+from paper_models import BASELINE, LIMITS, NETWORK, OVERHEAD
 from selective import profile_of
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)
-LIMITS = PackLimits(9, 4096)
 MODELS = {
     name: replace(BASELINE, language=language, tensor_parallel=degree)
     for name, language, degree in (("6B+20B", "InternLM2-20B", 2), ("6B+34B", "Yi-34B", 2), ("6B+70B", "Llama3-70B", 4))
@@ -33,8 +32,6 @@ STAGES = (8, 16)
 REPLICAS = 2
 BUDGETS = (24, 28, 32, 40, 48, 64, 80)
 GLOBAL_BATCH = 256
-BANDWIDTH = 25e9
-OVERHEAD = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,8 @@ def rows(models: Sequence[str], stages_list: Sequence[int], limit_sets: Sequence
         profile = profile_of(MODELS[model], selective=levels == "all three")
         request = PlanRequest(
             num_devices=stages * REPLICAS, num_stages=stages, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
-            overhead_bytes=OVERHEAD, bandwidth_bytes_per_second=BANDWIDTH, limits=limits,
+            overhead_bytes=OVERHEAD, bandwidth_bytes_per_second=NETWORK, reduce_bandwidth_bytes_per_second=NETWORK,
+            head_room=0.0, limits=limits,
         )  # fmt: skip
         started = time.perf_counter()
         result: PlanResult | InfeasibleError

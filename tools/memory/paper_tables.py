@@ -1,4 +1,4 @@
-"""The OmniBal paper's Tables 5 and 9 beside ours, with counted A100 costs; see README.md."""
+"""The OmniBal paper's Tables 5 and 9 beside ours, in the setting that all reports share; see README.md."""
 
 import sys
 from collections.abc import Sequence
@@ -7,29 +7,32 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Level
-from omnibal.memory.paper import Blocks, count_blocks, estimate_block_bytes, keep_most, levels_of
+from omnibal.memory.paper import count_blocks
 from omnibal.pipeline.boundaries import Partition
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import ModelProfile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
-from paper_models import BASELINE, TABLE_9, Published
+from four_steps import four_steps
+from paper_models import (
+    BASELINE,
+    LIMITS,
+    MICRO_BATCHES,
+    NETWORK,
+    OVERHEAD,
+    SAMPLES_PER_PACK,
+    TABLE_9,
+    Published,
+)
 from selective import profile_of
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)
-LIMITS = PackLimits(9, 4096)
 MEMORY = 80 * GIB
-OVERHEAD = 2 * GIB
-GLOBAL_BATCH = 256
-BANDWIDTH = 25e9
-
-
 RECOMPUTED = {
     "Llama3-8B": (8, 7, 10, 24),
     "InternLM2-20B": (0, 0, 0, 0),
@@ -76,26 +79,11 @@ def step_model(row: Published, *, budget: int = MEMORY, selective: bool = False)
 def request_of(row: Published, budget: int = MEMORY) -> PlanRequest:
     """Its cluster."""
     return PlanRequest(
-        num_devices=len(row.blocks) * row.num_replicas, num_stages=len(row.blocks), global_batch=GLOBAL_BATCH,
-        budget_bytes=budget, head_room=0.05, overhead_bytes=OVERHEAD, bandwidth_bytes_per_second=BANDWIDTH,
+        num_devices=len(row.blocks) * row.num_replicas, num_stages=len(row.blocks),
+        global_batch=round(MICRO_BATCHES * row.num_replicas * SAMPLES_PER_PACK), budget_bytes=budget, head_room=0.0,
+        overhead_bytes=OVERHEAD, bandwidth_bytes_per_second=NETWORK, reduce_bandwidth_bytes_per_second=NETWORK,
         limits=LIMITS,
     )  # fmt: skip
-
-
-def four_steps(model: StepModel, partition: Partition) -> tuple[Level, ...]:
-    """The paper's method, with the footprint in the place of measurements."""
-    kinds = [layer.kind for layer in model.profile.layers]
-    blocks = count_blocks(kinds, partition)
-
-    def free(kept: Sequence[Blocks]) -> list[float]:
-        stages = model.footprint.stages(partition, levels_of(kept, kinds, partition))
-        return [budget - stage.total for budget, stage in zip(model.budgets, stages, strict=True)]
-
-    nothing = [Blocks(0, 0)] * len(blocks)
-    some = [Blocks(min(stage.vision, 2), min(stage.llm, 2)) for stage in blocks]
-    recomputed = free(nothing)
-    estimate = estimate_block_bytes(recomputed, free(some), some, model.footprint.schedule.in_flight)
-    return levels_of(keep_most(recomputed, blocks, estimate, model.footprint.schedule.in_flight), kinds, partition)
 
 
 def seconds_of(model: StepModel, boundaries: Sequence[int], levels: tuple[Level, ...]) -> float:

@@ -5,7 +5,9 @@ from statistics import fmean
 from typing import Literal
 
 import numpy as np
-from setting import Batches, Setting
+from setting import Batches, Setting  # makes the other tools' modules known
+
+from four_steps import four_steps  # isort: skip
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
@@ -34,7 +36,7 @@ def ladder(setting: Setting, *, ours: bool = True) -> list[Rung]:
         rung(setting, "baseline", setting.padded(), by_parameters, full),
         rung(setting, "+ data", setting.packed, by_parameters, full),
         rung(setting, "+ model", setting.packed, cut, full),
-        rung(setting, "+ memory", setting.packed, cut, fitting_levels(setting, cut)),
+        rung(setting, "+ memory", setting.packed, cut, paper_levels(setting, cut)),
     ]
     return [*rungs, best(setting)] if ours else rungs
 
@@ -61,12 +63,12 @@ def paper_cut(setting: Setting, batches: Batches) -> Partition:
     return found.best.partition
 
 
-def fitting_levels(setting: Setting, cut: Partition) -> tuple[Level, ...]:
-    """The least recomputation that fits; all of it where nothing does."""
+def paper_levels(setting: Setting, cut: Partition) -> tuple[Level, ...]:
+    """By the paper's four steps, with our footprint in the place of its trials; all recomputes where nothing fits."""
     request = replace(setting.request, limits=setting.limits, method="isf", steps=1)
     (packing,) = packings(setting.drawn, request, setting.row.num_replicas)
     try:
-        return StepModel(setting.profile, packing, setting.num_stages, request).levels(cut.boundaries)
+        return four_steps(StepModel(setting.profile, packing, setting.num_stages, request), cut)
     except InfeasibleError:
         return ("full",) * len(setting.profile.layers)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.cluster import DEVICES, Device
+from omnibal.cluster import Device
 from omnibal.cost import Load
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
@@ -22,17 +22,23 @@ from omnibal.planner.ladder import Steps
 from omnibal.profile.records import ModelProfile
 
 TOOLS = Path(__file__).parents[1]
-sys.path[:0] = [str(TOOLS / "partition"), str(TOOLS / "sampling")]
-from paper_models import BASELINE, Published, counted_profile  # noqa: E402
+sys.path[:0] = [str(TOOLS / "partition"), str(TOOLS / "sampling"), str(TOOLS / "memory")]
+from paper_models import (  # noqa: E402
+    BASELINE,
+    DEVICE,
+    FRACTION,
+    LIMITS,
+    MICRO_BATCHES,
+    NETWORK,
+    OVERHEAD,
+    VISION_FACTOR,
+    Published,
+    counted_profile,
+)
 from rules import RULES, Task  # noqa: E402
 
-GIB = 2**30
-NETWORK = 20e9
-LIMITS = PackLimits(9, 4096)
 DRAWN = 100_000
 """Samples of a dataset that packs are made of."""
-OVERHEAD = 2 * GIB
-"""What a device holds beside the model."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,11 @@ class Setting:
     lengths: SampleLengths | None = None
     limits: PackLimits = LIMITS
     batch: int = 4
-    micro_batches: int = 64
-    device: Device = DEVICES["A100-80GB"]
-    fraction: float = 0.455
+    micro_batches: int = MICRO_BATCHES
+    device: Device = DEVICE
+    fraction: float = FRACTION
     network: float = NETWORK
-    vision_factor: float = 1.5
+    vision_factor: float = VISION_FACTOR
     image_size: int = 448
     samples: int = 1_200_000
 

@@ -9,7 +9,7 @@ import typer
 from datasets import captions, cut_into, llava
 from ladder import gpu_days, ladder, paper_cut, rung
 from markdown import table
-from paper_models import TABLE_9, VISION, Published
+from paper_models import TABLE_9, Published, factor_of
 from setting import Setting
 
 from omnibal.cluster import DEVICES
@@ -83,15 +83,10 @@ def table_9() -> str:
     """Other models; the last column is how far our best cut's boundaries lie from the greedy anchor's at most."""
     rows = []
     for row, days in zip(TABLE_9, TABLE_9_DAYS, strict=True):
-        setting = Setting(row=row, vision_factor=_factor(row))
+        setting = Setting(row=row, vision_factor=factor_of(row))
         name = f"{row.name}, {row.tensor_parallel} {len(row.blocks)} {row.num_replicas}"
         rows.append((*gains(name, setting, *days), f"{_from_anchor(setting)}"))
     return table((*GAINS, "r"), rows)
-
-
-def _factor(row: Published) -> float:
-    """What a ViT layer takes beyond what is counted, where tensor parallelism does not divide its heads."""
-    return Setting.vision_factor if VISION[row.vision]["num_attention_heads"] % row.tensor_parallel else 1.0
 
 
 def table_4() -> str:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES
@@ -14,7 +13,7 @@ from omnibal.planner import PlanRequest, make_plan
 from omnibal.profile.records import ModelProfile
 
 sys.path += [str(Path(__file__).parents[1] / tool) for tool in ("memory", "partition")]
-from paper_models import BASELINE
+from paper_models import BASELINE, LIMITS, NETWORK, OVERHEAD
 from selective import profile_of
 
 GIB = 2**30
@@ -40,7 +39,8 @@ def plan(profile: ModelProfile, budget: int, schedule: Any) -> dict[str, float] 
     """Seconds of a step, layers that recompute, GiB of weight gradients that wait; None where nothing fits."""
     request = PlanRequest(
         num_devices=STAGES * REPLICAS, num_stages=STAGES, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
-        overhead_bytes=2 * GIB, bandwidth_bytes_per_second=25e9, limits=PackLimits(9, 4096), schedule=schedule,
+        overhead_bytes=OVERHEAD, head_room=0.0, bandwidth_bytes_per_second=NETWORK,
+        reduce_bandwidth_bytes_per_second=NETWORK, limits=LIMITS, schedule=schedule,
     )  # fmt: skip
     try:
         found = make_plan(profile, LENGTHS, request).plan
