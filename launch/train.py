@@ -12,6 +12,8 @@ from pathlib import Path
 from time import perf_counter
 
 import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from tqdm import tqdm
 
@@ -19,8 +21,9 @@ import omnibal
 from omnibal.config import OmnibalSection, RunSection, read_config
 from omnibal.demo import majority_accuracy
 from omnibal.engine.checkpoint import export, latest_checkpoint
+from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, together
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.initialize import open_dataset
+from omnibal.engine.initialize import open_dataset, open_together
 from omnibal.engine.loader import PackLoader
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.report.metrics import MetricsLog, read_metrics
@@ -31,26 +34,45 @@ from omnibal.report.training import plot_training, training_table
 def main() -> None:
     """Train, evaluate, save and export as the ds_config says."""
     arguments = _arguments()
-    _, section = read_config(arguments.deepspeed_config)
-    checkpoints = Path(section.run.output) / "checkpoints"
-    if checkpoints.exists() and not (arguments.resume or arguments.restart):
-        raise ConfigError(
-            f"run.output must be a folder without checkpoints, got {section.run.output}; "
-            "--resume goes on from the newest one, --restart deletes them and begins anew"
-        )
+    meet(get_accelerator().communication_backend_name())
+    where = f"rank {dist.get_rank()}"
+    _, section = together(lambda: read_config(arguments.deepspeed_config), where=where)
+    if not (arguments.resume or arguments.restart):
+        rank_zero_only(lambda: _check_no_checkpoints(section.run), doing="looks for checkpoints", where=where)
     engine, _, loader, _ = omnibal.initialize(config=arguments.deepspeed_config)
-    held_out = engine.held_out_loader(open_dataset(section, "held_out")) if section.data.held_out else None
+    held_out = None
+    if section.data.held_out:
+        held_out = engine.held_out_loader(open_together(section, "held_out", where=engine.where))
+    checkpoints = Path(section.run.output) / "checkpoints"
     if arguments.resume:
         engine.load_checkpoint(checkpoints)
-    if engine.global_rank == 0:
-        if arguments.restart:
-            shutil.rmtree(checkpoints, ignore_errors=True)
-        Console().print(run_table(engine.plan, engine.module.vlm.records, loader.sampler))
-    metrics = Path(section.run.output) / "metrics.jsonl"
-    log = MetricsLog(metrics, first_step=engine.global_steps) if engine.global_rank == 0 else None
+    if arguments.restart:
+        rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
+    log = rank_zero_first(lambda: _begin(engine, loader, section.run), doing="opens the log", where=engine.where)
     train(engine, loader, held_out, section.run, log)
     if engine.global_rank == 0:
         finish(section)
+
+
+def _check_no_checkpoints(run: RunSection) -> None:
+    if (Path(run.output) / "checkpoints").exists():
+        raise ConfigError(
+            f"run.output must be a folder without checkpoints, got {run.output}; "
+            "--resume goes on from the newest one, --restart deletes them and begins anew"
+        )
+
+
+def _delete(checkpoints: Path) -> None:
+    if checkpoints.exists():
+        shutil.rmtree(checkpoints)
+
+
+def _begin(engine: OmnibalEngine, loader: PackLoader, run: RunSection) -> MetricsLog | None:
+    """On rank 0, say what runs, and open the log."""
+    if engine.global_rank != 0:
+        return None
+    Console().print(run_table(engine.plan, engine.module.vlm.records, loader.sampler))
+    return MetricsLog(Path(run.output) / "metrics.jsonl", first_step=engine.global_steps)
 
 
 def train(
@@ -121,7 +143,10 @@ def _chance(section: OmnibalSection) -> float | None:
     """Held-out accuracy of the most frequent answers of the training data, which takes no look at an image."""
     if not section.data.held_out:
         return None
-    files = ([shard.records.path for shard in open_dataset(section, part).shards] for part in ("train", "held_out"))
+    files = (
+        [shard.records.path for shard in open_dataset(section, part, measured=True).shards]
+        for part in ("train", "held_out")
+    )
     return majority_accuracy(*files)
 
 

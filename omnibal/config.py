@@ -89,6 +89,7 @@ class RunSection(Section):
     """How launch/train.py runs."""
 
     output: str = "runs/train"
+    """Folder of all that the run keeps; all hosts share it."""
     epochs: Count = 1
     save_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0: only at the end."""

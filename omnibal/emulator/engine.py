@@ -18,7 +18,6 @@ from threading import Thread
 from time import perf_counter
 from typing import Any, ClassVar, Final
 
-import deepspeed
 import numpy as np
 import torch
 from deepspeed.runtime.pipe import schedule as pipe
@@ -29,6 +28,7 @@ from omnibal.config import complete_deepspeed_config
 from omnibal.cost import FloatArray, Load
 from omnibal.emulator.device import DOWN, UP, Device, DeviceReport, StepLog
 from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, EmulationTask, report_file
+from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import make_engine
 from omnibal.engine.loader import Batch
@@ -288,13 +288,12 @@ def _emulate(task: EmulationTask, rank: int, started: float, arrivals: FloatArra
 
 def _process(rank: int, folder: Path, task: EmulationTask, started: float, arrivals: FloatArray) -> None:
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{task.num_processes}"}
-    deepspeed.init_distributed(
-        dist_backend="gloo",
+    meet(
+        "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=task.num_processes,
         auto_mpi_discovery=False,
-        verbose=False,
     )
     try:
         report = _emulate(task, rank, started, arrivals)

@@ -139,7 +139,8 @@ class OmnibalEngine(SkippingEngine):
         Raises:
             DataError: The dataset has broken samples.
         """
-        return self.loader.over(dataset, rank_zero_first(dataset.lengths, where=self.where))
+        lengths = rank_zero_first(dataset.lengths, doing="measures held-out samples", where=self.where)
+        return self.loader.over(dataset, lengths)
 
     def evaluate(self, loader: PackLoader) -> Evaluation:
         """Measure loss and accuracy on one epoch of held-out packs, all ranks together."""

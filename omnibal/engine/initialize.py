@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from omnibal.config import OmnibalSection, complete_deepspeed_config, dtype_of, 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
-from omnibal.engine.distributed import gather, meet, rank_zero_first, together
+from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.extensions import explained_wait
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
@@ -27,6 +27,9 @@ from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 
 E = TypeVar("E", bound=OmnibalEngine)
+
+MEASURES: Final = "measures the samples"
+"""What rank 0 does while the others wait."""
 
 
 OTHERWISE = {
@@ -62,18 +65,17 @@ def initialize(
         DataError: The dataset has broken samples; the message names files and lines.
     """
     _refuse(others)
-    if not dist.is_initialized():
-        with explained_wait():
-            meet(get_accelerator().communication_backend_name())
+    meet(get_accelerator().communication_backend_name())
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
-    given = together(lambda: _read(config, model, dataset, num_processes), where=where)
-    lengths = rank_zero_first(given.dataset.lengths, where=where)
+    given = together(lambda: _read(config, model, num_processes), where=where)
+    samples: VlmDataset = open_together(given.section, "train", where=where) if dataset is None else dataset
+    lengths = rank_zero_first(samples.lengths, doing=MEASURES, where=where)
     stage, replica = divmod(rank, given.num_replicas)
     plan, sampler = together(lambda: _arrange(given, lengths, replica), where=where)
     sampler.verify(gather)
     loader = PackLoader(
-        given.dataset,
+        samples,
         sampler,
         view=view_of(stage, given.num_stages),
         pixel_shape=given.vlm.pixel_shape,
@@ -101,12 +103,11 @@ class _Given:
     section: OmnibalSection
     folder: Path | None
     vlm: VisionLanguageModel
-    dataset: VlmDataset
     num_stages: int
     num_replicas: int
 
 
-def _read(config: Any, model: Any, dataset: VlmDataset | None, num_processes: int) -> _Given:
+def _read(config: Any, model: Any, num_processes: int) -> _Given:
     deepspeed_config, section = read_config(config)
     source = _given(model, section.model.path, "model", "omnibal.model.path")
     if isinstance(source, nn.Module):
@@ -127,7 +128,6 @@ def _read(config: Any, model: Any, dataset: VlmDataset | None, num_processes: in
         section=section,
         folder=folder,
         vlm=vlm,
-        dataset=open_dataset(section, "train") if dataset is None else dataset,
         num_stages=num_stages,
         num_replicas=num_processes // num_stages,
     )
@@ -161,8 +161,34 @@ def _complete(given: _Given, plan: Plan, loader: PackLoader) -> dict[str, Any]:
     )
 
 
-def open_dataset(section: OmnibalSection, part: str) -> InternVLDataset:
+def open_together(section: OmnibalSection, part: str, *, where: str) -> InternVLDataset:
+    """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
+
+    Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
+    were. The others read what it has kept in ``run.output``.
+
+    Raises:
+        ConfigError: It or ``model.path`` (for tokenizer and preprocessor) is not named, or the hosts do not share
+            ``run.output``.
+        DataError: A file it names is missing, or samples are broken.
+    """
+
+    def open_and_measure() -> InternVLDataset:
+        dataset = open_dataset(section, part, measured=dist.get_rank() != 0)
+        dataset.lengths()
+        return dataset
+
+    check_shared(Path(section.run.output), name="run.output", where=where)
+    return rank_zero_first(open_and_measure, doing=MEASURES, where=where)
+
+
+def open_dataset(section: OmnibalSection, part: str, *, measured: bool = False) -> InternVLDataset:
     """The section's ``data.train`` or ``data.held_out``.
+
+    Args:
+        section: Of the ds_config.
+        part: ``"train"`` or ``"held_out"``.
+        measured: Whether another process has measured it.
 
     Raises:
         ConfigError: It or ``model.path`` (for tokenizer and preprocessor) is not named.
@@ -176,6 +202,7 @@ def open_dataset(section: OmnibalSection, part: str) -> InternVLDataset:
         max_tiles=section.data.max_tiles,
         broken=section.data.broken,
         cache=Path(section.run.output) / "lengths",
+        measured=measured,
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ EVALUATION_STATISTICS = ("loss", "target_tokens", "exact_samples", "samples")
 
 class VlmPipelineModule(PipelineModule):
     """A vision-language model cut into pipeline stages; each process builds the layers of its own stage only.
+
+    Weights are read by the first replica of each stage. Those of the others stay NaN until DeepSpeed's engine, when it
+    is made, sends them the first one's parameters, as it does in any case: no file is read once per replica.
 
     Args:
         model: The layers, by index.
@@ -48,7 +52,9 @@ class VlmPipelineModule(PipelineModule):
         # DeepSpeed's constructor calls _partition_layers, when self is not yet an initialised nn.Module.
         self.__dict__["vlm"] = model
         self.__dict__["plan"] = plan
-        source = _LayerSource(model, dtype=dtype, frozen=frozen, seed=seed, weights=weights)
+        source = _LayerSource(
+            model, dtype=dtype, frozen=frozen, seed=seed, weights=weights, reads=dist.get_rank() % num_replicas == 0
+        )
         super().__init__(
             layers=[_layer_spec(source, index) for index in range(len(model.records))],
             topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=num_replicas),
@@ -143,18 +149,21 @@ class _LayerSource:
         frozen: Collection[str],
         seed: int,
         weights: Path | None,
+        reads: bool,
     ) -> None:
         self.model = model
         self._dtype = dtype
         self._frozen = frozen
         self._seed = seed
         self._weights = weights
+        self._reads = reads
 
     def build(self, index: int) -> nn.Module:
         seed = self._seed if self._weights is None else None
         module = self.model.build_layer(index, seed=seed, dtype=self._dtype)
-        if self._weights is not None:
+        if self._weights is not None and self._reads:
             load_layer(self.model, index, module, self._weights)
+        assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
         if self.model.records[index].kind in self._frozen:
             module.requires_grad_(False)
         return module

@@ -5,11 +5,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, cast
 
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
+from omnibal.engine.hosts import hosts_of, unreachable
 from omnibal.engine.transfers import Receiver, Sender, Shape, new_link
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
@@ -80,6 +84,7 @@ class TableEngine(PipelineEngine):
             self._first_gradient_before = _behind_first_gradient(table.blocking[self.stage_id])
             defer_linears(self.module, self.weight_gradients)
             self._open_links()
+            self._try_links()
 
     def _train_schedule(self) -> Any:
         return super()._train_schedule() if self.table is None else TableSchedule(self.table, self.stage_id)
@@ -118,19 +123,57 @@ class TableEngine(PipelineEngine):
         return add_to_float32
 
     def _open_links(self) -> None:
-        rank_of = self.grid.topology().get_rank
-        for data in range(self.dp_world_size):
-            for stage in range(self.num_stages - 1):
-                upper, lower = rank_of(pipe=stage, data=data), rank_of(pipe=stage + 1, data=data)
-                down, up = new_link((upper, lower), self.device), new_link((upper, lower), self.device)
+        for kind in range(min(2, self.num_stages - 1)):  # no process has two links below even stages, or below odd ones
+            pairs = [pair for stage in range(kind, self.num_stages - 1, 2) for pair in self._pairs_below(stage)]
+            down, up = new_link(pairs, self.device), new_link(pairs, self.device)
+            for upper, lower in pairs:
                 if self.global_rank == upper:
+                    assert down and up, "this process is in a pair"
                     self._activations_out = Sender(down, lower)
                     self._gradients_in = Receiver(up, lower, self.device)
                     self._senders.append(self._activations_out)
                 if self.global_rank == lower:
+                    assert down and up, "this process is in a pair"
                     self._activations_in = Receiver(down, upper, self.device)
                     self._gradients_out = Sender(up, upper)
                     self._senders.append(self._gradients_out)
+
+    def _pairs_below(self, stage: int) -> list[tuple[int, int]]:
+        """The processes of a stage in all replicas, each with that of the next stage."""
+        rank_of = self.grid.topology().get_rank
+        return [
+            (rank_of(pipe=stage, data=data), rank_of(pipe=stage + 1, data=data)) for data in range(self.dp_world_size)
+        ]
+
+    def _try_links(self) -> None:
+        """Send something by every link, so that a pair that cannot communicate fails here and not in a step.
+
+        NCCL also connects a pair when it first sends, and its host waits meanwhile.
+
+        Raises:
+            ConfigError: A neighbouring stage's process cannot be reached; the message names its host.
+        """
+        try:
+            self._exchange_token()
+        except RuntimeError as error:
+            neighbours = [sender.peer for sender in self._senders]
+            hosts = hosts_of(dist.group.WORLD)
+            raise ConfigError(unreachable(self.global_rank, neighbours, hosts, str(error))) from error
+
+    def _exchange_token(self) -> None:
+        """One token runs down the stages, and one up."""
+        token = torch.ones(1, device=self.device)
+        if not self.is_first_stage():
+            self._activations_in.take_described()
+        if not self.is_last_stage():
+            self._activations_out.send_described(0, [token])
+            self._gradients_in.expect([(token.dtype, tuple(token.shape))])
+            self._gradients_in.take()
+        if not self.is_first_stage():
+            self._gradients_out.send(0, [token])
+        for sender in self._senders:
+            sender.settle(0)
+        get_accelerator().synchronize()
 
     def _run_entry(self, operation: Operation, micro_batch: int) -> None:
         if operation == Operation.F:

@@ -1,11 +1,13 @@
 """Tensors on their way between neighbouring stages while these compute: sends and receives that do not block."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from omnibal.engine.hosts import gloo_group
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
@@ -14,16 +16,48 @@ _DESCRIPTION: Shape = (torch.int64, (64,))
 """What tells a receiver the tensors that follow: how many, and of each its dtype, dimensions and sizes."""
 
 
-def new_link(ranks: Iterable[int], device: torch.device) -> dist.ProcessGroup:
-    """A process group for one direction between two processes; all processes of the run call this together.
+class Link(NamedTuple):
+    """One direction between two processes.
 
-    A group for each direction: what goes one way then never waits for what comes the other way. It sends a device's
-    tensors by the device's backend and descriptions by gloo, so that to read one no device is waited for.
+    Attributes:
+        on_device: Sends a device's tensors, by the device's backend. Each direction has a group of its own: what goes
+            one way then never waits for what comes the other way.
+        on_host: Sends the CPU's tensors by gloo, so that to read a description no device is waited for.
     """
-    backends = {"cpu": "gloo", device.type: dist.get_default_backend_for_device(device)}
-    backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())
-    link: dist.ProcessGroup = dist.new_group([*ranks], backend=backend)
-    return link
+
+    on_device: dist.ProcessGroup
+    on_host: dist.ProcessGroup
+
+    def group(self, tensor: Tensor) -> dist.ProcessGroup:
+        """Which of them a tensor goes by."""
+        return self.on_host if tensor.device.type == "cpu" else self.on_device
+
+
+def new_link(pairs: Sequence[tuple[int, int]], device: torch.device) -> Link | None:
+    """This process's link among those of some pairs; all processes of the run call this together.
+
+    Args:
+        pairs: Ranks of the processes that a link joins; no process is in two pairs.
+        device: Where tensors are.
+
+    Returns:
+        None for a process that is in no pair.
+    """
+    on_host = gloo_group(dist.group.WORLD)
+    on_device = on_host if device.type == "cpu" else _device_group(pairs, device)
+    return None if on_device is None else Link(on_device, on_host)
+
+
+def _device_group(pairs: Sequence[tuple[int, int]], device: torch.device) -> dist.ProcessGroup | None:
+    world = dist.group.WORLD
+    assert world is not None, "the processes have met"
+    # NCCL makes groups of a world that is bound to its devices by splitting it, which all processes do together: all
+    # pairs in one split, not one after another. Otherwise only a pair's own processes make its group.
+    if world.bound_device_id is not None and world._get_backend(device).supports_splitting:
+        return dist.split_group(split_ranks=[[*pair] for pair in pairs])
+    backend = dist.get_default_backend_for_device(device)
+    groups = [dist.new_group([*pair], backend=backend) for pair in pairs]
+    return next((group for pair, group in zip(pairs, groups, strict=True) if dist.get_rank() in pair), None)
 
 
 class Sender:
@@ -32,10 +66,13 @@ class Sender:
     Args:
         link: Of the two processes.
         peer: Rank of the other one.
+
+    Attributes:
+        peer: As given.
     """
 
-    def __init__(self, link: dist.ProcessGroup, peer: int) -> None:
-        self._link, self._peer = link, peer
+    def __init__(self, link: Link, peer: int) -> None:
+        self._link, self.peer = link, peer
         self._under_way: dict[int, list[tuple[Any, Tensor]]] = {}
 
     def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
@@ -43,7 +80,7 @@ class Sender:
         under_way = self._under_way.setdefault(micro_batch, [])
         for tensor in tensors:
             if tensor.numel():  # the receiver knows the shape, so nothing is to be sent otherwise
-                under_way.append((dist.isend(tensor, self._peer, group=self._link), tensor))
+                under_way.append((dist.isend(tensor, self.peer, group=self._link.group(tensor)), tensor))
 
     def send_described(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """The same to a receiver that does not know dtypes and shapes."""
@@ -66,7 +103,7 @@ class Receiver:
         device: Where tensors are put.
     """
 
-    def __init__(self, link: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+    def __init__(self, link: Link, peer: int, device: torch.device) -> None:
         self._link, self._peer, self._device = link, peer, device
         self._coming: list[tuple[Any, Tensor]] | None = None
 
@@ -93,7 +130,8 @@ class Receiver:
     def _start(self, shapes: Iterable[Shape], device: torch.device) -> list[tuple[Any, Tensor]]:
         buffers = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
         return [
-            (dist.irecv(buffer, self._peer, group=self._link) if buffer.numel() else None, buffer) for buffer in buffers
+            (dist.irecv(buffer, self._peer, group=self._link.group(buffer)) if buffer.numel() else None, buffer)
+            for buffer in buffers
         ]
 
 

@@ -123,12 +123,15 @@ def several_steps(cases):
 
 
 def _several_steps(case):
+    read, load_layer = [], module_file.load_layer
+    module_file.load_layer = lambda model, index, *others: (read.append(index), load_layer(model, index, *others))
     engine = engine_of(case)
+    module_file.load_layer = load_layer
     losses, norms = [], []
     for _ in range(case.steps):
         losses.append(engine.train_batch().item())
         norms.append(float(engine.get_global_grad_norm()))
-    return {"losses": losses, "norms": norms, "weights": weights_of(engine)}
+    return {"losses": losses, "norms": norms, "weights": weights_of(engine), "read": read}
 
 
 class SmallDataset:

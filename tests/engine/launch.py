@@ -1,6 +1,8 @@
 """Starts processes that train together, and brings back what a function returned on each of them."""
 
+import functools
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -9,8 +11,17 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.distributed import distributed_c10d
 
 from omnibal.engine.distributed import SHARED_MEMORY, free_port, meet
+
+COLLECTIVES = (
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "send", "recv", "isend", "irecv", "new_group"),
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,9 +82,34 @@ def _output(folder, rank):
     return f"rank {rank}:\n{(folder / f'log{rank}.txt').read_text()[-6000:]}"
 
 
+def check_order():
+    """Let whatever communicates before the device is set fail, and objects by the default group: it would be NCCL's."""
+    accelerator, device = get_accelerator(), []
+    accelerator.set_device = device.append
+    for name in COLLECTIVES:
+        collective = getattr(distributed_c10d, name)
+        checked = _checked(collective, device, is_of_objects="object" in name)
+        setattr(dist, name, checked)
+        setattr(distributed_c10d, name, checked)
+
+
+def _checked(collective, device, *, is_of_objects):
+    signature = inspect.signature(collective)
+
+    @functools.wraps(collective)
+    def checked(*args, **kwargs):
+        assert device == [int(os.environ["LOCAL_RANK"])] * len(device) != [], "the device must be set before"
+        if is_of_objects:
+            group = signature.bind(*args, **kwargs).arguments.get("group")
+            assert group not in (None, dist.group.WORLD), f"{collective.__name__} must not use the default group"
+        return collective(*args, **kwargs)
+
+    return checked
+
+
 def _work():
     function, folder = sys.argv[1], Path(sys.argv[2])
-
+    check_order()
     meet("gloo")
     module, name = function.split(":")
     arguments = torch.load(folder / "arguments.pt", weights_only=False)

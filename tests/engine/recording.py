@@ -16,7 +16,7 @@ from omnibal.engine.table import RunEntry
 from omnibal.pipeline.schedule import Operation
 from tests.engine.nccl import Kernel, Post, Wait
 
-WORLD = -1
+WORLD, GLOO = -1, -2
 
 
 class Network:
@@ -28,16 +28,15 @@ class Network:
     def __init__(self, device):
         self.device = torch.device(device)
         self.mail = defaultdict(deque)
+        backend = SimpleNamespace(supports_splitting=True)
+        self.group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=0, _get_backend=lambda device: backend))
 
     def enter(self, rank):
         self.rank, self.program, self.groups = rank, [], 0
 
-    def new_group(self, ranks, **_):
+    def split_group(self, split_ranks):
         self.groups += 1
         return self.groups
-
-    def get_default_backend_for_device(self, device):
-        return "nccl"
 
     def isend(self, tensor, peer, group=WORLD):
         self.mail[group, self.rank, peer].append(tensor.detach().clone())
@@ -112,6 +111,7 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PipelineEngine, "__init__", _bare(network, plan))
         patch.setattr(transfers, "dist", network)
+        patch.setattr(transfers, "gloo_group", lambda world: GLOO)
         patch.setattr(p2p, "send", network.send)
         patch.setattr(p2p, "recv", network.recv)
         programs = []

@@ -11,7 +11,7 @@ from omnibal.engine.initialize import _read
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
-from tests.engine.cases import SmallDataset, changed, settings
+from tests.engine.cases import changed, settings
 from tests.engine.launch import launch
 from tests.engine.small import save_small_model, small_config
 
@@ -73,8 +73,8 @@ def test_a_configuration_has_no_weights_to_load(model):
     for path in (str(model), None):  # the folder of the section is not the model that is trained
         config = changed(settings(model, num_stages=1), "model", path=path)
         with pytest.raises(ConfigError, match="weights must be 'random' with a configuration as model, got 'load'"):
-            _read(config, small_config(), SmallDataset(), 1)
-    assert _read(changed(config, "model", weights="random"), small_config(), SmallDataset(), 1).folder is None
+            _read(config, small_config(), 1)
+    assert _read(changed(config, "model", weights="random"), small_config(), 1).folder is None
 
 
 def test_a_sample_that_cannot_be_read_stops_all_ranks(model):

@@ -41,7 +41,12 @@ def test_training_equals_plain_transformers(tied, tmp_path):
         Case(boundaries, packs, str(tmp_path), zero_stage=1, steps=STEPS, extra=SETTINGS)
         for boundaries, packs in (TWO_STAGES, TWO_REPLICAS)
     ]
-    for results in launch(2, "tests.engine.cases:several_steps", cases):
+    by_rank = launch(2, "tests.engine.cases:several_steps", cases)
+    assert [[result["read"] for result in results] for results in by_rank] == [
+        [[0, 1, 2, 3], [*range(9 if tied else 10)]],  # a tied head has been read
+        [[*range(4, 9 if tied else 10)], []],  # a second replica reads nothing
+    ]
+    for results in by_rank:
         for result in results:
             assert result["losses"] == pytest.approx(losses, rel=1e-4)
             assert result["norms"] == pytest.approx(norms, rel=1e-3)

@@ -78,7 +78,8 @@ def test_a_first_gradient_that_is_expected_at_the_wrong_time_is_seen(engine_clas
     programs = record(plan_of(zero_bubble(num_stages, 6), num_stages, 6), engine_class=engine_class)
     stuck = {rules for rules in ALL_RULES if deadlock(programs, rules)}
     if engine_class is TooEarly and num_stages == 3:
-        assert stuck == {*ALL_RULES} - {MILDEST}
+        # Links are tried before the first step, so that no communicator is made in one.
+        assert stuck == {*ALL_RULES} - {MILDEST, MILDEST._replace(lazy=True)}
     elif engine_class is TooLate:
         assert stuck == {rules for rules in ALL_RULES if rules.drains == "everywhere"}
     else:

@@ -102,8 +102,17 @@ def test_broken_data_is_named_before_training_starts(demo):
 
 
 def test_a_finished_run_is_not_overwritten_unasked(demo):
-    command = [sys.executable, "launch/train.py", "--deepspeed_config", str(demo / "config.json")]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = run_alone(demo, launched | {"MASTER_PORT": str(free_port())})
     assert done.returncode != 0
-    assert "ConfigError: run.output must be a folder without checkpoints" in done.stderr
+    assert "ConfigError: rank 0: run.output must be a folder without checkpoints" in done.stderr
     assert "--resume" in done.stderr
+
+
+def test_a_run_without_a_launcher_is_told_of_it(demo):
+    assert "ConfigError: processes must be started by a launcher" in run_alone(demo, {}).stderr
+
+
+def run_alone(folder, environment):
+    command = [sys.executable, "launch/train.py", "--deepspeed_config", str(folder / "config.json")]
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | environment, capture_output=True, text=True, check=False)

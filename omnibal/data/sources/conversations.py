@@ -46,10 +46,12 @@ class ConversationDataset:
         broken: What happens to items that cannot be used. ``"error"``: `lengths` refuses them all in one report, and
             ``[i]`` each by itself. ``"skip"``: they are left out with a warning; to know them, every image's header is
             read at once.
-        processes: Most processes that read headers and count tokens; all cores by default.
+        processes: Most processes that read headers and count tokens; by default as many as there are cores, at most 32.
         cache: Folder that keeps lengths for the next run, None for none. They are found again where annotations, model
             folder and settings are the same; images are taken to be unchanged if a few of them are. A pass that is
             interrupted goes on, next time, after the last 131,072 items that were complete.
+        measured: Whether another process of the run has just measured these samples, or found kept lengths to be true:
+            they are then taken from ``cache``, nothing is measured, and what is left out is not reported once more.
 
     Attributes:
         shards: The annotation files.
@@ -64,6 +66,7 @@ class ConversationDataset:
         broken: Broken = "error",
         processes: int | None = None,
         cache: str | Path | None = None,
+        measured: bool = False,
     ) -> None:
         self.shards = tuple(shards)
         self.skipped: tuple[Problem, ...] = ()
@@ -72,7 +75,8 @@ class ConversationDataset:
         self._broken = broken
         self._processes = processes
         self._cache = None if cache is None else LengthsCache(Path(cache), self._made_from())
-        self._kept: Ids | None = None
+        self._is_measured = measured
+        self._left_out: Ids = np.empty(0, dtype=np.int64)
         if broken == "skip":
             self._skip_problems()
 
@@ -82,7 +86,7 @@ class ConversationDataset:
         return self._format.tokenizer
 
     def __len__(self) -> int:
-        return self._all.num_samples if self._kept is None else len(self._kept)
+        return self._all.num_samples - len(self._left_out)
 
     def __getstate__(self) -> dict[str, Any]:
         """Processes that load samples need no lengths."""
@@ -111,19 +115,23 @@ class ConversationDataset:
             DataError: If there are items that cannot be used and are not skipped; lists the first few and how many.
         """
         if self._broken == "error":
-            settle_problems(self._measured.problems, self._num_items, "error")
+            settle_problems(self._measured.problems, self._all.num_used_items, "error")
         return self._measured.lengths
 
     @cached_property
     def _measured(self) -> Measured:
         kept = self._cache.load() if self._cache else None
-        if kept is not None and self._still_true(kept):
+        if kept is None and self._is_measured:
+            place = self._cache.path if self._cache else "no cache"
+            raise DataError(f"lengths must be kept where another process has measured the samples, got none: {place}")
+        if kept is not None and (self._is_measured or self._still_true(kept)):
             return kept
         measured = self._measure_all()
-        if self._cache:
-            self._cache.save(measured)
-            forget_blocks(self._cache.unfinished)
-        return measured
+        if not self._cache:
+            return measured
+        self._cache.save(measured)
+        forget_blocks(self._cache.unfinished)
+        return self._cache.load() or measured  # memory-mapped
 
     def _measure_all(self) -> Measured:
         items = self._all.used_items()
@@ -140,34 +148,29 @@ class ConversationDataset:
 
     def _still_true(self, kept: Measured) -> bool:
         """Whether the broken items and a few others, spread over the data, are found as they were."""
-        usable = self._usable_samples(kept.broken_items)
-        if not len(usable):
+        left_out = self._all.samples_of(kept.broken_items)
+        num_usable = self._all.num_samples - len(left_out)
+        if not num_usable:
             return False
-        some = np.unique(np.linspace(0, len(usable) - 1, CHECKED_SAMPLES, dtype=np.int64))
-        again = self._measure(np.concatenate([kept.broken_items, self._all.item_of(usable[some])]))
+        some = np.unique(np.linspace(0, num_usable - 1, CHECKED_SAMPLES, dtype=np.int64))
+        usable = self._all.item_of(_place_among_all(some, left_out))
+        again = self._measure(np.concatenate([kept.broken_items, usable]))
         columns = kept.lengths.take(some).columns()
         loads = zip(*(columns.get(name, np.zeros_like(some)).tolist() for name in COLUMNS), strict=True)
         return again == [*kept.problems, *loads]
 
     def _skip_problems(self) -> None:
         self.skipped = self._measured.problems
-        settle_problems(self.skipped, self._num_items, "skip")
-        self._kept = self._usable_samples(self._measured.broken_items)
-
-    def _usable_samples(self, broken_items: Ids) -> Ids:
-        samples = np.arange(self._all.num_samples)
-        return samples[~np.isin(self._all.item_of(samples), broken_items)]
-
-    @property
-    def _num_items(self) -> int:
-        return len(self._all.used_items())
+        if not self._is_measured:
+            settle_problems(self.skipped, self._all.num_used_items, "skip")
+        self._left_out = self._all.samples_of(self._measured.broken_items)
 
     def _made_from(self) -> Any:
         shards = [
             (
                 shard.records.content_hash,
-                shard.records.path.resolve(),
-                shard.root.resolve(),
+                shard.records.path.absolute(),  # hosts may differ in where a link leads
+                shard.root.absolute(),
                 shard.num_samples,
                 shard.max_tiles,
             )
@@ -183,7 +186,7 @@ class ConversationDataset:
 
     def _sample(self, index: int, *, with_pixels: bool) -> dict[str, Any]:
         sample = range(len(self))[index]
-        item = self._all.item_of(np.asarray(sample if self._kept is None else self._kept[sample]))
+        item = self._all.item_of(_place_among_all(np.asarray(sample), self._left_out))
         shard, place = self._all.locate(int(item))
         try:
             prepared = self._prepare(shard, place)
@@ -221,6 +224,17 @@ class ConversationDataset:
         if len(pixel_values) != sum(load.vision_units for load in sample.loads):
             raise ValueError(f"images must decode to the sizes of their headers, got others: {sample.images}")
         return pixel_values
+
+
+def index_folder(cache: str | Path | None) -> Path | None:
+    """Where a dataset's cache keeps the indexes of annotation files."""
+    return None if cache is None else Path(cache) / "annotations"
+
+
+def _place_among_all(usable: Ids, left_out: Ids) -> Ids:
+    """From numbers that count usable samples to those that count all; ``left_out`` is ascending."""
+    usable_before = left_out - np.arange(len(left_out))
+    return usable + np.searchsorted(usable_before, usable, side="right")
 
 
 def _loads(sample: Prepared, encoded: Encoded) -> Loads:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from omnibal.data.sources.conversations import ConversationDataset
+from omnibal.data.sources.conversations import ConversationDataset, index_folder
 from omnibal.data.sources.formats import open_format
 from omnibal.data.sources.problems import Broken
 from omnibal.data.sources.records import Records
@@ -39,6 +39,7 @@ class InternVLDataset(ConversationDataset):
         broken: ``"error"`` or ``"skip"``, see `ConversationDataset`.
         processes: See `ConversationDataset`.
         cache: See `ConversationDataset`.
+        measured: See `ConversationDataset`.
 
     Raises:
         DataError: If the meta file or an annotation file cannot be used.
@@ -55,17 +56,20 @@ class InternVLDataset(ConversationDataset):
         broken: Broken = "error",
         processes: int | None = None,
         cache: str | Path | None = None,
+        measured: bool = False,
     ) -> None:
         model_format = open_format(processor_folder, max_tiles=max_tiles, min_tiles=min_tiles)
-        super().__init__(read_meta(Path(meta)), model_format, broken=broken, processes=processes, cache=cache)
+        shards = read_meta(Path(meta), index=index_folder(cache))
+        super().__init__(shards, model_format, broken=broken, processes=processes, cache=cache, measured=measured)
 
 
-def read_meta(meta: Path, max_tiles: int | None = None) -> list[Shard]:
+def read_meta(meta: Path, max_tiles: int | None = None, index: Path | None = None) -> list[Shard]:
     """The annotation files that a meta file names.
 
     Args:
         meta: The meta file.
         max_tiles: For datasets that do not say ``max_dynamic_patch``.
+        index: As of `Records`.
 
     Raises:
         DataError: Names the meta file, the dataset and the key.
@@ -76,10 +80,10 @@ def read_meta(meta: Path, max_tiles: int | None = None) -> list[Shard]:
         raise DataError(f"meta must be a readable JSON file, got {meta} ({error})") from error
     if not isinstance(datasets, dict) or not datasets:
         raise DataError(f"meta must be an object of datasets, got {datasets!r:.80} in {meta}")
-    return [_read_entry(meta, name, entry, max_tiles) for name, entry in datasets.items()]
+    return [_read_entry(meta, name, entry, max_tiles, index) for name, entry in datasets.items()]
 
 
-def _read_entry(meta: Path, name: str, entry: Any, max_tiles: int | None) -> Shard:
+def _read_entry(meta: Path, name: str, entry: Any, max_tiles: int | None, index: Path | None) -> Shard:
     def refuse(key: str, rule: str, got: object) -> DataError:
         return DataError(f"{meta}: {name}.{key} must {rule}, got {got}")
 
@@ -100,7 +104,7 @@ def _read_entry(meta: Path, name: str, entry: Any, max_tiles: int | None) -> Sha
         raise refuse("max_dynamic_patch", "be an integer of at least 1", repr(own_max_tiles))
     if entry.get("data_augment"):
         raise refuse("data_augment", "be false: images are not augmented", "true")
-    records = Records(_resolve(meta, entry["annotation"]))
+    records = Records(_resolve(meta, entry["annotation"]), index)
     if entry.get("length", len(records)) != len(records):
         raise refuse("length", f"be the {len(records)} entries of {records.path}", repr(entry["length"]))
     num_samples = int(len(records) * repeat)

@@ -8,7 +8,7 @@ Format: https://github.com/haotian-liu/LLaVA/blob/main/docs/Finetune_Custom_Data
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnibal.data.sources.conversations import ConversationDataset
+from omnibal.data.sources.conversations import ConversationDataset, index_folder
 from omnibal.data.sources.formats import open_format
 from omnibal.data.sources.problems import Broken
 from omnibal.data.sources.records import Records
@@ -28,6 +28,7 @@ class LlavaDataset(ConversationDataset):
         broken: ``"error"`` or ``"skip"``, see `ConversationDataset`.
         processes: See `ConversationDataset`.
         cache: See `ConversationDataset`.
+        measured: See `ConversationDataset`.
 
     Raises:
         DataError: If an annotation file cannot be used.
@@ -45,13 +46,14 @@ class LlavaDataset(ConversationDataset):
         broken: Broken = "error",
         processes: int | None = None,
         cache: str | Path | None = None,
+        measured: bool = False,
     ) -> None:
         files = [annotations] if isinstance(annotations, str | Path) else annotations
-        shards = [_shard(Path(file), Path(image_folder)) for file in files]
+        shards = [_shard(Path(file), Path(image_folder), index_folder(cache)) for file in files]
         model_format = open_format(processor_folder, max_tiles=max_tiles, min_tiles=min_tiles)
-        super().__init__(shards, model_format, broken=broken, processes=processes, cache=cache)
+        super().__init__(shards, model_format, broken=broken, processes=processes, cache=cache, measured=measured)
 
 
-def _shard(file: Path, root: Path) -> Shard:
-    records = Records(file)
+def _shard(file: Path, root: Path, index: Path | None) -> Shard:
+    records = Records(file, index)
     return Shard(file.stem, records, root, len(records))

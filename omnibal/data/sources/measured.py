@@ -40,7 +40,7 @@ def measure_lengths(
         columns: Columns of `SampleLengths` that ``measure`` gives.
         name: What a report calls the dataset; an item's "line" is its number, from 1.
         broken: ``"error"`` refuses unusable items in one report, ``"skip"`` leaves them out with a warning.
-        processes: Most processes; all cores by default.
+        processes: Most processes; by default as many as there are cores, at most 32.
 
     Returns:
         Lengths of the usable items in their order, the problems of the others, and which those are, from 0.

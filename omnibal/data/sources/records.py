@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from omnibal.data.sources.index import AnnotationIndex
 from omnibal.data.sources.scan import ArrayScanner, Entries, LineScanner
 from omnibal.errors import DataError
 from omnibal.records import parse_json
@@ -18,11 +19,14 @@ BLOCK_BYTES = 1 << 20
 class Records:
     """The entries of an annotation file as a sequence of dicts; only their places are held, 24 bytes an entry.
 
+    Processes that are told the same ``index`` share these bytes, and only the first reads the file.
+
     A file whose first character is ``[`` is one JSON array, any other has one JSON object a line. Blank lines at its
     end are not counted; a blank line elsewhere is a broken entry.
 
     Args:
         path: The file. It is read once, in two to four seconds per gigabyte.
+        index: Folder that keeps the places for as long as the file stays as it is, None for none.
 
     Attributes:
         path: The file.
@@ -32,14 +36,19 @@ class Records:
         DataError: If the file cannot be read, holds no entry, or is an array that does not end or that more follows.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, index: Path | None = None) -> None:
         self.path = Path(path)
         try:
-            self._entries, self.content_hash = _scan(self.path)
+            kept = None if index is None else AnnotationIndex(index, self.path)
+            found = kept.load() if kept else None
+            self._entries, self.content_hash = found or _scan(self.path)
         except OSError as error:
             raise DataError(f"annotation must be a readable file, got {self.path} ({error.strerror})") from error
         if not len(self):
             raise DataError(f"annotation must hold at least one entry, got none in {self.path}")
+        if kept and not found:
+            kept.save(self._entries, self.content_hash)
+            self._entries, self.content_hash = kept.load() or (self._entries, self.content_hash)
 
     def __len__(self) -> int:
         return len(self._entries.starts)

@@ -67,11 +67,25 @@ class Shards:
         self._first_samples: Ids = np.cumsum(self._drawn) - self._drawn
         self.num_samples = int(self._drawn.sum())
 
+    @property
+    def num_used_items(self) -> int:
+        """Items that are drawn at least once."""
+        return int(np.minimum(self._sizes, self._drawn).sum())
+
     def used_items(self) -> Ids:
         """The items that are drawn at least once, ascending."""
         used = np.minimum(self._sizes, self._drawn)
         first_of_used = np.cumsum(used) - used
         return np.repeat(self._first_items - first_of_used, used) + np.arange(used.sum())
+
+    def samples_of(self, items: Ids) -> Ids:
+        """All samples that repeat some items, ascending; takes memory for these samples only."""
+        shard = np.searchsorted(self._first_items, items, side="right") - 1
+        places, sizes = items - self._first_items[shard], self._sizes[shard]
+        times = np.maximum(-(-(self._drawn[shard] - places) // sizes), 0)
+        repetition = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+        first = np.repeat(self._first_samples[shard] + places, times)
+        return np.sort(first + repetition * np.repeat(sizes, times))
 
     def item_of(self, samples: Ids) -> Ids:
         """The item that each sample repeats, of the shape of ``samples``."""

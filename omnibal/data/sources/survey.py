@@ -20,6 +20,8 @@ Measure = Callable[[Any], Found]
 CHUNK_ITEMS = 256
 ITEMS_WORTH_A_PROCESS = 4096
 """Starting a process costs about as much as measuring this many items."""
+MOST_PROCESSES = 32
+"""More would wait for the file system, and take as many copies of a tokenizer's caches."""
 
 _measure: Measure
 
@@ -55,10 +57,11 @@ def survey(
         chunks: The items; read ahead without bound where there are several processes.
         columns: Loads of an item.
         total: Number of items, if known; it decides how many processes are worth starting.
-        processes: Most processes; all cores by default.
+        processes: Most processes; by default as many as there are cores, at most 32.
         name: What the progress bar is called.
     """
-    workers = min(processes or len(os.sched_getaffinity(0)), (total or 0) // ITEMS_WORTH_A_PROCESS + 1)
+    most = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    workers = min(most, (total or 0) // ITEMS_WORTH_A_PROCESS + 1)
     found: Found = []
     with tqdm(total=total, desc=name, unit=" items", disable=(total or 0) < ITEMS_WORTH_A_PROCESS) as bar:
         for part in _run(measure, chunks, workers):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omnibal.data.sources import blocks
+from omnibal.data.sources import blocks, records
 from omnibal.data.sources.conversations import ConversationDataset
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.errors import DataError
@@ -30,6 +30,11 @@ def open_again(write_dataset, model_folder, tmp_path):
     """Opens the same data with the same cache."""
     meta = write_dataset([ONE, NONE] * 100, repeat_time=1.5)
     return lambda **options: InternVLDataset(meta, model_folder, cache=tmp_path / "cache", **options)
+
+
+def kept_lengths(folder):
+    """What the cache holds beside the indexes of annotation files."""
+    return [path for path in (folder / "cache").iterdir() if path.name != "annotations"]
 
 
 def test_a_second_run_measures_few_items_and_maps_the_lengths(open_again, measured_items):
@@ -63,7 +68,7 @@ def test_an_interrupted_run_goes_on_with_its_block(open_again, measured_items, i
     assert sum(measured_items) == 100
     lengths = open_again().lengths()
     assert sum(measured_items) == 200
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [""]  # nothing unfinished is left
+    assert [path.suffix for path in kept_lengths(tmp_path)] == [""]  # nothing unfinished is left
     measured_items.clear()
     shutil.rmtree(tmp_path / "cache")
     assert open_again().lengths().content_hash == lengths.content_hash
@@ -137,11 +142,31 @@ def test_problems_are_kept_until_they_are_mended(open_again, measured_items, tmp
 
 def test_a_broken_cache_is_measured_anew_and_replaced(open_again, measured_items, tmp_path, caplog):
     first = open_again().lengths()
-    (kept,) = (tmp_path / "cache").iterdir()
+    (kept,) = kept_lengths(tmp_path)
     (kept / "llm_tokens.npy").write_bytes(b"nonsense")
     assert open_again().lengths().content_hash == first.content_hash
     assert "measured anew" in caplog.text
     measured_items.clear()
     open_again().lengths()
     assert sum(measured_items) == 64
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [kept.name]
+    assert kept_lengths(tmp_path) == [kept]
+
+
+def test_where_another_process_has_measured_nothing_is_read_but_what_it_kept(
+    open_again, measured_items, tmp_path, caplog, monkeypatch
+):
+    with pytest.raises(DataError, match="must be kept where another process has measured the samples"):
+        open_again(measured=True).lengths()
+    (tmp_path / "images" / "shapes-7.png").unlink()
+    first = open_again(broken="skip")
+    measured_items.clear()
+    caplog.clear()
+    monkeypatch.setattr(records, "_scan", None)  # no annotation is read
+    again = open_again(broken="skip", measured=True)
+    assert measured_items == []
+    assert caplog.text == ""
+    assert again.skipped == first.skipped
+    assert again.lengths().content_hash == first.lengths().content_hash
+    assert [again[i]["input_ids"].tolist() for i in range(len(again))] == [
+        first[i]["input_ids"].tolist() for i in range(len(first))
+    ]

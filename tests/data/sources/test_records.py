@@ -1,6 +1,8 @@
 import json
+import os
 import pickle
 
+import numpy as np
 import pytest
 
 from omnibal.data.sources import records
@@ -119,3 +121,52 @@ def test_hash_tells_contents_apart(tmp_path):
         for name, content in (("a", b"{}\n"), ("b", b"{}\n"), ("c", b"{ }\n"))
     )
     assert first == same != other
+
+
+@pytest.fixture
+def scans(monkeypatch):
+    """The files that are read from end to end."""
+    found, scan = [], records._scan
+    monkeypatch.setattr(records, "_scan", lambda path: found.append(path) or scan(path))
+    return found
+
+
+@pytest.mark.parametrize("content", [b'[{"a": 1},\n {"b": 2}]', b'{"a": 1}\n{"b": 2}\n'])
+def test_an_index_is_found_again_and_mapped(tmp_path, scans, content):
+    path, index = write(tmp_path / "a", content), tmp_path / "index"
+    first, again = Records(path, index), Records(path, index)
+    assert scans == [path]
+    assert [again[0], again[1], again.line(1), len(again)] == [{"a": 1}, {"b": 2}, 2, 2]
+    assert again.content_hash == first.content_hash == Records(path).content_hash
+    assert isinstance(again._entries.starts.base.base, np.memmap)
+    assert isinstance(first._entries.starts.base.base, np.memmap)
+
+
+def test_a_file_that_has_changed_is_indexed_anew(tmp_path, scans):
+    path, index = write(tmp_path / "a", b'{"a": 1}\n'), tmp_path / "index"
+    before = Records(path, index)
+    write(path, b'{"b": 2}\n')
+    os.utime(path, ns=(0, 0))
+    after = Records(path, index)
+    assert len(scans) == 2
+    assert after[0] == {"b": 2}
+    assert before.content_hash != after.content_hash
+
+
+@pytest.mark.parametrize("name", ["entries.npy", "index.json"])
+def test_an_index_that_cannot_be_read_is_made_anew(tmp_path, scans, caplog, name):
+    path, index = write(tmp_path / "a", b'{"a": 1}\n'), tmp_path / "index"
+    Records(path, index)
+    (kept,) = index.iterdir()
+    (kept / name).write_bytes(b"{")
+    assert Records(path, index)[0] == {"a": 1}
+    assert "indexed anew" in caplog.text
+    Records(path, index)
+    assert len(scans) == 2
+    assert [*index.iterdir()] == [kept]
+
+
+def test_an_empty_file_leaves_no_index(tmp_path):
+    with pytest.raises(DataError, match="at least one entry"):
+        Records(write(tmp_path / "a", b"\n"), tmp_path / "index")
+    assert not (tmp_path / "index").exists()

@@ -16,6 +16,9 @@ def test_items_repeat_from_the_first_and_some_may_never_be_used():
     assert found.item_of(samples).tolist() == [0, 1, 4, 5, 4, 5, 4, 6, 7, 8]
     assert found.source_of(samples).tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
     assert found.used_items().tolist() == [0, 1, 4, 5, 6, 7, 8]
+    assert found.num_used_items == 7
+    assert found.samples_of(np.array([1, 2, 4, 8])).tolist() == [1, 2, 4, 6, 9]
+    assert found.samples_of(np.arange(9)).tolist() == samples.tolist()
 
 
 def test_items_are_located():

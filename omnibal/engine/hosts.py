@@ -1,0 +1,122 @@
+"""The network between the hosts of a run, tested when the processes meet: who they are, and their gloo group."""
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Final, NamedTuple
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store, _set_pg_timeout
+
+from omnibal.errors import ConfigError
+
+CONNECT_TIMEOUT: Final = timedelta(minutes=1)  # gloo tries for some of these
+WORK_TIMEOUT: Final = timedelta(hours=2)
+"""How long a process may make the others of a gloo group wait: one that reads tens of gigabytes of weights, say."""
+INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+
+
+class Host(NamedTuple):
+    """Where a process runs: the host's name, and the address at which gloo lets others reach the process."""
+
+    name: str
+    address: str
+
+
+def store() -> Store:
+    """The store by which the processes met: it works without collectives, devices, and gloo."""
+    return _get_default_store()
+
+
+@cache
+def gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of all processes of a world, for objects and for tensors on the CPU; they connect at once.
+
+    Raises:
+        ConfigError: A process cannot be reached; the message names its host.
+    """
+    hosts = hosts_of(world)
+    try:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=CONNECT_TIMEOUT)
+    except RuntimeError as error:
+        raise ConfigError(unreachable(dist.get_rank(), range(len(hosts)), hosts, str(error))) from error
+    _set_pg_timeout(WORK_TIMEOUT, group)
+    return group
+
+
+def unreachable(rank: int, members: Sequence[int], hosts: Sequence[Host], reason: str) -> str:
+    """Say which host a process does not reach.
+
+    Args:
+        rank: Of the process.
+        members: Ranks of the group, itself among them.
+        hosts: Of all processes, by rank.
+        reason: What gloo says; it names the peer's address where it knows it.
+    """
+    others = [other for other in members if other != rank]
+    named = [other for other in others if f"[{hosts[other].address}]" in reason] or others
+    peers = ", ".join(sorted({hosts[other].name for other in named})[:3])
+    return (
+        f"rank {rank}: host {hosts[rank].name} must reach the processes on {peers}, got {reason.splitlines()[0]}; "
+        f"set {INTERFACE} on every host to the network interface that leads to the others"
+    )
+
+
+def check_addresses(hosts: Sequence[Host]) -> None:
+    """Refuse hosts whose names lead to themselves only, as ``127.0.1.1`` in ``/etc/hosts`` does.
+
+    Args:
+        hosts: Of all processes, by rank.
+
+    Raises:
+        ConfigError: There are several hosts, and such a one among them.
+    """
+    for rank, (name, address) in enumerate(hosts):
+        peer = next((host.name for host in hosts if host.name != name), None)
+        if peer is not None and _is_loopback(address):
+            raise ConfigError(
+                f"rank {rank}: the name of host {name} must lead to an address that {peer} can reach, got {address}; "
+                f"set {INTERFACE} on every host to the network interface that leads to the others"
+            )
+
+
+@cache
+def hosts_of(world: dist.ProcessGroup) -> list[Host]:
+    """Of all processes, by rank; they tell one another by the store, since nothing else is tested yet.
+
+    Raises:
+        ConfigError: See `check_addresses`.
+    """
+    own = f"omnibal/host/{dist.get_rank()}"
+    store().set(own, json.dumps(_this_host()))
+    if dist.get_rank() == 0:
+        records = [json.loads(store().get(f"omnibal/host/{rank}")) for rank in range(dist.get_world_size())]
+        store().set("omnibal/hosts", json.dumps(records))
+    hosts = [Host(*record) for record in json.loads(store().get("omnibal/hosts"))]
+    check_addresses(hosts)
+    return hosts
+
+
+def _this_host() -> Host:
+    """As gloo finds the address: that of the interface it was told, or what the host's name leads to."""
+    name, interface = socket.gethostname(), os.environ.get(INTERFACE, "").partition(",")[0]
+    if interface:
+        families = (socket.AF_INET, socket.AF_INET6)
+        found = [entry.address for entry in psutil.net_if_addrs().get(interface, []) if entry.family in families]
+        return Host(name, found[0] if found else interface)
+    try:
+        return Host(name, socket.gethostbyname(name))
+    except OSError:  # gloo then takes the loopback address
+        return Host(name, "127.0.0.1")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # an interface that is not there: gloo will say so
+        return False

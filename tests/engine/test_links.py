@@ -1,0 +1,98 @@
+"""How many groups of processes it takes to link the stages of hundreds of replicas; nothing is sent."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+from omnibal.engine import transfers
+from omnibal.engine.table import TableEngine
+
+STAGES, REPLICAS = 4, 128
+
+
+class Network:
+    """Takes torch.distributed's place on one rank, and counts what all ranks of the world do together."""
+
+    def __init__(self, rank, *, splits):
+        self.rank, self.splits, self.groups = rank, [], []
+        backend = SimpleNamespace(supports_splitting=splits)
+        world = SimpleNamespace(bound_device_id="cuda:0" if splits else None, _get_backend=lambda device: backend)
+        self.group = SimpleNamespace(WORLD=world)
+
+    def get_rank(self):
+        return self.rank
+
+    def get_default_backend_for_device(self, device):
+        return "nccl"
+
+    def split_group(self, split_ranks):
+        self.splits.append(split_ranks)
+        return next((("split", len(self.splits), tuple(pair)) for pair in split_ranks if self.rank in pair), None)
+
+    def new_group(self, ranks, backend):
+        self.groups.append(ranks)
+        return ("new", len(self.groups), tuple(ranks))
+
+
+@pytest.fixture
+def open_links(monkeypatch):
+    """Opens the links of one process of four stages and 128 replicas; the network, and the process's engine."""
+
+    def open_on(rank, device, *, splits=True):
+        network = Network(rank, splits=splits)
+        monkeypatch.setattr(transfers, "dist", network)
+        monkeypatch.setattr(transfers, "gloo_group", lambda world: "gloo")
+        engine = TableEngine.__new__(TableEngine)
+        engine.__dict__ |= {"num_stages": STAGES, "dp_world_size": REPLICAS, "global_rank": rank, "_senders": []}
+        topology = PipeDataParallelTopology(num_pp=STAGES, num_dp=REPLICAS)
+        engine.__dict__ |= {"device": torch.device(device), "grid": SimpleNamespace(topology=lambda: topology)}
+        engine._open_links()
+        return network, engine
+
+    return open_on
+
+
+def test_a_world_is_split_four_times_whatever_the_replicas(open_links):
+    found = [open_links(stage * REPLICAS + 5, "cuda")[0].splits for stage in range(STAGES)]
+    assert found == [found[0]] * STAGES  # all ranks split alike
+    assert [len(pairs) for pairs in found[0]] == [2 * REPLICAS, 2 * REPLICAS, REPLICAS, REPLICAS]
+    for pairs in found[0]:
+        members = [rank for pair in pairs for rank in pair]
+        assert len(set(members)) == len(members)
+        assert all(lower - upper == REPLICAS for upper, lower in pairs)
+
+
+def test_a_direction_has_a_group_of_its_own(open_links):
+    _, engine = open_links(REPLICAS + 5, "cuda")
+    above, below = (5, REPLICAS + 5), (REPLICAS + 5, 2 * REPLICAS + 5)
+    links = [
+        engine._activations_in._link,
+        engine._gradients_out._link,
+        engine._activations_out._link,
+        engine._gradients_in._link,
+    ]
+    assert [link.on_device for link in links] == [
+        ("split", 1, above),
+        ("split", 2, above),
+        ("split", 3, below),
+        ("split", 4, below),
+    ]
+    assert {link.on_host for link in links} == {"gloo"}
+    assert [sender.peer for sender in engine._senders] == [5, 2 * REPLICAS + 5]
+    assert links[0].group(torch.ones(1)) == "gloo"
+    assert links[0].group(torch.ones(1, device="meta")) == ("split", 1, above)
+
+
+def test_a_world_that_cannot_be_split_makes_a_group_per_direction_and_pair(open_links):
+    network, engine = open_links(5, "cuda", splits=False)
+    assert network.splits == []
+    assert len(network.groups) == 2 * (STAGES - 1) * REPLICAS
+    assert engine._activations_out._link.on_device[2] == engine._gradients_in._link.on_device[2] == (5, REPLICAS + 5)
+
+
+def test_on_a_cpu_no_group_is_made(open_links):
+    network, engine = open_links(5, "cpu")
+    assert network.splits == network.groups == []
+    assert engine._activations_out._link == transfers.Link("gloo", "gloo")
