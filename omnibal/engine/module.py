@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from omnibal.engine.distributed import together
-from omnibal.engine.placeholder import Attach, has_trainable
+from omnibal.engine.placeholder import Attach, trains_its_own
 from omnibal.plan import Plan
 from omnibal.vlm.layers import Payload, VisionLanguageModel
 from omnibal.vlm.loss import token_losses
@@ -63,7 +63,7 @@ class VlmPipelineModule(PipelineModule):
         )
         self.frozen = sorted(set(frozen))
         # In no layer, so in no checkpoint's layer files.
-        self.placeholder = None if has_trainable(self) else nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.placeholder = None if trains_its_own(self) else nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def _partition_layers(self, method: str = "explicit") -> None:
         self.parts = list(self.plan.partition.boundaries)

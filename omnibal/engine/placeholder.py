@@ -1,14 +1,20 @@
-"""A parameter of no effect: what DeepSpeed needs in a stage that trains nothing."""
+"""A parameter of no effect: what DeepSpeed needs in a stage that trains nothing of its own."""
 
 from typing import Any
 
 import torch
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch import Tensor, nn
 
 
-def has_trainable(module: nn.Module) -> bool:
-    """Whether any parameter of a module is trained."""
-    return any(parameter.requires_grad for parameter in module.parameters())
+def trains_its_own(module: nn.Module) -> bool:
+    """Whether a stage trains a parameter that is not the copy of an earlier stage's.
+
+    DeepSpeed leaves such copies out of the norm of gradients, which bf16's optimizer cannot take of none at all.
+    """
+    return any(
+        parameter.requires_grad and not getattr(parameter, PIPE_REPLICATED, False) for parameter in module.parameters()
+    )
 
 
 class Attach(torch.autograd.Function):

@@ -30,19 +30,24 @@ class FixedPacks:
 
     steps_per_epoch = 1
 
-    def __init__(self, packs, replica, reads):
-        self.micro_batches = len(packs[replica])
+    def __init__(self, steps, replica, reads):
+        """Args: for each step the packs of every replica; which replica this is, and whether it reads anything."""
+        self.micro_batches = len(steps[0][replica])
         samples = small_samples()
-        self._batches = [
-            pack_samples([samples[index] for index in pack], pad_token_id=0, pixel_shape=PIXEL_SHAPE)
-            for pack in packs[replica]
-        ]
+        self._steps = cycle(
+            [
+                pack_samples([samples[index] for index in pack], pad_token_id=0, pixel_shape=PIXEL_SHAPE)
+                for pack in packs[replica]
+            ]
+            for packs in steps
+        )
         self._reads = reads
-        self._num_samples = sum(len(pack) for packs_of_rank in packs for pack in packs_of_rank)
+        self._num_samples = sum(len(pack) for packs_of_rank in steps[0] for pack in packs_of_rank)
 
     def next_step(self):
         step = Step(0, 0, self._num_samples, Load([1], [1]))
-        return step, list(self._batches) if self._reads else []
+        batches = next(self._steps)
+        return step, list(batches) if self._reads else []
 
 
 def engine_of(case):
@@ -75,7 +80,7 @@ def engine_of(case):
     plan = Plan(
         PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
     )
-    loader = FixedPacks(case.packs, replica, reads=stage in (0, num_stages - 1))
+    loader = FixedPacks([case.packs, *case.later_packs], replica, reads=stage in (0, num_stages - 1))
     return build_engine(config, section, vlm, plan, loader, Path(case.model))
 
 

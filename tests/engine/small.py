@@ -28,10 +28,11 @@ class Case:
     schedule: str = "1f1b"
     frozen: tuple = ()  # kinds of layers
     pending_bytes: int | None = None  # what the plan says each stage's weight gradients may keep
+    later_packs: list = field(default_factory=list)  # packs of the steps behind the first one; then all come again
 
 
-def small_config(*, tied=False, dropout=0.0):
-    vision = InternVLVisionConfig(
+def small_config(*, tied=False, dropout=0.0, text_class=Qwen2Config, **vision):
+    vision_config = InternVLVisionConfig(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=3,
@@ -42,22 +43,24 @@ def small_config(*, tied=False, dropout=0.0):
         layer_scale_init_value=0.7,
         hidden_dropout_prob=dropout,
         attention_dropout=dropout,
+        **vision,
     )
-    text = Qwen2Config(
+    text_config = text_class(
         vocab_size=VOCABULARY,
         hidden_size=24,
         intermediate_size=40,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=6,
         max_position_embeddings=256,
         initializer_range=0.2,
         tie_word_embeddings=tied,
         attention_dropout=dropout,
     )
     return InternVLConfig(
-        vision_config=vision,
-        text_config=text,
+        vision_config=vision_config,
+        text_config=text_config,
         image_token_id=IMAGE_TOKEN,
         image_seq_length=TOKENS_PER_TILE,
         downsample_ratio=0.5,
@@ -84,10 +87,10 @@ def _sample(tiles, tokens, generator):
     return {"input_ids": torch.cat(parts), "labels": torch.cat(labels), "pixel_values": pixels}
 
 
-def save_small_model(folder, *, tied=False, dropout=0.0, seed=1):
+def save_small_model(folder, *, seed=1, **options):
     """Write a Hugging Face folder with weights."""
     torch.manual_seed(seed)
-    model = InternVLForConditionalGeneration(small_config(tied=tied, dropout=dropout))
+    model = InternVLForConditionalGeneration(small_config(**options))
     for parameter in model.parameters():
         parameter.data.add_(0.02 * torch.randn_like(parameter))  # no weight is zero, so every gradient counts
     model.save_pretrained(folder)
@@ -100,9 +103,15 @@ def plain_gradients(folder, samples):
     return loss, _by_disk_name(folder, model, lambda parameter: parameter.grad)
 
 
-def plain_training(folder, samples, *, make_optimizer, make_scheduler, clipping, steps):
-    """Losses, gradient norms and final weights of a plain training loop that sees all samples in every step."""
-    model = InternVLForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+def plain_training(folder, samples, *, make_optimizer, make_scheduler, clipping, steps, frozen=(), dtype=torch.float32):
+    """Losses, gradient norms and final weights of a plain training loop that sees all samples in every step.
+
+    It computes in float32; ``dtype`` is that of the weights it begins with.
+    """
+    model = InternVLForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype).float()
+    not_trained = names_of(folder, frozen)
+    for name, parameter in _by_disk_name(folder, model, lambda parameter: parameter).items():
+        parameter.requires_grad_(name not in not_trained)
     optimizer = make_optimizer(model.parameters())
     scheduler = make_scheduler(optimizer)
     losses, norms = [], []
@@ -115,6 +124,13 @@ def plain_training(folder, samples, *, make_optimizer, make_scheduler, clipping,
     return losses, norms, _by_disk_name(folder, model, torch.Tensor.detach)
 
 
+def names_of(folder, kinds):
+    """Names on disk of the weights of some kinds of layers."""
+    layers = load_model(folder)
+    indices = [index for index, record in enumerate(layers.records) if record.kind in kinds]
+    return {name for index in indices for name in layers.weight_names(index).values()}
+
+
 def backward_one_by_one(model, samples):
     """Adds every sample's gradient of the loss averaged over all target tokens; returns that loss."""
     targets = sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)
@@ -122,7 +138,8 @@ def backward_one_by_one(model, samples):
     for sample in samples:
         logits = model(input_ids=sample["input_ids"][None], pixel_values=sample["pixel_values"]).logits[0]
         loss = torch.nn.functional.cross_entropy(logits[:-1], sample["labels"][1:], reduction="sum") / targets
-        loss.backward()
+        if loss.requires_grad:  # not of a text where only parts of the vision tower are trained
+            loss.backward()
         total += loss.item()
     return total
 
