@@ -1,6 +1,6 @@
 """Train a vision-language model through the balanced pipeline.
 
-    deepspeed launch/train.py --deepspeed_config ds_configs/quickstart.json [--resume | --restart]
+    deepspeed launch/train.py --deepspeed_config ds_configs/quickstart.json [--resume [TAG] | --restart]
 
 Everything else is in the ds_config: its "omnibal" section names model, data, packing, pipeline and run.
 """
@@ -20,11 +20,12 @@ from tqdm import tqdm
 import omnibal
 from omnibal.config import OmnibalSection, RunSection, read_config
 from omnibal.demo import majority_accuracy
-from omnibal.engine.checkpoint import export, latest_checkpoint
+from omnibal.engine.checkpoint import export
 from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import open_dataset, open_together
 from omnibal.engine.loader import PackLoader
+from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.report.metrics import MetricsLog, read_metrics
 from omnibal.report.run import peak_text, run_table
@@ -37,15 +38,15 @@ def main() -> None:
     meet(get_accelerator().communication_backend_name())
     where = f"rank {dist.get_rank()}"
     _, section = together(lambda: read_config(arguments.deepspeed_config), where=where)
-    if not (arguments.resume or arguments.restart):
+    if arguments.resume is None and not arguments.restart:
         rank_zero_only(lambda: _check_no_checkpoints(section.run), doing="looks for checkpoints", where=where)
     engine, _, loader, _ = omnibal.initialize(config=arguments.deepspeed_config)
     held_out = None
     if section.data.held_out:
         held_out = engine.held_out_loader(open_together(section, "held_out", where=engine.where))
     checkpoints = Path(section.run.output) / "checkpoints"
-    if arguments.resume:
-        engine.load_checkpoint(checkpoints)
+    if arguments.resume is not None:
+        engine.load_checkpoint(checkpoints, arguments.resume or None, fall_back=True)
     if arguments.restart:
         rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
     log = rank_zero_first(lambda: _begin(engine, loader, section.run), doing="opens the log", where=engine.where)
@@ -157,7 +158,13 @@ def _due(step: int, every: int) -> bool:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     begin = parser.add_mutually_exclusive_group()
-    begin.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run")
+    begin.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="TAG",
+        help="go on from the run's newest whole checkpoint, or from the one of that name",
+    )
     begin.add_argument("--restart", action="store_true", help="delete the run's checkpoints and begin anew")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     deepspeed.add_config_arguments(parser)

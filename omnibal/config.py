@@ -201,12 +201,13 @@ def complete_deepspeed_config(
     Raises:
         ConfigError: float16; ZeRO stage 2 or 3; a micro-batch size other than 1; batch sizes that contradict each
             other; gradient clipping that DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then
-            counts only the first stage; a ds_config that does not mention clipping clips at 1.0); what cannot be
-            under a zero-bubble schedule.
+            counts only the first stage; a ds_config that does not mention clipping clips at 1.0); checkpoints written
+            in the background; what cannot be under a zero-bubble schedule.
     """
     micro_batches = micro_batches_of(config)
     _check_zero(config)
     _check_clipping(config, num_stages)
+    _check_writer(config)
     if schedule != "1f1b":
         _check_deferral(config)
     derived = {
@@ -267,6 +268,18 @@ def _check_clipping(config: dict[str, Any], num_stages: int) -> None:
             f"gradient_clipping must be 0 with fp32, ZeRO stage 0 and {num_stages} pipeline stages, got {given}; "
             "the norm would count the first stage only: set zero_optimization.stage to 1, or clipping to 0"
         )
+
+
+def _check_writer(config: dict[str, Any]) -> None:
+    """Refuse checkpoints that are written behind a run's back: nobody would know when one is whole."""
+    writer = (config.get("checkpoint") or {}).get("writer") or {}
+    given = {
+        "checkpoint.writer.decoupled": writer.get("decoupled", False),
+        "datastates_ckpt": config.get("datastates_ckpt", False),
+    }
+    for key, value in given.items():
+        if value is not False:
+            raise ConfigError(f"{key} must be left out, got {value!r}; the ranks wait until a checkpoint is whole")
 
 
 def _check_deferral(config: dict[str, Any]) -> None:

@@ -87,6 +87,14 @@ def test_zero_holds_no_buffers_of_gradients_unless_told_to():
         ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps must be a positive integer"),
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage must be 0 or 1 with a pipeline, got 2"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage must be 0 or 1 with a pipeline, got 3"),
+        (
+            ZERO_1 | {"checkpoint": {"writer": {"type": "python", "decoupled": True}}},
+            "checkpoint.writer.decoupled must be left out, got True",
+        ),
+        (
+            ZERO_1 | {"datastates_ckpt": {"host_cache_size": 16}},
+            "datastates_ckpt must be left out, got {'host_cache_size'",
+        ),
         ({"gradient_clipping": 0.5}, "gradient_clipping must be 0 with fp32, ZeRO stage 0 and 2 pipeline stages"),
         ({}, r"got none \(DeepSpeed then clips at 1.0\)"),
     ],

@@ -23,7 +23,7 @@ def export(
     """
     from omnibal.cli.outputs import check_new_folder
     from omnibal.engine.checkpoint import export as export_checkpoint
-    from omnibal.engine.checkpoint import latest_checkpoint
+    from omnibal.engine.saved_files import latest_checkpoint
 
     check_new_folder("folder", folder)
     source = latest_checkpoint(checkpoint) if (checkpoint / "latest").is_file() else checkpoint

@@ -1,6 +1,5 @@
-"""Checkpoints: what lies beside DeepSpeed's files, which ones are kept, and the way back to a Hugging Face folder."""
+"""Checkpoints: what lies beside DeepSpeed's files, and the way back to a Hugging Face folder."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from omnibal.data.sources.folder import said
+from omnibal.engine.saved_files import offer, problem_of, read_manifest
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
 
-LAYOUT_FILE = "omnibal.json"
 MODEL_FOLDER = "model"
 MODEL_FILES = (
     "*config.json",  # of the model, its tokenizer and processors, generation
@@ -39,14 +38,16 @@ MODEL_FILES = (
 """What a checkpoint takes from the model's folder, where anything may lie: other weights, checkpoints themselves."""
 
 
-def write_side_files(checkpoint: Path, layout: Mapping[str, Any], model_source: Path | None, config: Any) -> None:
-    """Lay beside DeepSpeed's files what a resume checks and an export needs.
+def write_model_files(checkpoint: Path, model_source: Path | None, config: Any) -> list[Path]:
+    """Lay beside DeepSpeed's files what an export needs beside the weights.
 
     Args:
         checkpoint: Folder of one checkpoint.
-        layout: How the model was cut, as JSON.
         model_source: Hugging Face folder of the model; of it MODEL_FILES are copied.
         config: The model's transformers configuration.
+
+    Returns:
+        The files.
     """
     folder = checkpoint / MODEL_FOLDER
     folder.mkdir(exist_ok=True)
@@ -56,7 +57,7 @@ def write_side_files(checkpoint: Path, layout: Mapping[str, Any], model_source: 
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
     config.save_pretrained(folder)
-    (checkpoint / LAYOUT_FILE).write_text(json.dumps(layout) + "\n")
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def check_layout(checkpoint: Path, layout: Mapping[str, Any]) -> None:
@@ -65,41 +66,13 @@ def check_layout(checkpoint: Path, layout: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The checkpoint is incomplete, or was written under another layout; the message names what differs.
     """
-    try:
-        saved = json.loads((checkpoint / LAYOUT_FILE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"checkpoint must be a folder that omnibal wrote completely, got {checkpoint}: {error}"
-        ) from error
+    saved = read_manifest(checkpoint)
     for key, value in layout.items():
-        if saved.get(key, value) != value:  # an older omnibal wrote fewer keys
+        if saved.get(key) != value:
             raise ConfigError(
                 f"{key} must be that of the checkpoint {checkpoint} ({saved.get(key)}) to resume, got {value}; "
                 "to go on under another one, export the checkpoint and start from the exported model"
             )
-
-
-def latest_checkpoint(folder: Path) -> Path:
-    """The newest complete checkpoint in a folder of checkpoints.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    try:
-        return folder / (folder / "latest").read_text().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"checkpoints must hold a file 'latest' that names the newest one, got none in {folder}"
-        ) from error
-
-
-def keep_newest(folder: Path, count: int) -> None:
-    """Delete all but the newest ``count`` checkpoints of a folder; never the one that ``latest`` names."""
-    found = [path.parent for path in folder.glob(f"*/{LAYOUT_FILE}")]
-    found.sort(key=lambda path: (path / LAYOUT_FILE).stat().st_mtime_ns, reverse=True)
-    for path in found[count:]:
-        if path != latest_checkpoint(folder):
-            shutil.rmtree(path)
 
 
 def export(checkpoint: Path, folder: Path) -> None:
@@ -112,14 +85,20 @@ def export(checkpoint: Path, folder: Path) -> None:
         folder: Where the model goes: config, weights, tokenizer and preprocessor files.
 
     Raises:
-        ConfigError: The checkpoint is incomplete.
+        ConfigError: A file that it needs is not whole.
     """
-    source = checkpoint / MODEL_FOLDER
-    if not (checkpoint / LAYOUT_FILE).is_file() or not source.is_dir():
-        raise ConfigError(f"checkpoint must be a folder that omnibal wrote completely, got {checkpoint}")
+    problem = problem_of(checkpoint, lambda name: name.startswith(("layer_", f"{MODEL_FOLDER}/")))
+    if problem is not None:
+        raise ConfigError(problem + offer(checkpoint.parent, without=checkpoint.name))
+    join_layers(checkpoint, folder)
+
+
+def join_layers(layers: Path, folder: Path) -> None:
+    """As ``export``, of a folder that only this run has written."""
+    source = layers / MODEL_FOLDER
     model = load_model(source)
     shutil.copytree(source, folder, dirs_exist_ok=True)
-    save_model(model, lambda index: _layer_state(checkpoint, index), folder)
+    save_model(model, lambda index: _layer_state(layers, index), folder)
 
 
 def _layer_state(checkpoint: Path, index: int) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from omnibal.engine.extensions import explained_wait
 from omnibal.engine.hosts import gloo_group, store
+from omnibal.engine.launcher import end_with_launcher
 from omnibal.errors import ConfigError, OmnibalError
 
 T = TypeVar("T")
@@ -59,6 +60,8 @@ def meet(backend: str, **rendezvous: Any) -> None:
         ConfigError: No launcher has started this process, or a host cannot be reached by gloo.
     """
     have_met = dist.is_initialized()
+    if not have_met:
+        end_with_launcher()
     if "LOCAL_RANK" in os.environ:  # processes that MPI started learn theirs when they meet
         _set_device()
     elif find_spec("mpi4py") is None:

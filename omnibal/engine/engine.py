@@ -1,6 +1,5 @@
 """DeepSpeed's PipelineEngine fed with packs: safe buffers, a loss exact over the tokens of a step, honest counts."""
 
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,16 +12,15 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 from torch import Tensor
 
-from omnibal.engine.checkpoint import check_layout, export, keep_newest, latest_checkpoint, write_side_files
-from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first, together
+from omnibal.engine.checkpointed import CheckpointedEngine
+from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths, digest, digests
+from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first
 from omnibal.engine.loader import Batch, PackLoader, VlmDataset
 from omnibal.engine.module import EVALUATION_STATISTICS
 from omnibal.engine.peak import DevicePeak, StagePeaks
-from omnibal.engine.skipping import SkippingEngine
 from omnibal.engine.step import Step
-from omnibal.errors import ConfigError
+from omnibal.errors import DataError
 from omnibal.plan import Plan
-from omnibal.vlm.weights import SINGLE_FILE
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
 
@@ -42,7 +40,7 @@ class Evaluation:
     samples: int
 
 
-class OmnibalEngine(SkippingEngine):
+class OmnibalEngine(CheckpointedEngine):
     """Trains a VlmPipelineModule on the packs of a PackLoader.
 
     ``train_batch()`` runs one optimizer step. Its loss is the mean over all target tokens of the step, whatever the
@@ -74,11 +72,6 @@ class OmnibalEngine(SkippingEngine):
         self._seed = seed
         self._model_source = model_source
 
-    @property
-    def where(self) -> str:
-        """This process's place, as error messages name it."""
-        return f"rank {self.global_rank}, stage {self.stage_id}"
-
     def train_batch(self) -> Tensor:
         """Train on the next step of the loader, all ranks together.
 
@@ -86,8 +79,9 @@ class OmnibalEngine(SkippingEngine):
             The step's mean loss of a target token, the same on all ranks.
 
         Raises:
-            OmnibalError: A rank could not read its samples; raised on all ranks, before anything is computed. Or no
-                gradients were finite in several steps in a row: such steps are skipped.
+            OmnibalError: A rank could not read its samples, or they are not what the dataset promises; raised on all
+                ranks, before anything is computed. Or no gradients were finite in several steps in a row: such steps
+                are skipped.
         """
         return self._train(nullcontext())
 
@@ -137,10 +131,10 @@ class OmnibalEngine(SkippingEngine):
         """A loader of held-out samples for ``evaluate``, all ranks together.
 
         Raises:
-            DataError: The dataset has broken samples.
+            DataError: The dataset has broken samples, or other lengths than samples.
         """
-        lengths = rank_zero_first(dataset.lengths, doing="measures held-out samples", where=self.where)
-        return self.loader.over(dataset, lengths)
+        lengths = rank_zero_first(lambda: checked_lengths(dataset), doing="measures held-out samples", where=self.where)
+        return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), lengths)
 
     def evaluate(self, loader: PackLoader) -> Evaluation:
         """Measure loss and accuracy on one epoch of held-out packs, all ranks together."""
@@ -182,14 +176,35 @@ class OmnibalEngine(SkippingEngine):
             step, batches = loader.next_step()
         except Exception as error:  # any failure must reach the other ranks
             failure = error
-        targets = sum(int((batch["labels"] != -100).sum()) for batch in batches) if self.is_last_stage() else 0
-        counts = torch.tensor([targets, failure is not None], dtype=torch.int64, device=self.device)
+        counts = torch.zeros(2 + self.dp_world_size, dtype=torch.int64)
+        if self.is_last_stage():
+            counts[0] = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        counts[1] = failure is not None
+        # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
+        sign = self.is_first_stage() - self.is_last_stage()
+        counts[2 + self.grid.data_parallel_id] = sign * digest(batches) if sign else 0
+        counts = counts.to(self.device)
         dist.all_reduce(counts)
-        if counts[1]:
+        targets, failures, *differences = counts.tolist()
+        if failures:
             raise_on_all(failure, where=self.where)
+        if any(differences):
+            raise self._disagreement(loader, step, batches)
         # The engine averages over micro-batches and replicas; this weight makes that an average over tokens.
-        weight = self.micro_batches * self.dp_world_size / max(int(counts[0]), 1)
+        weight = self.micro_batches * self.dp_world_size / max(targets, 1)
         return step, [self._micro_batch(batch, weight) for batch in batches]
+
+    def _disagreement(self, loader: PackLoader, step: Step, batches: list[Batch]) -> DataError:
+        """Name the sample that two stages read differently, all ranks together."""
+        packs = loader.sampler.step(step.index)
+        own = [packs.pack(loader.sampler.rank, number).tolist() for number in range(len(batches))]
+        seen: dict[int, int] = {}
+        read = [entry for found in gather(digests(own, batches)) for entry in found.items()]
+        sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)
+        return DataError(
+            f"text({sample}) of the dataset must have the input_ids and labels of [{sample}], got others; "
+            "the last stage would train on another sample than the first one reads"
+        )
 
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
         pixels = batch["pixel_values"].to(self._compute_dtype)
@@ -218,7 +233,7 @@ class OmnibalEngine(SkippingEngine):
 
     # DeepSpeed looks for what an instruction runs in this mapping.
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **SkippingEngine._INSTRUCTION_MAP,
+        **CheckpointedEngine._INSTRUCTION_MAP,
         ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,
     }
@@ -229,124 +244,3 @@ class OmnibalEngine(SkippingEngine):
         self.monitor.write_events(
             [(f"Train/Balance/{name}", value, self.global_samples) for name, value in step.balance().items()]
         )
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        *,
-        keep: int | None = None,
-        **deepspeed_arguments: Any,
-    ) -> None:
-        """Save weights, optimizer, learning-rate schedule and the position in the data, all ranks together.
-
-        Args:
-            save_dir: Folder of checkpoints; the new one is a folder in it.
-            tag: Its name; by default ``global_step<n>``.
-            client_state: What else to save; ``load_checkpoint`` returns it.
-            keep: Delete all but the newest ``keep`` checkpoints afterwards; by default none is deleted.
-            **deepspeed_arguments: As for DeepSpeed's engine.
-        """
-        folder, tag = Path(save_dir), tag or f"global_step{self.global_steps}"
-        if self.global_rank == 0:
-            (folder / tag).mkdir(parents=True, exist_ok=True)
-            write_side_files(folder / tag, self._layout(), self._model_source, self.module.vlm.config)
-        state = {**(client_state or {}), "sampler": self.loader.state_dict()}
-        # DeepSpeed's barriers order this: its file 'latest' names the checkpoint once all ranks have written theirs.
-        super().save_checkpoint(str(folder), tag, client_state=state, **deepspeed_arguments)
-        if keep is not None and self.global_rank == 0:
-            keep_newest(folder, keep)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        *,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        **deepspeed_arguments: Any,
-    ) -> tuple[str, dict[str, Any]]:
-        """Go on exactly where a checkpoint was saved.
-
-        Args:
-            load_dir: Folder of checkpoints.
-            tag: Which one; by default the newest.
-            load_optimizer_states: Whether the optimizer goes on, too; where not, it may be another one.
-            load_lr_scheduler_states: Whether the learning-rate schedule goes on, too.
-            load_module_only: Load weights only, neither of the two.
-            **deepspeed_arguments: As for DeepSpeed's engine.
-
-        Returns:
-            The checkpoint's path, and the ``client_state`` it was saved with.
-
-        Raises:
-            ConfigError: There is no complete checkpoint, or it was written under another partition or precision, or
-                with other frozen layers, another optimizer or schedule than the one that is to go on.
-        """
-        checkpoint = latest_checkpoint(Path(load_dir)) if tag is None else Path(load_dir) / tag
-        with_optimizer = load_optimizer_states and not load_module_only
-        with_schedule = load_lr_scheduler_states and not load_module_only
-        check_layout(checkpoint, self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule))
-        # DeepSpeed saves this optimizer's state beside the weights as ZeRO's, but looks for it there under ZeRO only.
-        apart = self.using_bf16_optimizer and not self.zero_optimization()
-        path, state = super().load_checkpoint(
-            str(load_dir),
-            checkpoint.name,
-            load_optimizer_states=load_optimizer_states and not apart,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            **deepspeed_arguments,
-        )
-        if apart and with_optimizer:
-            self._load_zero_checkpoint(str(load_dir), checkpoint.name)
-        elif apart:
-            self.optimizer.refresh_fp32_params()
-        state.pop("optimizer", None)
-        self.loader.load_state_dict(state.pop("sampler"))
-        return path, state
-
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = SINGLE_FILE, exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the model as a Hugging Face folder, in the type that it trains in, all ranks together.
-
-        Args:
-            save_dir: The folder; all stages write to it.
-            save_filename: Of the weights; a large model's are cut into shards with an index.
-            exclude_frozen_parameters: Must be False.
-
-        Returns:
-            True.
-
-        Raises:
-            ConfigError: Another name, or a model without its frozen weights, which could not be loaded.
-        """
-        if save_filename != SINGLE_FILE:
-            raise ConfigError(f"save_filename must be {SINGLE_FILE!r}, got {save_filename!r}")
-        if exclude_frozen_parameters:
-            raise ConfigError("exclude_frozen_parameters must be False for a model that can be loaded, got True")
-        folder = Path(save_dir)
-        together(lambda: self.module.save_state_dict(folder / "layers", self.checkpoint_engine), where=self.where)
-        together(lambda: self._join_layers(folder / "layers", folder), where=self.where)
-        return True
-
-    def _join_layers(self, layers: Path, folder: Path) -> None:
-        if self.global_rank == 0:
-            write_side_files(layers, self._layout(), self._model_source, self.module.vlm.config)
-            export(layers, folder)
-            shutil.rmtree(layers)
-
-    def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
-        """What a run must share with a checkpoint to go on from it."""
-        optimizer = {"frozen": self.module.frozen, "optimizer": type(self.basic_optimizer).__name__}
-        schedule = {"scheduler": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__}
-        weights = {
-            "partition": list(self.plan.partition.boundaries),
-            "num_replicas": self.dp_world_size,
-            "zero_stage": int(self.zero_optimization_stage()),
-            "dtype": str(self._compute_dtype),
-        }
-        # What is frozen comes first, since a partition may follow from it.
-        return (optimizer if with_optimizer else {}) | (schedule if with_schedule else {}) | weights

@@ -15,6 +15,7 @@ from omnibal.config import OmnibalSection, complete_deepspeed_config, dtype_of, 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.extensions import explained_wait
@@ -62,7 +63,7 @@ def initialize(
         ConfigError: The configuration cannot work: unknown keys, stages that do not divide the processes or exceed
             the layers, a partition that does not fit the model, what a pipeline forbids, weights to load for a
             model without a folder.
-        DataError: The dataset has broken samples; the message names files and lines.
+        DataError: The dataset has broken samples (the message names files and lines), or other lengths than samples.
     """
     _refuse(others)
     meet(get_accelerator().communication_backend_name())
@@ -70,12 +71,12 @@ def initialize(
     where = f"rank {rank}"
     given = together(lambda: _read(config, model, num_processes), where=where)
     samples: VlmDataset = open_together(given.section, "train", where=where) if dataset is None else dataset
-    lengths = rank_zero_first(samples.lengths, doing=MEASURES, where=where)
+    lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
     stage, replica = divmod(rank, given.num_replicas)
     plan, sampler = together(lambda: _arrange(given, lengths, replica), where=where)
     sampler.verify(gather)
     loader = PackLoader(
-        samples,
+        CheckedSamples(samples, lengths, SampleRules.of(given.vlm)),
         sampler,
         view=view_of(stage, given.num_stages),
         pixel_shape=given.vlm.pixel_shape,

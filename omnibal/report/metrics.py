@@ -90,7 +90,9 @@ class MetricsLog:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         # A run that was killed may have left half a line.
         whole = (line for line in lines if line.endswith("}\n"))
-        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= first_step))
+        beside = path.with_suffix(".partial")  # a disk that is full must not cost the old lines
+        beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= first_step))
+        beside.replace(path)
 
     def training_step(
         self,

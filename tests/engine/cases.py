@@ -1,8 +1,12 @@
 """What the processes of the distributed tests run; each function returns plain data."""
 
+import os
+import resource
+from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 
@@ -12,6 +16,7 @@ from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
+from omnibal.engine import saved_files
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.step import Step
@@ -142,17 +147,14 @@ def _several_steps(case):
 class SmallDataset:
     """The small samples, several times over, as initialize takes a dataset."""
 
-    def __init__(self, copies=4, broken=None):
+    def __init__(self, copies=4):
         self._samples = small_samples() * copies
-        self._broken = broken
         self.decoded = 0
 
     def __len__(self):
         return len(self._samples)
 
     def __getitem__(self, index):
-        if index == self._broken:
-            raise DataError(f"image must be decodable, got picture.png (train.jsonl, line {index + 1})")
         self.decoded += self._samples[index]["pixel_values"] is not None
         return self._samples[index]
 
@@ -162,6 +164,31 @@ class SmallDataset:
     def lengths(self):
         tiles = [0 if s["pixel_values"] is None else len(s["pixel_values"]) for s in self._samples]
         return SampleLengths(tiles, [len(s["input_ids"]) for s in self._samples])
+
+
+class FlawedDataset(SmallDataset):
+    """The small samples, of which one breaks what a dataset promises."""
+
+    def __init__(self, flaw, index):
+        super().__init__()
+        self._flaw, self._index = flaw, index
+
+    def __getitem__(self, index):
+        if self._flaw == "unreadable" and index == self._index:
+            raise DataError(f"image must be decodable, got picture.png (train.jsonl, line {index + 1})")
+        return super().__getitem__(index)
+
+    def text(self, index):
+        sample = super().text(index)
+        if index == self._index and self._flaw == "short text":
+            return sample | {"labels": sample["labels"][:-1]}
+        if index == self._index and self._flaw == "other text":
+            return sample | {"labels": torch.full_like(sample["labels"], -100)}
+        return sample
+
+    def lengths(self):
+        lengths = super().lengths()
+        return lengths.take(range(len(lengths) - 1)) if self._flaw == "short lengths" else lengths
 
 
 def settings(model, *, num_stages, zero_stage=1, extra=None):
@@ -234,19 +261,60 @@ def refusals(configs):
     return [_refusal(lambda config=config: initialize(config=config, dataset=SmallDataset())) for config in configs]
 
 
-def broken_sample(config, index):
-    """What train_batch says about a sample that cannot be read, as this rank hears it, and after how many steps."""
-    engine, _, loader, _ = initialize(config=config, dataset=SmallDataset(broken=index))
-    message = _refusal(lambda: [engine.train_batch() for _ in range(loader.steps_per_epoch)])
-    return message, engine.global_steps
+def flawed_datasets(config, flaws, index):
+    """What an epoch says about a sample with each flaw, as this rank hears it."""
+    return [_refusal(lambda flaw=flaw: _epoch(config, FlawedDataset(flaw, index))) for flaw in flaws]
 
 
-def foreign_checkpoint(config, other_config, folder):
-    """What load_checkpoint says to a checkpoint of another partition, and where there is none."""
+def _epoch(config, dataset):
+    engine, _, loader, _ = initialize(config=config, dataset=dataset)
+    for _ in range(loader.steps_per_epoch):
+        engine.train_batch()
+
+
+def checkpoint_troubles(config, other_configs, folder):
+    """What this rank hears when checkpoints cannot be saved or loaded, and whether it then goes on from a whole one."""
+    folder, rank, said = Path(folder), dist.get_rank(), {}
+    saved_files._TAIL_BYTES = 1000  # the files are small
     engine, *_ = initialize(config=config, dataset=SmallDataset())
-    engine.save_checkpoint(folder)
-    other, *_ = initialize(config=other_config, dataset=SmallDataset())
-    return _refusal(lambda: other.load_checkpoint(folder)), _refusal(lambda: other.load_checkpoint(Path(folder) / "no"))
+    engine.train_batch()
+    engine.save_checkpoint(folder, "a")
+    weights = weights_of(engine)
+    engine.train_batch()
+    said["another tag"] = _refusal(lambda: engine.save_checkpoint(folder, f"rank{rank}"))
+    said["no name"] = _refusal(lambda: engine.save_checkpoint(folder, "a/b"))
+    with _full_disk() if rank == 1 else nullcontext():
+        said["full disk"] = _refusal(lambda: engine.save_checkpoint(folder, "a"))
+    dist.barrier()
+    said["left"] = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    engine.save_checkpoint(folder, "b")
+    for name, other in other_configs.items():
+        foreign, *_ = initialize(config=other, dataset=SmallDataset())
+        said[name] = _refusal(lambda foreign=foreign: foreign.load_checkpoint(folder))
+    said["nothing"] = _refusal(lambda: engine.load_checkpoint(folder / "no"))
+    if rank == 1:  # neither a file's length nor its end tell
+        with Path(engine.module.ckpt_layer_path_list(folder / "b", 0)[0]).open("r+b") as file:
+            file.write(bytes(100))
+    dist.barrier()
+    said["damaged"] = _refusal(lambda: engine.load_checkpoint(folder))
+    if rank == 1:
+        os.truncate(engine._get_zero_ckpt_name(folder, "b"), 1000)
+    dist.barrier()
+    said["cut off"] = _refusal(lambda: engine.load_checkpoint(folder))
+    engine.load_checkpoint(folder, fall_back=True)
+    said["went on"] = engine.global_steps, all(weights[name].equal(value) for name, value in weights_of(engine).items())
+    return said
+
+
+@contextmanager
+def _full_disk():
+    """Let no file of this process grow beyond some bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def levels_used(config):

@@ -77,18 +77,52 @@ def test_a_configuration_has_no_weights_to_load(model):
     assert _read(changed(config, "model", weights="random"), small_config(), 1).folder is None
 
 
-def test_a_sample_that_cannot_be_read_stops_all_ranks(model):
-    by_rank = launch(2, "tests.engine.cases:broken_sample", settings(model, num_stages=2), 13)
-    assert by_rank[0] == by_rank[1]
-    message, _ = by_rank[0]
-    assert message == "DataError: rank 0, stage 0: image must be decodable, got picture.png (train.jsonl, line 14)"
-
-
-def test_a_checkpoint_of_another_partition_is_refused(model, tmp_path):
+def test_a_sample_that_is_not_as_promised_stops_all_ranks(model):
+    expected = {
+        "unreadable": "rank 0, stage 0: image must be decodable, got picture.png (train.jsonl, line 14)",
+        "short text": "rank 1, stage 1: sample 13 must have as many labels as input_ids, 14, got 13",
+        "other text": "text(13) of the dataset must have the input_ids and labels of [13], got others; "
+        "the last stage would train on another sample than the first one reads",
+        "short lengths": "rank 0: lengths() must have an entry for each of the dataset's 32 samples, got 31",
+    }
     config = settings(model, num_stages=2)
-    other = changed(config, "pipeline", partition=[0, 6, 10])
-    by_rank = launch(2, "tests.engine.cases:foreign_checkpoint", config, other, str(tmp_path / "checkpoints"))
-    for foreign, missing in by_rank:
-        assert "partition must be that of the checkpoint" in foreign
-        assert "got [0, 6, 10]" in foreign
-        assert "checkpoints must hold a file 'latest'" in missing
+    by_rank = launch(2, "tests.engine.cases:flawed_datasets", config, list(expected), 13)
+    assert by_rank[0] == by_rank[1] == [f"DataError: {message}" for message in expected.values()]
+
+
+def test_checkpoints_that_cannot_be_saved_or_loaded(model, tmp_path):
+    config = changed(settings(model, num_stages=2), "pipeline", partition=[0, 5, 10])
+    others = {
+        "partition": changed(config, "pipeline", partition=[0, 6, 10]),
+        "frozen": changed(config, "model", frozen=["vision_block"]),
+        "optimizer": config
+        | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True},
+        "scheduler": {key: value for key, value in config.items() if key != "scheduler"},
+    }
+    folder = tmp_path / "checkpoints"
+    by_rank = launch(2, "tests.engine.cases:checkpoint_troubles", config, others, str(folder))
+    assert by_rank[0] == by_rank[1], "all ranks hear the same"
+    said = by_rank[0]
+    assert said["another tag"] == "ConfigError: tag must be the same on all ranks, got rank0, rank1"
+    assert "ConfigError: rank 0, stage 0: tag must be a name for a folder" in said["no name"]
+    assert said["full disk"].startswith("OmnibalError: rank 1, stage 1: checkpoint a must be written completely, got ")
+    assert f"MiB are free in {folder}); older checkpoints are as they were" in said["full disk"]
+    assert said["left"] == ["a"]
+    for key, got in (
+        ("partition", "[0, 6, 10]"),
+        ("frozen", "['vision_block']"),
+        ("optimizer", "SGD"),
+        ("scheduler", "None"),
+    ):
+        assert f"stage 0: {key} must be that of the checkpoint {folder}/b" in said[key]
+        assert f"got {got}" in said[key]
+    assert "checkpoints must hold a file 'latest'" in said["nothing"]
+    assert re.search(
+        r"rank 1, stage 1: checkpoint must be readable, got .*/b/layer_.*-model_states.pt: ", said["damaged"]
+    )
+    assert re.search(
+        r"where .*_optim_states.pt \(written by rank 1\) has 1000 bytes instead of \d{5,}", said["cut off"]
+    )
+    for key in ("damaged", "cut off"):
+        assert said[key].endswith("; the newest whole one is a: name it to use it")
+    assert said["went on"] == (1, True)

@@ -2,17 +2,18 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
 from omnibal.engine.distributed import free_port
+from omnibal.engine.saved_files import latest_checkpoint, newest_first
 from omnibal.report.metrics import read_metrics
 
 pytestmark = pytest.mark.distributed
@@ -49,16 +50,29 @@ def start(folder, *options):
     )
 
 
+def has_two_checkpoints(folder):
+    found = newest_first(folder)
+    return len(found) >= 2 and latest_checkpoint(folder) == found[0]
+
+
 def test_train_kill_resume_export_ask(demo):
     process = start(demo)
-    while not list(demo.glob("checkpoints/*/omnibal.json")) or not (demo / "checkpoints" / "latest").exists():
+    while not has_two_checkpoints(demo / "checkpoints"):
         assert process.poll() is None, (demo / "log.txt").read_text()
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
+    launched = psutil.Process(process.pid).children(recursive=True)
+    assert len(launched) >= 3  # the node's launcher and two ranks
+    process.terminate()  # the runner alone, which passes no signal on
     process.wait()
+    _, alive = psutil.wait_procs(launched, timeout=60)
+    assert not alive
+    damaged, whole = newest_first(demo / "checkpoints")[:2]
+    os.truncate(damaged / "mp_rank_01_model_states.pt", 100)
     assert start(demo, "--resume").wait() == 0, (demo / "log.txt").read_text()
 
     output = (demo / "log.txt").read_text()
+    assert f"going on from {whole.name}, the newest whole checkpoint: checkpoint must be whole" in output
+    assert "mp_rank_01_model_states.pt (written by rank 1) has 100 bytes" in output
     assert "held-out answers right" in output
     assert output.count("memory peak") >= 2  # a line for each stage
     metrics = read_metrics(demo / "metrics.jsonl")

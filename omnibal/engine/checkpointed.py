@@ -1,0 +1,296 @@
+"""DeepSpeed's PipelineEngine whose checkpoints are whole, or are not there."""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from zipfile import is_zipfile
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+
+from omnibal.engine import saved_files
+from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
+from omnibal.engine.distributed import gather, rank_zero_first, together
+from omnibal.engine.saved_files import SavedFile
+from omnibal.engine.skipping import SkippingEngine
+from omnibal.errors import ConfigError, OmnibalError
+from omnibal.vlm.weights import SINGLE_FILE
+
+LOG: Final = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class CheckpointedEngine(SkippingEngine):
+    """Saves and loads, all ranks together: a checkpoint gets its name when all of its files are on the disk.
+
+    Ranks write into a folder beside, and wait for one another where nothing times out; what fails on one rank is
+    raised on all.
+    """
+
+    @property
+    def where(self) -> str:
+        """This process's place, as error messages name it."""
+        return f"rank {self.global_rank}, stage {self.stage_id}"
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        keep: int | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        """Save weights, optimizer, learning-rate schedule and the position in the data, all ranks together.
+
+        Args:
+            save_dir: Folder of checkpoints, which all ranks share; the new one is a folder in it.
+            tag: Its name; by default ``global_step<n>``. An older checkpoint of that name is replaced when the new
+                one is complete.
+            client_state: What else to save; ``load_checkpoint`` returns it.
+            keep: Delete all but the newest ``keep`` checkpoints afterwards; by default none is deleted.
+            save_latest: Let the file ``latest`` name it, which ``load_checkpoint`` follows.
+            exclude_frozen_parameters: Leave out weights that are not trained.
+
+        Raises:
+            OmnibalError: A rank could not write (a full disk); raised on all ranks. Older checkpoints are as they were.
+            ConfigError: The tag cannot name a folder or is not the same on all ranks, or they share no folder.
+        """
+        folder, tag = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
+        tags = gather(tag)
+        if len(set(tags)) > 1:
+            raise ConfigError(f"tag must be the same on all ranks, got {', '.join(sorted(set(tags)))}")
+        unfinished = folder / f"{tag}{saved_files.UNFINISHED}"
+        state = {**(client_state or {}), "sampler": self.loader.state_dict()}
+        self._on_rank_zero(lambda: saved_files.begin(folder, tag), f"makes a folder for checkpoint {tag}")
+        try:
+            written = gather(self._written(unfinished, state, exclude_frozen_parameters))
+            files = {name: saved for of_rank in written for name, saved in of_rank.items()}
+            self._on_rank_zero(lambda: self._complete(unfinished, files, save_latest), f"completes checkpoint {tag}")
+        except OmnibalError:  # on all ranks, none of which writes any more
+            if self.global_rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        if keep is not None:
+            self._on_rank_zero(lambda: saved_files.keep_newest(folder, keep), "deletes old checkpoints")
+
+    def _on_rank_zero(self, work: Callable[[], T], doing: str) -> T | None:
+        return rank_zero_first(lambda: work() if self.global_rank == 0 else None, doing=doing, where=self.where)
+
+    def _written(self, unfinished: Path, state: dict[str, Any], exclude_frozen: bool) -> dict[str, SavedFile]:
+        """Let every rank write its files; those of this one, by name."""
+
+        def write() -> dict[str, SavedFile]:
+            with _saves_of(self.checkpoint_engine) as paths:
+                self._write(unfinished, state, exclude_frozen)
+            for path in paths:
+                saved_files.flush(path)
+            return {path.name: SavedFile.of(path, self.global_rank) for path in paths}
+
+        return together(lambda: _explained(write, unfinished), where=self.where)
+
+    def _write(self, unfinished: Path, state: dict[str, Any], exclude_frozen: bool) -> None:
+        """What DeepSpeed's save_checkpoint does on each rank, without its barriers and its file ``latest``."""
+        folder, name = str(unfinished.parent), unfinished.name
+        info = CheckpointCommitInfo(tag=name, save_dir=folder, save_latest=False)
+        self.checkpoint_engine.create(info)
+        self._save_checkpoint(folder, name, client_state=state, exclude_frozen_parameters=exclude_frozen)
+        if self.save_zero_checkpoint:
+            self._save_zero_checkpoint(folder, name)
+        self.checkpoint_engine.commit(info)
+
+    def _complete(self, unfinished: Path, files: dict[str, SavedFile], save_latest: bool) -> None:
+        def complete() -> None:
+            own = write_model_files(unfinished, self._model_source, self.module.vlm.config)
+            for path in own:
+                saved_files.flush(path)
+                files[str(path.relative_to(unfinished))] = SavedFile.of(path, 0)
+            saved_files.write_manifest(unfinished, self._layout(), files)
+            saved_files.finish(unfinished, is_latest=save_latest)
+
+        _explained(complete, unfinished)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        *,
+        fall_back: bool = False,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Go on exactly where a checkpoint was saved.
+
+        Args:
+            load_dir: Folder of checkpoints.
+            tag: Which one; by default the newest.
+            fall_back: Where the newest one is not whole, take the newest that is, with a warning.
+            load_module_strict: Whether the checkpoint must have all weights of the model, and no other.
+            load_optimizer_states: Whether the optimizer goes on, too; where not, it may be another one.
+            load_lr_scheduler_states: Whether the learning-rate schedule goes on, too.
+            load_module_only: Load weights only, neither of the two.
+
+        Returns:
+            The checkpoint's path, and the ``client_state`` it was saved with.
+
+        Raises:
+            ConfigError: There is no whole checkpoint (the message names the file, and the newest whole one), or it was
+                written under another partition or precision, or with other frozen layers, another optimizer or
+                schedule than the one that is to go on.
+        """
+        folder, named = Path(load_dir), None if tag is None else str(tag)
+        chosen = self._on_rank_zero(
+            lambda: saved_files.choose(folder, named, fall_back=fall_back), "looks for a whole checkpoint"
+        )
+        name, remark = next(found for found in gather(chosen) if found is not None)
+        if remark and self.global_rank == 0:
+            LOG.warning(remark)
+        with_optimizer = load_optimizer_states and not load_module_only
+        with_schedule = load_lr_scheduler_states and not load_module_only
+        layout = self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule)
+        # DeepSpeed communicates while it loads: what can fail on one rank only has to fail before.
+        together(
+            lambda: self._check_readable(folder / name, layout, with_optimizer, strict=load_module_strict),
+            where=self.where,
+        )
+        # DeepSpeed saves this optimizer's state beside the weights as ZeRO's, but looks for it there under ZeRO only.
+        apart = self.using_bf16_optimizer and not self.zero_optimization()
+        path, state = super().load_checkpoint(
+            str(load_dir),
+            name,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states and not apart,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+        )
+        if apart and with_optimizer:
+            self._load_zero_checkpoint(str(load_dir), name)
+        elif apart:
+            self.optimizer.refresh_fp32_params()
+        state.pop("optimizer", None)
+        together(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
+        return path, state
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = SINGLE_FILE, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model as a Hugging Face folder, in the type that it trains in, all ranks together.
+
+        Args:
+            save_dir: The folder; all stages write to it.
+            save_filename: Of the weights; a large model's are cut into shards with an index.
+            exclude_frozen_parameters: Must be False.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: Another name, or a model without its frozen weights, which could not be loaded.
+        """
+        if save_filename != SINGLE_FILE:
+            raise ConfigError(f"save_filename must be {SINGLE_FILE!r}, got {save_filename!r}")
+        if exclude_frozen_parameters:
+            raise ConfigError("exclude_frozen_parameters must be False for a model that can be loaded, got True")
+        folder, layers = Path(save_dir), Path(save_dir) / "layers"
+        write = partial(self.module.save_state_dict, layers, self.checkpoint_engine)
+        together(write, where=self.where)
+        self._on_rank_zero(lambda: self._join_layers(layers, folder), f"joins the layers of {folder}")
+        return True
+
+    def _join_layers(self, layers: Path, folder: Path) -> None:
+        write_model_files(layers, self._model_source, self.module.vlm.config)
+        join_layers(layers, folder)
+        shutil.rmtree(layers)
+
+    def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
+        """What a run must share with a checkpoint to go on from it."""
+        optimizer = {"frozen": self.module.frozen, "optimizer": type(self.basic_optimizer).__name__}
+        schedule = {"scheduler": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__}
+        weights = {
+            "partition": list(self.plan.partition.boundaries),
+            "num_replicas": self.dp_world_size,
+            "zero_stage": int(self.zero_optimization_stage()),
+            "dtype": str(self._compute_dtype),
+        }
+        # What is frozen comes first, since a partition may follow from it.
+        return (optimizer if with_optimizer else {}) | (schedule if with_schedule else {}) | weights
+
+    def _check_readable(self, checkpoint: Path, layout: dict[str, Any], with_optimizer: bool, *, strict: bool) -> None:
+        """Open what this rank will load; the weights must be those of its layers."""
+        check_layout(checkpoint, layout)
+        for path in self._own_files(checkpoint, with_optimizer):
+            _opened(path)
+        for position, layer in enumerate(self.module.forward_funcs):
+            expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+            for path in self.module.ckpt_layer_path_list(str(checkpoint), position):
+                found = {name: tensor.shape for name, tensor in _opened(Path(path)).items()}
+                differing = {name for name, _ in found.items() ^ expected.items()}
+                if not strict:
+                    differing &= found.keys() & expected.keys()
+                if differing:
+                    raise ConfigError(
+                        f"checkpoint must be of a model with the same weights, got {path} with other "
+                        f"{', '.join(sorted(differing)[:3])}"
+                    )
+
+    def _own_files(self, checkpoint: Path, with_optimizer: bool) -> list[Path]:
+        """What this rank loads beside its layers."""
+        folder, name = str(checkpoint.parent), checkpoint.name
+        paths = {self._get_ckpt_name(folder, name)}
+        if with_optimizer and self.save_zero_checkpoint:
+            paths.add(self._get_zero_ckpt_name(folder, name))
+        return [Path(path) for path in sorted(paths)]
+
+
+@contextmanager
+def _saves_of(checkpoint_engine: Any) -> Iterator[list[Path]]:
+    """The paths that DeepSpeed writes meanwhile."""
+    paths: list[Path] = []
+    save = checkpoint_engine.save
+
+    def recorded(state_dict: Any, path: str) -> None:
+        save(state_dict, path)
+        paths.append(Path(path))
+
+    checkpoint_engine.save = recorded
+    try:
+        yield paths
+    finally:
+        del checkpoint_engine.save
+
+
+def _explained(work: Callable[[], T], unfinished: Path) -> T:
+    """Let what fails while a checkpoint is written say so; a torch that meets a full disk does not."""
+    try:
+        return work()
+    except OmnibalError:
+        raise
+    except Exception as error:
+        free = shutil.disk_usage(unfinished.parent).free / 2**20
+        first_line = (str(error).splitlines() or [""])[0]  # torch adds its stack
+        raise OmnibalError(
+            f"checkpoint {unfinished.stem} must be written completely, got {type(error).__name__}: {first_line} "
+            f"({free:.0f} MiB are free in {unfinished.parent}); older checkpoints are as they were"
+        ) from error
+
+
+def _opened(path: Path) -> Any:
+    """What a file holds; tensors are mapped, not read.
+
+    Raises:
+        ConfigError: It cannot be read; the message names the newest checkpoint that is whole.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=is_zipfile(path))
+    except Exception as error:
+        others = saved_files.offer(path.parent.parent, without=path.parent.name)
+        raise ConfigError(
+            f"checkpoint must be readable, got {path}: {type(error).__name__}: {error}{others}"
+        ) from error

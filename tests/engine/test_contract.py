@@ -1,0 +1,139 @@
+"""What a dataset promises to training: each broken promise is named with its sample."""
+
+import re
+
+import pytest
+import torch
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
+from omnibal.errors import DataError
+from omnibal.vlm import load_model
+from tests.engine.cases import SmallDataset
+from tests.engine.small import IMAGE_TOKEN, VOCABULARY, small_config
+
+INDEX = 2  # two images of two tiles and one, four tokens each; nine tokens of text
+RULES = SampleRules.of(load_model(small_config()))
+
+
+class Changed(SmallDataset):
+    """The small samples, one of them changed."""
+
+    pixels_of_text = None
+
+    def __init__(self, change):
+        super().__init__()
+        sample = dict(self._samples[INDEX])
+        self._changed = change(sample) or sample
+
+    def __getitem__(self, index):
+        return self._changed if index == INDEX else super().__getitem__(index)
+
+    def text(self, index):
+        if index != INDEX or not isinstance(self._changed, dict):
+            return self[index]
+        return self._changed | {"pixel_values": self.pixels_of_text}
+
+
+def checked(change):
+    return CheckedSamples(Changed(change), SmallDataset().lengths(), RULES)
+
+
+def put(key, index, value):
+    def change(sample):
+        sample[key] = sample[key].clone()
+        sample[key][index] = value
+
+    return change
+
+
+def cut(*keys):
+    return lambda sample: sample.update({key: sample[key][:-1] for key in keys})
+
+
+def test_good_samples_pass():
+    dataset = SmallDataset()
+    samples = CheckedSamples(dataset, checked_lengths(dataset), RULES)
+    for index in range(len(samples)):
+        assert samples[index] is dataset[index]
+        assert samples.text(index)["pixel_values"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sample: [1, 2], "be a mapping of input_ids, labels and pixel_values, got list"),
+        (lambda sample: sample | {"labels": None}, "have labels that are a 1-D tensor of int64, got none"),
+        (lambda sample: sample | {"input_ids": [1, 2]}, "have input_ids that are a 1-D tensor of int64, got a list"),
+        (
+            lambda sample: sample | {"input_ids": sample["input_ids"][None]},
+            "have input_ids that are a 1-D tensor of int64, got int64 of shape (1, 21)",
+        ),
+        (
+            lambda sample: sample | {"labels": sample["labels"].float()},
+            "have labels that are a 1-D tensor of int64, got float32 of shape (21,)",
+        ),
+        (cut("labels"), "have as many labels as input_ids, 21, got 20"),
+        (cut("input_ids", "labels"), "have as many input_ids as its lengths() say, 21, got 20"),
+        (put("input_ids", -1, VOCABULARY), "have input_ids from 0 to 60, the model's vocabulary, got 61"),
+        (put("input_ids", -1, -1), "have input_ids from 0 to 60, the model's vocabulary, got -1"),
+        (put("labels", -1, VOCABULARY), "have labels from 0 to 60 or -100, got 61"),
+        (put("labels", -1, -1), "have labels from 0 to 60 or -100, got -1"),
+        (put("labels", 0, 5), "begin with the label -100, since nothing comes before its first token, got 5"),
+        (put("input_ids", -1, IMAGE_TOKEN), "have 4 image tokens (id 3) for each of 3 tiles, got 13"),
+    ],
+)
+def test_broken_promises_name_the_sample(change, message):
+    samples = checked(change)
+    for read in (samples.__getitem__, samples.text):
+        with pytest.raises(DataError, match=re.escape(f"sample {INDEX} must {message}")):
+            read(INDEX)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut("pixel_values"), "have as many tiles as its lengths() say, 3, got 2"),
+        (lambda sample: sample | {"pixel_values": None}, "have as many tiles as its lengths() say, 3, got 0"),
+        (
+            lambda sample: sample | {"pixel_values": torch.zeros(3, 3, 28, 14)},
+            "have pixel_values of shape (tiles, 3, 28, 28), got float32 of shape (3, 3, 28, 14)",
+        ),
+        (
+            lambda sample: sample | {"pixel_values": sample["pixel_values"].to(torch.uint8)},
+            "have pixel_values of shape (tiles, 3, 28, 28), got uint8 of shape (3, 3, 28, 28)",
+        ),
+    ],
+)
+def test_pixels_are_what_the_lengths_say(change, message):
+    with pytest.raises(DataError, match=re.escape(f"sample {INDEX} must {message}")):
+        checked(change)[INDEX]
+
+
+def test_texts_decode_no_image(monkeypatch):
+    monkeypatch.setattr(Changed, "pixels_of_text", torch.zeros(3, 3, 28, 28))
+    with pytest.raises(DataError, match=r"sample 2 must have no pixel_values in text\(\), got float32 of shape"):
+        checked(lambda sample: None).text(INDEX)
+
+
+def test_an_error_of_the_dataset_names_the_sample():
+    class Failing(SmallDataset):
+        def __getitem__(self, index):
+            return {}["input_ids"]
+
+    with pytest.raises(DataError, match="sample 5 must be readable, got KeyError: 'input_ids'"):
+        CheckedSamples(Failing(), SmallDataset().lengths(), RULES)[5]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (SampleLengths([1], [7]), "must have an entry for each of the dataset's 32 samples, got 1"),
+        ([(1, 7)] * 32, "must be SampleLengths, got list"),
+    ],
+)
+def test_lengths_belong_to_the_dataset(lengths, message):
+    dataset = SmallDataset()
+    dataset.lengths = lambda: lengths
+    with pytest.raises(DataError, match=message):
+        checked_lengths(dataset)
