@@ -26,23 +26,23 @@ COLLECTIVES = (
 ROOT = Path(__file__).parents[2]
 
 
-def launch(num_processes, function, *arguments, timeout_seconds=600):
+def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator="cpu"):
     """Run ``function`` ("module:name", importable from the repository) on each process; its results, by rank.
 
-    The function gets the arguments, with torch.distributed ready (gloo). A failure of one process ends them all and
-    is raised with its output.
+    The function gets the arguments, with torch.distributed ready (gloo on a CPU, else NCCL). A failure of one process
+    ends them all and is raised with its output.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.save(arguments, folder / "arguments.pt")
         port = free_port()
-        processes = [_start(function, folder, rank, num_processes, port) for rank in range(num_processes)]
+        processes = [_start(function, folder, rank, num_processes, port, accelerator) for rank in range(num_processes)]
         _wait(processes, folder, timeout_seconds)
         assert not [*SHARED_MEMORY.glob(f"deepspeed_*_{port}_*")], "a launch leaves memory taken"
         return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(num_processes)]
 
 
-def _start(function, folder, rank, num_processes, port):
+def _start(function, folder, rank, num_processes, port, accelerator):
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -50,7 +50,7 @@ def _start(function, folder, rank, num_processes, port):
         "LOCAL_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -85,7 +85,8 @@ def _output(folder, rank):
 def check_order():
     """Let whatever communicates before the device is set fail, and objects by the default group: it would be NCCL's."""
     accelerator, device = get_accelerator(), []
-    accelerator.set_device = device.append
+    set_device = accelerator.set_device
+    accelerator.set_device = lambda index: (device.append(index), set_device(index))
     for name in COLLECTIVES:
         collective = getattr(distributed_c10d, name)
         checked = _checked(collective, device, is_of_objects="object" in name)
@@ -110,7 +111,7 @@ def _checked(collective, device, *, is_of_objects):
 def _work():
     function, folder = sys.argv[1], Path(sys.argv[2])
     check_order()
-    meet("gloo")
+    meet("gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl")
     module, name = function.split(":")
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
     result = getattr(importlib.import_module(module), name)(*arguments)

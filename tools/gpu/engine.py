@@ -1,0 +1,174 @@
+"""Short real runs: predicted against measured peaks for each recompute level, and two stages under every schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from report import Row
+
+from omnibal.cluster import Device
+from omnibal.cost import Load
+from omnibal.data.limits import PackLimits
+from omnibal.memory.footprint import LEVELS, Footprint, Level
+from omnibal.memory.state import TrainingSetup
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
+from omnibal.plan import Plan
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
+from omnibal.vlm.trial_packs import image_tokens_per_tile
+
+if TYPE_CHECKING:
+    from omnibal.vlm.layers import VisionLanguageModel
+
+GIB = 2**30
+MICRO_BATCHES, STEPS, WARM_UP, PACK = 4, 5, 2, 4
+"""Micro-batches of a step; steps that are run; those that are not timed; samples of a pack."""
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Short runs of one model.
+
+    Attributes:
+        name: Of the model.
+        model: The same.
+        counted: What costs are counted for.
+        tiles, tokens: Of a sample; a pack holds four.
+        small: Whether this is a try without a GPU.
+        timeout_seconds: For one run.
+    """
+
+    name: str
+    model: VisionLanguageModel
+    counted: Device
+    tiles: int
+    tokens: int
+    small: bool
+    timeout_seconds: float = 150
+
+    def peaks(self) -> Iterator[Row]:
+        """One stage at each recompute level."""
+        size = len(self.model.records)
+        for level in LEVELS:
+            yield {"level": level} | self._row((0, size), (level,) * size, "1f1b", processes=1, staged=False)
+
+    def pipelines(self, devices: int) -> Iterator[Row]:
+        """Two stages under every schedule: on two devices over NCCL, on one with transfers through the host."""
+        size = len(self.model.records)
+        one = None
+        for schedule in SCHEDULES:
+            row = self._row(
+                (0, size // 2, size), ("none",) * size, schedule, processes=2, staged=devices < 2 or self.small
+            )
+            one = row["last loss"] if one is None else one
+            yield {"schedule": schedule, **row, "loss as under the first": row["last loss"] == one}
+
+    def _row(
+        self,
+        boundaries: Sequence[int],
+        levels: tuple[Level, ...],
+        schedule: ScheduleName,
+        *,
+        processes: int,
+        staged: bool,
+    ) -> Row:
+        limits = PackLimits(PACK * self.tiles, PACK * self.tokens)
+        plan = Plan(limits, MICRO_BATCHES, Partition(boundaries), levels, schedule=schedule)
+        found = self._run(plan, processes, staged)
+        profile = analytic_profile(self.model.records, self.counted, dtype="bfloat16")
+        load = Load(limits.vision_units, limits.llm_tokens, PACK * self.tokens**2)
+        predicted = self._predicted(profile, load, plan)
+        seconds = median(found["seconds"][WARM_UP:])
+        work = [layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers]
+        busy = MICRO_BATCHES * sum(float(cost(load)) for cost in work) * self.counted.fraction
+        return {
+            "step s": seconds,
+            "share of the peak": busy / seconds / (1 if staged else processes),
+            "predicted GiB": ", ".join(f"{size / GIB:.2f}" for size in predicted),
+            "measured GiB": ", ".join(f"{peak / GIB:.2f}" for peak in found["peak_bytes"]),
+            "measured / predicted": ", ".join(
+                f"{peak / size:.3f}" for peak, size in zip(found["peak_bytes"], predicted, strict=False)
+            ),
+            "last loss": found["losses"][-1],
+        }
+
+    def _predicted(self, profile: ModelProfile, load: Load, plan: Plan) -> list[int]:
+        """Bytes of each stage's device at its peak; none for a level that is not counted."""
+        if any(level not in layer.saved_bytes for layer, level in zip(profile.layers, plan.recompute, strict=True)):
+            return []
+        share = 1 - self.tiles * image_tokens_per_tile(self.model) / self.tokens
+        setup = TrainingSetup(zero_stage=1, accumulate_float32=True, target_share=share)
+        memory = Footprint(profile, load, plan.table, setup).stages(plan.partition, plan.recompute)
+        return [stage.total for stage in memory]
+
+    def _run(self, plan: Plan, processes: int, staged: bool) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            plan.save(folder / "plan.json")
+            task = {
+                "model": self.name, "small": self.small, "steps": STEPS, "output": str(folder / "out.json"),
+                "config": self._config(folder, plan.num_stages),
+                "samples": {
+                    "count": PACK * MICRO_BATCHES * (STEPS + 2), "tiles": self.tiles, "tokens": self.tokens,
+                    "pixels": self.model.pixel_shape[1], "tokens_per_tile": image_tokens_per_tile(self.model),
+                },
+            }  # fmt: skip
+            (folder / "task.json").write_text(json.dumps(task))
+            self._launch(folder, processes, staged)
+            return json.loads((folder / "out.json").read_text())  # type: ignore[no-any-return]
+
+    def _config(self, folder: Path, num_stages: int) -> dict[str, Any]:
+        return {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+            "gradient_clipping": 1.0,
+            "omnibal": {
+                "model": {"weights": "random"},
+                "pipeline": {"num_stages": num_stages, "plan": str(folder / "plan.json")},
+                "run": {"output": str(folder / "run")},
+            },
+        }
+
+    def _launch(self, folder: Path, processes: int, staged: bool) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        command = [sys.executable, str(HERE / "run_engine.py"), "--task", str(folder / "task.json")]
+        running, logs = [], [folder / f"{rank}.log" for rank in range(processes)]
+        for rank in range(processes):
+            local = 0 if staged else rank
+            environment = os.environ | {
+                "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(processes), "LOCAL_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+            }  # fmt: skip
+            with logs[rank].open("w") as log:
+                running.append(
+                    subprocess.Popen(
+                        [*command, *(["--staged"] if staged else [])], env=environment, stdout=log, stderr=log
+                    )
+                )
+        try:
+            codes = [process.wait(self.timeout_seconds) for process in running]
+        except subprocess.TimeoutExpired:
+            codes = [-1]
+        finally:
+            for process in running:
+                process.kill()
+        if any(codes):
+            tails = [f"-- rank {rank}\n" + log.read_text()[-2500:] for rank, log in enumerate(logs)]
+            raise RuntimeError(f"exit codes {codes} ({self.timeout_seconds:.0f} s at most)\n" + "\n".join(tails))

@@ -1,0 +1,96 @@
+"""What a GPU says to what is counted and predicted: one dated report. See README.md; run.sh calls this.
+
+python tools/gpu/measure.py --out FOLDER [--minutes 7] [--small]
+"""
+
+import argparse
+import datetime
+import platform
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine import Runs
+from layers import LayerBench, attention_rows, counted_device, peak_rows
+from models import models
+from report import Report, Row
+
+PACKAGES = ("torch", "transformers", "deepspeed", "triton", "numpy", "numba")
+
+
+def main() -> None:
+    """Measure part by part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for REPORT.md and report.json")
+    parser.add_argument("--minutes", type=float, default=7, help="what all parts together may take")
+    parser.add_argument("--small", action="store_true", help="tiny models on the CPU: does everything run at all?")
+    arguments = parser.parse_args()
+    small = arguments.small
+    if not small and not torch.cuda.is_available():
+        parser.error("a CUDA device must be there, got none; --small tries the measurements without one")
+    device = torch.device("cpu" if small else "cuda:0")
+    name = platform.machine() if small else torch.cuda.get_device_name(device)
+    report = Report(arguments.out, heading(name), 60 * arguments.minutes)
+    measure(report, device, name, small=small)
+    print(f"written: {arguments.out / 'REPORT.md'}")
+    sys.exit(1 if report.failed else 0)
+
+
+def measure(report: Report, device: torch.device, name: str, *, small: bool) -> None:
+    """All parts, the ones that everything else leans on first."""
+    counted = counted_device(name)
+    bench = LayerBench(models(small=small), device, counted, *((4, 256) if small else (16, 8192)))
+    report.add("The device", "What plain work reaches.", lambda: peak_rows(device, 256 if small else 8192, counted))
+    if device.type == "cuda":
+        report.add("Memory", "What a process takes before it does anything, in MiB.", memory_rows)
+    report.add("Attention", "Forward and backward, 28 heads of 128, 4 of keys, bf16.",
+               lambda: attention_rows(device, 512 if small else 8192))  # fmt: skip
+    first, model = next(iter(bench.models.items()))
+    sample = (1, 64) if small else (4, 2048)
+    runs = Runs(first, model, counted, *sample, small=small)
+    report.add("Peaks", f"{first} on one device, bf16, ZeRO 1, sums in float32; counted costs.", runs.peaks)
+    report.add(
+        "Two stages",
+        "The same in two stages; on one device transfers pass through the host, and the stages share it.",
+        lambda: runs.pipelines(0 if small else torch.cuda.device_count()),
+    )
+    explanation = f"Times beside those counted for {counted.name} at {counted.fraction:.0%} of its peak; bf16."
+    report.add("Layers", explanation, bench.times)
+    parts: dict[str, tuple[str, Iterable[Row]]] = {
+        "The affine model": ("Its error against what it was fitted to, by share of the largest pack.", bench.fits),
+        "Recompute": ("The largest pack.", bench.recomputed),
+        "The host": ("To start a forward pass of the largest pack.", bench.hosts),
+    }
+    for title, (text, rows) in parts.items():
+        report.add(title, text, lambda rows=rows: rows)  # type: ignore[misc]
+
+
+def memory_rows() -> Iterable[Row]:
+    """What the context takes."""
+    torch.ones(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    taken = total - free - torch.cuda.memory_reserved()
+    yield {"total": total / 2**20, "free": free / 2**20, "context and what else runs": taken / 2**20}
+
+
+def heading(name: str) -> str:
+    """Where and with what."""
+    versions = []
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"no {package}")
+    devices = torch.cuda.device_count()
+    return (
+        f"# Measured on {name}\n\n{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}, {devices} CUDA device(s), "
+        f"Python {platform.python_version()}, {', '.join(versions)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
