@@ -1,19 +1,15 @@
 """The "omnibal" section of a ds_config, and the rules that a ds_config must keep under a pipeline."""
 
-import difflib
-from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.schedule import ScheduleName
-from omnibal.records import read_json
+from omnibal.records import explain, read_json
 
 SECTIONS = ("bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "scheduler")
 """Keys of a ds_config whose inner keys matter here."""
@@ -127,7 +123,10 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
     for key in SECTIONS:
         if not isinstance(deepspeed_config.get(key, {}), dict):
             raise ConfigError(f"{key} of a ds_config must be an object, got {deepspeed_config[key]!r:.80}")
-    return deepspeed_config, _validate(OmnibalSection, content.get("omnibal", {}))
+    try:
+        return deepspeed_config, OmnibalSection.model_validate(content.get("omnibal", {}))
+    except ValidationError as error:
+        raise ConfigError(explain(OmnibalSection, error, "omnibal")) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -135,45 +134,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"ds_config must be a JSON object, got {path} with a {type(content).__name__}")
     return content
-
-
-S = TypeVar("S", bound=Section)
-
-
-def _validate(section: type[S], content: object) -> S:
-    try:
-        return section.model_validate(content)
-    except ValidationError as error:
-        by_key = groupby(error.errors(), key=lambda problem: _keys(section, problem["loc"]))
-        raise ConfigError("; ".join(_explain(section, keys, list(problems)) for keys, problems in by_key)) from None
-
-
-def _keys(section: type[Section], location: Sequence[str | int]) -> tuple[str, ...]:
-    """Keys down to the wrong one; where several kinds of value are possible, pydantic goes on with those it tried."""
-    keys = []
-    for key in map(str, location):
-        keys.append(key)
-        inner = section.model_fields[key].annotation if key in section.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, Section)):
-            break
-        section = inner
-    return tuple(keys)
-
-
-def _explain(section: type[Section], keys: tuple[str, ...], problems: Sequence[ErrorDetails]) -> str:
-    """Say what is wrong with the value of one key."""
-    name = ".".join(["omnibal", *keys])
-    if problems[0]["type"] == "extra_forbidden":
-        for key in keys[:-1]:
-            section = section.model_fields[key].annotation  # type: ignore[assignment]  # only sections have keys
-        nearest = difflib.get_close_matches(keys[-1], section.model_fields, n=1, cutoff=0.5)
-        remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(section.model_fields)}"
-        return f"{name} must be a known key, got {keys[-1]!r}; {remedy}"
-    entries = [problem for problem in problems if keys and isinstance(problem["loc"][-1], int)]
-    if entries:  # a list was meant
-        name, problems = f"{name}[{entries[0]['loc'][-1]}]", entries[:1]
-    rules = (problem["msg"].removeprefix("Input should be ") for problem in problems)
-    return f"{name} must be {' or '.join(rules)}, got {problems[0]['input']!r}"
 
 
 def complete_deepspeed_config(

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from omnibal.data.checks import MOST_STEP_PACKS, integer, kind
 from omnibal.data.limits import PackLimits
@@ -13,9 +15,11 @@ from omnibal.errors import ConfigError
 from omnibal.memory.footprint import LEVELS, Level, StageMemory
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
-from omnibal.records import read_json
+from omnibal.records import Record, read_record
 
 VERSION = 2
+MOST_LAYERS = 10**6
+"""No model has more: a number beyond it is a slip."""
 
 
 @dataclass(frozen=True)
@@ -131,31 +135,38 @@ class Plan:
             ConfigError: The file is missing, no JSON, of another version, or a key is missing or wrong; the message
                 names file and key.
         """
-        content = read_json(path, "plan")
+        content = read_record(path, _PlanFile, "plan", version=VERSION)
         try:
-            return cls._from_content(content)
-        except KeyError as error:
-            raise ConfigError(f"plan must have the key {error}, got none in {path}") from error
+            partition = Partition(content.partition)
+            return cls(
+                limits=PackLimits(**content.limits.model_dump()),
+                micro_batches=content.micro_batches,
+                partition=partition,
+                recompute=_levels(content.recompute, partition),
+                schedule=content.schedule,
+                predicted=content.predicted,
+                made_from=content.made_from,
+            )
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        except (TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"plan must have values of the right kinds, got {path}: {error}") from error
 
-    @classmethod
-    def _from_content(cls, content: dict[str, Any]) -> "Plan":
-        boundaries = content["partition"]  # before the version: another kind of file has none
-        if content["version"] != VERSION:
-            raise ConfigError(f"plan must be of version {VERSION}, got {content['version']}; make it again")
-        partition, predicted = Partition(boundaries), content["predicted"]
-        return cls(
-            limits=PackLimits(**content["limits"]),
-            micro_batches=content["micro_batches"],
-            partition=partition,
-            recompute=_levels(content["recompute"], partition),
-            schedule=content["schedule"],
-            predicted=None if predicted is None else _prediction(predicted),
-            made_from=dict(content["made_from"]),
-        )
+
+class _LimitsRecord(Record):
+    vision_units: int
+    llm_tokens: int
+    full_vision_units: int
+    full_llm_tokens: int
+
+
+class _PlanFile(Record):
+    version: int
+    limits: _LimitsRecord
+    micro_batches: int
+    partition: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...]
+    recompute: tuple[str, ...]
+    schedule: ScheduleName
+    predicted: Prediction | None
+    made_from: dict[str, Any]
 
 
 def _words(levels: Iterable[Level]) -> str:
@@ -184,12 +195,7 @@ def _levels(stages: Sequence[str], partition: Partition) -> tuple[Level, ...]:
 
 def _repeated(entry: str) -> list[Level]:
     count, _, word = entry.strip().partition(" ")
-    return [level for level in LEVELS if level == word] * int(count) if count.isdecimal() else []
-
-
-def _prediction(content: dict[str, Any]) -> Prediction:
-    stages = (StagePrediction(**stage | {"memory": StageMemory(**stage["memory"])}) for stage in content["stages"])
-    return Prediction(**content | {"stages": tuple(stages)})
+    return [level for level in LEVELS if level == word] * min(int(count), MOST_LAYERS) if count.isdecimal() else []
 
 
 def _readable(value: Any, indent: str = "") -> str:

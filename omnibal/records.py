@@ -1,10 +1,28 @@
-"""JSON that users name: read, or refused with the file's name, whatever the file holds."""
+"""JSON that users name: read as a record, or refused with the file's name and the key, whatever the file holds."""
 
+import difflib
 import json
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from omnibal.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Record(BaseModel):
+    """What a JSON file of ours holds: values of just these kinds, no other keys.
+
+    Dataclasses within it, and within those, keep to the same.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
@@ -55,3 +73,88 @@ def read_json(path: str | Path, name: str) -> Any:
         raise ConfigError(f"{name} must be JSON, got {path}, line {error.lineno}: {error.msg}") from error
     except ValueError as error:
         raise ConfigError(f"{name} must be JSON, got {path}: {error}") from error
+
+
+def read_record(path: str | Path, kind: type[M], name: str, *, version: int) -> M:
+    """Read a JSON file that a user named as ``name``.
+
+    Args:
+        path: The file.
+        kind: What it holds, a key ``version`` among it.
+        name: For messages.
+        version: The one that can be read.
+
+    Raises:
+        ConfigError: It cannot be read, is no JSON, lacks a key, is of another version, or a key or value is wrong; the
+            message names the file and the key, and the nearest one where a key is unknown.
+    """
+    content = read_json(path, name)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {path} with a {type(content).__name__}")
+    for key, known in kind.model_fields.items():  # before the version: another kind of file lacks them
+        if known.is_required() and key not in content:
+            raise ConfigError(f"{name} must have the key {key!r}, got none in {path}")
+    if content["version"] != version:
+        raise ConfigError(f"{path}: {name} must be of version {version}, got {content['version']!r}; make it again")
+    try:
+        return kind.model_validate_json(json.dumps(content))  # by JSON's rules: a list serves as a tuple
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(kind, error, name)}") from error
+
+
+def explain(kind: type[BaseModel], error: ValidationError, name: str) -> str:
+    """Every wrong key of a record, as ``<key> must <rule>, got <value>``.
+
+    Args:
+        kind: What was validated.
+        error: What pydantic found.
+        name: Stands before each key.
+    """
+    by_key = groupby(error.errors(), key=lambda problem: _keys(kind, problem["loc"]))
+    return "; ".join(_explain_key(kind, keys, list(problems), name) for keys, problems in by_key)
+
+
+def _keys(kind: Any, location: Sequence[str | int]) -> tuple[str, ...]:
+    """Keys down to the wrong one; where several kinds of value are possible, pydantic goes on with those it tried."""
+    keys = []
+    for key in map(str, location):
+        keys.append(key)
+        kind = _kind_of(kind, key)
+        if kind is None:
+            break
+    return tuple(keys)
+
+
+def _known_keys(kind: Any) -> dict[str, Any]:
+    """From the keys of a record to what is declared for each; nothing for other kinds of values."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {key: known.annotation for key, known in kind.model_fields.items()}
+    return {field.name: field.type for field in fields(kind)} if is_dataclass(kind) else {}
+
+
+def _kind_of(kind: Any, key: str) -> Any:
+    """The record below a key, itself or in a list; None where there is none."""
+    declared = kind if key.isdecimal() else _known_keys(kind).get(key)
+    kinds = [declared, *get_args(declared)]
+    return next((found for found in kinds if _known_keys(found)), None)
+
+
+def _explain_key(kind: Any, keys: tuple[str, ...], problems: Sequence[ErrorDetails], name: str) -> str:
+    place = ".".join([name, *keys])
+    first = problems[0]
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        for key in keys[:-1]:
+            kind = _kind_of(kind, key)
+        known = _known_keys(kind)
+        nearest = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
+        return f"{place} must be a known key, got {keys[-1]!r}; {remedy}"
+    if first["type"] == "missing":
+        return f"{'.'.join([name, *keys[:-1]])} must have the key {keys[-1]!r}, got none"
+    if first["type"] == "value_error":  # a record's own rule
+        return f"{place}: {first['msg'].removeprefix('Value error, ')}"
+    entries = [problem for problem in problems if keys and isinstance(problem["loc"][-1], int)]
+    if entries and not keys[-1].isdecimal():  # a list was meant
+        place, problems = f"{place}[{entries[0]['loc'][-1]}]", entries[:1]
+    rules = (problem["msg"].removeprefix("Input should be ") for problem in problems)
+    return f"{place} must be {' or '.join(rules)}, got {problems[0]['input']!r:.200}"

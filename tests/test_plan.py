@@ -82,14 +82,16 @@ def test_any_levels_come_back(tmp_path_factory, stages):
     ("change", "message"),
     [
         ({"version": 1}, "plan must be of version 2, got 1; make it again"),
-        ({"partition": None}, "boundaries must be integers, got None"),
+        ({"partition": None}, "plan.partition must be a valid array, got None"),
+        ({"micro_batches": 2.5}, "plan.micro_batches must be a valid integer, got 2.5"),
+        ({"scedule": "1f1b"}, "plan.scedule must be a known key, got 'scedule'; did you mean 'schedule'"),
         ({"partition": [0, 3, 3]}, "boundaries must start at 0 and increase"),
         ({"recompute": ["3 full"]}, "recompute must have an entry for each of 2 stages, got 1"),
         ({"recompute": ["2 full", "2 none"]}, "recompute of stage 0 must count its 3 layers.* got '2 full'"),
         ({"recompute": ["3 some", "2 none"]}, "recompute of stage 0 must count its 3 layers.* got '3 some'"),
         ({"recompute": ["3 full", "none"]}, "recompute of stage 1 must count its 2 layers.* got 'none'"),
         ({"micro_batches": 0}, "micro_batches must be between 1 and 16777216, got 0"),
-        ({"limits": {"vision_units": 9}}, "plan must have values of the right kinds"),
+        ({"limits": {"vision_units": 9}}, "plan.limits must have the key 'llm_tokens', got none"),
         ({"predicted": {"step_seconds": 1, "samples_per_step": 1, "bubble_ratio": 0, "stages": []}}, "predicted must"),
     ],
 )

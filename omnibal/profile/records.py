@@ -14,7 +14,7 @@ from typing import Any
 from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
-from omnibal.records import read_json
+from omnibal.records import Record, read_record
 
 VERSION = 4
 _COST_MODELS = (
@@ -26,7 +26,8 @@ _COST_MODELS = (
     "output_bytes",
 )
 _COST_MODELS_BY_LEVEL = ("saved_bytes", "recompute_seconds")
-_NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")
+_BYTES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+_NUMBERS = (*_BYTES, "optimizer_seconds", "spread")
 
 
 @dataclass(frozen=True)
@@ -175,17 +176,17 @@ class ModelProfile:
 
         Raises:
             ConfigError: The file is missing, no JSON, of another version, changed by hand, or an entry is missing,
-                negative or not finite; the message names the file.
+                unknown, of another kind, negative or not finite; the message names file and key.
         """
-        content = read_json(path, "profile")
+        content = read_record(path, _ProfileFile, "profile", version=VERSION)
         try:
-            return cls._from_content(content)
-        except KeyError as error:
-            raise ConfigError(f"profile must have the key {error}, got none in {path}") from error
+            layers = tuple(layer for group in content.layers for layer in group.costs())
+            profile = cls(layers, device=content.device, dtype=content.dtype, versions=content.versions)
+            if profile.content_hash != content.hash:
+                raise ConfigError(f"profile must have the hash {content.hash} it was saved with, got changed content")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        except (TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
-            raise ConfigError(f"profile must have values of the right kinds, got {path}: {error}") from error
+        return profile
 
     def _content(self) -> dict[str, Any]:
         groups = [list(group) for _, group in groupby(self.layers, key=lambda layer: replace(layer, name=""))]
@@ -197,20 +198,42 @@ class ModelProfile:
             "layers": [{"names": [layer.name for layer in group], **_layer_content(group[0])} for group in groups],
         }
 
-    @classmethod
-    def _from_content(cls, content: dict[str, Any]) -> ModelProfile:
-        groups = content["layers"]  # before the version: another kind of file has none
-        if content["version"] != VERSION:
-            raise ConfigError(f"profile must be of version {VERSION}, got {content['version']}; make it again")
-        profile = cls(
-            tuple(layer for group in groups for layer in _layers_of(group)),
-            device=content["device"],
-            dtype=content["dtype"],
-            versions=content["versions"],
-        )
-        if profile.content_hash != content["hash"]:
-            raise ConfigError(f"profile must have the hash {content['hash']} it was saved with, got changed content")
-        return profile
+
+class _LayersRecord(Record):
+    """Neighbours that cost the same."""
+
+    names: tuple[str, ...]
+    kind: str
+    sizes: dict[str, int]
+    tied_key: str | None
+    trainable: bool
+    forward_seconds: CostModel
+    backward_seconds: CostModel
+    weight_seconds: CostModel
+    split_seconds: CostModel
+    pending_bytes: CostModel
+    output_bytes: CostModel
+    saved_bytes: dict[str, CostModel]
+    recompute_seconds: dict[str, CostModel]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    optimizer_seconds: float
+    spread: float
+
+    def costs(self) -> list[LayerCost]:
+        """One for each of the layers."""
+        shared = {name: getattr(self, name) for name in type(self).model_fields if name != "names"}
+        return [LayerCost(name, **shared) for name in self.names]
+
+
+class _ProfileFile(Record):
+    version: int
+    device: str
+    dtype: str
+    versions: dict[str, str]
+    layers: tuple[_LayersRecord, ...]
+    hash: str
 
 
 def _layer_content(layer: LayerCost) -> dict[str, Any]:
@@ -224,30 +247,14 @@ def _layer_content(layer: LayerCost) -> dict[str, Any]:
             name: {level: _coefficients(model) for level, model in sorted(getattr(layer, name).items())}
             for name in _COST_MODELS_BY_LEVEL
         },
-        **{name: getattr(layer, name) for name in _NUMBERS},
+        **{name: getattr(layer, name) for name in _BYTES},
+        **{name: float(getattr(layer, name)) for name in ("optimizer_seconds", "spread")},
     }
 
 
-def _layers_of(group: dict[str, Any]) -> list[LayerCost]:
-    first = group["names"][0]
-    costs: dict[str, Any] = {name: _cost_model(group[name], f"{name} of layer {first}") for name in _COST_MODELS}
-    for name in _COST_MODELS_BY_LEVEL:
-        costs[name] = {
-            level: _cost_model(model, f"{name} ({level}) of layer {first}") for level, model in group[name].items()
-        }
-    plain = {name: group[name] for name in ("sizes", "tied_key", "trainable", *_NUMBERS)}
-    return [LayerCost(name, group["kind"], **costs, **plain) for name in group["names"]]
-
-
-def _cost_model(coefficients: Mapping[str, float], name: str) -> CostModel:
-    try:
-        return CostModel(**coefficients)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
 def _coefficients(model: CostModel) -> dict[str, float]:
-    return {f.name: getattr(model, f.name) for f in fields(model) if getattr(model, f.name)}
+    # floats even where they were given as integers: the hash is that of the content as it is read again
+    return {f.name: float(getattr(model, f.name)) for f in fields(model) if getattr(model, f.name)}
 
 
 def _hash(content: dict[str, Any]) -> str:

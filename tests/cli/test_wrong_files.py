@@ -173,14 +173,14 @@ def test_a_path_with_a_zero_byte_is_refused(omnibal, demo, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("micro_batches", 2.5, "micro_batches must be an integer, got 2.5"),
+        ("micro_batches", 2.5, "plan.micro_batches must be a valid integer, got 2.5"),
         ("micro_batches", 10**18, "micro_batches must be between 1 and"),
-        ("partition", "023", "boundaries must be integers, got '023'"),
-        ("partition", [0, 1.5, 3], "boundaries must be integers, got [0, 1.5, 3]"),
-        ("partition", [0, 2, 10**20], "must"),
-        ("recompute", ["99999999999999999999 full", "1 none"], "plan must have values of the right kinds"),
-        ("made_from", 3, "plan must have values of the right kinds"),
-        ("limits", None, "plan must have values of the right kinds"),
+        ("partition", "023", "plan.partition must be a valid array, got '023'"),
+        ("partition", [0, 1.5, 3], "plan.partition[1] must be a valid integer, got 1.5"),
+        ("partition", [0, 2, 10**20], "plan.partition[2] must be less than or equal to"),
+        ("recompute", ["99999999999999999999 full", "1 none"], "recompute of stage 0 must count its 2 layers"),
+        ("made_from", 3, "plan.made_from must be an object, got 3"),
+        ("limits", None, "plan.limits must be an object, got None"),
     ],
 )
 def test_a_plan_that_is_none_is_named(omnibal, tmp_path, key, value, reason):

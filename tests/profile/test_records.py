@@ -53,18 +53,20 @@ def change(path, edit):
         (lambda c: c.update(device="other"), "must have the hash [0-9a-f]{16} it was saved with"),
         (
             lambda c: c["layers"][0]["forward_seconds"].update(fixed=-1.0),
-            "forward_seconds of layer .*fixed must be finite and not negative, got -1",
+            r"profile.layers.0.forward_seconds: .*fixed must be finite and not negative, got -1",
         ),
         (
             lambda c: c["layers"][0]["saved_bytes"]["none"].update(fixed=float("nan")),
-            r"saved_bytes \(none\) of .* got nan",
+            r"profile.layers.0.saved_bytes.none: .* got nan",
         ),
         (lambda c: c["layers"][1].update(spread=float("inf")), "spread of layer projector must be finite"),
-        (lambda c: c["layers"][0]["forward_seconds"].update(tokens=1), "values of the right kinds.*tokens"),
+        (lambda c: c["layers"][0]["forward_seconds"].update(tokens=1), "tokens must be a known key.*'llm_tokens'"),
         (lambda c: c["layers"][0].pop("kind"), "must have the key 'kind'"),
         (lambda c: c["layers"][0]["saved_bytes"].pop("full"), "must have the level 'full', got none"),
         (lambda c: c.update(layers=[]), "must have a layer"),
-        (lambda c: c.update(layers=3), "values of the right kinds"),
+        (lambda c: c.update(layers=3), "profile.layers must be a valid array, got 3"),
+        (lambda c: c["layers"][0].update(parameter_bytes=1.5), "parameter_bytes must be a valid integer, got 1.5"),
+        (lambda c: c.update(divice="other"), "profile.divice must be a known key, got 'divice'; did you mean 'device'"),
     ],
 )
 def test_a_damaged_file_is_refused(small, tmp_path, edit, message):
