@@ -78,6 +78,12 @@ def test_zero_holds_no_buffers_of_gradients_unless_told_to():
     assert complete(told)["zero_optimization"] == told["zero_optimization"]
 
 
+def test_no_timer_waits_for_the_device_unless_told_to():
+    assert complete(ZERO_1)["timers"]["throughput"] == {"synchronized": False}
+    told = ZERO_1 | {"timers": {"throughput": {"enabled": True, "synchronized": True}}}
+    assert complete(told)["timers"] == told["timers"]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -141,7 +141,10 @@ class EmulatedModule(VlmPipelineModule):
             payload = layer(payload)
         return payload
 
-    def _loss(self, outputs: Payload, targets: tuple[Tensor, Tensor]) -> Tensor:
+    def count(self, batch: Mapping[str, Tensor]) -> None:
+        """Nothing: there are no tokens."""
+
+    def _loss(self, outputs: Payload, targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return outputs[0].float().sum()
 
 
@@ -165,7 +168,7 @@ class EmulatedLoader:
                 "input_ids": torch.tensor([[micro_batch]]),
                 "position_ids": empty,
                 "cu_seq_lens": empty,
-                "labels": torch.ones(1, dtype=torch.int64),
+                "labels": torch.ones(1, 1, dtype=torch.int64),
             }
             for micro_batch in range(self.micro_batches)
         ]

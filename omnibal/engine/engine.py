@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
+from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from omnibal.engine.checkpointed import CheckpointedEngine
@@ -21,8 +21,10 @@ from omnibal.engine.peak import DevicePeak, StagePeaks
 from omnibal.engine.step import Step
 from omnibal.errors import DataError
 from omnibal.plan import Plan
+from omnibal.vlm.counts import counts_of, note_counts
+from omnibal.vlm.loss import target_rows
 
-MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
+MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -209,11 +211,29 @@ class OmnibalEngine(CheckpointedEngine):
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
         pixels = batch["pixel_values"].to(self._compute_dtype)
         inputs = (pixels, batch["input_ids"], batch["position_ids"], batch["cu_seq_lens"])
-        return inputs, (batch["labels"], torch.tensor(weight, dtype=torch.float32))
+        note_counts(inputs, self.module.count(batch))
+        return inputs, (batch["labels"], target_rows(batch["labels"]), torch.tensor(weight, dtype=torch.float32))
 
     @property
     def _compute_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bfloat16_enabled() else torch.float32
+
+    def _exec_load_micro_batch(self, buffer_id: int) -> None:
+        # DeepSpeed would copy on the host first, into memory that a device is copied to only while the host waits.
+        inputs, targets = self._next_batch()
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = self._on_device(inputs)
+            note_counts(self.pipe_buffers["inputs"][buffer_id], counts_of(inputs))
+        if self.is_last_stage():
+            self.pipe_buffers["labels"][buffer_id] = self._on_device(targets)
+
+    def _on_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        # DeepSpeed hands the module clones, of which nothing is noted.
+        self.module.counts = counts_of(self.pipe_buffers["inputs"][buffer_id])
+        super()._exec_forward_pass(buffer_id)
 
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> Tensor:
         # DeepSpeed reuses buffers by size alone, across dtypes and between activations and gradients, which breaks
@@ -234,8 +254,10 @@ class OmnibalEngine(CheckpointedEngine):
     # DeepSpeed looks for what an instruction runs in this mapping.
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         **CheckpointedEngine._INSTRUCTION_MAP,
-        ReduceTiedGrads: _exec_reduce_tied_grads,
-        ReduceGrads: _exec_reduce_grads,
+        schedule.LoadMicroBatch: _exec_load_micro_batch,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        schedule.ReduceGrads: _exec_reduce_grads,
     }
 
     def _monitor_balance(self, step: Step) -> None:

@@ -1,6 +1,6 @@
 """DeepSpeed's PipelineModule with an explicit partition, a recompute level per layer and a token-weighted loss."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from omnibal.engine.distributed import together
 from omnibal.engine.placeholder import Attach, trains_its_own
 from omnibal.plan import Plan
+from omnibal.vlm.attention import sample_lengths
+from omnibal.vlm.counts import PackCounts, note_counts
 from omnibal.vlm.layers import Payload, VisionLanguageModel
 from omnibal.vlm.loss import token_losses
 from omnibal.vlm.recompute import run_layer
@@ -64,6 +66,8 @@ class VlmPipelineModule(PipelineModule):
         self.frozen = sorted(set(frozen))
         # In no layer, so in no checkpoint's layer files.
         self.placeholder = None if trains_its_own(self) else nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.counts: PackCounts | None = None
+        """Of the pack that ``forward`` gets next, where they are known."""
 
     def _partition_layers(self, method: str = "explicit") -> None:
         self.parts = list(self.plan.partition.boundaries)
@@ -80,6 +84,7 @@ class VlmPipelineModule(PipelineModule):
 
     def forward(self, payload: Payload) -> Payload:
         """Run this stage's layers on one micro-batch."""
+        note_counts(payload, self.counts)
         payload = self._run_layers(payload)
         if self.placeholder is None:
             return payload
@@ -102,23 +107,29 @@ class VlmPipelineModule(PipelineModule):
         limits = self.plan.limits
         return bool(input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1))
 
-    def _loss(self, outputs: Payload, targets: tuple[Tensor, Tensor]) -> Tensor:
+    def count(self, batch: Mapping[str, Tensor]) -> PackCounts | None:
+        """What layers need to know of a pack on the host, while it still is there."""
+        image_tokens = int((batch["input_ids"] == self.vlm.config.image_token_id).sum())
+        return PackCounts(image_tokens, sample_lengths(batch["cu_seq_lens"]))
+
+    def _loss(self, outputs: Payload, targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Weighted sum of token losses in training; EVALUATION_STATISTICS in evaluation.
 
         Args:
             outputs: The head's payload, logits (1, tokens, vocabulary) first.
-            targets: Labels (1, tokens), and the weight of one token's loss: with the weight
+            targets: Labels (1, tokens), their ``target_rows``, and the weight of one token's loss: with the weight
                 ``micro_batches × num_replicas / target tokens of the step`` the engine's plain average over
                 micro-batches and ranks is the average over the tokens of the step.
         """
         logits, _, _, cu_seq_lens = outputs
-        labels, weight = targets
+        labels, rows, weight = targets
+        losses = token_losses(logits, labels, rows)
         if self.training:
-            return token_losses(logits, labels).sum() * weight
-        return _evaluation_statistics(logits, labels, cu_seq_lens)
+            return losses.sum() * weight
+        return _evaluation_statistics(logits, labels, losses, cu_seq_lens)
 
 
-def _evaluation_statistics(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
+def _evaluation_statistics(logits: Tensor, labels: Tensor, losses: Tensor, cu_seq_lens: Tensor) -> Tensor:
     """Sums over a pack: loss, target tokens, samples whose every target token is the likeliest one, samples.
 
     A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix
@@ -134,7 +145,7 @@ def _evaluation_statistics(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) 
     )
     wrong_of = torch.zeros_like(targets_of).index_add_(0, sample, wrong.long())
     counted = targets_of > 0
-    sums = (token_losses(logits, labels).sum(), has_target.sum(), (counted & (wrong_of == 0)).sum(), counted.sum())
+    sums = (losses.sum(), has_target.sum(), (counted & (wrong_of == 0)).sum(), counted.sum())
     return torch.stack([value.double() for value in sums])
 
 

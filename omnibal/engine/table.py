@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from omnibal.engine.hosts import hosts_of, unreachable
-from omnibal.engine.transfers import Receiver, Sender, Shape, new_link
+from omnibal.engine.transfers import DESCRIPTION, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
+from omnibal.vlm.counts import PackCounts, note_counts
 from omnibal.vlm.weight_gradients import Accumulate, WeightGradients, add_gradient, defer_linears
 
 
@@ -77,6 +79,7 @@ class TableEngine(PipelineEngine):
         self.pending_bytes = None if pending_bytes is None else pending_bytes[self.stage_id]
         self.weight_gradients = WeightGradients(accumulate=self._accumulate())
         self._losses: dict[int, Tensor] = {}
+        self._counts_received: PackCounts | None = None
         self._awaited: deque[list[Shape]] = deque()
         self._senders: list[Sender] = []
         if table is not None:
@@ -121,6 +124,21 @@ class TableEngine(PipelineEngine):
             parameter.grad = None
 
         return add_to_float32
+
+    def _send_tensor_meta(self, buffer: tuple[Tensor, ...], recv_stage: int) -> None:
+        p2p.send(describe(buffer).to(self.device, non_blocking=True), recv_stage)
+
+    def _recv_tensor_meta(self, send_stage: int) -> tuple[Tensor, ...]:
+        # DeepSpeed would ask the device for one number after the other.
+        dtype, size = DESCRIPTION
+        description = torch.empty(size, dtype=dtype, device=self.device)
+        p2p.recv(description, send_stage)
+        shapes, self._counts_received = read_description(description)
+        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in shapes)
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        super()._exec_recv_activations(buffer_id)
+        note_counts(self.pipe_buffers["inputs"][buffer_id], self._counts_received)
 
     def _open_links(self) -> None:
         for kind in range(min(2, self.num_stages - 1)):  # no process has two links below even stages, or below odd ones
@@ -229,6 +247,7 @@ class TableEngine(PipelineEngine):
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
         RunEntry: _run_entry,
+        deepspeed_schedule.RecvActivation: _exec_recv_activations,
         deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
     }
 

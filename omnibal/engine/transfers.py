@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnibal.engine.hosts import gloo_group
+from omnibal.vlm.counts import PackCounts, counts_of, note_counts
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32)
-_DESCRIPTION: Shape = (torch.int64, (64,))
-"""What tells a receiver the tensors that follow: how many, and of each its dtype, dimensions and sizes."""
+DESCRIPTION: Shape = (torch.int64, (1024,))
+"""What tells a receiver of a pack to come: its tensors (how many, and of each its dtype, dimensions and sizes), and its
+counts (how many numbers, image tokens, tokens of each sample), none of them where they would not fit in."""
 
 
 class Link(NamedTuple):
@@ -84,7 +86,7 @@ class Sender:
 
     def send_described(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """The same to a receiver that does not know dtypes and shapes."""
-        self.send(micro_batch, [_describe(tensors)])
+        self.send(micro_batch, [describe(tensors)])
         self.send(micro_batch, tensors)
 
     def settle(self, micro_batch: int) -> None:
@@ -124,8 +126,11 @@ class Receiver:
 
     def take_described(self) -> tuple[Tensor, ...]:
         """Wait for tensors of unknown dtypes and shapes."""
-        (description,) = _finish(self._start([_DESCRIPTION], torch.device("cpu")))
-        return _finish(self._start(_shapes(description), self._device))
+        (description,) = _finish(self._start([DESCRIPTION], torch.device("cpu")))
+        shapes, counts = read_description(description)
+        tensors = _finish(self._start(shapes, self._device))
+        note_counts(tensors, counts)
+        return tensors
 
     def _start(self, shapes: Iterable[Shape], device: torch.device) -> list[tuple[Any, Tensor]]:
         buffers = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
@@ -144,14 +149,21 @@ def _finish(coming: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def _describe(tensors: Sequence[Tensor]) -> Tensor:
+def describe(tensors: Sequence[Tensor]) -> Tensor:
+    """The DESCRIPTION of a pack's tensors and of what is noted of it."""
     words = [len(tensors)]
     for tensor in tensors:
         words += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    dtype, (size,) = _DESCRIPTION
+    dtype, (size,) = DESCRIPTION
+    counts = counts_of(tensors)
+    if counts is not None and counts.image_tokens is not None and len(words) + 2 + len(counts.sample_lengths) <= size:
+        words += [1 + len(counts.sample_lengths), counts.image_tokens, *counts.sample_lengths]
     return torch.tensor(words + [0] * (size - len(words)), dtype=dtype)
 
 
-def _shapes(description: Tensor) -> list[Shape]:
+def read_description(description: Tensor) -> tuple[list[Shape], PackCounts | None]:
+    """Dtypes and shapes of the tensors, and the counts; the host waits for a device's description."""
     words = iter(description.tolist())
-    return [(_DTYPES[next(words)], tuple(next(words) for _ in range(next(words)))) for _ in range(next(words))]
+    shapes = [(_DTYPES[next(words)], tuple(next(words) for _ in range(next(words)))) for _ in range(next(words))]
+    counts = [next(words) for _ in range(next(words))]
+    return shapes, PackCounts(counts[0], tuple(counts[1:])) if counts else None

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from omnibal.errors import ConfigError, DataError
+from omnibal.vlm.counts import PackCounts, counts_of, note_counts
 
 PACKED_ATTENTION = "omnibal_packed"
 
@@ -50,18 +51,16 @@ def attention_kwargs(cu_seq_lens: Tensor) -> dict[str, Any]:
 def sample_lengths(cu_seq_lens: Tensor) -> tuple[int, ...]:
     """Tokens of each sample of a pack, on the host.
 
-    A GPU is asked once per tensor, not once per layer: the answer is kept on the tensor.
+    What is noted of the pack is taken. Otherwise a GPU is asked once per tensor, not once per layer.
 
     >>> sample_lengths(torch.tensor([0, 3, 5], dtype=torch.int32))
     (3, 2)
     """
-    if cu_seq_lens.device.type == "cpu":
-        return tuple(cu_seq_lens.diff().tolist())
-    known: tuple[int, ...] | None = getattr(cu_seq_lens, "_omnibal_lengths", None)
-    if known is None:
-        known = tuple(cu_seq_lens.diff().tolist())
-        cu_seq_lens._omnibal_lengths = known  # type: ignore[attr-defined]
-    return known
+    counts = counts_of([cu_seq_lens])
+    if counts is None:
+        counts = PackCounts(None, tuple(cu_seq_lens.diff().tolist()))
+        note_counts([cu_seq_lens], counts)
+    return counts.sample_lengths
 
 
 def packed_attention(

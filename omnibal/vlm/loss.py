@@ -7,7 +7,19 @@ from torch.nn import functional
 from omnibal.data.collate import IGNORED
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def target_rows(labels: Tensor) -> Tensor:
+    """The rows of logits that predict a target; on a GPU the host waits to learn how many they are.
+
+    Args:
+        labels: As of ``token_losses``.
+
+    Returns:
+        Of shape (targets,), int64, ascending.
+    """
+    return torch.where(labels[0, 1:] != IGNORED)[0]
+
+
+def token_losses(logits: Tensor, labels: Tensor, rows: Tensor | None = None) -> Tensor:
     """Cross entropy of each token given the tokens before it; this is the one place where labels are shifted.
 
     Only the rows that predict a target are turned to float32 and through the softmax, so memory beyond the logits
@@ -17,6 +29,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     Args:
         logits: Of shape (1, tokens, vocab), any floating type.
         labels: Of shape (1, tokens), int64, not shifted, ``IGNORED`` where there is no target.
+        rows: ``target_rows(labels)``, where they are known already.
 
     Returns:
         Of shape (tokens,), float32: at ``t`` the loss of token ``t`` (predicted by row ``t - 1``), 0 without a target.
@@ -25,7 +38,6 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     >>> token_losses(torch.zeros(1, 3, 4), torch.tensor([[-100, 2, -100]]))
     tensor([0.0000, 1.3863, 0.0000])
     """
-    targets = labels[0, 1:]
-    (rows,) = torch.where(targets != IGNORED)
-    losses = functional.cross_entropy(logits[0].index_select(0, rows).float(), targets[rows], reduction="none")
+    rows = target_rows(labels) if rows is None else rows
+    losses = functional.cross_entropy(logits[0].index_select(0, rows).float(), labels[0, rows + 1], reduction="none")
     return torch.zeros(labels.shape[1], device=losses.device).index_put((rows + 1,), losses)

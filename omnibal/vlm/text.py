@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from omnibal.errors import DataError
-from omnibal.vlm.attention import attention_kwargs
+from omnibal.vlm.attention import attention_kwargs, sample_lengths
+from omnibal.vlm.counts import counts_of
 from omnibal.vlm.layers import LayerRecipe, Payload
 
 
@@ -29,15 +30,18 @@ class TextEmbedding(nn.Module):
         features, input_ids, position_ids, cu_seq_lens = payload
         embedded: Tensor = self.embed_tokens(input_ids)
         image = input_ids == self.image_token_id
-        if int(image.sum()) != len(features):
+        counts = counts_of(payload)
+        image_tokens = None if counts is None else counts.image_tokens
+        image_tokens = int(image.sum()) if image_tokens is None else image_tokens
+        if image_tokens != len(features):
             raise DataError(
-                f"image tokens must be as many as image features, got {int(image.sum())} image tokens in input_ids "
+                f"image tokens must be as many as image features, got {image_tokens} image tokens in input_ids "
                 f"and {len(features)} features"
             )
-        if self.longest is not None and int(position_ids.max()) >= self.longest:
+        if self.longest is not None and max(sample_lengths(cu_seq_lens)) > self.longest:
             raise DataError(
                 f"samples must have at most max_position_embeddings ({self.longest}) tokens under dynamic rotary "
-                f"embeddings, got {int(position_ids.max()) + 1}"
+                f"embeddings, got {max(sample_lengths(cu_seq_lens))}"
             )
         merged = embedded.masked_scatter(image[..., None], features.to(embedded.dtype))
         return merged.contiguous(), input_ids, position_ids, cu_seq_lens

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from deepspeed.runtime.pipe import schedule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.errors import ConfigError
@@ -22,6 +24,7 @@ def two_processes(cases, case, budgets, refused):
         "both": train_both(cases),
         "budgets": [train(replace(case, pending_bytes=budget)) for budget in budgets],
         "no weights": train_without_weights(case),
+        "reads": [host_reads(replace(case, schedule=schedule)) for schedule in ("1f1b", "zero-bubble")],
         "evaluated": [losses_around(case, evaluates=evaluates) for evaluates in (False, True)],
         "refused": refusal(refused),
         "failed": failure(case, failing_stage=1),
@@ -73,6 +76,45 @@ def losses_around(case, *, evaluates):
         packs = [packs_of_rank[::-1] for packs_of_rank in case.packs]
         engine.evaluate(engine_of(replace(case, packs=packs)).loader)
     return [*losses, engine.train_batch().item()]
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host asks a tensor for its values."""
+
+    asks = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in self.asks
+        return function(*args, **(kwargs or {}))
+
+
+def host_reads(case):
+    """How often this stage's host asks for values in the instructions of a step's micro-batches, for each of these."""
+    engine, reads, tolist = engine_of(case), Reads(), torch.Tensor.tolist
+    ends = (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep)
+
+    def counted(instruction):
+        def execute(engine, **arguments):
+            with reads, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "tolist", asked)
+                instruction(engine, **arguments)
+
+        return execute
+
+    def asked(tensor):
+        reads.count += 1
+        return tolist(tensor)
+
+    engine._INSTRUCTION_MAP = {
+        kind: instruction if kind in ends else counted(instruction)
+        for kind, instruction in OmnibalEngine._INSTRUCTION_MAP.items()
+    }
+    engine.train_batch()
+    return reads.count / engine.micro_batches
 
 
 def refusal(case):

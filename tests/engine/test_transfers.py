@@ -1,10 +1,16 @@
 """Transfers end whatever NCCL makes of the order in which they are started: recorded from the engine, and replayed."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.transfers import describe, read_description
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble, zero_bubble_lean
+from omnibal.vlm.counts import PackCounts, note_counts
 from tests.engine.nccl import ALL_RULES, MILDEST, STRICTEST, Kernel, Post, Rules, Wait, deadlock
 from tests.engine.recording import RecordedEngine, record
 
@@ -16,6 +22,45 @@ TABLES = {
         stages, micro_batches, max_lag=tuple((3 * stage + 1) % 5 for stage in range(stages))
     ),
 }
+
+
+@pytest.mark.parametrize("counts", [None, PackCounts(7, (3, 1, 12)), PackCounts(0, (1,) * 1000)])
+def test_a_description_tells_shapes_and_counts(counts):
+    payload = torch.zeros(4, 0, 3), torch.zeros(1, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    note_counts(payload, counts)
+    shapes, told = read_description(describe(payload))
+    assert shapes == [(torch.float32, (4, 0, 3)), (torch.int64, (1, 9)), (torch.int32, (3,))]
+    assert told == counts
+
+
+def test_counts_that_do_not_fit_into_a_description_are_left_out():
+    payload = (torch.zeros(3),)
+    note_counts(payload, PackCounts(0, (1,) * 1018))
+    assert read_description(describe(payload))[1] is not None
+    note_counts(payload, PackCounts(0, (1,) * 1019))
+    assert read_description(describe(payload)) == ([(torch.float32, (3,))], None)
+
+
+def test_a_micro_batch_is_copied_to_the_device_while_the_host_goes_on():
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            copies.append((function, kwargs["non_blocking"]))
+            return function(*args, **kwargs)
+
+    inputs = (torch.zeros(3),)
+    engine = SimpleNamespace(
+        device=torch.device("meta"),
+        _next_batch=lambda: (inputs, ()),
+        is_first_stage=lambda: True,
+        is_last_stage=lambda: False,
+        pipe_buffers={"inputs": [None]},
+    )
+    engine._on_device = partial(OmnibalEngine._on_device, engine)
+    with Copies():
+        OmnibalEngine._exec_load_micro_batch(engine, 0)
+    assert copies == [(torch.ops.aten._to_copy.default, True)]
 
 
 def plan_of(table, num_stages, micro_batches):

@@ -117,6 +117,12 @@ def test_without_weight_gradients_nothing_would_be_the_same(two):
         assert plain["losses"] != result["no weights"]["losses"]
 
 
+def test_the_host_asks_for_values_once_a_micro_batch_at_most(two):
+    _, by_rank = two
+    # The second stage reads the description of what it receives; under zero-bubble that is a message between hosts.
+    assert [result["reads"] for result in by_rank] == [[0, 0], [1, 1]]
+
+
 def test_an_evaluation_between_steps_changes_nothing(two):
     _, by_rank = two
     for result in by_rank:

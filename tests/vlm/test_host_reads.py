@@ -1,0 +1,61 @@
+"""A micro-batch passes the layers, forward and backward, without the host asking the device for a single number.
+
+Tensors of torch's device "meta" have shapes but no values: whoever asks for one fails. Attention goes as on a GPU.
+"""
+
+import pytest
+import torch
+
+from omnibal.memory.footprint import LEVELS
+from omnibal.vlm import attention, load_model
+from omnibal.vlm.counts import PackCounts, note_counts
+from omnibal.vlm.loss import target_rows, token_losses
+from omnibal.vlm.recompute import run_layer
+from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
+from tests.vlm.models import IMAGE_TOKEN, build_layers, make_pack, make_sample, tiny_config
+
+PACK = make_pack([make_sample(1, tiles=(1,)), make_sample(2), make_sample(3, tiles=(2, 1))])
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+TEXT_PACK = make_pack([make_sample(4), make_sample(5)])
+
+
+@pytest.fixture(autouse=True)
+def gpu_attention(monkeypatch):
+    monkeypatch.setattr(attention, "_kernel_serves", lambda query, dropout: dropout == 0)
+
+
+def on_meta(pack, *, noted=True):
+    names = ("pixel_values", "input_ids", "position_ids", "cu_seq_lens")
+    payload = tuple(pack[name].to("meta", torch.bfloat16 if name == "pixel_values" else None) for name in names)
+    if noted:
+        image_tokens = int((pack["input_ids"] == IMAGE_TOKEN).sum())
+        note_counts(payload, PackCounts(image_tokens, tuple(pack["cu_seq_lens"].diff().tolist())))
+    return payload
+
+
+def run(layers, payload, level):
+    for layer in layers:
+        payload = run_layer(layer, payload, level)
+    return payload[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pack", [PACK, TEXT_PACK], ids=["mixed", "text only"])
+@pytest.mark.parametrize("config", [{}, {"tied": True, "text_options": DYNAMIC}], ids=["plain", "tied, dynamic"])
+def test_layers_and_loss_ask_the_device_for_nothing(config, pack, level):
+    layers = [layer.to("meta") for layer in build_layers(load_model(tiny_config(**config)), dtype=torch.bfloat16)]
+    queue = WeightGradients()
+    for layer in layers:
+        defer_linears(layer, queue)
+    logits = run(layers, on_meta(pack), level)
+    rows = target_rows(pack["labels"]).to("meta")
+    token_losses(logits, pack["labels"].to("meta"), rows).sum().backward()
+    queue.run(0)
+    trained = [parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad]
+    assert trained and all(parameter.grad.shape == parameter.shape for parameter in trained)
+
+
+def test_what_is_not_noted_is_asked_for():
+    layers = [layer.to("meta") for layer in build_layers(load_model(tiny_config()), dtype=torch.bfloat16)]
+    with pytest.raises(RuntimeError, match="meta"):
+        run(layers, on_meta(PACK, noted=False), "none")
