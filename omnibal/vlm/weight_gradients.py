@@ -107,7 +107,8 @@ class DeferringLinear(nn.Linear):
         if not (torch.is_grad_enabled() and self.weight.requires_grad and others_wanted):
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
-        kept = [_Keep.apply(rows, self.weight).grad_fn]  # type: ignore[no-untyped-call]
+        # The (empty) output, not only its node: before torch 2.13 what a node saved is gone with the node's output.
+        kept = [_Keep.apply(rows, self.weight)]  # type: ignore[no-untyped-call]
         output = functional.linear(rows, self.weight.detach(), bias)
         output.register_hook(partial(_defer, self, kept))  # type: ignore[no-untyped-call]
         output = output.view(*input.shape[:-1], self.out_features)
@@ -127,9 +128,10 @@ class _Keep(torch.autograd.Function):
         return rows.new_empty(0)
 
 
-def _defer(layer: DeferringLinear, kept: list[Any], gradient: Tensor) -> None:
+def _defer(layer: DeferringLinear, kept: list[Tensor], gradient: Tensor) -> None:
     # Popped, or what it saved would be kept as long as the graph.
-    (rows,) = kept.pop().saved_tensors
+    keep = kept.pop()
+    (rows,) = cast(Any, keep.grad_fn).saved_tensors
     layer.weight_gradients.defer(partial(_run, layer, rows, gradient), keeps=(rows, gradient))
 
 
