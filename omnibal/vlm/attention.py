@@ -10,6 +10,9 @@ keyword arguments of its forward. Without them, bounds are read off position ids
 attention does; batches, masks and caches take transformers' own "sdpa" path.
 """
 
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -189,10 +192,16 @@ def _varlen(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if _asks_about_groups(varlen_attn) else {}),
     )
     assert isinstance(mixed, Tensor)
     return mixed.contiguous()[None]
+
+
+@cache
+def _asks_about_groups(kernel: Callable[..., object]) -> bool:
+    """Whether fewer heads of keys than of queries must be announced; torch 2.11 takes them as they are."""
+    return "enable_gqa" in signature(kernel).parameters
 
 
 def _per_sample(

@@ -1,5 +1,6 @@
 """Attention over packs against a dense block-diagonal mask, in layers and in whole transformers models."""
 
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -82,23 +83,30 @@ def test_packed_attention_on_a_gpu(dtype, window, heads, head_dim):
     check_against_dense(inputs, lengths, window, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("asks_about_groups", [True, False], ids=["as in torch 2.12", "as in torch 2.11"])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_the_kernel_for_gpus_is_called_as_it_documents(monkeypatch, heads, window):
+def test_the_kernel_for_gpus_is_called_as_it_documents(monkeypatch, heads, window, asks_about_groups):
     def documented(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
         """varlen_attn by its documentation: (tokens, heads, head_dim); window_size counts tokens before and after."""
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        return ungrouped(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+    def ungrouped(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
         real = [tensor.detach().to("meta", torch.bfloat16) for tensor in (query, key, value)]
         bounds = cu_seq_q.to("meta")
-        options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+        options = {"scale": scale, "window_size": window_size}
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            options["enable_gqa"] = query.shape[1] != key.shape[1]
         assert varlen_attn(*real, bounds, bounds, max_q, max_k, **options).shape == query.shape
         lengths = cu_seq_q.diff().tolist()
         assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == max(lengths)
-        assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
+        assert window_size[1] == 0
         before = None if window_size[0] == -1 else window_size[0] + 1
         batched = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         return dense_attention(*batched, lengths, window=before, scaling=scale)[0]
 
-    monkeypatch.setattr(attention, "varlen_attn", documented)
+    monkeypatch.setattr(attention, "varlen_attn", documented if asks_about_groups else ungrouped)
     monkeypatch.setattr(attention, "_kernel_serves", lambda query, dropout: True)
     lengths = [4, 1, 7]
     check_against_dense(random_heads(0, lengths, *heads), lengths, window, rtol=1e-6, atol=1e-6)
