@@ -14,7 +14,11 @@ IGNORED = -100
 
 
 def pack_samples(
-    items: Sequence[Mapping[str, Any]], *, pad_token_id: int, pixel_shape: tuple[int, int, int]
+    items: Sequence[Mapping[str, Any]],
+    *,
+    pad_token_id: int,
+    pixel_shape: tuple[int, int, int],
+    pixel_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Lays samples one after another.
 
@@ -24,10 +28,11 @@ def pack_samples(
             a target, so that every rank can run the step.
         pad_token_id: Id of the dummy token.
         pixel_shape: (channels, height, width) of a tile, for packs without an image.
+        pixel_dtype: What the model computes in.
 
     Returns:
         ``input_ids``, ``labels``, ``position_ids`` (1, L) int64; ``cu_seq_lens`` (n + 1,) int32;
-        ``pixel_values`` (tiles, *pixel_shape) float32, tiles possibly 0. Labels are not shifted; each sample's first
+        ``pixel_values`` (tiles, *pixel_shape), tiles possibly 0. Labels are not shifted; each sample's first
         one is -100, so that no token is predicted from the sample before it.
     """
     ids = [item["input_ids"] for item in items] or [torch.tensor([pad_token_id])]
@@ -41,5 +46,7 @@ def pack_samples(
         "labels": torch.cat(labels).unsqueeze(0),
         "position_ids": torch.cat([torch.arange(length) for length in lengths.tolist()]).unsqueeze(0),
         "cu_seq_lens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        "pixel_values": torch.cat([torch.empty(0, *pixel_shape), *tiles]),
+        "pixel_values": torch.cat(
+            [torch.empty(0, *pixel_shape, dtype=pixel_dtype), *(pixels.to(pixel_dtype) for pixels in tiles)]
+        ),
     }

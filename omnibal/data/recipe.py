@@ -40,6 +40,7 @@ class Recipe:
     exchange_steps: int = EXCHANGE_STEPS
     iterations: int = ITERATIONS
     _arranged: dict[Ranks, list[Epoch]] = field(default_factory=dict, init=False, repr=False)
+    _newest: dict[tuple[int, Ranks], Course] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         kind("lengths", self.lengths, SampleLengths)
@@ -97,11 +98,12 @@ class Recipe:
             packs_done: Packs that are done in each stream; by default none.
             first_step: Steps of the epoch that are done.
         """
-        arranged = self._arrange(arranged_for or ranks)
+        if packs_done is None:
+            return self._whole(epoch, ranks)
         streams = [
             PackStream(begun.at(epoch), population, packs_done=position, ranks=ranks, split=self.method == "balanced")
             for begun, population, position in zip(
-                arranged, self._populations, packs_done or [0] * len(arranged), strict=True
+                self._arrange(arranged_for or ranks), self._populations, packs_done, strict=True
             )
         ]
         return Course(streams, epoch=epoch, first_step=first_step, seed=self.seed)
@@ -109,6 +111,14 @@ class Recipe:
     def steps_of(self, epoch: int, ranks: Ranks) -> int:
         """Steps of a whole epoch."""
         return sum(begun.at(epoch).num_steps for begun in self._arrange(ranks))
+
+    def _whole(self, epoch: int, ranks: Ranks) -> Course:
+        """An epoch from its beginning; the newest one is kept, since whoever reads ahead begins it first."""
+        if (epoch, ranks) not in self._newest:
+            course = self.course(epoch, ranks, packs_done=[0] * len(self._populations))
+            self._newest.clear()
+            self._newest[epoch, ranks] = course
+        return self._newest[epoch, ranks]
 
     def _arrange(self, ranks: Ranks) -> list[Epoch]:
         """Each population's epoch 0 for the given ranks."""

@@ -80,7 +80,10 @@ def initialize(
         sampler,
         view=view_of(stage, given.num_stages),
         pixel_shape=given.vlm.pixel_shape,
+        pixel_dtype=getattr(torch, dtype_of(given.config)),
         workers=given.section.data.workers,
+        step_seconds=None if plan.predicted is None else plan.predicted.step_seconds,
+        pin_memory=get_accelerator().device_name() == "cuda",
     )
     complete = together(lambda: _complete(given, plan, loader), where=where)
     engine = build_engine(complete, given.section, given.vlm, plan, loader, given.folder)

@@ -1,9 +1,14 @@
 """The packs of one rank, step by step and epoch after epoch, as its pipeline stage needs them."""
 
+import logging
+import math
+import os
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Final, Literal, Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,8 +20,15 @@ from omnibal.engine.step import Step
 View = Literal["images", "text", "nothing"]
 Batch = dict[str, Tensor]
 
+LOG: Final = logging.getLogger(__name__)
+
 PAD_TOKEN_ID = 0
 """What stands in an empty pack; any token does, since nothing is learned from it."""
+
+_PIXEL_SECONDS: Final = 8e-3 / (3 * 448**2)
+"""To decode, scale and cut out one value of a tile on one core: 8 ms for a tile of 448 x 448, measured."""
+_SLACK: Final = 2
+"""Steps may be half as long as predicted before workers fall behind."""
 
 
 class VlmDataset(Protocol):
@@ -42,15 +54,44 @@ def view_of(stage: int, num_stages: int) -> View:
     return "text" if stage == num_stages - 1 else "nothing"
 
 
+def cores_of_process() -> int:
+    """Cores that a process of this launch has when those of its node share them alike."""
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    return max(1, len(os.sched_getaffinity(0)) // local_processes)
+
+
+def workers_for(read_seconds: float, step_seconds: float | None, micro_batches: int) -> int:
+    """DataLoader processes that have a step's packs ready when the step before it is done.
+
+    Args:
+        read_seconds: To read the images of a step on one core.
+        step_seconds: What a step takes; None where nobody knows: then as many as there are cores for.
+        micro_batches: Packs in a step; each is read by one process.
+
+    >>> workers_for(3.0, 2.0, micro_batches=32)
+    3
+    """
+    cores = max(1, cores_of_process() - 1)  # one computes
+    wanted = cores if step_seconds is None else math.ceil(_SLACK * read_seconds / step_seconds)
+    return max(1, min(wanted, cores, micro_batches))
+
+
 class PackLoader:
     """The packs of one rank, step after step and without end: behind the last step of an epoch the next epoch begins.
+
+    While a step runs, workers read the next one: all its packs, collated, in the dtype and (for a GPU) the kind of
+    memory that they are copied from, and no pack of the step after it but for what rounding to whole workers adds.
 
     Args:
         dataset: The samples.
         sampler: This rank's packs; the samplers of all ranks agree on every step.
         view: What this rank reads of a sample; with ``"nothing"`` only the position is kept.
         pixel_shape: (channels, height, width) of a tile.
-        workers: DataLoader processes where images are decoded.
+        pixel_dtype: What the model computes in.
+        workers: DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in
+            this process, when a step begins; None for as many as the images of a step need.
+        step_seconds: What a step is predicted to take, None if nobody did.
+        pin_memory: Whether packs are copied to a GPU.
     """
 
     def __init__(
@@ -60,21 +101,53 @@ class PackLoader:
         *,
         view: View,
         pixel_shape: tuple[int, int, int],
-        workers: int = 0,
+        pixel_dtype: torch.dtype = torch.float32,
+        workers: int | None = None,
+        step_seconds: float | None = None,
+        pin_memory: bool = False,
     ) -> None:
         self.sampler = sampler
         self.view = view
-        self._pixel_shape = pixel_shape
-        self._workers = workers if view == "images" else 0
+        self._alike = partial(
+            PackLoader,
+            view=view,
+            pixel_shape=pixel_shape,
+            pixel_dtype=pixel_dtype,
+            workers=workers,
+            step_seconds=step_seconds,
+            pin_memory=pin_memory,
+        )
+        self.workers = self._workers(workers, math.prod(pixel_shape) * _PIXEL_SECONDS, step_seconds)
         self._packs = DataLoader(
             cast(Dataset[dict[str, Any]], dataset) if view == "images" else TextView(dataset),
-            batch_sampler=sampler,
-            collate_fn=partial(pack_samples, pad_token_id=PAD_TOKEN_ID, pixel_shape=pixel_shape),
-            num_workers=self._workers,
-            persistent_workers=self._workers > 0,
+            batch_sampler=_PacksFromHere(self.sampler),
+            collate_fn=partial(
+                pack_samples, pad_token_id=PAD_TOKEN_ID, pixel_shape=pixel_shape, pixel_dtype=pixel_dtype
+            ),
+            num_workers=self.workers,
+            prefetch_factor=-(-self.micro_batches // self.workers) if self.workers else None,
+            persistent_workers=self.workers > 0,
+            pin_memory=pin_memory and view != "nothing",
         )
         self._iterator: Iterator[Batch] | None = None
         self._steps_done = sampler.steps_done
+
+    def _workers(self, given: int | None, tile_seconds: float, step_seconds: float | None) -> int:
+        if self.view != "images":
+            return 0 if given == 0 or self.view == "nothing" else 1
+        tiles = int(self.sampler.lengths.vision_units.sum()) / (self.steps_per_epoch * self.sampler.num_replicas)
+        read_seconds = tiles * tile_seconds
+        workers = workers_for(read_seconds, step_seconds, self.micro_batches) if given is None else given
+        if step_seconds is not None and read_seconds / max(workers, 1) > step_seconds:
+            LOG.warning(
+                "data.workers must read a step's images in the %.2f s of a step, got %d that take about %.2f s; every "
+                "step will wait for its data: raise data.workers, or give each process more than %d cores",
+                step_seconds,
+                workers,
+                read_seconds / max(workers, 1),
+                cores_of_process(),
+            )
+        return workers
 
     @property
     def micro_batches(self) -> int:
@@ -102,12 +175,11 @@ class PackLoader:
         """
         if self._steps_done == self.sampler.epoch_steps:
             self.sampler.set_epoch(self.sampler.epoch + 1)
-            self._iterator, self._steps_done = None, 0
+            self._steps_done = 0
+        if self.view != "nothing" and self._iterator is None:
+            self._iterator = iter(self._packs)
         step = self.sampler.step(self._steps_done)
-        batches: list[Batch] = []
-        if self.view != "nothing":
-            self._iterator = iter(self._packs) if self._iterator is None else self._iterator
-            batches = [next(self._iterator) for _ in range(self.micro_batches)]
+        batches = [] if self._iterator is None else [next(self._iterator) for _ in range(self.micro_batches)]
         self._steps_done += 1
         return Step(step.epoch, step.index, step.num_samples, step.load(self.sampler.lengths)), batches
 
@@ -129,7 +201,20 @@ class PackLoader:
             rank=self.sampler.rank,
             micro_batches=self.micro_batches,
         )
-        return PackLoader(dataset, sampler, view=self.view, pixel_shape=self._pixel_shape, workers=self._workers)
+        return self._alike(dataset, sampler)
+
+
+class _PacksFromHere:
+    """A rank's packs from where its sampler stands, through one epoch after another; the sampler stays where it is."""
+
+    def __init__(self, sampler: BalancedBatchSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ahead = copy(self.sampler)
+        while True:
+            yield from ahead
+            ahead.set_epoch(ahead.epoch + 1)
 
 
 class TextView(Dataset[dict[str, Any]]):

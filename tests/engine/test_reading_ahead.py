@@ -1,0 +1,170 @@
+"""While a step runs the next one is read, whole and no further; a resumed run goes on exactly all the same."""
+
+import logging
+import multiprocessing
+
+import pytest
+import torch
+
+from omnibal.data.limits import PackLimits
+from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.engine import loader as loader_file
+from omnibal.engine.loader import PackLoader, workers_for
+from omnibal.errors import DataError
+from tests.engine.cases import SmallDataset
+from tests.engine.small import PIXEL_SHAPE
+
+MICRO_BATCHES = 8  # more than the two packs that a worker reads ahead by itself
+
+
+class CountedDataset(SmallDataset):
+    """Counts the samples that workers have read, and lets others wait for them."""
+
+    def __init__(self, **options):
+        super().__init__(copies=8, **options)
+        self.read = multiprocessing.Value("i", 0)
+        self.more = multiprocessing.Condition(self.read.get_lock())
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        with self.more:
+            self.read.value += 1
+            self.more.notify_all()
+        return sample
+
+    def text(self, index):
+        return self[index] | {"pixel_values": None}
+
+    def wait_for(self, samples):
+        """How many are read once these are, or when workers have been idle for long."""
+        with self.more:
+            self.more.wait_for(lambda: self.read.value >= samples, timeout=20)
+            return self.read.value
+
+
+def sampler_of(dataset, micro_batches=MICRO_BATCHES):
+    limits = PackLimits(4, 48)
+    return BalancedBatchSampler(
+        dataset.lengths(), limits, num_replicas=1, rank=0, micro_batches=micro_batches, method="isf"
+    )
+
+
+def loader_of(dataset, *, view="images", workers=1, **options):
+    return PackLoader(dataset, sampler_of(dataset), view=view, pixel_shape=PIXEL_SHAPE, workers=workers, **options)
+
+
+def steps_of(loader, count):
+    return [loader.next_step() for _ in range(count)]
+
+
+def is_same(one, other):
+    return all(
+        step == expected
+        and all(torch.equal(batch[key], value) for batch, pack in zip(a, b, strict=True) for key, value in pack.items())
+        for (step, a), (expected, b) in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("view", "workers"), [("images", 1), ("images", 3), ("text", 2)])
+def test_the_next_step_is_read_whole_while_a_step_runs(view, workers):
+    dataset = CountedDataset()
+    loader = loader_of(dataset, view=view, workers=workers)
+    plan = sampler_of(dataset)
+    sizes = [plan.step(index).num_samples for index in range(plan.num_steps)]
+    assert len(sizes) > 3
+    for step in range(3):
+        loader.next_step()  # and nothing else is asked for: what follows is read by itself
+        assert dataset.wait_for(sum(sizes[: step + 2])) >= sum(sizes[: step + 2])
+    packs_ahead = loader._packs._iterator._tasks_outstanding
+    assert MICRO_BATCHES <= packs_ahead < MICRO_BATCHES + workers
+
+
+def test_the_first_step_of_the_next_epoch_is_read_during_the_last_one():
+    dataset = CountedDataset()
+    loader = loader_of(dataset)
+    steps_of(loader, loader.steps_per_epoch)
+    assert loader.sampler.epoch == 0
+    later = sampler_of(dataset)
+    later.set_epoch(1)
+    expected = len(dataset) + later.step(0).num_samples
+    assert dataset.wait_for(expected) >= expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epochs_go_on_and_a_resumed_loader_gives_the_same_steps(workers):
+    dataset = SmallDataset(copies=8)
+    loader = loader_of(dataset, workers=workers)
+    before = loader.steps_per_epoch - 1
+    steps_of(loader, before)
+    state = loader.state_dict()
+    expected = steps_of(loader, 3)  # across the end of an epoch
+    assert [step.epoch for step, _ in expected] == [0, 1, 1]
+    loader.load_state_dict(state)
+    assert is_same(steps_of(loader, 3), expected)
+    resumed = loader_of(dataset, workers=2 - workers)
+    resumed.load_state_dict(state)
+    assert is_same(steps_of(resumed, 3), expected)
+    assert resumed.state_dict() == loader.state_dict()
+
+
+def test_a_loader_reads_what_the_sampler_plans():
+    dataset = SmallDataset(copies=8)
+    loader, plan = loader_of(dataset, workers=2), sampler_of(dataset)
+    for epoch in range(3):
+        plan.set_epoch(epoch)
+        for index, pack in enumerate(plan):
+            if index % MICRO_BATCHES == 0:
+                step, batches = loader.next_step()
+                assert (step.epoch, step.index) == (epoch, index // MICRO_BATCHES)
+            ids = [dataset.text(sample)["input_ids"] for sample in pack]
+            assert torch.equal(batches[index % MICRO_BATCHES]["input_ids"][0], torch.cat(ids))
+
+
+def test_an_epoch_that_is_read_ahead_is_planned_once():
+    sampler = sampler_of(SmallDataset(copies=8))
+    ahead = iter(loader_file._PacksFromHere(sampler))
+    for _ in range(len(sampler) + 1):
+        next(ahead)
+    sampler.set_epoch(1)
+    assert sampler._course is sampler._recipe.course(1, sampler._ranks)
+    assert sampler._course.streams[0]._windows  # planned by the one who read ahead
+
+
+def test_a_broken_sample_is_told_in_the_step_that_has_it_and_not_before():
+    dataset = CountedDataset()
+    plan = sampler_of(dataset)
+    broken = int(plan.step(1).pack(0, 0)[0])
+    loader = loader_of(CountedDataset(broken=broken), workers=2)
+    loader.next_step()
+    with pytest.raises(DataError, match=r"picture\.png"):
+        loader.next_step()
+
+
+def test_pixels_come_in_the_dtype_of_the_model():
+    _, batches = loader_of(SmallDataset(), pixel_dtype=torch.bfloat16, workers=0).next_step()
+    assert {batch["pixel_values"].dtype for batch in batches} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("read", "step", "micro_batches", "expected"),
+    [
+        (32 * 13 * 8e-3, 2.0, 32, 4),  # 3.3 s of reading, twice as much as needed
+        (32 * 13 * 8e-3, None, 32, 15),  # nobody knows how long a step is
+        (32 * 13 * 8e-3, None, 4, 4),  # no more than packs
+        (32 * 13 * 8e-3, 0.1, 32, 15),  # no more than cores
+        (0.0, 2.0, 32, 1),
+    ],
+)
+def test_workers_are_as_many_as_a_step_needs(monkeypatch, read, step, micro_batches, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(128))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert workers_for(read, step, micro_batches) == expected
+
+
+def test_workers_that_cannot_keep_up_are_told(caplog):
+    with caplog.at_level(logging.WARNING):
+        loader_of(SmallDataset(), step_seconds=1e-4)
+        assert caplog.text.count("data.workers must read a step's images in the 0.00 s of a step, got 1") == 1
+        loader_of(SmallDataset(), step_seconds=10.0)
+        loader_of(SmallDataset(), view="text", step_seconds=1e-4)
+    assert caplog.text.count("data.workers") == 2  # once in "raise data.workers"
