@@ -51,8 +51,13 @@ def plan(
     overhead: OverheadOption = 2.0,
     zero_stage: ZeroStageOption = 1,
     float32_gradients: Annotated[
-        bool, typer.Option("--float32-gradients", help='The ds_config sums gradients in float32 ("grad_accum_dtype").')
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--float32-gradients/--no-float32-gradients",
+            help='Whether 16-bit gradients are summed in float32 ("grad_accum_dtype"); with --zero-stage 1 they are.',
+            show_default=False,
+        ),
+    ] = None,
     vision_units: Annotated[int | None, typer.Option(help="Fix the limits, with --llm-tokens.", min=0)] = None,
     llm_tokens: Annotated[int | None, typer.Option(help="Fix the limits, with --vision-units.", min=1)] = None,
     method: Annotated[Method, typer.Option(help="How packs are made and arranged.")] = "balanced",

@@ -119,7 +119,7 @@ def check_trials(
     four_steps: bool,
     config: Path | None,
     zero_stage: int,
-    float32_gradients: bool,
+    float32_gradients: bool | None,
 ) -> None:
     """Refuse, before anything is planned, trials that cannot be.
 
@@ -137,17 +137,17 @@ def check_trials(
         raise ConfigError("--config must name a ds_config for --trials and --four-steps, got none")
     if BETWEEN in profile.device:
         raise ConfigError(f"trials must be of layers on one device each, got {profile.device}")
-    from omnibal.config import read_config
+    from omnibal.config import read_config, sums_in_float32
 
     deepspeed_config, section = read_config(config)
     check_run(profile, deepspeed_config, section.model, is_tried=True)
     tried = deepspeed_config.get("zero_optimization", {}).get("stage", 0)
     if zero_stage != tried:
         raise ConfigError(f"--zero-stage must be the ds_config's {tried} for trials, got {zero_stage}")
-    sums_float32 = deepspeed_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    if float32_gradients != sums_float32 and profile.dtype != "float32":
-        words = "left out" if float32_gradients else "given"
-        raise ConfigError(f"--float32-gradients must be {words} for trials as the ds_config says, got the contrary")
+    planned = zero_stage == 1 if float32_gradients is None else float32_gradients
+    if planned != sums_in_float32(deepspeed_config) and profile.dtype != "float32":
+        option = "--no-float32-gradients" if planned else "--float32-gradients"
+        raise ConfigError(f"{option} must be given for trials as the ds_config says, got the contrary")
 
 
 def try_on_engine(

@@ -218,6 +218,8 @@ class CheckpointedEngine(SkippingEngine):
             "num_replicas": self.dp_world_size,
             "zero_stage": int(self.zero_optimization_stage()),
             "dtype": str(self._compute_dtype),
+            # in which optimizer of DeepSpeed's the master weights are
+            **({"grad_accum_dtype": str(self.get_data_types()[1])} if self.bfloat16_enabled() else {}),
         }
         # What is frozen comes first, since a partition may follow from it.
         return (optimizer if with_optimizer else {}) | (schedule if with_schedule else {}) | weights

@@ -109,6 +109,7 @@ class OmnibalEngine(CheckpointedEngine):
         state = [value for values in self.basic_optimizer.state.values() for value in values.values()]
         tensors = [*parameters, *self.module.buffers(), *owned, *state]
         gradients = [parameter.grad for parameter in (*parameters, *owned)]
+        gradients += [getattr(parameter, "grad_accum", None) for parameter in parameters]
         gradients += getattr(self.optimizer, "fp32_groups_gradients_flat", [])  # DeepSpeed's own sums of 16-bit ones
         return [tensor for tensor in (*tensors, *gradients) if isinstance(tensor, Tensor)]
 

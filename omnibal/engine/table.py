@@ -66,9 +66,6 @@ class TableEngine(PipelineEngine):
             1F1B, with transfers that block.
         pending_bytes: For each stage the most that weight gradients may keep while they wait; None for no limit.
         **deepspeed_arguments: As for DeepSpeed's engine.
-
-    Raises:
-        ConfigError: The optimizer collects gradients in hooks of its own, which deferred ones do not pass.
     """
 
     def __init__(
@@ -104,11 +101,14 @@ class TableEngine(PipelineEngine):
     def _accumulate(self) -> Accumulate:
         """Where the optimizer wants a micro-batch's gradients."""
         optimizer = self.optimizer
-        if self.table is not None and getattr(optimizer, "use_grad_accum_attribute", False):
-            raise ConfigError(
-                f"data_types.grad_accum_dtype must be the parameters' dtype under zero-bubble, got "
-                f"{optimizer.gradient_accumulation_dtype} for {optimizer.dtype}; leave it out or set schedule to '1f1b'"
-            )
+        if getattr(optimizer, "use_grad_accum_attribute", False):
+
+            def add_to_sum(parameter: nn.Parameter, gradient: Tensor) -> None:
+                # ZeRO sums in another dtype than parameters have, as its hook does with gradients of backward passes.
+                parameter.grad = gradient
+                optimizer._fill_param_grad_accum_attribute(parameter)
+
+            return add_to_sum
         if not isinstance(optimizer, BF16_Optimizer):
             return add_gradient
         places = {

@@ -33,7 +33,8 @@ class TrainingSetup:
             0 too, and keeps a second copy of the gradients.
         overhead_bytes: What a device holds whatever the model is; measure it once.
         accumulate_float32: Whether gradients are summed up in float32 beside those in the forward pass's 16 bits
-            (DeepSpeed's ``data_types.grad_accum_dtype``).
+            (DeepSpeed's ``data_types.grad_accum_dtype``), for 4 bytes more a trained parameter; None for what the
+            engine does unless told otherwise: under ZeRO stage 1.
         target_share: The largest share of a micro-batch's tokens that carry loss; only their logits go through the
             softmax.
 
@@ -44,7 +45,7 @@ class TrainingSetup:
     num_replicas: int = 1
     zero_stage: int = 1
     overhead_bytes: int = 0
-    accumulate_float32: bool = False
+    accumulate_float32: bool | None = None
     target_share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -99,7 +100,8 @@ class TrainingState:
 
     @property
     def _sums_float32(self) -> bool:
-        return self.setup.accumulate_float32 and not self._is_float32
+        wanted = self.setup.accumulate_float32
+        return not self._is_float32 and (self.setup.zero_stage == 1 if wanted is None else wanted)
 
     @cached_property
     def _trained(self) -> IntArray:

@@ -39,7 +39,8 @@ class PlanRequest:
     """By what share the mean number of samples in a step may differ from ``global_batch``, if limits are free."""
     zero_stage: int = 1
     overhead_bytes: int = 0
-    accumulate_float32: bool = False
+    accumulate_float32: bool | None = None
+    """Whether 16-bit gradients are summed in float32; None: as the engine does by default, under ZeRO stage 1."""
     latency_seconds: float = 0.0
     reduce_bandwidth_bytes_per_second: float | None = None
     mode: Mode = "rendezvous"

@@ -182,6 +182,7 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
+    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_about_groups(varlen_attn) else {}
     mixed = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -192,7 +193,7 @@ def _varlen(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **({"enable_gqa": query.shape[1] != key.shape[1]} if _asks_about_groups(varlen_attn) else {}),
+        **groups,
     )
     assert isinstance(mixed, Tensor)
     return mixed.contiguous()[None]

@@ -8,7 +8,6 @@ from deepspeed.runtime.pipe import schedule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.errors import ConfigError
 from omnibal.vlm import weight_gradients
 from tests.engine.cases import engine_of, weights_of
 
@@ -18,7 +17,7 @@ def train_both(cases):
     return [(train(replace(case, schedule="1f1b")), train(case)) for case in cases]
 
 
-def two_processes(cases, case, budgets, refused):
+def two_processes(cases, case, budgets):
     """The same, and all else that two processes show of a zero-bubble case; the step that fails comes last."""
     return {
         "both": train_both(cases),
@@ -26,7 +25,6 @@ def two_processes(cases, case, budgets, refused):
         "no weights": train_without_weights(case),
         "reads": [host_reads(replace(case, schedule=schedule)) for schedule in ("1f1b", "zero-bubble")],
         "evaluated": [losses_around(case, evaluates=evaluates) for evaluates in (False, True)],
-        "refused": refusal(refused),
         "failed": failure(case, failing_stage=1),
     }
 
@@ -56,9 +54,15 @@ def _gradients(engine):
     """What this process has accumulated in a step, before ranks and tied layers are added up."""
     found = {}
     for name, parameter in engine.module.named_parameters():
-        gradient = getattr(parameter, "_hp_grad" if engine.using_bf16_optimizer else "grad", None)
+        gradient = getattr(parameter, _name_of_sums(engine), None)
         found |= {} if gradient is None else {name: gradient.clone()}
     return found
+
+
+def _name_of_sums(engine):
+    if engine.using_bf16_optimizer:
+        return "_hp_grad"
+    return "grad_accum" if getattr(engine.optimizer, "use_grad_accum_attribute", False) else "grad"
 
 
 def train_without_weights(case):
@@ -115,15 +119,6 @@ def host_reads(case):
     }
     engine.train_batch()
     return reads.count / engine.micro_batches
-
-
-def refusal(case):
-    """What is said to a case that cannot be."""
-    try:
-        engine_of(case)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def failure(case, failing_stage):

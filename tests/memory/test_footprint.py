@@ -31,14 +31,15 @@ def test_each_term_by_hand():
     found = footprint(layers, one_f_one_b(2, 8), setup=setup).stages(
         Partition((0, 2, 4)), ["full", "none", "none", "none"]
     )
+    gradients = 2 * (40 + 2 * 40)  # of two layers, in 16 bits and summed in 32
     # Stage 0 holds two micro-batches: each keeps its pixels (16, as layer 0 keeps when it recomputes) and its output;
     # one gradient of the output comes back. The first layer brings back 84 bytes when the second has freed 100;
     # the gradients within the second are a third of that.
-    first = StageMemory(40, 80, 120, 2 * (16 + 100), 0, 2 * (16 + 8) + 8, 33, 0, 7)
+    first = StageMemory(40, gradients, 120, 2 * (16 + 100), 0, 2 * (16 + 8) + 8, 33, 0, 7)
     # Stage 1 holds one: its input three times (kept, arriving, as a gradient); 8 bytes of logits twice.
-    last = StageMemory(40, 80, 120, 2 * 100, 0, 3 * 8, 33, 2 * 8, 7)
+    last = StageMemory(40, gradients, 120, 2 * 100, 0, 3 * 8, 33, 2 * 8, 7)
     assert found == (first, last)
-    assert first.total == 40 + 80 + 120 + 232 + 56 + 33 + 7
+    assert first.total == 40 + 240 + 120 + 232 + 56 + 33 + 7
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_tied_layers_share_their_weights_where_they_meet():
     tied = {"parameter_bytes": 30, "gradient_bytes": 30, "optimizer_bytes": 30, "tied_key": "embedding"}
     layers = [block("embedding", **tied), block("block.0", parameter_bytes=5), block("head", **tied)]
     whole = footprint(layers, one_f_one_b(1, 1)).stage(0, range(3), ["none"] * 3)
-    assert (whole.parameters, whole.gradients, whole.optimizer) == (35, 30, 30)
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (35, 3 * 30, 30)
     cut = footprint(layers, one_f_one_b(2, 1)).stages(Partition((0, 1, 3)), ["none"] * 3)
     assert [stage.parameters for stage in cut] == [30, 35]
 
@@ -118,7 +119,7 @@ def test_frozen_layers_at_the_start_of_the_pipeline_keep_nothing():
 
 def test_the_optimizers_step_may_need_more_than_any_backward_pass():
     layers = [block("block.0", none=4, full=2, output=3, parameter_bytes=20, gradient_bytes=20, optimizer_bytes=120)]
-    memory = footprint(layers, one_f_one_b(1, 1))
+    memory = footprint(layers, one_f_one_b(1, 1), setup=TrainingSetup(accumulate_float32=False))
     assert memory.state.update[0, 1] == 3 * 40 - 20
     stage = memory.stage(0, range(1), ["none"])
     # pixels (2) stand for the input; at the end of the step activations, input and logits are gone

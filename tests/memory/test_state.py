@@ -25,12 +25,13 @@ def state_of(*, dtype, numbers=120, frozen=0, **setup):
         ("float32", {"zero_stage": 0}, 4, 4, 8, 4),  # gradients on their way
         ("float32", {"zero_stage": 1}, 4, 4, 12, 12 - 4),  # master weights too; a flat gradient, two temporaries
         ("bfloat16", {"zero_stage": 0}, 2, 2 + 2, 12, 12),
-        ("bfloat16", {"zero_stage": 1}, 2, 2, 12, 12 - 2),
+        ("bfloat16", {"zero_stage": 1, "accumulate_float32": False}, 2, 2, 12, 12 - 2),
+        ("bfloat16", {"zero_stage": 1}, 2, 2 + 4, 12, 8),
         ("bfloat16", {"zero_stage": 1, "accumulate_float32": True}, 2, 2 + 4, 12, 8),
         ("float32", {"zero_stage": 0, "num_replicas": 3}, 4, 4, 8, 4),
         ("float32", {"zero_stage": 1, "num_replicas": 3}, 4, 4, 12 / 3, 4),
         ("bfloat16", {"zero_stage": 0, "num_replicas": 3}, 2, 2 + 2, 12 / 3, 12 / 3),
-        ("bfloat16", {"zero_stage": 1, "num_replicas": 3}, 2, 2, 12 / 3, 2),
+        ("bfloat16", {"zero_stage": 1, "num_replicas": 3, "accumulate_float32": False}, 2, 2, 12 / 3, 2),
         ("bfloat16", {"zero_stage": 1, "num_replicas": 12, "accumulate_float32": True}, 2, 2 + 4, 1, 2),
     ],
 )

@@ -61,6 +61,7 @@ def request(budget, **changes):
         "head_room": 0.0,
         "method": "isf",
         "steps": 2,
+        "accumulate_float32": False,
     }
     return PlanRequest(**given | changes)
 
