@@ -3,6 +3,20 @@
 Messages follow one form: ``<name> must <rule>, got <value>[; <remedy>]``.
 """
 
+from importlib.util import find_spec
+from typing import Final
+
+_EXTRAS: Final = {
+    "matplotlib": "plots",
+    "torch": "train",
+    "deepspeed": "train",
+    "transformers": "train",
+    "tokenizers": "train",
+    "safetensors": "train",
+    "PIL": "train",
+}
+"""What setup.cfg's extras bring, by the names they are imported by."""
+
 
 class OmnibalError(Exception):
     """Base of every error that omnibal raises on purpose."""
@@ -18,3 +32,32 @@ class DataError(OmnibalError, ValueError):
 
 class InfeasibleError(OmnibalError):
     """No solution exists under the given limits; the message says by how much they are missed."""
+
+
+class MissingExtraError(OmnibalError, ModuleNotFoundError):
+    """Something needs a package that the base install does not bring; the message says which extra does."""
+
+
+def require(*modules: str) -> None:
+    """Check that modules of an extra are installed, and load none.
+
+    Raises:
+        MissingExtraError: One is not.
+    """
+    for name in modules:
+        if find_spec(name) is None:
+            raise missing_extra(name)
+
+
+def missing_extra(module: str) -> MissingExtraError:
+    """The error about a module of an extra that is not installed."""
+    return MissingExtraError(
+        f"{module} must be installed for this, got no such module; run pip install 'omnibal[{_EXTRAS[module]}]'",
+        name=module,
+    )
+
+
+def explain_import(error: ModuleNotFoundError) -> MissingExtraError | None:
+    """The error to show in place of a failed import, if an extra would bring what is missing."""
+    module = (error.name or "").partition(".")[0]
+    return missing_extra(module) if module in _EXTRAS else None

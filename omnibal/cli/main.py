@@ -16,7 +16,7 @@ from omnibal.cli.plan import plan
 from omnibal.cli.profile import profile
 from omnibal.cli.report import report
 from omnibal.cli.simulate import simulate
-from omnibal.errors import OmnibalError
+from omnibal.errors import OmnibalError, explain_import, require
 
 
 class _FriendlyGroup(TyperGroup):
@@ -25,9 +25,17 @@ class _FriendlyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
+            if any(argument.partition("=")[0] == "--plot" for argument in ctx.args):
+                require("matplotlib")  # not after all has been computed
             return super().invoke(ctx)
         except OmnibalError as error:
             typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        except ModuleNotFoundError as error:
+            explained = explain_import(error)
+            if explained is None:
+                raise
+            typer.echo(f"error: {explained}", err=True)
             raise typer.Exit(2) from None
         except MemoryError as error:
             typer.echo(f"error: numbers must be such that memory holds what they ask for, got: {error}", err=True)

@@ -1,5 +1,9 @@
 """Data and a model to try everything on: questions about coloured shapes, written as users have their own."""
 
+from omnibal.errors import require
+
+require("tokenizers", "transformers", "PIL")
+
 from omnibal.demo.chance import majority_accuracy
 from omnibal.demo.write import DemoPaths, write_demo
 

@@ -1,16 +1,19 @@
 """A picture of a dataset's samples: how long they are, and what they bring to the ViT, source by source."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.report.style import SERIES, new_figure, save, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TOKEN_BINS: Final = 80
 MOST_BARS: Final = 40
@@ -53,6 +56,8 @@ def _members(lengths: SampleLengths, names: Sequence[str]) -> dict[str, npt.NDAr
 
 
 def _draw_tokens(axes: Axes, parts: Sequence[IntArray]) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
     values = np.concatenate(parts)
     least, most = max(int(values.min()), 1), max(int(values.max()), 1)
     wide = most > WIDE * least
@@ -79,6 +84,8 @@ def token_edges(least: int, most: int, *, wide: bool) -> npt.NDArray[np.float64]
 
 def _draw_vision(axes: Axes, parts: Sequence[IntArray]) -> None:
     """A bar for each number of tiles, or for a range of numbers where there are many."""
+    from matplotlib.ticker import MaxNLocator
+
     most = max(int(part.max(initial=0)) for part in parts)
     width = -(-(most + 1) // MOST_BARS)
     edges = np.arange(0, most + 1 + width, width)

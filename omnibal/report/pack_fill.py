@@ -1,21 +1,24 @@
 """A picture of how full packs are in both dimensions, before and after."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
-from matplotlib.collections import QuadMesh
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.report.style import BLUE, VERMILION, new_figure, save, styled, subtitle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import QuadMesh
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
 
 BINS: Final = 60
 """About as many below a limit; bins hold whole numbers, and each limit is the end of one."""
@@ -39,6 +42,8 @@ def plot_fill(loads: Mapping[str, Load], limits: PackLimits, path: Path) -> None
         limits: Drawn as lines.
         path: The PNG.
     """
+    from matplotlib.colors import LogNorm
+
     edges = (
         bin_edges(limits.llm_tokens, max(load.llm_tokens.max(initial=0) for load in loads.values())),
         bin_edges(limits.vision_units, max(load.vision_units.max(initial=0) for load in loads.values())),
@@ -99,6 +104,8 @@ def _draw_limits(panel: _Panel, limits: PackLimits) -> None:
     right, top = limits.llm_tokens + 0.5, limits.vision_units + 0.5
     panel.joint.plot((0, right, right), (top, top, -0.5), color=VERMILION, linewidth=1.2)
     panel.joint.set(xlim=(0, None), ylim=(-0.5, None))
+    from matplotlib.ticker import MaxNLocator
+
     panel.joint.yaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in (panel.joint.xaxis, panel.joint.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -1,19 +1,22 @@
 """A picture of the ranks' loads, step by step, before and after."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from omnibal.cost import Load
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.report.style import BLUE, ORANGE, VERMILION, new_figure, save, styled, subtitle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SHOWN: Final = 48
 """Micro-batches that are drawn, from the middle of the epoch."""
@@ -45,6 +48,8 @@ def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path) -> None:
         arranged: By method; drawn from left to right on common axes.
         path: The PNG.
     """
+    from matplotlib.ticker import MaxNLocator
+
     with styled():
         figure = new_figure(4.6 * len(arranged), 5.2)
         axes = figure.subplots(2, len(arranged), sharey="row", squeeze=False)

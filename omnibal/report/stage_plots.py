@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from omnibal.cost import FloatArray
 from omnibal.report.stages import PartitionFigures
 from omnibal.report.style import BLUE, GREY, ORANGE, SERIES, VERMILION, new_figure, save, styled
 from omnibal.report.timeline import TRANSFER, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BAR: Final = 0.78
 PARTS: Final[Mapping[str, Mapping[str, Any]]] = {

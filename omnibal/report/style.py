@@ -1,12 +1,14 @@
 """How all plots look: colours that the colour-blind can tell apart, quiet axes, one way to write a PNG."""
 
-from pathlib import Path
-from typing import Any, Final
+from __future__ import annotations
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 BLUE: Final = "#0072B2"
 ORANGE: Final = "#E69F00"
@@ -47,11 +49,16 @@ _STYLE: Final[Any] = {
 
 def styled() -> Any:
     """Return the context in which figures are drawn."""
+    import matplotlib as mpl
+
     return mpl.rc_context(_STYLE)
 
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of a size in inches, without a window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Final
-
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING, Final
 
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Event, Simulation
 from omnibal.report.style import BLUE, GREY, ORANGE, SERIES, new_figure, save, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 GREEN: Final = SERIES[2]
 PINK: Final = SERIES[3]
@@ -102,6 +103,8 @@ def _draw_bars(axes: Axes, stage: int, operation: Operation, events: Sequence[Ev
 
 def _legend(simulations: Mapping[str, Simulation]) -> list[Patch]:
     """An entry for everything that can be seen."""
+    from matplotlib.patches import Patch
+
     events = [event for simulation in simulations.values() for event in simulation.events]
     least = VISIBLE_SHARE * max(simulation.makespan_seconds for simulation in simulations.values())
     ran = {event.operation for event in events if event.end_seconds - event.start_seconds > least}

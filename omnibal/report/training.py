@@ -5,17 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from omnibal.report.metrics import Metrics
+from omnibal.report.style import new_figure
 
 
 def plot_training(metrics: Metrics, path: Path) -> None:
     """Draw loss, held-out loss and held-out accuracy over steps as a PNG."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5)
     losses = figure.subplots()
     steps = [record["step"] for record in metrics.steps]
     values = np.array([record["loss"] for record in metrics.steps])

@@ -1,5 +1,9 @@
 """Hugging Face vision-language models as lists of pipeline layers."""
 
+from omnibal.errors import require
+
+require("torch", "transformers", "safetensors")
+
 from omnibal.vlm.families import load_model
 from omnibal.vlm.layers import Payload, VisionLanguageModel
 

@@ -1,0 +1,116 @@
+"""The base install plans and simulates; what lacks an extra says which one, in one line."""
+
+import json
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.errors import _EXTRAS
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan
+from tests.pipeline.profiles import fixed_profile
+
+BASE_ONLY = f"""
+import json, sys
+for name in {sorted(_EXTRAS)}:
+    sys.modules[name] = None  # as if it were not installed
+"""
+RUN_ALL = (
+    BASE_ONLY
+    + """
+from typer.testing import CliRunner
+from omnibal.cli.main import app
+results = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    result = CliRunner().invoke(app, arguments)
+    error = None if result.exception is None or isinstance(result.exception, SystemExit) else repr(result.exception)
+    results[name] = (result.exit_code, result.output, error)
+print(json.dumps(results))
+"""
+)
+
+
+def after(code, *arguments):
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Exit code, output and uncaught error of every verb where only the base install is there."""
+    folder = tmp_path_factory.mktemp("base")
+    fixed_profile([0.03, 0.02, 0.05], output=[1e6] * 3).save(folder / "profile.json")
+    Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3).save(folder / "plan.json")
+    tiled_lengths(500, seed=1).save(folder / "lengths")
+    (folder / "meta.json").write_text("{}")
+    (folder / "model").mkdir()
+    profile, plan, lengths = (str(folder / name) for name in ("profile.json", "plan.json", "lengths"))
+    links = ("--bandwidth", "1", "--budget", "1", "--overhead", "0.1", "--num-replicas", "2")
+    cut = ("--num-stages", "2", "--bandwidth", "1")
+    verbs = {
+        "demo": ["demo", str(folder / "demo")],
+        "lengths": ["lengths", str(folder / "meta.json"), str(folder / "out"), "--model", str(folder / "model")],
+        "pack": ["pack", lengths, "--num-replicas", "2"],
+        "pack, drawn": ["pack", lengths, "--num-replicas", "2", "--plot", str(folder / "plots")],
+        "profile": ["profile", str(folder / "model"), str(folder / "p.json"), "--device", "a100"],
+        "partition": ["partition", profile, *cut],
+        "partition, drawn": ["partition", profile, *cut, f"--plot={folder / 'cut.png'}"],
+        "plan": ["plan", profile, "--lengths", lengths, *cut, *links[2:], "--out", str(folder / "new.json"),
+                 "--global-batch", "16", "--steps", "2"],
+        "simulate": ["simulate", profile, "--plan", plan, "--bandwidth", "1"],
+        "emulate": ["emulate", plan, profile, "--lengths", lengths, *links, "--steps", "1"],
+        "report": ["report", profile, "--plan", plan, "--lengths", lengths, *links, "--out", str(folder / "r.html")],
+        "ask": ["ask", str(folder / "model"), "What is this?"],
+        "export": ["export", str(folder), str(folder / "exported")],
+    }  # fmt: skip
+    return after(RUN_ALL, json.dumps(verbs))
+
+
+def test_planning_needs_nothing_but_the_base_install(results):
+    for verb in ("pack", "partition", "plan", "simulate"):
+        assert results[verb][0] == 0, results[verb]
+
+
+@pytest.mark.parametrize(
+    ("verb", "extra"),
+    [
+        *((verb, "train") for verb in ("demo", "lengths", "profile", "emulate", "ask", "export")),
+        *((verb, "plots") for verb in ("pack, drawn", "partition, drawn", "report")),
+    ],
+)
+def test_a_command_without_its_extra_names_it_in_one_line(results, verb, extra):
+    code, output, error = results[verb]
+    assert (code, error) == (2, None), output
+    (line,) = output.strip().splitlines()
+    assert line.startswith("error: ") and line.endswith(f"run pip install 'omnibal[{extra}]'")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from omnibal import initialize",
+        "import omnibal.engine.loader",
+        "from omnibal.vlm import load_model",
+        "from omnibal.data.sources.internvl import InternVLDataset",
+        "from omnibal.demo import write_demo",
+    ],
+)
+def test_an_import_without_its_extra_names_it(statement):
+    code = (
+        f"{BASE_ONLY}\ntry:\n    {statement}\nexcept ModuleNotFoundError as error:\n    print(json.dumps(str(error)))"
+    )
+    assert after(code).endswith("run pip install 'omnibal[train]'")
+
+
+def test_every_module_that_may_be_missing_is_in_an_extra():
+    setup = ConfigParser()
+    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    extras = setup["options.extras_require"]
+    packages = {extra: {line.partition(">")[0] for line in lines.split()} for extra, lines in extras.items()}
+    for module, extra in _EXTRAS.items():
+        assert {"PIL": "pillow"}.get(module, module) in packages[extra]
