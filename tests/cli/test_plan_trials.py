@@ -150,8 +150,8 @@ def test_no_plan_that_fits_is_an_error(omnibal, arguments, engine):
     [
         ({"zero_optimization": {}}, [], "--zero-stage must be the ds_config's 0 for trials, got 1"),
         ({}, ["--zero-stage", 0], "--zero-stage must be the ds_config's 1 for trials, got 0"),
-        ({}, ["--float32-gradients"], "--float32-gradients must be left out for trials"),
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, [], "--float32-gradients must be given for trials"),
+        ({}, ["--no-float32-gradients"], "--float32-gradients must be given for trials"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, [], "--no-float32-gradients must be given for trials"),
     ],
 )
 def test_trials_keep_the_memory_that_is_planned(omnibal, arguments, tmp_path, changes, options, message):
