@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,24 @@ def complete(config, *, num_stages=2, num_replicas=3, total_steps=200, schedule=
     return complete_deepspeed_config(
         config, num_stages=num_stages, num_replicas=num_replicas, total_steps=total_steps, schedule=schedule
     )
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "ds_configs").glob("*.json")), ids=lambda p: p.name
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_files_to_copy_are_valid_under_both_schedules(path, schedule):
+    deepspeed_config, section = read_config(path)
+    complete(deepspeed_config, schedule=schedule)
+    assert section.pipeline.num_stages == "auto"
+
+
+def test_the_file_for_gpus_trains_in_bfloat16_and_sums_in_float32():
+    deepspeed_config, _ = read_config(Path(__file__).parents[1] / "ds_configs" / "gpu_bf16.json")
+    assert dtype_of(deepspeed_config) == "bfloat16"
+    assert complete(deepspeed_config, schedule="zero-bubble")["data_types"] == {"grad_accum_dtype": "fp32"}
+    given = complete(deepspeed_config | {"data_types": {"grad_accum_dtype": "bf16"}})
+    assert given["data_types"] == {"grad_accum_dtype": "bf16"}
 
 
 def test_section_is_split_from_what_deepspeed_reads(tmp_path):

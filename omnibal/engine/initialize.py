@@ -1,5 +1,6 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
+
+LOG: Final = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=OmnibalEngine)
 
@@ -75,6 +78,8 @@ def initialize(
     stage, replica = divmod(rank, given.num_replicas)
     plan, sampler = together(lambda: _arrange(given, lengths, replica), where=where)
     sampler.verify(gather)
+    if rank == 0:
+        warn_of_float32(get_accelerator().device_name(), dtype_of(given.config))
     loader = PackLoader(
         CheckedSamples(samples, lengths, SampleRules.of(given.vlm)),
         sampler,
@@ -97,6 +102,15 @@ def _refuse(others: Mapping[str, object]) -> None:
                 f"arguments of initialize must be config, model and dataset, got {name}; "
                 f"{OTHERWISE.get(name, 'leave it out')}"
             )
+
+
+def warn_of_float32(device_name: str, dtype: str) -> None:
+    """Say what float32 costs on a GPU, whose kernel for packs takes 16 bits only."""
+    if device_name == "cuda" and dtype == "float32":
+        LOG.warning(
+            "bf16.enabled should be true on a GPU, got float32; it takes twice the memory, and attention runs sample "
+            "by sample: ds_configs/gpu_bf16.json shows the keys"
+        )
 
 
 @dataclass(frozen=True)

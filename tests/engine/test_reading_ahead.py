@@ -9,6 +9,7 @@ import torch
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.engine import loader as loader_file
+from omnibal.engine.initialize import warn_of_float32
 from omnibal.engine.loader import PackLoader, workers_for
 from omnibal.errors import DataError
 from tests.engine.cases import SmallDataset
@@ -159,6 +160,14 @@ def test_workers_are_as_many_as_a_step_needs(monkeypatch, read, step, micro_batc
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(128))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert workers_for(read, step, micro_batches) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "warns"), [("cuda", "float32", True), ("cuda", "bfloat16", False), ("cpu", "float32", False)]
+)
+def test_float32_on_a_gpu_is_warned_of(caplog, device, dtype, warns):
+    warn_of_float32(device, dtype)
+    assert ("bf16.enabled should be true on a GPU" in caplog.text) == warns
 
 
 def test_workers_that_cannot_keep_up_are_told(caplog):
