@@ -21,12 +21,15 @@ MICRO_BATCHES = 8  # more than the two packs that a worker reads ahead by itself
 class CountedDataset(SmallDataset):
     """Counts the samples that workers have read, and lets others wait for them."""
 
-    def __init__(self, **options):
-        super().__init__(copies=8, **options)
+    def __init__(self, broken=None):
+        super().__init__(copies=8)
+        self._broken = broken
         self.read = multiprocessing.Value("i", 0)
         self.more = multiprocessing.Condition(self.read.get_lock())
 
     def __getitem__(self, index):
+        if index == self._broken:
+            raise DataError(f"image must be decodable, got picture.png (sample {index})")
         sample = super().__getitem__(index)
         with self.more:
             self.read.value += 1
