@@ -27,7 +27,7 @@ app = typer.Typer(help=__doc__)
 def table_1() -> None:
     """Print Table 1 and draw Figure 2: the baseline, and our plan."""
     setting = Setting()
-    setup = TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD)
+    setup = TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD, accumulate_float32=False)
     rungs = ladder(setting)
     found = {
         rung.name: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, setup, rung.table)

@@ -112,6 +112,7 @@ class Setting:
             global_batch=round(self.packed.samples_per_step),
             budget_bytes=int(self.device.memory_bytes),
             overhead_bytes=OVERHEAD,
+            accumulate_float32=False,  # as the paper trained
             head_room=0.0,  # the paper's method fills a device by trial
             bandwidth_bytes_per_second=self.network,
             reduce_bandwidth_bytes_per_second=self.network,

@@ -135,7 +135,7 @@ def _emulated(setting: Setting, rung: Rung, count: int, slower: float) -> tuple[
         plan=Plan(_largest(load), load.shape[-1], rung.partition, rung.recompute, schedule=rung.schedule),
         steps=rung.steps[:count],
         links=setting.links,
-        setup=TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD),
+        setup=TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD, accumulate_float32=False),
         budget_bytes=(int(setting.device.memory_bytes),) * setting.num_stages,
     )
     task = replace(task, time_scale=slower * task.least_scale)

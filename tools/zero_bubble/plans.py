@@ -39,7 +39,7 @@ def plan(profile: ModelProfile, budget: int, schedule: Any) -> dict[str, float] 
     """Seconds of a step, layers that recompute, GiB of weight gradients that wait; None where nothing fits."""
     request = PlanRequest(
         num_devices=STAGES * REPLICAS, num_stages=STAGES, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
-        overhead_bytes=OVERHEAD, head_room=0.0, bandwidth_bytes_per_second=NETWORK,
+        overhead_bytes=OVERHEAD, accumulate_float32=False, head_room=0.0, bandwidth_bytes_per_second=NETWORK,
         reduce_bandwidth_bytes_per_second=NETWORK, limits=LIMITS, schedule=schedule,
     )  # fmt: skip
     try:
