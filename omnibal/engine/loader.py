@@ -135,7 +135,7 @@ class PackLoader:
     def _workers(self, given: int | None, tile_seconds: float, step_seconds: float | None) -> int:
         if self.view != "images":
             return 0 if given == 0 or self.view == "nothing" else 1
-        tiles = int(self.sampler.lengths.vision_units.sum()) / (self.sampler.num_steps * self.sampler.num_replicas)
+        tiles = self.sampler.lengths.summary.total_vision_units / (self.sampler.num_steps * self.sampler.num_replicas)
         read_seconds = tiles * tile_seconds
         workers = workers_for(read_seconds, step_seconds, self.micro_batches) if given is None else given
         if step_seconds is not None and read_seconds / max(workers, 1) > step_seconds:

@@ -3,8 +3,8 @@
 #
 #   tools/gpu/wheels.sh FOLDER [PACKAGE ...]
 #
-# Without names: DeepSpeed, built here without its operators, and what it and omnibal need beside torch, transformers
-# and what comes with them. OMNIBAL_GPU_PYTHON is the other machine's Python (default 3.12).
+# Without names: DeepSpeed, built here without its operators, transformers as the tests run with, and what these and
+# omnibal need beside torch and what comes with it. OMNIBAL_GPU_PYTHON is the other machine's Python (default 3.12).
 set -euo pipefail
 folder=${1:?"say which folder to fill"}
 shift
@@ -16,11 +16,11 @@ constraints=$(cd "$(dirname "$0")/../.." && pwd)/constraints.txt
 DS_BUILD_OPS=0 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --no-binary deepspeed \
     --constraint "$constraints" --wheel-dir "$folder" deepspeed
 packages=("$@")
-[ ${#packages[@]} -gt 0 ] || packages=(hjson pydantic typing-inspection annotated-types)
+[ ${#packages[@]} -gt 0 ] || packages=(hjson pydantic typing-inspection annotated-types transformers)
 platforms=()
 for glibc in 28 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
-    "${platforms[@]}" --platform manylinux2014_x86_64 --dest "$folder" "${packages[@]}"
+    "${platforms[@]}" --platform manylinux2014_x86_64 --constraint "$constraints" --dest "$folder" "${packages[@]}"
 # Pydantic works with one version of its core only.
 for wheel in "$folder"/pydantic-*.whl; do
     [ -e "$wheel" ] || continue
