@@ -83,7 +83,7 @@ class PipelineSection(Section):
 
 
 class RunSection(Section):
-    """How launch/train.py runs."""
+    """How `omnibal.train` runs."""
 
     output: str = "runs/train"
     """Folder of all that the run keeps; all hosts share it."""

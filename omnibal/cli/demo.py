@@ -15,7 +15,7 @@ def demo(
     max_tiles: Annotated[int, typer.Option(help="Most tiles an image is cut into.", min=1)] = 4,
     tied: Annotated[bool, typer.Option(help="Tie the model's embedding and head.")] = False,
     seed: Annotated[int, typer.Option(help="Decides everything that is written.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the paths as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Write pictures of coloured shapes, questions about them, and a small InternVL to learn them.
 
@@ -25,11 +25,13 @@ def demo(
     Example: omnibal demo runs/quickstart/data
     """
     from omnibal.cli.outputs import check_new_folder
-    from omnibal.demo import write_demo
+    from omnibal.demo import majority_accuracy, write_demo
 
     check_new_folder("folder", folder)
     paths = write_demo(folder, samples=samples, held_out=held_out, seed=seed, max_tiles=max_tiles, tied=tied)
+    chance = majority_accuracy(paths.train_annotations, paths.held_out_annotations)
     if as_json:
-        typer.echo(json.dumps(asdict(paths), default=str))
+        typer.echo(json.dumps({**asdict(paths), "chance": chance}, default=str))
     else:
         typer.echo(f"data {paths.meta}, held out {paths.held_out_meta}, model {paths.model}")
+        typer.echo(f"always the most frequent answer to a question is right for {chance:.1%} of the held-out ones")

@@ -192,7 +192,7 @@ def open_together(section: OmnibalSection, part: str, *, where: str) -> InternVL
     """
 
     def open_and_measure() -> InternVLDataset:
-        dataset = open_dataset(section, part, measured=dist.get_rank() != 0)
+        dataset = _open(section, part, measured=dist.get_rank() != 0)
         dataset.lengths()
         return dataset
 
@@ -200,18 +200,7 @@ def open_together(section: OmnibalSection, part: str, *, where: str) -> InternVL
     return rank_zero_first(open_and_measure, doing=MEASURES, where=where)
 
 
-def open_dataset(section: OmnibalSection, part: str, *, measured: bool = False) -> InternVLDataset:
-    """The section's ``data.train`` or ``data.held_out``.
-
-    Args:
-        section: Of the ds_config.
-        part: ``"train"`` or ``"held_out"``.
-        measured: Whether another process has measured it.
-
-    Raises:
-        ConfigError: It or ``model.path`` (for tokenizer and preprocessor) is not named.
-        DataError: A file it names is missing or broken.
-    """
+def _open(section: OmnibalSection, part: str, *, measured: bool) -> InternVLDataset:
     meta = _given(None, getattr(section.data, part), "dataset", f"omnibal.data.{part}")
     processor = _given(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path")
     return InternVLDataset(

@@ -53,13 +53,12 @@ def _moving_mean(values: npt.NDArray[np.float64], window: int = 20) -> npt.NDArr
     return means
 
 
-def training_table(metrics: Metrics, written: Mapping[str, Path], *, chance: float | None = None) -> Table:
+def training_table(metrics: Metrics, written: Mapping[str, Path]) -> Table:
     """A run in a few lines, and the paths of what it wrote.
 
     Args:
         metrics: The run's log, with at least one step.
         written: Paths by name.
-        chance: Accuracy that needs no look at the images, to print beside the held-out one.
     """
     table = Table(title="training", show_header=False, title_justify="left")
     seconds = sum(record["seconds"] for record in metrics.steps)
@@ -74,10 +73,7 @@ def training_table(metrics: Metrics, written: Mapping[str, Path], *, chance: flo
         table.add_row(f"balance, {name}", f"{np.mean([record['balance'][name] for record in metrics.steps]):.3f}")
     if metrics.evaluations:
         result = metrics.evaluations[-1]
-        against = "" if chance is None else f"; chance {chance:.1%}"
-        table.add_row(
-            "held-out answers right", f"{result['held_out_accuracy']:.1%} of {result['held_out_samples']}{against}"
-        )
+        table.add_row("held-out answers right", f"{result['held_out_accuracy']:.1%} of {result['held_out_samples']}")
     for name, path in written.items():
         table.add_row(name, str(path))
     return table

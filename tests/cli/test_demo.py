@@ -9,6 +9,7 @@ from omnibal.errors import ConfigError
 
 def test_it_says_where_everything_is(omnibal, tmp_path):
     written = json.loads(omnibal("demo", tmp_path / "data", "--samples", 40, "--held-out", 20, "--json").stdout)
+    assert 0 < written.pop("chance") < 1
     files = [path for value in written.values() for path in ([value] if isinstance(value, str) else value)]
     assert all(Path(path).exists() and Path(path).is_relative_to(tmp_path / "data") for path in files)
 

@@ -117,16 +117,16 @@ def test_broken_data_is_named_before_training_starts(demo):
 
 def test_a_finished_run_is_not_overwritten_unasked(demo):
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = run_alone(demo, launched | {"MASTER_PORT": str(free_port())})
+    done = run_alone(demo, launched | {"MASTER_PORT": str(free_port())}, "-m", "omnibal.train")
     assert done.returncode != 0
     assert "ConfigError: rank 0: run.output must be a folder without checkpoints" in done.stderr
     assert "--resume" in done.stderr
 
 
 def test_a_run_without_a_launcher_is_told_of_it(demo):
-    assert "ConfigError: processes must be started by a launcher" in run_alone(demo, {}).stderr
+    assert "ConfigError: processes must be started by a launcher" in run_alone(demo, {}, "launch/train.py").stderr
 
 
-def run_alone(folder, environment):
-    command = [sys.executable, "launch/train.py", "--deepspeed_config", str(folder / "config.json")]
+def run_alone(folder, environment, *script):
+    command = [sys.executable, *script, "--deepspeed_config", str(folder / "config.json")]
     return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | environment, capture_output=True, text=True, check=False)

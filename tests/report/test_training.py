@@ -84,11 +84,11 @@ def test_table_and_plot(tmp_path):
     logged(path, 4)
     metrics = read_metrics(path)
     console = Console(record=True, width=120, file=(tmp_path / "out").open("w"))
-    console.print(training_table(metrics, {"model": tmp_path / "model"}, chance=0.125))
+    console.print(training_table(metrics, {"model": tmp_path / "model"}))
     text = console.export_text()
     assert "4.000 → 2.083" in text
     assert "4.0 samples/s, 300 LLM tokens/s" in text
-    assert "25.0% of 40; chance 12.5%" in text
+    assert "25.0% of 40" in text
     assert "balance, vision" in text
     plot_training(metrics, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

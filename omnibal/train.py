@@ -1,0 +1,217 @@
+"""One run from a ds_config: train, evaluate, save, export, and say what is where.
+
+    deepspeed launch/train.py --deepspeed_config ds_configs/quickstart.json [--resume [TAG] | --restart]
+    torchrun --nproc_per_node 2 -m omnibal.train --deepspeed_config ds_configs/quickstart.json
+
+Everything else is in the ds_config: its "omnibal" section names model, data, packing, pipeline and run.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from rich.console import Console
+from tqdm import tqdm
+
+from omnibal.config import OmnibalSection, RunSection, read_config
+from omnibal.engine.checkpoint import export
+from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, together
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.initialize import initialize, open_together
+from omnibal.engine.loader import PackLoader, VlmDataset
+from omnibal.engine.saved_files import latest_checkpoint
+from omnibal.errors import ConfigError, OmnibalError
+from omnibal.report.metrics import MetricsLog, read_metrics
+from omnibal.report.run import peak_text, run_table
+from omnibal.report.training import plot_training, training_table
+
+
+def train(
+    config: str | Path | dict[str, Any],
+    model: Any = None,
+    dataset: VlmDataset | None = None,
+    *,
+    held_out: VlmDataset | None = None,
+    resume: bool | str = False,
+    restart: bool = False,
+) -> OmnibalEngine:
+    """Train as the ds_config says, and leave checkpoints, metrics, loss curve and model in its ``run.output``.
+
+    Every process of a launch calls it with the same arguments.
+
+    Args:
+        config: As of ``omnibal.initialize``.
+        model: As of ``omnibal.initialize``.
+        dataset: As of ``omnibal.initialize``.
+        held_out: Samples to evaluate on; by default the section's ``data.held_out``, if it names any.
+        resume: Whether to go on from the newest whole checkpoint, or the name of the one to go on from.
+        restart: Whether to delete the run's checkpoints and begin anew.
+
+    Returns:
+        The engine, behind the last step.
+
+    Raises:
+        ConfigError: ``run.output`` has checkpoints and neither ``resume`` nor ``restart`` is asked for, or both are;
+            else as ``omnibal.initialize``.
+        OmnibalError: As ``engine.train_batch`` and ``engine.save_checkpoint``.
+    """
+    meet(get_accelerator().communication_backend_name())
+    where = f"rank {dist.get_rank()}"
+    section = together(lambda: _read(config, resume=resume, restart=restart), where=where)
+    run, checkpoints = section.run, Path(section.run.output) / "checkpoints"
+    if not resume and not restart:
+        rank_zero_only(lambda: _check_no_checkpoints(run), doing="looks for checkpoints", where=where)
+    engine, _, loader, _ = initialize(config, model, dataset)
+    evaluated = _held_out_loader(engine, section, held_out)
+    if resume:
+        engine.load_checkpoint(checkpoints, resume if isinstance(resume, str) else None, fall_back=True)
+    if restart:
+        rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
+    log = rank_zero_first(lambda: _begin(engine, loader, run), doing="opens the log", where=engine.where)
+    _train(engine, loader, evaluated, run, log)
+    rank_zero_only(lambda: _finish(run), doing="exports the model", where=engine.where)
+    return engine
+
+
+def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: bool) -> OmnibalSection:
+    if resume and restart:
+        raise ConfigError(f"resume must be False with restart, got {resume!r}; go on from a checkpoint, or begin anew")
+    return read_config(config)[1]
+
+
+def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: VlmDataset | None) -> PackLoader | None:
+    if held_out is None and section.data.held_out:
+        held_out = open_together(section, "held_out", where=engine.where)
+    return None if held_out is None else engine.held_out_loader(held_out)
+
+
+def _check_no_checkpoints(run: RunSection) -> None:
+    if (Path(run.output) / "checkpoints").exists():
+        raise ConfigError(
+            f"run.output must be a folder without checkpoints, got {run.output}; "
+            "resume (--resume) goes on from the newest one, restart (--restart) deletes them and begins anew"
+        )
+
+
+def _delete(checkpoints: Path) -> None:
+    if checkpoints.exists():
+        shutil.rmtree(checkpoints)
+
+
+def _begin(engine: OmnibalEngine, loader: PackLoader, run: RunSection) -> MetricsLog | None:
+    """On rank 0, say what runs, and open the log."""
+    if engine.global_rank != 0:
+        return None
+    Console().print(run_table(engine.plan, engine.module.vlm.records, loader.sampler))
+    return MetricsLog(Path(run.output) / "metrics.jsonl", first_step=engine.global_steps)
+
+
+def _train(
+    engine: OmnibalEngine, loader: PackLoader, held_out: PackLoader | None, run: RunSection, log: MetricsLog | None
+) -> None:
+    """Train to the end of the last epoch; rank 0 has a log and shows the progress bar.
+
+    The memory of the second step is measured: by then the optimizer has its state.
+    """
+    second_step, last_step = engine.global_steps + 1, engine.global_steps + loader.steps_left(run.epochs)
+    bar = tqdm(total=last_step, initial=engine.global_steps, disable=log is None, unit="step", dynamic_ncols=True)
+    while engine.global_steps < last_step:
+        started = perf_counter()
+        if engine.global_steps == second_step:
+            batch_loss, peaks = engine.measured_batch()
+            if log is not None:
+                bar.write(peak_text(peaks.step, engine.plan))
+        else:
+            batch_loss = engine.train_batch()
+        loss, step = batch_loss.item(), engine.last_step
+        assert step is not None, "train_batch sets it"
+        if log is not None:
+            bar.set_postfix_str(
+                log.training_step(
+                    engine.global_steps,
+                    epoch=step.epoch,
+                    loss=loss,
+                    learning_rate=engine.get_lr()[0],
+                    seconds=perf_counter() - started,
+                    samples=step.num_samples,
+                    llm_tokens=step.llm_tokens,
+                    balance=step.balance(),
+                ),
+                refresh=False,
+            )
+            bar.update()
+        is_last = engine.global_steps == last_step
+        if held_out is not None and (is_last or _due(engine.global_steps, run.evaluate_every)):
+            result = engine.evaluate(held_out)
+            if log is not None:
+                bar.write(
+                    log.evaluation(
+                        engine.global_steps, loss=result.loss, accuracy=result.accuracy, samples=result.samples
+                    )
+                )
+        if is_last or _due(engine.global_steps, run.save_every):
+            engine.save_checkpoint(Path(run.output) / "checkpoints", keep=run.keep)
+    bar.close()
+
+
+def _finish(run: RunSection) -> None:
+    """Export the trained model, draw the loss curve, and say what is where."""
+    output = Path(run.output)
+    checkpoint = latest_checkpoint(output / "checkpoints")
+    export(checkpoint, output / "model")
+    metrics = read_metrics(output / "metrics.jsonl")
+    plot_training(metrics, output / "loss.png")
+    written = {
+        "metrics": output / "metrics.jsonl",
+        "loss curve": output / "loss.png",
+        "checkpoint": checkpoint,
+        "model": output / "model",
+    }
+    Console().print(training_table(metrics, written))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def main() -> None:
+    """Train as the command line says; what is wrong is said in one line."""
+    arguments = _arguments()
+    try:
+        train(
+            arguments.deepspeed_config,
+            resume=arguments.resume or arguments.resume == "",  # "" where no tag is named
+            restart=arguments.restart,
+        )
+    except OmnibalError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument(
+        "--resume",
+        nargs="?",
+        default=False,
+        const="",
+        metavar="TAG",
+        help="go on from the run's newest whole checkpoint, or from the one of that name",
+    )
+    begin.add_argument("--restart", action="store_true", help="delete the run's checkpoints and begin anew")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    deepspeed.add_config_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.deepspeed_config is None:
+        parser.error("--deepspeed_config must name a ds_config, such as ds_configs/quickstart.json")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
