@@ -121,7 +121,7 @@ def check_run(
     """
     from omnibal.config import dtype_of
 
-    here: dict[str, Any] = {}
+    here: dict[str, Any] = {"tensor_parallel": 1} if is_tried else {}
     if is_tried and model.path is not None:
         from omnibal.vlm import load_model
 
@@ -144,9 +144,8 @@ def bandwidth_of(profile: "ModelProfile", gigabytes: float | None) -> float:
         if not gigabytes > 0:
             raise ConfigError(f"--bandwidth must be positive, got {gigabytes:g} GB/s")
         return gigabytes * GIGA
-    name = profile.device.split(" x ")[-1]  # of devices that share layers
-    if name not in DEVICES:
+    if profile.device not in DEVICES:
         raise ConfigError(
             f"--bandwidth must be given for {profile.device!r}, got none; links are known of {', '.join(DEVICES)}"
         )
-    return DEVICES[name].link_bytes_per_second
+    return DEVICES[profile.device].link_bytes_per_second

@@ -17,7 +17,7 @@ from omnibal.cli.costs import (
     read_costs,
 )
 from omnibal.cli.step_packs import LengthsOption, ReplicasOption
-from omnibal.cli.step_task import LatencyOption, Links, OverheadOption, ReduceBandwidthOption, ZeroStageOption
+from omnibal.cli.step_task import LatencyOption, OverheadOption, ReduceBandwidthOption, ZeroStageOption, links_of
 from omnibal.data.policies import Method
 
 
@@ -73,12 +73,10 @@ def emulate(
     costs = read_costs(
         profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
     )
-    links = Links.of(
-        costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency, zero_stage=zero_stage
-    )
+    links = links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency)
     task = emulation_task(
         costs, plan, links, lengths=lengths, method=method, seed=seed, num_replicas=num_replicas, steps=steps,
-        budget=budget, overhead_bytes=int(overhead * 2**30), time_scale=time_scale,
+        zero_stage=zero_stage, budget=budget, overhead_bytes=int(overhead * 2**30), time_scale=time_scale,
     )  # fmt: skip
     check_file("--trace", trace)
     check_picture("--plot", plot)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from omnibal.cli.planning import lengths_of, stage_budgets
-from omnibal.cli.step_task import Links
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.policies import Method
 from omnibal.data.sampler import BalancedBatchSampler
@@ -40,6 +40,7 @@ def emulation_task(
     seed: int,
     num_replicas: int,
     steps: int,
+    zero_stage: int,
     budget: str | None,
     overhead_bytes: int,
     time_scale: float | None,
@@ -54,10 +55,8 @@ def emulation_task(
         profile=profile,
         plan=plan,
         steps=_sampled(plan, lengths, method, seed, num_replicas, steps) if lengths else _equal(plan, num_replicas),
-        links=asdict(links),
-        setup=TrainingSetup(
-            num_replicas=num_replicas, zero_stage=int(links.shard_optimizer), overhead_bytes=overhead_bytes
-        ),
+        links=links,
+        setup=TrainingSetup(num_replicas=num_replicas, zero_stage=zero_stage, overhead_bytes=overhead_bytes),
         budget_bytes=stage_budgets(budget, profile, plan.num_stages),
         time_scale=time_scale,
     )

@@ -31,11 +31,11 @@ from omnibal.cli.step_task import (
     MICRO_BATCHES_PER_STAGE,
     LatencyOption,
     LauncherOption,
-    Links,
     ModeOption,
     RecomputeOption,
     ReduceBandwidthOption,
     ZeroStageOption,
+    links_of,
 )
 from omnibal.errors import ConfigError
 
@@ -110,10 +110,8 @@ def partition(
         costs, lengths, step=step, vision_units=vision_units, llm_tokens=llm_tokens,
         num_replicas=num_replicas, micro_batches=_micro_batches(micro_batches, run, num_stages),
     )  # fmt: skip
-    links = Links.of(
-        costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency, zero_stage=zero_stage
-    )
-    task = StepTask(costs, packs, links, every_layer(recompute or "none", len(costs.layers)), mode)
+    links = links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency)
+    task = StepTask(costs, packs, links, zero_stage, every_layer(recompute or "none", len(costs.layers)), mode)
     wanted = get_args(Method) if compare else (*(BASELINES if plot else ()), method)
     found = {name: task.search(num_stages, name, max(top, trials)) for name in dict.fromkeys(wanted)}
     tried = try_candidates(task, found[method].candidates[:trials], method, run, launcher) if run and trials else []

@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 
 from omnibal.cli.costs import (
-    GIGA,
     BandwidthOption,
     DeviceOption,
     DtypeOption,
@@ -16,18 +15,17 @@ from omnibal.cli.costs import (
     ModelOption,
     ProfileArgument,
     TensorParallelOption,
-    bandwidth_of,
     read_costs,
 )
 from omnibal.cli.step_packs import LengthsOption
 from omnibal.cli.step_task import (
-    MICROSECONDS,
     LatencyOption,
     LauncherOption,
     ModeOption,
     OverheadOption,
     ReduceBandwidthOption,
     ZeroStageOption,
+    links_of,
 )
 from omnibal.data.policies import Method
 
@@ -152,9 +150,7 @@ def plan(
         accumulate_float32=float32_gradients,
         limits=fixed_limits(vision_units, llm_tokens),
         method=method,
-        bandwidth_bytes_per_second=bandwidth_of(costs, bandwidth),
-        reduce_bandwidth_bytes_per_second=None if reduce_bandwidth is None else reduce_bandwidth * GIGA,
-        latency_seconds=latency * MICROSECONDS,
+        links=links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency),
         mode=mode,
         schedule=schedule,
         steps=steps,

@@ -25,8 +25,6 @@ from omnibal.report.timeline import plot_timeline
 from omnibal.report.trials import PlanTrial, plan_trials_table
 
 GIB: Final = 2**30
-BETWEEN: Final = " x "
-"""In a profile's device: how many share each layer, and what they are."""
 
 
 def count_devices(
@@ -37,8 +35,6 @@ def count_devices(
     Raises:
         ConfigError: The options do not say how many, or contradict each other.
     """
-    share, is_shared, _ = profile.device.partition(BETWEEN)
-    degree = int(share) if is_shared and share.isdecimal() else 1
     if num_devices is None:
         if num_stages is None or num_replicas is None:
             raise ConfigError(
@@ -47,6 +43,7 @@ def count_devices(
         return num_stages * num_replicas
     if num_replicas is not None:
         raise ConfigError(f"--num-replicas must be left out beside --num-devices, got {num_replicas}")
+    degree = profile.tensor_parallel
     if num_devices % degree:
         raise ConfigError(f"--num-devices must be a multiple of the {degree} that share each layer, got {num_devices}")
     return num_devices // degree
@@ -59,12 +56,11 @@ def budget_of(given: str | None, profile: ModelProfile) -> int | tuple[int, ...]
         ConfigError: It is not given and the device is unknown, or it is no positive number of GiB.
     """
     if given is None:
-        name = profile.device.split(BETWEEN)[-1]
-        if name not in DEVICES:
+        if profile.device not in DEVICES:
             raise ConfigError(
                 f"--budget must be given for {profile.device!r}, got none; memory is known of {', '.join(DEVICES)}"
             )
-        return int(DEVICES[name].memory_bytes)
+        return int(DEVICES[profile.device].memory_bytes)
     try:
         budgets = tuple(int(float(word) * GIB) for word in given.split(","))
     except (ValueError, OverflowError):
@@ -124,8 +120,8 @@ def check_trials(
     """Refuse, before anything is planned, trials that cannot be.
 
     Raises:
-        ConfigError: Trials are asked for without a ds_config, in two ways at once, of devices that share layers, or
-            of another run than the profile's; or the ds_config has the optimizer keep other memory than is planned.
+        ConfigError: Trials are asked for without a ds_config, in two ways at once, or of another run than the profile's
+            (on one device a layer); or the ds_config has the optimizer keep other memory than is planned.
     """
     if not trials and not four_steps:
         if config is not None:
@@ -135,8 +131,6 @@ def check_trials(
         raise ConfigError(f"--trials must be left out beside --four-steps, got {trials}")
     if config is None:
         raise ConfigError("--config must name a ds_config for --trials and --four-steps, got none")
-    if BETWEEN in profile.device:
-        raise ConfigError(f"trials must be of layers on one device each, got {profile.device}")
     from omnibal.config import read_config, sums_in_float32
 
     deepspeed_config, section = read_config(config)

@@ -73,13 +73,13 @@ def profile(
     made.save(out)
     rows = layer_figures(made, pack)
     if as_json:
-        record = {"profile": str(out), "hash": made.content_hash, "device": made.device, "dtype": made.dtype}
+        record = {"profile": str(out), "hash": made.content_hash, "device": made.devices, "dtype": made.dtype}
         kinds = [row.to_record() for row in rows]
         typer.echo(json.dumps(record | {"pack": _sizes(pack), "warnings": notes, "kinds": kinds}, indent=2))
         return
     console = Console()
     sizes = " and ".join(f"{size:,} {name}" for name, size in _sizes(pack).items())
-    console.print(f"a layer of each kind on {made.device} ({made.dtype}), a pack of {sizes}", highlight=False)
+    console.print(f"a layer of each kind on {made.devices} ({made.dtype}), a pack of {sizes}", highlight=False)
     console.print(time_table(rows))
     console.print(bytes_table(rows))
     for note in [*(f"warning: {note}" for note in notes), f"written: {out} (hash {made.content_hash})"]:

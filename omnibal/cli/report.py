@@ -60,7 +60,7 @@ def report(
     from omnibal.cli.costs import read_costs
     from omnibal.cli.outputs import check_file
     from omnibal.cli.reporting import plan_part, read_run
-    from omnibal.cli.step_task import Links
+    from omnibal.cli.step_task import links_of
     from omnibal.errors import ConfigError
     from omnibal.report.page import write_page
 
@@ -74,12 +74,10 @@ def report(
         costs = read_costs(
             profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
         )
-        links = Links.of(
-            costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency, zero_stage=zero_stage
-        )
+        links = links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency)
         part = plan_part(
             costs, plan, links, lengths=lengths, num_replicas=num_replicas, batch_size=batch_size, steps=steps,
-            budget=budget, overhead_bytes=int(overhead * 2**30),
+            zero_stage=zero_stage, budget=budget, overhead_bytes=int(overhead * 2**30),
         )  # fmt: skip
     write_page(out, title, plan=part, run=None if run is None else read_run(run))
     if as_json:

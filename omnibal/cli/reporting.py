@@ -1,11 +1,10 @@
 """The parts of `omnibal report`: what it reads."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from omnibal.cli.planning import lengths_of, stage_budgets
-from omnibal.cli.step_task import Links
+from omnibal.cluster import Links
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, Level
@@ -26,6 +25,7 @@ def plan_part(
     num_replicas: int,
     batch_size: int,
     steps: int,
+    zero_stage: int,
     budget: str | None,
     overhead_bytes: int,
 ) -> PlanPart:
@@ -36,11 +36,16 @@ def plan_part(
     """
     plan, samples = Plan.load(plan_path), lengths_of(lengths)
     budgets = stage_budgets(budget, profile, plan.num_stages)
-    setup = TrainingSetup(
-        num_replicas=num_replicas, zero_stage=int(links.shard_optimizer), overhead_bytes=overhead_bytes
-    )
+    setup = TrainingSetup(num_replicas=num_replicas, zero_stage=zero_stage, overhead_bytes=overhead_bytes)
     rungs = plan_ladder(
-        profile, plan, samples, num_replicas=num_replicas, batch_size=batch_size, steps=steps, links=asdict(links)
+        profile,
+        plan,
+        samples,
+        num_replicas=num_replicas,
+        batch_size=batch_size,
+        steps=steps,
+        links=links,
+        zero_stage=zero_stage,
     )
     footprint = Footprint(profile, largest_load(samples, plan.limits), plan.table, setup)
     everything: Level = "full"

@@ -30,13 +30,13 @@ from omnibal.cli.step_task import (
     MICRO_BATCHES_PER_STAGE,
     LatencyOption,
     Level,
-    Links,
     ModeOption,
     RecomputeOption,
     ReduceBandwidthOption,
     ScheduleName,
     ScheduleOption,
     ZeroStageOption,
+    links_of,
 )
 from omnibal.errors import ConfigError
 
@@ -109,13 +109,11 @@ def simulate(
         llm_tokens=limits.llm_tokens if limits and llm_tokens is None else llm_tokens,
         micro_batches=micro_batches or cut.micro_batches,
     )  # fmt: skip
-    links = Links.of(
-        costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency, zero_stage=zero_stage
-    )
+    links = links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency)
     levels = every_layer(recompute or "none", len(costs.layers))
     if recompute is None and cut.recompute is not None:
         levels = cut.recompute
-    task = StepTask(costs, packs, links, levels, mode, schedule or cut.schedule)
+    task = StepTask(costs, packs, links, zero_stage, levels, mode, schedule or cut.schedule)
     written = _write(task.simulate(cut.partition), trace, plot)
     figures = task.figures(cut.partition)
     if as_json:

@@ -1,12 +1,12 @@
 """Options that say how a step runs."""
 
 import shlex
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
 from omnibal.cli.costs import GIGA, bandwidth_of
+from omnibal.cluster import Links
 
 if TYPE_CHECKING:
     from omnibal.profile.records import ModelProfile
@@ -54,29 +54,12 @@ MICRO_BATCHES_PER_STAGE: Final = 4
 """As many micro-batches make a step where nothing is said: the bubble is then a fifth at most."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """How fast data moves, and who updates the parameters; names as in ``simulate_step``."""
-
-    bandwidth_bytes_per_second: float
-    reduce_bandwidth_bytes_per_second: float | None
-    latency_seconds: float
-    shard_optimizer: bool
-
-    @classmethod
-    def of(
-        cls,
-        profile: "ModelProfile",
-        *,
-        bandwidth: float | None,
-        reduce_bandwidth: float | None,
-        latency: float,
-        zero_stage: int,
-    ) -> "Links":
-        """From options, in GB/s and microseconds; what is not given follows from the profile's device."""
-        return cls(
-            bandwidth_bytes_per_second=bandwidth_of(profile, bandwidth),
-            reduce_bandwidth_bytes_per_second=None if reduce_bandwidth is None else reduce_bandwidth * GIGA,
-            latency_seconds=latency * MICROSECONDS,
-            shard_optimizer=zero_stage == 1,
-        )
+def links_of(
+    profile: "ModelProfile", *, bandwidth: float | None, reduce_bandwidth: float | None, latency: float
+) -> Links:
+    """From options, in GB/s and microseconds; what is not given follows from the profile's device."""
+    return Links(
+        bandwidth_of(profile, bandwidth),
+        reduce_bandwidth_bytes_per_second=None if reduce_bandwidth is None else reduce_bandwidth * GIGA,
+        latency_seconds=latency * MICROSECONDS,
+    )

@@ -9,7 +9,7 @@ import numpy as np
 
 from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.cli.step_packs import LLM_TOKENS, VISION_UNITS
-from omnibal.cli.step_task import Links
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -158,6 +158,7 @@ class StepTask:
         profile: What the layers cost.
         packs: What the micro-batches hold.
         links: How fast data moves.
+        zero_stage: 0, or 1: replicas share the optimizer's work.
         recompute: A level for each layer.
         mode: How transfers of 1F1B run.
         schedule: What the stages run.
@@ -166,6 +167,7 @@ class StepTask:
     profile: ModelProfile
     packs: StepPacks
     links: Links
+    zero_stage: int
     recompute: tuple[Level, ...]
     mode: Mode
     schedule: ScheduleName = "1f1b"
@@ -173,16 +175,16 @@ class StepTask:
     def search(self, num_stages: int, method: str, top: int) -> PartitionSearch:
         """The best partitions by a method."""
         return search_partition(
-            self.profile, self.packs.loads, num_stages, method=method, top=top, mode=self.mode,
-            recompute=self.recompute, **asdict(self.links),
+            self.profile, self.packs.loads, num_stages, self.links, method=method, mode=self.mode,
+            zero_stage=self.zero_stage, recompute=self.recompute, top=top,
         )  # fmt: skip
 
     def simulate(self, partition: Partition) -> StepSimulation:
         """The step under a partition."""
         table = self.table(partition)
         return simulate_step(
-            self.profile, partition, self.packs.loads, schedule=table, mode=self.mode,
-            recompute=self.recompute, **asdict(self.links),
+            self.profile, partition, self.packs.loads, self.links, zero_stage=self.zero_stage,
+            recompute=self.recompute, schedule=table, mode=self.mode,
         )  # fmt: skip
 
     def table(self, partition: Partition) -> Schedule:
@@ -195,11 +197,12 @@ class StepTask:
 
     def to_record(self) -> dict[str, Any]:
         """The task as JSON values."""
-        profile = {"hash": self.profile.content_hash, "device": self.profile.device, "dtype": self.profile.dtype}
+        profile = {"hash": self.profile.content_hash, "device": self.profile.devices, "dtype": self.profile.dtype}
         return {
             "profile": profile,
             **self.packs.to_record(),
             **asdict(self.links),
+            "shard_optimizer": self.zero_stage == 1,
             "mode": self.mode,
             "schedule": self.schedule,
         }
@@ -211,14 +214,14 @@ class StepTask:
 
     def memory(self, partition: Partition) -> tuple[StageMemory, ...]:
         """What a device of each stage holds at its peak, if a pack is as large as the limits allow."""
-        setup = TrainingSetup(num_replicas=len(self.packs.loads), zero_stage=int(self.links.shard_optimizer))
+        setup = TrainingSetup(num_replicas=len(self.packs.loads), zero_stage=self.zero_stage)
         footprint = Footprint(self.profile, self.packs.largest, self.table(partition), setup)
         return footprint.stages(partition, self.recompute)
 
     def __str__(self) -> str:
         replicas = len(self.packs.loads)
         return (
-            f"{len(self.profile.layers)} layers on {self.profile.device} ({self.profile.dtype})\n"
+            f"{len(self.profile.layers)} layers on {self.profile.devices} ({self.profile.dtype})\n"
             f"{replicas} replica{'s' * (replicas > 1)} × {self.packs.micro_batches} micro-batches: "
             f"{self.packs.description}"
         )

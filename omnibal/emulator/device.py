@@ -112,7 +112,10 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
     loads, layers = task.steps[step], task.plan.partition.layers(stage)
     own, first, last = loads[replica], layers.start, layers.stop
     exceeds = _exceeds(task, own)
-    planned, full = (step_times(task.profile, loads, recompute=levels, **task.links) for levels in _levels(task))
+    planned, full = (
+        step_times(task.profile, loads, task.links, zero_stage=task.setup.zero_stage, recompute=levels)
+        for levels in _levels(task)
+    )
 
     def between(name: str) -> FloatArray:
         by_plan, by_full = (np.diff(getattr(times, name)[replica][:, first : last + 1]) for times in (planned, full))

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.emulator.device import DeviceReport, StepLog
 from omnibal.engine.launches import reason_of
@@ -45,8 +46,8 @@ class EmulationTask:
         profile: What the layers cost.
         plan: Partition, recompute levels, micro-batches and pack limits.
         steps: For each step a Load per replica with an entry per micro-batch, as a sampler yields them.
-        links: Bandwidths, latency and sharding, as :func:`omnibal.pipeline.simulate.simulate_step` takes them.
-        setup: The rest of what decides about memory.
+        links: How fast data moves.
+        setup: The rest of what decides about time and memory.
         budget_bytes: The most that a device of each stage may hold.
         time_scale: Seconds slept for each second of the cluster; None chooses.
 
@@ -57,7 +58,7 @@ class EmulationTask:
     profile: ModelProfile
     plan: Plan
     steps: tuple[tuple[Load, ...], ...]
-    links: dict[str, Any]
+    links: Links
     setup: TrainingSetup
     budget_bytes: tuple[int, ...]
     time_scale: float | None = None
@@ -95,8 +96,8 @@ class EmulationTask:
         """What the simulator says of each step."""
         return tuple(
             simulate_step(
-                self.profile, self.plan.partition, loads, recompute=self.plan.recompute, schedule=self.schedule,
-                **self.links,
+                self.profile, self.plan.partition, loads, self.links, zero_stage=self.setup.zero_stage,
+                recompute=self.plan.recompute, schedule=self.schedule,
             )
             for loads in self.steps
         )  # fmt: skip

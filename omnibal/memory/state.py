@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from omnibal.cluster import check_zero_stage
 from omnibal.errors import ConfigError
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -51,8 +52,7 @@ class TrainingSetup:
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
             raise ConfigError(f"num_replicas must be positive, got {self.num_replicas}")
-        if self.zero_stage not in (0, 1):
-            raise ConfigError(f"zero_stage must be 0 or 1 under a pipeline, got {self.zero_stage}")
+        check_zero_stage(self.zero_stage)
         if self.overhead_bytes < 0:
             raise ConfigError(f"overhead_bytes must not be negative, got {self.overhead_bytes}")
         if not 0 <= self.target_share <= 1:

@@ -8,6 +8,7 @@ from typing import get_args
 
 import numpy as np
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.anchor import best_neighbours, greedy_anchor
@@ -63,13 +64,11 @@ def search_partition(
     profile: ModelProfile,
     loads: Iterable[Load],
     num_stages: int,
+    links: Links,
     *,
-    bandwidth_bytes_per_second: float,
     method: str = "search",
     mode: Mode = "rendezvous",
-    latency_seconds: float = 0.0,
-    reduce_bandwidth_bytes_per_second: float | None = None,
-    shard_optimizer: bool = False,
+    zero_stage: int = 0,
     recompute: Sequence[str] | None = None,
     top: int = 10,
 ) -> PartitionSearch:
@@ -79,16 +78,14 @@ def search_partition(
         profile: What the layers cost.
         loads: One Load per replica, each with one entry per micro-batch.
         num_stages: At most the number of layers.
-        bandwidth_bytes_per_second: Between neighbouring stages; infinity for free transfers.
+        links: How fast data moves.
         method: ``"uniform"`` and ``"parameters"``: DeepSpeed's. ``"paper"``: OmniBal's (``anchor.py``), its best
             candidates tried in the simulator. ``"slowest_stage"``: the slowest stage's time is least, exactly.
             ``"model"``: optima of a closed formula for the makespan (``dynamic.py``). ``"bound"``: the least lower
             bound (``bound.py``). ``"search"``: the results of all others, improved by local search in the simulator;
             so it is never worse than any of them.
         mode: Transfers as in :func:`omnibal.pipeline.simulate.simulate`.
-        latency_seconds: As in :func:`omnibal.pipeline.simulate.simulate_step`, like the following three.
-        reduce_bandwidth_bytes_per_second: Between replicas.
-        shard_optimizer: ZeRO stage 1.
+        zero_stage: As in :func:`omnibal.pipeline.simulate.simulate_step`.
         recompute: A level for each layer.
         top: The most candidates to return.
 
@@ -100,11 +97,7 @@ def search_partition(
     if mode not in get_args(Mode):
         raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
     check_num_stages(len(profile.layers), num_stages)
-    times = step_times(
-        profile, loads, bandwidth_bytes_per_second=bandwidth_bytes_per_second, latency_seconds=latency_seconds,
-        reduce_bandwidth_bytes_per_second=reduce_bandwidth_bytes_per_second, shard_optimizer=shard_optimizer,
-        recompute=recompute,
-    )  # fmt: skip
+    times = step_times(profile, loads, links, zero_stage=zero_stage, recompute=recompute)
     schedule = one_f_one_b(num_stages, times.forward.shape[1])
     problem = PartitionProblem(profile, times, schedule, mode)
     seconds = _search(problem) if method == "search" else _simulate(problem, _PROPOSALS[method](problem))

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
@@ -167,8 +168,8 @@ def simulate(
     if weight_seconds is None and any(schedule.pending_weights):
         raise ConfigError("weight_seconds must be given for a schedule with B and W, got none")
     weight = np.zeros(shape) if weight_seconds is None else _seconds("weight_seconds", weight_seconds, shape)
-    links = (shape[0], shape[1] - 1)
-    transfer = np.zeros(links) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, links)
+    cuts = (shape[0], shape[1] - 1)
+    transfer = np.zeros(cuts) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, cuts)
     return run(schedule, np.stack([forward, backward + weight, backward, weight]), transfer, mode)
 
 
@@ -176,11 +177,9 @@ def simulate_step(
     profile: ModelProfile,
     partition: Partition,
     loads: Iterable[Load],
+    links: Links,
     *,
-    bandwidth_bytes_per_second: float,
-    latency_seconds: float = 0.0,
-    reduce_bandwidth_bytes_per_second: float | None = None,
-    shard_optimizer: bool = False,
+    zero_stage: int = 0,
     recompute: Sequence[str] | None = None,
     schedule: Schedule | None = None,
     mode: Mode = "rendezvous",
@@ -191,24 +190,18 @@ def simulate_step(
         profile: What the layers cost.
         partition: Which layers each stage holds.
         loads: One Load per replica, each with one entry per micro-batch in the order in which they run.
-        bandwidth_bytes_per_second: Between neighbouring stages; infinity for free transfers.
-        latency_seconds: What each transfer costs whatever its size.
-        reduce_bandwidth_bytes_per_second: Between replicas, for the gradients; by default the same as between stages.
-        shard_optimizer: Whether each replica updates its share of the parameters only (ZeRO stage 1).
+        links: How fast data moves.
+        zero_stage: 0, or 1: each replica updates its share of the parameters only.
         recompute: A level for each layer; by default ``"none"``.
         schedule: By default 1F1B.
         mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`).
 
     Raises:
         ConfigError: The partition, the levels or the schedule do not fit, loads are not one per replica and equally
-            long, a bandwidth is not positive, or the schedule deadlocks.
+            long, there is no such ZeRO stage under a pipeline, or the schedule deadlocks.
     """
     check_partition(profile, partition)
-    times = step_times(
-        profile, loads, bandwidth_bytes_per_second=bandwidth_bytes_per_second, latency_seconds=latency_seconds,
-        reduce_bandwidth_bytes_per_second=reduce_bandwidth_bytes_per_second, shard_optimizer=shard_optimizer,
-        recompute=recompute,
-    )  # fmt: skip
+    times = step_times(profile, loads, links, zero_stage=zero_stage, recompute=recompute)
     num_replicas, micro_batches, _ = times.forward.shape
     schedule = schedule or one_f_one_b(partition.num_stages, micro_batches)
     if (schedule.num_stages, schedule.micro_batches) != (partition.num_stages, micro_batches):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from omnibal.cluster import Links, check_zero_stage
 from omnibal.compiled import compiled
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
@@ -16,9 +17,6 @@ from omnibal.profile.records import ModelProfile
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-LEAST_BANDWIDTH: Final = 1
-MOST_LATENCY_SECONDS: Final = 3600
-"""Of links: beyond these a step has no end that numbers could hold."""
 
 
 class StepTimes(NamedTuple):
@@ -48,11 +46,9 @@ class StepTimes(NamedTuple):
 def step_times(
     profile: ModelProfile,
     loads: Iterable[Load],
+    links: Links,
     *,
-    bandwidth_bytes_per_second: float,
-    latency_seconds: float = 0.0,
-    reduce_bandwidth_bytes_per_second: float | None = None,
-    shard_optimizer: bool = False,
+    zero_stage: int = 0,
     recompute: Sequence[str] | None = None,
 ) -> StepTimes:
     """Seconds of every layer for every micro-batch of every replica.
@@ -63,13 +59,7 @@ def step_times(
     """
     load = _stack(loads)
     num_replicas = load.shape[0]
-    _check_bandwidth("bandwidth_bytes_per_second", bandwidth_bytes_per_second)
-    reduce_bandwidth = reduce_bandwidth_bytes_per_second
-    if reduce_bandwidth is None:
-        reduce_bandwidth = bandwidth_bytes_per_second
-    _check_bandwidth("reduce_bandwidth_bytes_per_second", reduce_bandwidth)
-    if not 0 <= latency_seconds <= MOST_LATENCY_SECONDS:
-        raise ConfigError(f"latency_seconds must lie between 0 and {MOST_LATENCY_SECONDS}, got {latency_seconds!r}")
+    check_zero_stage(zero_stage)
     levels = _levels(profile, recompute)
     layers = profile.layers
     backward = _evaluate(
@@ -77,16 +67,16 @@ def step_times(
     )
     trained = np.array([layer.trainable for layer in layers])
     after_frozen = np.where(np.logical_or.accumulate(trained), backward, 0)
-    crossing = _evaluate([layer.output_bytes for layer in layers[:-1]], load) / bandwidth_bytes_per_second
-    share = 2 * (num_replicas - 1) / num_replicas / reduce_bandwidth
-    owners = num_replicas if shard_optimizer else 1
+    crossing = _evaluate([layer.output_bytes for layer in layers[:-1]], load) / links.bandwidth_bytes_per_second
+    share = 2 * (num_replicas - 1) / num_replicas / links.between_replicas
+    owners = num_replicas if zero_stage else 1
     return StepTimes(
         forward=summed(_evaluate([layer.forward_seconds for layer in layers], load)),
         backward=summed(backward),
         first_backward=summed(after_frozen),
         weight=summed(_evaluate([layer.weight_seconds for layer in layers], load)),
         split=summed(_evaluate([layer.split_seconds for layer in layers], load)),
-        crossing=np.pad(crossing + latency_seconds, ((0, 0), (0, 0), (1, 1))),
+        crossing=np.pad(crossing + links.latency_seconds, ((0, 0), (0, 0), (1, 1))),
         reduce=summed(np.array([layer.gradient_bytes * share for layer in layers])),
         optimizer=summed(np.array([layer.optimizer_seconds / owners for layer in layers])),
     )
@@ -140,11 +130,6 @@ def _stack(loads: Iterable[Load]) -> Load:
             f"loads must be one Load per replica with one entry per micro-batch each, got shape {load.shape} of all"
         )
     return load
-
-
-def _check_bandwidth(name: str, value: float) -> None:
-    if not value >= LEAST_BANDWIDTH:
-        raise ConfigError(f"{name} must be at least {LEAST_BANDWIDTH} byte per second, got {value!r}")
 
 
 def _levels(profile: ModelProfile, recompute: Sequence[str] | None) -> Sequence[str]:

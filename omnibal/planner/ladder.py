@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.padded import random_padded_steps
@@ -37,7 +36,8 @@ class Rung:
         samples_per_step: On average.
         partition: Where the model is cut.
         recompute: A level for each layer.
-        links: As ``simulate_step`` takes them.
+        links: How fast data moves.
+        zero_stage: As ``simulate_step`` takes it.
         schedule: What the stages run.
     """
 
@@ -47,7 +47,8 @@ class Rung:
     samples_per_step: float
     partition: Partition
     recompute: tuple[Level, ...]
-    links: Mapping[str, Any]
+    links: Links
+    zero_stage: int
     schedule: ScheduleName = "1f1b"
 
     @property
@@ -60,7 +61,13 @@ class Rung:
         """Every step."""
         return tuple(
             simulate_step(
-                self.profile, self.partition, loads, recompute=self.recompute, schedule=self.table, **self.links
+                self.profile,
+                self.partition,
+                loads,
+                self.links,
+                zero_stage=self.zero_stage,
+                recompute=self.recompute,
+                schedule=self.table,
             )
             for loads in self.steps
         )
@@ -94,7 +101,8 @@ def plan_ladder(
     num_replicas: int,
     batch_size: int,
     steps: int,
-    links: Mapping[str, Any],
+    links: Links,
+    zero_stage: int,
     seed: int = 0,
 ) -> tuple[Rung, ...]:
     """From present batching to the plan: nothing balanced, then data, model, memory, and the schedule if it is another.
@@ -122,9 +130,9 @@ def plan_ladder(
     full = (everything,) * len(profile.layers)
     padded_samples = float(num_replicas * micro_batches * batch_size)
     rungs = (
-        Rung("as today", profile, before, padded_samples, cut, full, links),
-        Rung("+ data", profile, packed, samples, cut, full, links),
-        Rung("+ model", profile, packed, samples, plan.partition, full, links),
-        Rung("+ memory", profile, packed, samples, plan.partition, plan.recompute, links),
+        Rung("as today", profile, before, padded_samples, cut, full, links, zero_stage),
+        Rung("+ data", profile, packed, samples, cut, full, links, zero_stage),
+        Rung("+ model", profile, packed, samples, plan.partition, full, links, zero_stage),
+        Rung("+ memory", profile, packed, samples, plan.partition, plan.recompute, links, zero_stage),
     )
     return rungs if plan.schedule == "1f1b" else (*rungs, replace(rungs[-1], name="+ schedule", schedule=plan.schedule))

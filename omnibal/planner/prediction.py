@@ -22,10 +22,11 @@ def simulate_choice(choice: Choice) -> list[StepSimulation]:
             model.profile,
             choice.partition,
             loads,
+            model.request.links,
+            zero_stage=model.request.zero_stage,
             recompute=levels,
             schedule=model.schedule,
             mode=model.request.mode,
-            **model.request.links,
         )
         for loads in model.packing.steps
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from omnibal.cluster import Links
 from omnibal.data.limits import PackLimits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
@@ -27,8 +28,7 @@ class PlanRequest:
     """Samples per optimizer step: kept whatever the packs are like."""
     budget_bytes: int | tuple[int, ...]
     """Memory of a device, or of a device of each stage (then ``num_stages`` is fixed)."""
-    bandwidth_bytes_per_second: float
-    """Between neighbouring stages."""
+    links: Links
     num_stages: int | None = None
     """None: any divisor of ``num_devices``."""
     limits: PackLimits | None = None
@@ -41,8 +41,6 @@ class PlanRequest:
     overhead_bytes: int = 0
     accumulate_float32: bool | None = None
     """Whether 16-bit gradients are summed in float32; None: as the engine does by default, under ZeRO stage 1."""
-    latency_seconds: float = 0.0
-    reduce_bandwidth_bytes_per_second: float | None = None
     mode: Mode = "rendezvous"
     """Of 1F1B's transfers."""
     schedule: ScheduleName | Literal["auto"] = "1f1b"
@@ -113,15 +111,7 @@ class PlanRequest:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """The request as JSON values."""
-        return asdict(self)
-
-    @property
-    def links(self) -> dict[str, Any]:
-        """Arguments of the simulator."""
-        return {
-            "bandwidth_bytes_per_second": self.bandwidth_bytes_per_second,
-            "latency_seconds": self.latency_seconds,
-            "reduce_bandwidth_bytes_per_second": self.reduce_bandwidth_bytes_per_second,
-            "shard_optimizer": self.zero_stage == 1,
-        }
+        """The request as JSON values, links among the others."""
+        record = asdict(self)
+        links: dict[str, Any] = record.pop("links")
+        return record | links

@@ -97,7 +97,7 @@ def make_plan(
     two_phase = min(baselines.values(), key=lambda choice: choice.sample_seconds, default=None)
     made_from = {
         "profile": profile.content_hash,
-        "device": profile.device,
+        "device": profile.devices,
         "dtype": profile.dtype,
         "versions": dict(profile.versions),
         "frozen": list(profile.frozen_kinds),

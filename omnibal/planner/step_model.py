@@ -156,8 +156,8 @@ class StepModel:
             step_times(
                 self.profile,
                 self._loads,
+                self.request.links,
                 recompute=[level if level in layer.saved_bytes else "none" for layer in layers],
-                **self.request.links,
             )
             for level in LEVELS
         ]
@@ -165,7 +165,7 @@ class StepModel:
         return np.moveaxis(np.diff(sums, axis=-1), -1, 2)
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
-        times = step_times(self.profile, loads, **self.request.links)
+        times = step_times(self.profile, loads, self.request.links, zero_stage=self.request.zero_stage)
         return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, self.request.mode))
 
     def _split(self, all_steps: PartitionProblem) -> list[PartitionProblem]:

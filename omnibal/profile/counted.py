@@ -57,8 +57,7 @@ def analytic_profile(
         _layer_cost(record, work, previous, unit, trainable=record.kind not in frozen)
         for record, work, previous in zip(records, works, before, strict=True)
     ]
-    name = device.name if tensor_parallel == 1 else f"{tensor_parallel} x {device.name}"
-    return ModelProfile(tuple(layers), device=name, dtype=dtype)
+    return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=tensor_parallel)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
 from omnibal.records import Record, read_record
 
-VERSION = 4
+VERSION = 5
 _COST_MODELS = (
     "forward_seconds",
     "backward_seconds",
@@ -102,16 +102,18 @@ class ModelProfile:
         layers: One cost per pipeline layer, in order.
         device: What the costs hold for, such as ``"A100-80GB"``.
         dtype: Of the forward pass, such as ``"bfloat16"``.
+        tensor_parallel: How many such devices share each layer.
         versions: Versions of the software behind measured costs; empty for analytic ones.
 
     Raises:
-        ConfigError: There is no layer, two have one name, or the whole model costs no time.
+        ConfigError: There is no layer, two have one name, the whole model costs no time, or no device has a layer.
     """
 
     layers: tuple[LayerCost, ...]
     _: KW_ONLY
     device: str
     dtype: str
+    tensor_parallel: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,6 +126,13 @@ class ModelProfile:
             raise ConfigError(f"layers of a profile must have different names, got {twice!r} twice")
         if all(layer.forward_seconds + layer.backward_seconds == CostModel() for layer in self.layers):
             raise ConfigError("a model must cost some time, got a profile of zeros")
+        if self.tensor_parallel < 1:
+            raise ConfigError(f"tensor_parallel must be positive, got {self.tensor_parallel}")
+
+    @property
+    def devices(self) -> str:
+        """What has a layer, for people: ``"A100-80GB"``, or ``"2 x A100-80GB"`` where two share it."""
+        return self.device if self.tensor_parallel == 1 else f"{self.tensor_parallel} x {self.device}"
 
     @property
     def content_hash(self) -> str:
@@ -141,10 +150,11 @@ class ModelProfile:
         records: Sequence[LayerRecord] | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        tensor_parallel: int | None = None,
         versions: Mapping[str, str] | None = None,
         frozen: Collection[str] | None = None,
     ) -> None:
-        """Refuse to use the profile for another model, device, dtype, frozen layers or software than it holds for.
+        """Refuse to use the profile for another model, device, dtype, frozen layers or software than it is of.
 
         Only what is given is compared; of ``versions`` only what the profile states too.
 
@@ -154,6 +164,7 @@ class ModelProfile:
         pairs: dict[str, tuple[object, object]] = {
             "device": (self.device, device or self.device),
             "dtype": (self.dtype, dtype or self.dtype),
+            "tensor_parallel": (self.tensor_parallel, tensor_parallel or self.tensor_parallel),
         }
         for name, version in (versions or {}).items():
             pairs[f"version of {name}"] = (self.versions.get(name, version), version)
@@ -181,7 +192,10 @@ class ModelProfile:
         content = read_record(path, _ProfileFile, "profile", version=VERSION)
         try:
             layers = tuple(layer for group in content.layers for layer in group.costs())
-            profile = cls(layers, device=content.device, dtype=content.dtype, versions=content.versions)
+            profile = cls(
+                layers, device=content.device, dtype=content.dtype, tensor_parallel=content.tensor_parallel,
+                versions=content.versions,
+            )  # fmt: skip
             if profile.content_hash != content.hash:
                 raise ConfigError(f"profile must have the hash {content.hash} it was saved with, got changed content")
         except ConfigError as error:
@@ -194,6 +208,7 @@ class ModelProfile:
             "version": VERSION,
             "device": self.device,
             "dtype": self.dtype,
+            "tensor_parallel": self.tensor_parallel,
             "versions": dict(self.versions),
             "layers": [{"names": [layer.name for layer in group], **_layer_content(group[0])} for group in groups],
         }
@@ -231,6 +246,7 @@ class _ProfileFile(Record):
     version: int
     device: str
     dtype: str
+    tensor_parallel: int
     versions: dict[str, str]
     layers: tuple[_LayersRecord, ...]
     hash: str

@@ -10,6 +10,7 @@ from PIL import Image
 
 from omnibal import vlm
 from omnibal.cli.partition import Method
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord
@@ -86,7 +87,7 @@ def test_the_best_partition_comes_with_a_bound(omnibal, saved):
     options = ("--num-stages", 2, "--micro-batches", 4, "--bandwidth", 1, "--top", 3)
     record = json.loads(omnibal("partition", saved, *options, "--json").stdout)
     loads = [Load([9] * 4, [4096] * 4)]
-    found = search_partition(fixed_profile(SECONDS), loads, 2, bandwidth_bytes_per_second=1e9, top=3)
+    found = search_partition(fixed_profile(SECONDS), loads, 2, Links(1e9), top=3)
     assert record["chosen"] == list(found.best.partition.boundaries) == [0, 4, 6]
     assert record["lower_bound_seconds"] == found.lower_bound_seconds
     search = record["methods"]["search"]

@@ -1,8 +1,9 @@
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
+from omnibal.cluster import Links
 from omnibal.data.lengths import SampleLengths
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.simulate import simulate_step
@@ -100,8 +101,10 @@ def test_wrong_options(omnibal, arguments, options, message):
 def test_trials_are_of_what_was_profiled(omnibal, arguments, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"omnibal": {"model": {"frozen": ["head"]}}}))
+    replace(PROFILE, tensor_parallel=2).save(arguments[0])
     result = omnibal("plan", *arguments, "--budget", "3", "--trials", 1, "--config", config, exit_code=2)
     assert "dtype 'bfloat16' where the run has 'float32'" in result.stderr
+    assert "tensor_parallel 2 where the run has 1" in result.stderr
     assert "frozen kinds [] where the run has ['head']" in result.stderr
 
 
@@ -113,10 +116,12 @@ def test_lengths_and_devices_must_be_named(omnibal, profile, token_lengths):
 
 
 def test_devices_that_share_layers_count_as_one(omnibal, arguments, tmp_path):
-    replace(PROFILE, device="2 x A100-80GB").save(tmp_path / "shared.json")
+    replace(PROFILE, device="A100-80GB", tensor_parallel=2).save(tmp_path / "shared.json")
     options = ["--num-devices", 16, "--num-stages", 4, "--method", "isf", "--json"]
     given = [tmp_path / "shared.json", *arguments[1 : -len(OPTIONS)], *options]
-    request = json.loads(omnibal("plan", *given).stdout)["plan"]["made_from"]["request"]
+    made_from = json.loads(omnibal("plan", *given).stdout)["plan"]["made_from"]
+    request = made_from["request"]
+    assert made_from["device"] == "2 x A100-80GB"
     assert request["num_devices"] == 8
     assert request["budget_bytes"] == 80 * 2**30
     assert request["bandwidth_bytes_per_second"] == 300e9
@@ -126,12 +131,16 @@ def test_a_plan_says_which_step_it_predicts(omnibal, arguments, tmp_path):
     """Its prediction comes back from the public simulator on the same packs."""
     omnibal("plan", *arguments, "--budget", "3.0")
     plan = Plan.load(tmp_path / "out" / "plan.json")
-    request = PlanRequest(**plan.made_from["request"])
+    record = dict(plan.made_from["request"])
+    links = Links(**{field.name: record.pop(field.name) for field in fields(Links)})
+    request = PlanRequest(**record, links=links)
     lengths = SampleLengths.from_token_lengths([arguments[i + 1] for i, a in enumerate(arguments) if a == "--lengths"])
     again = make_plan(PROFILE, lengths, request)
     assert again.plan.predicted == plan.predicted
     steps = [
-        simulate_step(PROFILE, plan.partition, loads, recompute=plan.recompute, **request.links).step_seconds
+        simulate_step(
+            PROFILE, plan.partition, loads, links, zero_stage=request.zero_stage, recompute=plan.recompute
+        ).step_seconds
         for loads in again.choice.model.packing.steps
     ]
     assert sum(steps) / len(steps) == pytest.approx(plan.predicted.step_seconds, rel=1e-5)

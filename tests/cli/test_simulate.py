@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from omnibal.cli import step_task
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -40,7 +41,7 @@ def test_figures_are_those_of_the_simulated_step(omnibal, saved):
     loads = [Load([9] * 3, [4096] * 3)] * 2
     step = simulate_step(
         fixed_profile([1, 2, 3, 4, 5, 6], output=[1e9] * 6), Partition((0, 4, 6)), loads,
-        bandwidth_bytes_per_second=0.5e9, latency_seconds=1,
+        Links(0.5e9, latency_seconds=1),
     )  # fmt: skip
     assert record["step_seconds"] == pytest.approx(step.step_seconds)
     assert record["bubble_ratio"] == pytest.approx(step.bubble_ratio)
@@ -61,9 +62,7 @@ def test_a_schedule_is_that_of_the_plan_or_the_one_named(omnibal, saved, tmp_pat
     assert (split["schedule"], named["schedule"]) == ("zero-bubble", "1f1b")
     costs = fixed_profile([1, 2, 3, 4, 5, 6], output=[1e9] * 6)
     loads = [Load([9] * 3, [4096] * 3)]
-    expected = simulate_step(
-        costs, plan.partition, loads, schedule=plan.table, mode="overlap", bandwidth_bytes_per_second=5e9
-    )
+    expected = simulate_step(costs, plan.partition, loads, Links(5e9), schedule=plan.table, mode="overlap")
     assert split["step_seconds"] == pytest.approx(expected.step_seconds)
     assert split["step_seconds"] < named["step_seconds"]
 

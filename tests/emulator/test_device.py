@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator import device as emulated_device
@@ -36,7 +37,7 @@ def task(*tokens, budget=10**6, recompute="none", plan=None, **options):
     layers = [token_layer(number, pending_bytes=CostModel(fixed=60)) for number in range(4)]
     return EmulationTask(
         profile(layers), plan, (tuple(Load(0, entry) for entry in tokens),),
-        {"bandwidth_bytes_per_second": 50.0}, TrainingSetup(num_replicas=len(tokens)), (budget,) * 2, **options,
+        Links(50.0), TrainingSetup(num_replicas=len(tokens), zero_stage=0), (budget,) * 2, **options,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import EmulationTask, run_emulation
@@ -34,8 +35,7 @@ def task():
     plan = Plan(PackLimits(4, 10), 3, Partition((0, 2, 4)), ("none", "full", "none", "full"))
     return EmulationTask(
         profile(layers), plan, (LOADS, LOADS[::-1]),
-        {"bandwidth_bytes_per_second": 50.0, "shard_optimizer": True}, TrainingSetup(num_replicas=2), (10**6,) * 2,
-        time_scale=0.01,
+        Links(50.0), TrainingSetup(num_replicas=2), (10**6,) * 2, time_scale=0.01,
     )  # fmt: skip
 
 

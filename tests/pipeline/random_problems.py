@@ -4,6 +4,7 @@ from itertools import combinations
 
 import numpy as np
 
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import one_f_one_b
@@ -14,14 +15,14 @@ MODES = ("rendezvous", "overlap")
 
 
 def random_arguments(seed, *, max_blocks=7, max_stages=5):
-    """Arguments of search_partition: a model, packs of 1 to 4 replicas, 2 to 5 stages, a bandwidth, a mode."""
+    """Arguments of search_partition: a model, packs of 1 to 4 replicas, 2 to 5 stages, links, a mode."""
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, rng.integers(1, max_blocks), rng.integers(1, max_blocks))
     return {
         "profile": profile,
         "loads": random_loads(rng, replicas=rng.choice([1, 2, 4]), micro_batches=rng.choice([1, 2, 4, 8, 16])),
         "num_stages": int(rng.integers(2, min(max_stages, len(profile.layers)) + 1)),
-        "bandwidth_bytes_per_second": float(rng.choice([20, 100, 1000])),
+        "links": Links(float(rng.choice([20, 100, 1000]))),
         "mode": MODES[rng.integers(2)],
     }
 
@@ -71,8 +72,7 @@ def random_loads(rng, *, replicas, micro_batches):
 
 
 def problem_of(arguments):
-    options = {"bandwidth_bytes_per_second": arguments["bandwidth_bytes_per_second"]}
-    times = step_times(arguments["profile"], arguments["loads"], **options)
+    times = step_times(arguments["profile"], arguments["loads"], arguments["links"])
     schedule = one_f_one_b(arguments["num_stages"], times.forward.shape[1])
     return PartitionProblem(arguments["profile"], times, schedule, arguments["mode"])
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import METHODS, Partition, search_partition
@@ -10,7 +11,7 @@ from tests.pipeline.profiles import fixed_profile, layer, profile
 from tests.pipeline.random_problems import all_partitions, problem_of, random_arguments, random_loads, random_profile
 
 PACKS = [Load(np.ones(8), np.ones(8))]
-FREE = {"bandwidth_bytes_per_second": np.inf}
+FREE = {"links": Links(np.inf)}
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -40,8 +41,8 @@ def test_search_is_never_worse_than_any_other_method(seed):
 @pytest.mark.parametrize("mode", ["rendezvous", "overlap"])
 def test_candidates_have_the_seconds_of_a_simulated_step(mode):
     rng = np.random.default_rng(3)
-    arguments = {"bandwidth_bytes_per_second": 30.0, "latency_seconds": 0.5, "shard_optimizer": True, "mode": mode,
-                 "reduce_bandwidth_bytes_per_second": 10.0}  # fmt: skip
+    links = Links(30.0, reduce_bandwidth_bytes_per_second=10.0, latency_seconds=0.5)
+    arguments = {"links": links, "zero_stage": 1, "mode": mode}
     model, loads = random_profile(rng, 4, 5), random_loads(rng, replicas=2, micro_batches=4)
     levels = ["full", "none"] * (len(model.layers) // 2) + ["full"] * (len(model.layers) % 2)
     for candidate in search_partition(model, loads, 3, recompute=levels, **arguments).candidates:
@@ -76,7 +77,7 @@ def test_frozen_parameters_do_not_count_as_in_deepspeed():
 
 def test_a_cut_moves_to_where_little_is_sent():
     model = fixed_profile([1.0] * 6, output=[50, 50, 50, 1, 50, 0])
-    result = search_partition(model, PACKS, 2, bandwidth_bytes_per_second=10)
+    result = search_partition(model, PACKS, 2, Links(10))
     assert result.best.partition == Partition((0, 4, 6))
     assert search_partition(model, PACKS, 2, **FREE).best.partition == Partition((0, 3, 6))
 
@@ -107,9 +108,7 @@ def test_a_large_search_evaluates_few_partitions(monkeypatch):
     evaluate = PartitionProblem.evaluate
     monkeypatch.setattr(PartitionProblem, "evaluate", lambda self, p: counted.append(len(p)) or evaluate(self, p))
     model = random_profile(rng, 60, 64)
-    result = search_partition(
-        model, random_loads(rng, replicas=1, micro_batches=32), 16, bandwidth_bytes_per_second=100
-    )
+    result = search_partition(model, random_loads(rng, replicas=1, micro_batches=32), 16, Links(100))
     assert sum(counted) < 10_000
     assert result.gap < 0.1
 
@@ -122,7 +121,7 @@ def test_a_large_search_evaluates_few_partitions(monkeypatch):
         ({"method": "magic"}, "method must be one of uniform, parameters, paper, .* got 'magic'"),
         ({"mode": "magic"}, "mode must be one of rendezvous, overlap, got 'magic'"),
         ({"loads": Load([1], [1])}, "loads must be one Load per replica"),
-        ({"bandwidth_bytes_per_second": -1}, "bandwidth_bytes_per_second must be at least 1 byte"),
+        ({"zero_stage": 2}, "zero_stage must be 0 or 1 under a pipeline, got 2"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
@@ -11,7 +12,7 @@ from omnibal.pipeline.simulate import simulate, simulate_step
 from omnibal.pipeline.trace import chrome_trace
 from tests.pipeline.profiles import fixed_profile, layer, profile
 
-FREE = {"bandwidth_bytes_per_second": np.inf}
+FREE = {"links": Links(np.inf)}
 
 
 def packs(micro_batches=4, replicas=1):
@@ -36,7 +37,7 @@ def test_seconds_follow_each_micro_batchs_load():
     for mode in ("rendezvous", "overlap"):
         step = simulate_step(
             profile([vision, text]), Partition((0, 1, 2)), [Load(units, tokens)],
-            bandwidth_bytes_per_second=20, latency_seconds=0.25, mode=mode,
+            Links(20, latency_seconds=0.25), mode=mode,
         )  # fmt: skip
         forward = np.stack([units, tokens], axis=1)
         transfers = 0.25 + units[:, None] / 2
@@ -60,19 +61,18 @@ def test_the_slowest_replica_the_all_reduce_and_the_optimizer_end_the_step():
     cost = replace(cost, forward_seconds=CostModel(llm_tokens=1))
     model, cut = profile([cost, replace(cost, name="b", gradient_bytes=300, optimizer_seconds=4.0)]), Partition((0, 2))
     loads = [Load(0, [1, 1]), Load(0, [5, 6])]
-    step = simulate_step(model, cut, loads, bandwidth_bytes_per_second=50)
+    step = simulate_step(model, cut, loads, Links(50))
     assert step.pipeline_seconds == 2 * 11 + 2 * 4
     # a ring moves 2 (2 - 1) / 2 = 1 times the 400 bytes
     np.testing.assert_allclose(step.reduce_seconds, [8.0])
     assert step.step_seconds == pytest.approx(30 + 8 + 12)
-    sharded = simulate_step(model, cut, loads, bandwidth_bytes_per_second=50, shard_optimizer=True,
-                            reduce_bandwidth_bytes_per_second=100)  # fmt: skip
+    sharded = simulate_step(model, cut, loads, Links(50, reduce_bandwidth_bytes_per_second=100), zero_stage=1)
     assert sharded.step_seconds == pytest.approx(30 + 4 + 6)
 
 
 def test_a_later_stage_reduces_while_earlier_ones_still_run():
     model = profile([layer("a", gradient_bytes=0), layer("b", gradient_bytes=2)])
-    step = simulate_step(model, Partition((0, 1, 2)), packs(1, replicas=2), bandwidth_bytes_per_second=1)
+    step = simulate_step(model, Partition((0, 1, 2)), packs(1, replicas=2), Links(1))
     # stage 1 is done 2 s before stage 0 and then reduces for 2 s
     np.testing.assert_allclose(step.reduce_seconds, [0, 2])
     assert step.step_seconds == step.pipeline_seconds == 6
@@ -125,18 +125,14 @@ def test_any_schedule_can_be_simulated():
         ({"loads": []}, "loads must be one or more of one shape"),
         ({"loads": [Load([1], [1]), Load([1, 2], [1, 2])]}, "loads must be one or more of one shape"),
         ({"loads": [Load([], [])]}, r"got shape \(1, 0\)"),
-        ({"bandwidth_bytes_per_second": 0}, "bandwidth_bytes_per_second must be at least 1 byte per second, got 0"),
-        ({"bandwidth_bytes_per_second": 1e-291}, "must be at least 1 byte per second, got 1e-291"),
-        ({"reduce_bandwidth_bytes_per_second": 0}, "reduce_bandwidth_bytes_per_second must be at least 1 byte"),
-        ({"bandwidth_bytes_per_second": float("nan")}, "must be at least 1 byte per second, got nan"),
-        ({"latency_seconds": -1}, "latency_seconds must lie between 0 and 3600, got -1"),
+        ({"zero_stage": 2}, "zero_stage must be 0 or 1 under a pipeline, got 2"),
         ({"recompute": ["none"]}, "recompute must have a level for each of 3 layers, got 1"),
         ({"recompute": ["none", "half", "none"]}, "recompute must be one of none, full for block.1, got 'half'"),
         ({"schedule": one_f_one_b(2, 3)}, "schedule must be for 2 stages and 4 micro-batches, got 2 and 3"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
-    arguments = {"partition": Partition((0, 1, 3)), "loads": packs(), "bandwidth_bytes_per_second": 1.0, **change}
+    arguments = {"partition": Partition((0, 1, 3)), "loads": packs(), **FREE, **change}
     with pytest.raises(ConfigError, match=message):
         simulate_step(fixed_profile([1, 1, 1]), arguments.pop("partition"), arguments.pop("loads"), **arguments)
 

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.pipeline.boundaries import Partition
@@ -38,7 +39,7 @@ def random_step_model(seed, *, max_blocks=4, tightness=None):
         global_batch=8,
         budget_bytes=1,
         head_room=0.0,
-        bandwidth_bytes_per_second=float(rng.choice([1, 10])),
+        links=Links(float(rng.choice([1, 10]))),
         mode=("rendezvous", "overlap")[rng.integers(2)],
         zero_stage=int(rng.integers(2)),
     )

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from omnibal.cluster import Links
 from omnibal.data.limits import PackLimits
 from omnibal.data.padded import random_padded_steps
 from omnibal.data.sampler import BalancedBatchSampler
@@ -14,7 +15,7 @@ from omnibal.plan import Plan
 from omnibal.planner.ladder import plan_ladder
 from tests.pipeline.profiles import layer, profile
 
-LINKS = {"bandwidth_bytes_per_second": 1e6}
+LINKS = Links(1e6)
 LENGTHS = tiled_lengths(3000, seed=3)
 PLAN = Plan(PackLimits(9, 4096), 3, Partition((0, 3, 4)), ("none", "none", "full", "none"))
 
@@ -30,17 +31,17 @@ def costs():
 
 @pytest.fixture(scope="module")
 def rungs(costs):
-    return plan_ladder(costs, PLAN, LENGTHS, num_replicas=2, batch_size=4, steps=5, links=LINKS)
+    return plan_ladder(costs, PLAN, LENGTHS, num_replicas=2, batch_size=4, steps=5, links=LINKS, zero_stage=0)
 
 
 def test_another_schedule_is_a_rung_of_its_own(costs, rungs):
     plan = replace(PLAN, schedule="zero-bubble")
-    *others, last = plan_ladder(costs, plan, LENGTHS, num_replicas=2, batch_size=4, steps=5, links=LINKS)
+    *others, last = plan_ladder(costs, plan, LENGTHS, num_replicas=2, batch_size=4, steps=5, links=LINKS, zero_stage=0)
     assert [rung.step_seconds for rung in others] == [rung.step_seconds for rung in rungs]
     assert (last.name, last.steps, last.recompute) == ("+ schedule", rungs[-1].steps, rungs[-1].recompute)
     split = simulate_step(
-        costs, PLAN.partition, last.steps[0], recompute=PLAN.recompute, schedule=zero_bubble(2, 3), mode="overlap",
-        **LINKS,
+        costs, PLAN.partition, last.steps[0], LINKS, recompute=PLAN.recompute, schedule=zero_bubble(2, 3),
+        mode="overlap",
     )  # fmt: skip
     assert last.simulated[0].step_seconds == split.step_seconds < rungs[-1].simulated[0].step_seconds
 

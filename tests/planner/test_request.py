@@ -2,13 +2,14 @@ import json
 
 import pytest
 
+from omnibal.cluster import Links
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.planner import PlanRequest
 
 
 def request(**changes):
-    given = {"num_devices": 8, "global_batch": 64, "budget_bytes": 1000, "bandwidth_bytes_per_second": 1e9}
+    given = {"num_devices": 8, "global_batch": 64, "budget_bytes": 1000, "links": Links(1e9)}
     return PlanRequest(**given | changes)
 
 
@@ -27,6 +28,7 @@ def test_budgets_leave_the_head_room():
 def test_a_request_is_json():
     record = json.loads(json.dumps(request(limits=PackLimits(9, 4096)).to_record()))
     assert record["limits"]["llm_tokens"] == 4096 and record["global_batch"] == 64
+    assert (record["bandwidth_bytes_per_second"], record["latency_seconds"]) == (1e9, 0) and "links" not in record
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def everything(model):
             continue
         steps = [
             simulate_step(
-                model.profile, partition, loads, recompute=levels, schedule=model.schedule, mode=model.request.mode,
-                **model.request.links,
+                model.profile, partition, loads, model.request.links, zero_stage=model.request.zero_stage,
+                recompute=levels, schedule=model.schedule, mode=model.request.mode,
             )
             for loads in model.packing.steps
         ]  # fmt: skip

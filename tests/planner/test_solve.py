@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
@@ -57,7 +58,7 @@ def request(budget, **changes):
         "num_stages": 4,
         "global_batch": 128,
         "budget_bytes": budget,
-        "bandwidth_bytes_per_second": 1e11,
+        "links": Links(1e11),
         "head_room": 0.0,
         "method": "isf",
         "steps": 2,

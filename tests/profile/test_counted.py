@@ -120,7 +120,8 @@ def test_tensor_parallelism_divides_all_but_what_is_sent():
 
 def test_the_profile_fits_the_records_and_names_the_device():
     made = analytic_profile(RECORDS, DEVICES["A100-80GB"], tensor_parallel=2)
-    made.check_matches(records=RECORDS, device="2 x A100-80GB", dtype="bfloat16")
+    made.check_matches(records=RECORDS, device="A100-80GB", tensor_parallel=2, dtype="bfloat16")
+    assert made.devices == "2 x A100-80GB"
 
 
 def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():

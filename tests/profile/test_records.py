@@ -49,7 +49,7 @@ def change(path, edit):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(version=0), "must be of version 4, got 0; make it again"),
+        (lambda c: c.update(version=0), "must be of version 5, got 0; make it again"),
         (lambda c: c.update(device="other"), "must have the hash [0-9a-f]{16} it was saved with"),
         (
             lambda c: c["layers"][0]["forward_seconds"].update(fixed=-1.0),
@@ -64,6 +64,7 @@ def change(path, edit):
         (lambda c: c["layers"][0].pop("kind"), "must have the key 'kind'"),
         (lambda c: c["layers"][0]["saved_bytes"].pop("full"), "must have the level 'full', got none"),
         (lambda c: c.update(layers=[]), "must have a layer"),
+        (lambda c: c.update(tensor_parallel=0), "tensor_parallel must be positive, got 0"),
         (lambda c: c.update(layers=3), "profile.layers must be a valid array, got 3"),
         (lambda c: c["layers"][0].update(parameter_bytes=1.5), "parameter_bytes must be a valid integer, got 1.5"),
         (lambda c: c.update(divice="other"), "profile.divice must be a known key, got 'divice'; did you mean 'device'"),
@@ -90,11 +91,12 @@ def test_every_change_changes_the_hash(small):
     changed = [
         replace(small, device="b"),
         replace(small, dtype="b"),
+        replace(small, tensor_parallel=2),
         replace(small, versions={}),
         replace(small, layers=small.layers[1:]),
         replace(small, layers=(replace(small.layers[0], optimizer_bytes=1), *small.layers[1:])),
     ]
-    assert len({small.content_hash, *(other.content_hash for other in changed)}) == 6
+    assert len({small.content_hash, *(other.content_hash for other in changed)}) == 7
 
 
 def test_a_model_that_costs_nothing_is_refused_single_zeros_are_not():
@@ -139,6 +141,7 @@ def test_a_fitting_profile_is_accepted(small):
     [
         ({"device": "H100"}, "device 'test' where the run has 'H100'"),
         ({"dtype": "bfloat16"}, "dtype 'float32' where the run has 'bfloat16'"),
+        ({"tensor_parallel": 2}, "tensor_parallel 1 where the run has 2"),
         ({"versions": {"torch": "2.0"}}, "version of torch '1.0' where the run has '2.0'"),
         ({"device": "a", "dtype": "b"}, "device .*; dtype .*; make the profile again"),
         ({"records": RECORDS[1:]}, "5 layers where the model has 4"),

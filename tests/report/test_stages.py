@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.simulate import simulate_step
@@ -24,7 +25,7 @@ def model():
 
 def figures_of(model, partition, micro_batches=2, **options):
     loads = [Load([1] * micro_batches, [1] * micro_batches)]
-    step = simulate_step(model, Partition(partition), loads, bandwidth_bytes_per_second=8, **options)
+    step = simulate_step(model, Partition(partition), loads, Links(8), **options)
     return PartitionFigures.of(model, Partition(partition), step, [2**30] * (len(partition) - 1)), step
 
 
@@ -53,7 +54,7 @@ def test_figures_are_of_the_slowest_replica():
     costs = replace(layer("a"), forward_seconds=CostModel(llm_tokens=1))
     model = profile([costs, replace(costs, name="b")])
     cut = Partition((0, 1, 2))
-    step = simulate_step(model, cut, [Load(0, [1]), Load(0, [7]), Load(0, [3])], bandwidth_bytes_per_second=1)
+    step = simulate_step(model, cut, [Load(0, [1]), Load(0, [7]), Load(0, [3])], Links(1))
     assert slowest_replica(step) == 1
     assert [stage.forward_seconds for stage in PartitionFigures.of(model, cut, step, [0, 0]).stages] == [7, 7]
 

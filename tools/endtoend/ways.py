@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from samples import LIMITS, sample_lengths
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
@@ -25,7 +26,7 @@ BUDGET_BYTES = {1: 650 * 2**20, 2: 400 * 2**20}
 """Of a process, by the number of stages."""
 NO_LIMITS = PackLimits(64, 4096)
 """Above every padded micro-batch."""
-BANDWIDTH = 2e9
+LINKS = Links(2e9)
 """Two cores of one machine: a transfer is a copy."""
 Groups = list[list[list[int]]]
 """For each step a replica's micro-batches, each a list of samples."""
@@ -91,8 +92,7 @@ class Way:
         _, *timed = self.loads(1 + len(self.seconds))
         steps = (
             simulate_step(
-                profile, self.plan.partition, loads, recompute=self.plan.recompute, schedule=self.plan.table,
-                bandwidth_bytes_per_second=BANDWIDTH,
+                profile, self.plan.partition, loads, LINKS, recompute=self.plan.recompute, schedule=self.plan.table
             )
             for loads in timed
         )  # fmt: skip
@@ -126,7 +126,7 @@ def best_cut(profile: ModelProfile, way: Way) -> Partition:
     """The fastest on some of a way's packs that fits with nothing recomputed."""
     loads = [load for step in way.loads(4) for load in step]
     num_stages = way.plan.num_stages
-    found = search_partition(profile, loads, num_stages, bandwidth_bytes_per_second=BANDWIDTH, top=len(profile.layers))
+    found = search_partition(profile, loads, num_stages, LINKS, top=len(profile.layers))
     ways = (Way("", replace(unrecomputed(way.plan), partition=one.partition)) for one in found.candidates)
     budget = BUDGET_BYTES[num_stages]
     return next(one.plan.partition for one in ways if max(one.stage_bytes(profile)) <= budget)
@@ -142,7 +142,7 @@ def joint_plan(profile: ModelProfile, way: Way) -> Plan:
         global_batch=round(sum(samples) / 64),
         budget_bytes=BUDGET_BYTES[num_stages],
         head_room=0.0,
-        bandwidth_bytes_per_second=BANDWIDTH,
+        links=LINKS,
         zero_stage=0,
         schedule="auto",
     )

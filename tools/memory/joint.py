@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from omnibal.cluster import Links
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
@@ -72,9 +73,7 @@ def rows(models: Sequence[str], stages_list: Sequence[int], limit_sets: Sequence
         profile = profile_of(MODELS[model], selective=levels == "all three")
         request = PlanRequest(
             num_devices=stages * REPLICAS, num_stages=stages, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
-            overhead_bytes=OVERHEAD, accumulate_float32=False, bandwidth_bytes_per_second=NETWORK,
-            reduce_bandwidth_bytes_per_second=NETWORK,
-            head_room=0.0, limits=limits,
+            overhead_bytes=OVERHEAD, accumulate_float32=False, links=Links(NETWORK), head_room=0.0, limits=limits,
         )  # fmt: skip
         started = time.perf_counter()
         result: PlanResult | InfeasibleError

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from omnibal.cluster import Links
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Level
@@ -81,9 +82,7 @@ def request_of(row: Published, budget: int = MEMORY) -> PlanRequest:
     return PlanRequest(
         num_devices=len(row.blocks) * row.num_replicas, num_stages=len(row.blocks),
         global_batch=round(MICRO_BATCHES * row.num_replicas * SAMPLES_PER_PACK), budget_bytes=budget, head_room=0.0,
-        overhead_bytes=OVERHEAD, accumulate_float32=False, bandwidth_bytes_per_second=NETWORK,
-        reduce_bandwidth_bytes_per_second=NETWORK,
-        limits=LIMITS,
+        overhead_bytes=OVERHEAD, accumulate_float32=False, links=Links(NETWORK), limits=LIMITS,
     )  # fmt: skip
 
 

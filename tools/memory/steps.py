@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
 from bench import Case, make_engine, measure_link, measure_model, time_steps
 from markdown import table
 from models import MODELS
-from reality import LIMITS, MINUTES, heading, make_parser, sampled, start
+from reality import LIMITS, MINUTES, heading, links_of, make_parser, sampled, start
 
 from omnibal.cost import CostModel, Load
 from omnibal.engine.peak import StagePeaks
@@ -43,7 +43,7 @@ def main() -> None:
     profile, share = measure_model(config, LIMITS)
     link = measure_link()
     load = packs.load
-    cut = search_partition(profile, [load], 2, method="paper", **_links(link)).best.partition
+    cut = search_partition(profile, [load], 2, links_of(link), method="paper").best.partition
     model = _step_model(profile, load, link, 1)
     ends = [model.footprint.stages(cut, (level,) * len(profile.layers)) for level in ("none", "full")]
     most, least = (max(stage.total for stage in stages) for stages in ends)
@@ -62,17 +62,13 @@ def main() -> None:
         print(f"\n{heading(share, link)}\n\n{_report(model, cases, peaks, seconds)}\n")
 
 
-def _links(link: CostModel) -> dict[str, float]:
-    return {"bandwidth_bytes_per_second": 1 / link.llm_tokens, "latency_seconds": link.fixed}
-
-
 def _step_model(profile: ModelProfile, load: Load, link: CostModel, budget_bytes: int) -> StepModel:
     sizes = (load.vision_units, load.llm_tokens, load.llm_tokens_squared)
     largest = Load(*(float(size.max()) for size in sizes))
     packing = Packing(LIMITS, len(load), float(len(load)), ((load,),), largest, 1.0)
     request = PlanRequest(
         num_devices=2, num_stages=2, global_batch=len(load), budget_bytes=budget_bytes, head_room=0.0, zero_stage=0,
-        **_links(link),
+        links=links_of(link),
     )  # fmt: skip
     return StepModel(profile, packing, 2, request)
 

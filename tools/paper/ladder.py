@@ -9,6 +9,7 @@ from setting import Batches, Setting  # makes the other tools' modules known
 
 from four_steps import four_steps  # isort: skip
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
@@ -43,7 +44,16 @@ def ladder(setting: Setting, *, ours: bool = True) -> list[Rung]:
 
 def rung(setting: Setting, name: str, batches: Batches, partition: Partition, recompute: tuple[Level, ...]) -> Rung:
     """One way to train in a setting."""
-    return Rung(name, setting.profile, batches.steps, batches.samples_per_step, partition, recompute, setting.links)
+    return Rung(
+        name,
+        setting.profile,
+        batches.steps,
+        batches.samples_per_step,
+        partition,
+        recompute,
+        setting.links,
+        zero_stage=1,
+    )
 
 
 def best(setting: Setting, schedule: ScheduleName | Literal["auto"] = "1f1b", limits: PackLimits | None = None) -> Rung:
@@ -57,9 +67,8 @@ def best(setting: Setting, schedule: ScheduleName | Literal["auto"] = "1f1b", li
 def paper_cut(setting: Setting, batches: Batches) -> Partition:
     """By the paper's method for some micro-batches, with the simulator in the place of its trials."""
     found = search_partition(
-        setting.profile, batches.steps[0], setting.num_stages, method="paper",
-        bandwidth_bytes_per_second=setting.network,
-    )  # fmt: skip
+        setting.profile, batches.steps[0], setting.num_stages, Links(setting.network), method="paper"
+    )
     return found.best.partition
 
 
@@ -94,15 +103,13 @@ def above_limit(setting: Setting, of: Rung) -> dict[str, float]:
     days, load = limits_days(setting, of)[0], of.load
     alike = (Load.stack([load.mean()] * load.shape[-1]),) * load.shape[1]
 
-    def simulated(**links: float) -> float:
-        step = simulate_step(
-            of.profile, of.partition, alike, recompute=of.recompute, schedule=of.table, **(dict(of.links) | links)
-        )
+    def simulated(links: Links) -> float:
+        step = simulate_step(of.profile, of.partition, alike, links, recompute=of.recompute, schedule=of.table)
         return gpu_days(setting, of, step.pipeline_seconds)
 
     reached = {
-        "stages unlike (whole layers)": simulated(bandwidth_bytes_per_second=np.inf),
-        "transfers": simulated(),
+        "stages unlike (whole layers)": simulated(Links(np.inf)),
+        "transfers": simulated(of.links),
         "micro-batches unlike": gpu_days(setting, of, fmean(step.pipeline_seconds for step in of.simulated)),
         "all-reduce, optimizer": gpu_days(setting, of),
     }

@@ -137,7 +137,7 @@ def _rung(setting: Setting, steps: Steps, share: float) -> Rung:
     cut = Partition((0, *(vision + boundary for boundary in rest)))
     everything: Level = "full"
     samples = float(setting.row.num_replicas * setting.micro_batches * setting.batch)
-    return Rung("", profile, steps, samples, cut, (everything,) * len(layers), setting.links)
+    return Rung("", profile, steps, samples, cut, (everything,) * len(layers), setting.links, zero_stage=1)
 
 
 def _steps(setting: Setting, *, spread: bool) -> Steps:

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
-from omnibal.cluster import Device
+from omnibal.cluster import Device, Links
 from omnibal.cost import Load
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
@@ -87,13 +86,9 @@ class Setting:
         return self.row.tensor_parallel * self.num_stages * self.row.num_replicas
 
     @property
-    def links(self) -> dict[str, Any]:
-        """As the simulator takes them; replicas and stages talk over the network."""
-        return {
-            "bandwidth_bytes_per_second": self.network,
-            "reduce_bandwidth_bytes_per_second": self.network,
-            "shard_optimizer": True,
-        }
+    def links(self) -> Links:
+        """Replicas and stages talk over the network."""
+        return Links(self.network)
 
     @cached_property
     def profile(self) -> ModelProfile:
@@ -114,8 +109,7 @@ class Setting:
             overhead_bytes=OVERHEAD,
             accumulate_float32=False,  # as the paper trained
             head_room=0.0,  # the paper's method fills a device by trial
-            bandwidth_bytes_per_second=self.network,
-            reduce_bandwidth_bytes_per_second=self.network,
+            links=self.links,
         )
 
     @cached_property

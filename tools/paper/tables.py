@@ -105,7 +105,7 @@ def table_4() -> str:
 
 
 def _problem(setting: Setting) -> PartitionProblem:
-    times = step_times(setting.profile, setting.packed.steps[0], **setting.links)
+    times = step_times(setting.profile, setting.packed.steps[0], setting.links, zero_stage=1)
     schedule = one_f_one_b(setting.num_stages, setting.micro_batches)
     return PartitionProblem(setting.profile, times, schedule, "rendezvous")
 
@@ -115,9 +115,7 @@ def _anchor(setting: Setting) -> tuple[int, ...]:
 
 
 def _searched(setting: Setting) -> tuple[int, ...]:
-    found = search_partition(
-        setting.profile, setting.packed.steps[0], setting.num_stages, method="search", **setting.links
-    )
+    found = search_partition(setting.profile, setting.packed.steps[0], setting.num_stages, setting.links, zero_stage=1)
     return found.best.partition.boundaries
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from bench import Case, Packs, Timings, measure_link, measure_model, time_steps
 from markdown import table
 from models import MODELS
-from reality import LIMITS, MINUTES, heading, make_parser, predict, sampled, start
+from reality import LIMITS, MINUTES, heading, links_of, make_parser, predict, sampled, start
 from transformers import InternVLConfig
 
 from omnibal.cost import CostModel
@@ -50,10 +50,7 @@ def best_of_trials(config: InternVLConfig, profile: ModelProfile, packs: Packs, 
 
 def search(profile: ModelProfile, packs: Packs, link: CostModel, method: str, *, top: int = 1) -> PartitionSearch:
     """By one method."""
-    return search_partition(
-        profile, [packs.load], dist.get_world_size(), method=method, top=top,
-        bandwidth_bytes_per_second=1 / link.llm_tokens, latency_seconds=link.fixed,
-    )  # fmt: skip
+    return search_partition(profile, [packs.load], dist.get_world_size(), links_of(link), method=method, top=top)
 
 
 def find_cuts(profile: ModelProfile, packs: Packs, link: CostModel) -> dict:

@@ -21,6 +21,7 @@ from paper_models import (
     counted_profile,
 )
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.synthetic import tiled_lengths
@@ -55,18 +56,18 @@ def steps_of(row: Published) -> list[list[Load]]:
     return [[load[packs] for packs in epoch.steps[number]] for number in numbers]
 
 
-LINKS = {"bandwidth_bytes_per_second": NETWORK, "reduce_bandwidth_bytes_per_second": NETWORK}
+LINKS = Links(NETWORK)
 
 
 def step_seconds(row: Published, profile: ModelProfile, boundaries: Sequence[int]) -> float:
     """Of the row's steps on average."""
     cut = Partition(boundaries)
-    return fmean(simulate_step(profile, cut, loads, **LINKS).step_seconds for loads in steps_of(row))
+    return fmean(simulate_step(profile, cut, loads, LINKS).step_seconds for loads in steps_of(row))
 
 
 def find(row: Published, profile: ModelProfile, method: str) -> tuple[int, ...]:
     """Boundaries by a method, on the first step."""
-    found = search_partition(profile, steps_of(row)[0], len(row.blocks), method=method, **LINKS)
+    found = search_partition(profile, steps_of(row)[0], len(row.blocks), LINKS, method=method)
     return found.best.partition.boundaries
 
 

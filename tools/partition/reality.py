@@ -19,6 +19,7 @@ from models import MODELS, sample_lengths
 from quiet import MOST_FOREIGN
 from scipy.stats import spearmanr
 
+from omnibal.cluster import Links
 from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
@@ -115,10 +116,12 @@ SLICES: dict[str, tuple[Callable[[], Packs], tuple[str, ...]]] = {
 
 def predict(profile: ModelProfile, case: Case, link: CostModel) -> float:
     """Seconds of a step, by the simulator."""
-    return simulate_step(
-        profile, case.partition, [case.packs.load],
-        bandwidth_bytes_per_second=1 / link.llm_tokens, latency_seconds=link.fixed,
-    ).step_seconds  # fmt: skip
+    return simulate_step(profile, case.partition, [case.packs.load], links_of(link)).step_seconds
+
+
+def links_of(link: CostModel) -> Links:
+    """A transfer's seconds, a byte of it a token, as bandwidth and latency."""
+    return Links(1 / link.llm_tokens, latency_seconds=link.fixed)
 
 
 def heading(share: float, link: CostModel) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from markdown import table
 from paper_models import TABLE_9, counted_profile
 
+from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
@@ -20,7 +21,7 @@ MICRO_BATCHES, STAGES = 64, 16
 MODES: tuple[Mode, ...] = ("rendezvous", "overlap")
 ROW = next(row for row in TABLE_9 if row.language == "Llama3-70B")
 LIMITS = PackLimits(9, 4096)
-BANDWIDTH = 25e9
+LINKS = Links(25e9)
 SIMULATIONS, SEARCHES = 200, 5
 
 
@@ -58,7 +59,7 @@ def searches() -> str:
         for mode in MODES:
 
             def once() -> object:
-                return search_partition(profile, loads, STAGES, bandwidth_bytes_per_second=BANDWIDTH, mode=mode)  # noqa: B023
+                return search_partition(profile, loads, STAGES, LINKS, mode=mode)  # noqa: B023
 
             rows.append((f"{len(profile.layers)}", f"{num_replicas}", mode, *milliseconds(once, SEARCHES)))
     return table(("layers", "replicas", "mode", "median ms", "slowest ms"), rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
@@ -57,9 +58,8 @@ def task_of(num_stages: int, micro_batches: int, schedule: ScheduleName, costs: 
         schedule=schedule,
     )  # fmt: skip
     steps = tuple((Load(0, tokens),) for tokens in (equal, equal, *varied))
-    links = {"bandwidth_bytes_per_second": 1.0}
     return EmulationTask(
-        profile(num_stages, costs), plan, steps, links, TrainingSetup(), (2**40,) * num_stages, time_scale=1.0
+        profile(num_stages, costs), plan, steps, Links(1.0), TrainingSetup(), (2**40,) * num_stages, time_scale=1.0
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from omnibal.cluster import Links
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES
@@ -39,8 +40,8 @@ def plan(profile: ModelProfile, budget: int, schedule: Any) -> dict[str, float] 
     """Seconds of a step, layers that recompute, GiB of weight gradients that wait; None where nothing fits."""
     request = PlanRequest(
         num_devices=STAGES * REPLICAS, num_stages=STAGES, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
-        overhead_bytes=OVERHEAD, accumulate_float32=False, head_room=0.0, bandwidth_bytes_per_second=NETWORK,
-        reduce_bandwidth_bytes_per_second=NETWORK, limits=LIMITS, schedule=schedule,
+        overhead_bytes=OVERHEAD, accumulate_float32=False, head_room=0.0, links=Links(NETWORK), limits=LIMITS,
+        schedule=schedule,
     )  # fmt: skip
     try:
         found = make_plan(profile, LENGTHS, request).plan

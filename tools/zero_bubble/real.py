@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from small import LIMITS, LOAD, model, pack
 
+from omnibal.cluster import Links
 from omnibal.engine.distributed import free_port, meet
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
@@ -28,7 +29,7 @@ from quiet import Instant, foreign_share
 STAGES, ROUNDS = 2, 5
 CASES: tuple[tuple[int, Level], ...] = ((8, "none"), (8, "full"))
 """Micro-batches, and what every layer recomputes."""
-BANDWIDTH = 2e9
+LINKS = Links(2e9)
 
 
 class Packs:
@@ -51,7 +52,7 @@ def plans(profile: ModelProfile, micro_batches: int, level: Level) -> dict[str, 
     """The same cut under each schedule."""
     levels = (level,) * len(profile.layers)
     loads = [type(LOAD).stack([LOAD] * micro_batches)]
-    found = search_partition(profile, loads, STAGES, bandwidth_bytes_per_second=BANDWIDTH, recompute=levels)
+    found = search_partition(profile, loads, STAGES, LINKS, recompute=levels)
     return {
         schedule: Plan(LIMITS, micro_batches, found.best.partition, levels, schedule=schedule) for schedule in SCHEDULES
     }
@@ -131,8 +132,7 @@ def _row(profile: ModelProfile, case: dict[str, Plan], by_rank: list[dict[str, A
     loads = [type(LOAD).stack([LOAD] * split.micro_batches)]
     predicted = {
         schedule: simulate_step(
-            profile, plan.partition, loads, bandwidth_bytes_per_second=BANDWIDTH, recompute=plan.recompute,
-            schedule=plan.table,
+            profile, plan.partition, loads, LINKS, recompute=plan.recompute, schedule=plan.table
         ).step_seconds
         for schedule, plan in case.items()
     }  # fmt: skip
