@@ -38,15 +38,9 @@ def plan_part(
     budgets = stage_budgets(budget, profile, plan.num_stages)
     setup = TrainingSetup(num_replicas=num_replicas, zero_stage=zero_stage, overhead_bytes=overhead_bytes)
     rungs = plan_ladder(
-        profile,
-        plan,
-        samples,
-        num_replicas=num_replicas,
-        batch_size=batch_size,
-        steps=steps,
-        links=links,
+        profile, plan, samples, num_replicas=num_replicas, batch_size=batch_size, steps=steps, links=links,
         zero_stage=zero_stage,
-    )
+    )  # fmt: skip
     footprint = Footprint(profile, largest_load(samples, plan.limits), plan.table, setup)
     everything: Level = "full"
     return PlanPart(

@@ -61,16 +61,11 @@ class Rung:
         """Every step."""
         return tuple(
             simulate_step(
-                self.profile,
-                self.partition,
-                loads,
-                self.links,
-                zero_stage=self.zero_stage,
-                recompute=self.recompute,
+                self.profile, self.partition, loads, self.links, zero_stage=self.zero_stage, recompute=self.recompute,
                 schedule=self.table,
             )
             for loads in self.steps
-        )
+        )  # fmt: skip
 
     @property
     def step_seconds(self) -> float:

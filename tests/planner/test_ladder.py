@@ -67,7 +67,7 @@ def test_loads_are_those_of_the_sampler_and_of_padded_batches(rungs):
 
 def test_figures_are_those_of_the_simulator(costs, rungs):
     for rung in rungs:
-        steps = [simulate_step(costs, rung.partition, step, recompute=rung.recompute, **LINKS) for step in rung.steps]
+        steps = [simulate_step(costs, rung.partition, step, LINKS, recompute=rung.recompute) for step in rung.steps]
         seconds = np.mean([step.step_seconds for step in steps])
         assert rung.step_seconds == pytest.approx(seconds)
         assert rung.samples_per_second == pytest.approx(rung.samples_per_step / seconds)

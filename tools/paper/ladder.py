@@ -45,15 +45,9 @@ def ladder(setting: Setting, *, ours: bool = True) -> list[Rung]:
 def rung(setting: Setting, name: str, batches: Batches, partition: Partition, recompute: tuple[Level, ...]) -> Rung:
     """One way to train in a setting."""
     return Rung(
-        name,
-        setting.profile,
-        batches.steps,
-        batches.samples_per_step,
-        partition,
-        recompute,
-        setting.links,
+        name, setting.profile, batches.steps, batches.samples_per_step, partition, recompute, setting.links,
         zero_stage=1,
-    )
+    )  # fmt: skip
 
 
 def best(setting: Setting, schedule: ScheduleName | Literal["auto"] = "1f1b", limits: PackLimits | None = None) -> Rung:
