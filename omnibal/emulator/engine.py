@@ -37,7 +37,7 @@ from omnibal.engine.step import Step
 from omnibal.engine.table import RunEntry
 from omnibal.errors import OmnibalError
 from omnibal.pipeline.schedule import Operation
-from omnibal.vlm.layers import Payload
+from omnibal.vlm.payload import Layout, Payload
 from omnibal.vlm.weight_gradients import WeightGradients
 
 ELEMENT_BYTES: Final = 2
@@ -104,12 +104,11 @@ class EmulatedLayer(nn.Module):
 
     def forward(self, payload: Payload) -> Payload:
         """The output's bytes and time."""
-        hidden, number, *rest = payload
-        micro_batch = int(number)
-        output = _Inputs.apply(hidden, self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
+        micro_batch = int(payload.input_ids)
+        output = _Inputs.apply(payload.hidden, self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
         if self.weight.requires_grad:
             output = output + _Weights.apply(self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
-        return output, number, *rest  # type: ignore[return-value]
+        return payload.replace(hidden=output)
 
 
 class EmulatedModel:
@@ -119,6 +118,10 @@ class EmulatedModel:
         self._device, self._layers = device, task.profile.layers
         self._first = task.plan.partition.boundaries[device.stage]
         self.records = [_Untied()] * len(self._layers)
+
+    def layout(self, boundary: int) -> Layout:
+        """The same at all cuts."""
+        return Layout()
 
     def layer_class(self, index: int) -> type[nn.Module]:
         """The same for all."""
@@ -144,8 +147,9 @@ class EmulatedModule(VlmPipelineModule):
     def count(self, batch: Mapping[str, Tensor]) -> None:
         """Nothing: there are no tokens."""
 
-    def _loss(self, outputs: Payload, targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        return outputs[0].float().sum()
+    def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        hidden: Tensor = self.vlm.layout(self._local_stop).build(outputs).hidden
+        return hidden.float().sum()
 
 
 class EmulatedLoader:

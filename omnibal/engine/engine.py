@@ -23,6 +23,7 @@ from omnibal.errors import DataError
 from omnibal.plan import Plan
 from omnibal.vlm.counts import counts_of, note_counts
 from omnibal.vlm.loss import target_rows
+from omnibal.vlm.payload import Payload
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
@@ -210,8 +211,7 @@ class OmnibalEngine(CheckpointedEngine):
         )
 
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
-        pixels = batch["pixel_values"].to(self._compute_dtype)
-        inputs = (pixels, batch["input_ids"], batch["position_ids"], batch["cu_seq_lens"])
+        inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self._compute_dtype))
         note_counts(inputs, self.module.count(batch))
         return inputs, (batch["labels"], target_rows(batch["labels"]), torch.tensor(weight, dtype=torch.float32))
 

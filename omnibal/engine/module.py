@@ -15,8 +15,9 @@ from omnibal.engine.placeholder import Attach, trains_its_own
 from omnibal.plan import Plan
 from omnibal.vlm.attention import sample_lengths
 from omnibal.vlm.counts import PackCounts, note_counts
-from omnibal.vlm.layers import Payload, VisionLanguageModel
+from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.loss import token_losses
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import load_layer
 
@@ -82,14 +83,15 @@ class VlmPipelineModule(PipelineModule):
         # Weights that do not fit are found on one stage only; the others are told, or they would wait for it.
         together(super()._build, where=f"rank {self.global_rank}, stage {self.stage_id}")
 
-    def forward(self, payload: Payload) -> Payload:
-        """Run this stage's layers on one micro-batch."""
-        note_counts(payload, self.counts)
-        payload = self._run_layers(payload)
-        if self.placeholder is None:
-            return payload
-        hidden, *integers = payload
-        return (Attach.apply(hidden, self.placeholder), *integers)  # type: ignore[no-untyped-call, return-value]
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run this stage's layers on one micro-batch, from what a cut before them sends to what one behind sends."""
+        note_counts(tensors, self.counts)
+        payload = self._run_layers(self.vlm.layout(self._local_start).build(tensors))
+        if self.placeholder is not None:
+            hidden = Attach.apply(payload.hidden, self.placeholder)  # type: ignore[no-untyped-call]
+            payload = payload.replace(hidden=hidden)
+        sent: tuple[Tensor, ...] = self.vlm.layout(self._local_stop).flatten(payload)
+        return sent
 
     def _run_layers(self, payload: Payload) -> Payload:
         exceeds = self._exceeds_plan(payload)
@@ -102,31 +104,31 @@ class VlmPipelineModule(PipelineModule):
 
         It then recomputes everything: slower than planned, where keeping more than planned might not fit.
         """
-        hidden, input_ids, _, _ = payload
+        hidden = payload.hidden
         tiles = 0 if hidden.dim() == 2 else hidden.shape[0]  # 1 within the language model, where tokens decide
         limits = self.plan.limits
-        return bool(input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1))
+        return bool(payload.input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1))
 
     def count(self, batch: Mapping[str, Tensor]) -> PackCounts | None:
         """What layers need to know of a pack on the host, while it still is there."""
         image_tokens = int((batch["input_ids"] == self.vlm.config.image_token_id).sum())
         return PackCounts(image_tokens, sample_lengths(batch["cu_seq_lens"]))
 
-    def _loss(self, outputs: Payload, targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Weighted sum of token losses in training; EVALUATION_STATISTICS in evaluation.
 
         Args:
-            outputs: The head's payload, logits (1, tokens, vocabulary) first.
+            outputs: What ``forward`` returns on the last stage; its hidden states are logits (1, tokens, vocabulary).
             targets: Labels (1, tokens), their ``target_rows``, and the weight of one token's loss: with the weight
                 ``micro_batches × num_replicas / target tokens of the step`` the engine's plain average over
                 micro-batches and ranks is the average over the tokens of the step.
         """
-        logits, _, _, cu_seq_lens = outputs
+        payload = self.vlm.layout(self._local_stop).build(outputs)
         labels, rows, weight = targets
-        losses = token_losses(logits, labels, rows)
+        losses = token_losses(payload.hidden, labels, rows)
         if self.training:
             return losses.sum() * weight
-        return _evaluation_statistics(logits, labels, losses, cu_seq_lens)
+        return _evaluation_statistics(payload.hidden, labels, losses, payload.cu_seq_lens)
 
 
 def _evaluation_statistics(logits: Tensor, labels: Tensor, losses: Tensor, cu_seq_lens: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ class PackCounts(NamedTuple):
     sample_lengths: tuple[int, ...]
 
 
-def note_counts(payload: Sequence[Tensor], counts: PackCounts | None) -> None:
-    """Keep a pack's counts with its payload: on its last tensor, the samples' bounds, which all layers hand on."""
+def note_counts(tensors: Sequence[Tensor], counts: PackCounts | None) -> None:
+    """Keep a pack's counts with its tensors: on the last one, the samples' bounds, which all layers hand on."""
     if counts is not None:
-        payload[-1]._omnibal_counts = counts  # type: ignore[attr-defined]
+        tensors[-1]._omnibal_counts = counts  # type: ignore[attr-defined]
 
 
-def counts_of(payload: Sequence[Tensor]) -> PackCounts | None:
+def counts_of(tensors: Sequence[Tensor]) -> PackCounts | None:
     """The counts that are noted of a pack; None if there are none."""
-    counts: PackCounts | None = getattr(payload[-1], "_omnibal_counts", None)
+    counts: PackCounts | None = getattr(tensors[-1], "_omnibal_counts", None)
     return counts

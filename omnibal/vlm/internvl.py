@@ -10,7 +10,8 @@ from omnibal.data.sources.folder import said
 from omnibal.errors import ConfigError
 from omnibal.families.internvl import layer_records
 from omnibal.vlm.attention import PACKED_ATTENTION
-from omnibal.vlm.layers import LayerRecipe, Payload, VisionLanguageModel
+from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import text_recipes
 
 DISK_PREFIXES = {
@@ -32,8 +33,7 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, payload: Payload) -> Payload:
         """From pixels (tiles, channels, height, width) to (tiles, tokens_per_tile, width)."""
-        pixels, *rest = payload
-        return self.embeddings(pixels).contiguous(), rest[0], rest[1], rest[2]
+        return payload.replace(hidden=self.embeddings(payload.hidden).contiguous())
 
 
 class VisionBlock(nn.Module):
@@ -45,8 +45,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, payload: Payload) -> Payload:
         """From (tiles, tokens_per_tile, width) to the same."""
-        hidden, *rest = payload
-        return self.block(hidden).contiguous(), rest[0], rest[1], rest[2]
+        return payload.replace(hidden=self.block(payload.hidden).contiguous())
 
 
 class Projector(nn.Module):
@@ -60,10 +59,9 @@ class Projector(nn.Module):
 
     def forward(self, payload: Payload) -> Payload:
         """From (tiles, tokens_per_tile, vision width) to (image tokens of all tiles, language model's width)."""
-        hidden, *rest = payload
-        patches = self.norm(hidden)[:, 1:]
+        patches = self.norm(payload.hidden)[:, 1:]
         features = self.projector(pixel_shuffle(patches, self.shuffle)).flatten(0, 1)
-        return features.contiguous(), rest[0], rest[1], rest[2]
+        return payload.replace(hidden=features.contiguous())
 
 
 def pixel_shuffle(patches: Tensor, factor: int) -> Tensor:

@@ -10,9 +10,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from omnibal.memory.footprint import LEVELS, Level
-from omnibal.vlm.layers import Payload
 from omnibal.vlm.loss import token_losses
 from omnibal.vlm.passes import Timing, kept_bytes, time_passes, time_split_backward
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import DeferringLinear, WeightGradients, defer_linears
 
@@ -58,7 +58,7 @@ class LayerTrial:
         """Measure passes at every level, and what they keep; the loss keeps nothing on the layer's account."""
         forward, backward = self.time_passes()
         backward_split, weights, pending_bytes = self._split()
-        free = [*self.layer.parameters(), *self.layer.buffers(), *self.payload[1:]]
+        free = [*self.layer.parameters(), *self.layer.buffers(), *self.payload.integers.values()]
         return LayerOnPack(
             forward=forward,
             backward=backward,
@@ -72,18 +72,18 @@ class LayerTrial:
 
     def time_passes(self, level: Level = "none") -> tuple[Timing, Timing]:
         """Seconds of a forward and a backward pass."""
-        return time_passes(partial(self._objective, level), self.payload[0].device)
+        return time_passes(partial(self._objective, level), self.payload.hidden.device)
 
     def _split(self) -> tuple[Timing, Timing, int]:
         """Seconds of both parts of a split backward pass, and what the first one leaves for the second one."""
         with _deferring(self.layer) as queue:
-            passes = partial(self._objective, "none"), partial(queue.run, queue.micro_batch), self.payload[0].device
+            passes = partial(self._objective, "none"), partial(queue.run, queue.micro_batch), self.payload.hidden.device
             backward, weights = time_split_backward(*passes)
             return backward, weights, queue.peak_bytes
 
     def _output(self, level: Level) -> Tensor:
-        hidden = self.payload[0].detach().requires_grad_(not self.from_pixels)
-        return run_layer(self.layer, (hidden, *self.payload[1:]), level)[0]
+        hidden = self.payload.hidden.detach().requires_grad_(not self.from_pixels)
+        return run_layer(self.layer, self.payload.replace(hidden=hidden), level).hidden
 
     def _objective(self, level: Level) -> Tensor:
         output = self._output(level)

@@ -4,22 +4,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnibal.families.base import LayerRecord
-
-Payload: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""What every layer takes and returns: ``(hidden, input_ids, position_ids, cu_seq_lens)``.
-
-``hidden`` is the only float: pixels (tiles, 3, height, width) at first, (tiles, patches, width) within the ViT,
-(image_tokens, width) out of the projector, (1, tokens, width) within the language model, (1, tokens, vocab) at last.
-The rest are integers that no layer changes: int64 (1, tokens), int64 (1, tokens), int32 (samples + 1,).
-"""
+from omnibal.vlm.payload import Layout
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,11 @@ class VisionLanguageModel:
         self.pixel_shape = pixel_shape
         self._recipes = recipes
         self._disk_prefixes = disk_prefixes
+
+    def layout(self, boundary: int) -> Layout:
+        """What a cut before layer ``boundary`` sends; at 0 what the model is given, at the end what it gives."""
+        assert 0 <= boundary <= len(self.records)
+        return Layout()
 
     def layer_class(self, index: int) -> type[nn.Module]:
         """The class of layer ``index``."""

@@ -17,8 +17,9 @@ from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import LEVELS
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.vlm.layer_trial import LayerOnPack, LayerTrial
-from omnibal.vlm.layers import Payload, VisionLanguageModel
+from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, time_optimizer
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.trial_packs import TrialPack, trial_packs
 
 MAX_SPREAD = 0.1
@@ -141,7 +142,7 @@ class _Bench:
         return LayerTrial(layer, payload, from_pixels=index == 0, labels=self._labels(payload) if is_last else None)
 
     def _labels(self, payload: Payload) -> Tensor:
-        labels = payload[1].clone()
+        labels = payload.input_ids.clone()
         labels[:, : round((1 - self.target_share) * labels.shape[1])] = IGNORED
         return labels
 

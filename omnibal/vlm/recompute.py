@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 from omnibal.memory.footprint import Level
-from omnibal.vlm.layers import Payload
+from omnibal.vlm.payload import Layout, Payload
 
 _EXPENSIVE = {
     f"aten::{name}"
@@ -50,12 +50,13 @@ def run_layer(layer: nn.Module, payload: Payload, level: Level) -> Payload:
     options: dict[str, Any] = {}
     if level == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    # Tensor by tensor: what checkpoint is given in a tuple, it keeps out of autograd's sight.
-    return checkpoint(_run, layer, *payload, use_reentrant=False, **options)  # type: ignore[no-any-return]
+    # Tensor by tensor: what checkpoint is given in a record, it keeps out of autograd's sight.
+    layout = Layout.of(payload)
+    return checkpoint(_run, layer, layout, *layout.flatten(payload), use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
-def _run(layer: nn.Module, *payload: Any) -> Payload:
-    return layer(payload)  # type: ignore[no-any-return]
+def _run(layer: nn.Module, layout: Layout, *tensors: Tensor) -> Payload:
+    return layer(layout.build(tensors))  # type: ignore[no-any-return]
 
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

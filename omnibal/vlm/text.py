@@ -9,7 +9,8 @@ from torch.nn import functional
 from omnibal.errors import DataError
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.counts import counts_of
-from omnibal.vlm.layers import LayerRecipe, Payload
+from omnibal.vlm.layers import LayerRecipe
+from omnibal.vlm.payload import Payload
 
 
 class TextEmbedding(nn.Module):
@@ -27,10 +28,10 @@ class TextEmbedding(nn.Module):
         Raises:
             DataError: If there are not as many image tokens as features, or a sample is too long.
         """
-        features, input_ids, position_ids, cu_seq_lens = payload
-        embedded: Tensor = self.embed_tokens(input_ids)
-        image = input_ids == self.image_token_id
-        counts = counts_of(payload)
+        features = payload.hidden
+        embedded: Tensor = self.embed_tokens(payload.input_ids)
+        image = payload.input_ids == self.image_token_id
+        counts = counts_of([payload.cu_seq_lens])
         image_tokens = None if counts is None else counts.image_tokens
         image_tokens = int(image.sum()) if image_tokens is None else image_tokens
         if image_tokens != len(features):
@@ -38,13 +39,13 @@ class TextEmbedding(nn.Module):
                 f"image tokens must be as many as image features, got {image_tokens} image tokens in input_ids "
                 f"and {len(features)} features"
             )
-        if self.longest is not None and max(sample_lengths(cu_seq_lens)) > self.longest:
+        if self.longest is not None and max(sample_lengths(payload.cu_seq_lens)) > self.longest:
             raise DataError(
                 f"samples must have at most max_position_embeddings ({self.longest}) tokens under dynamic rotary "
-                f"embeddings, got {max(sample_lengths(cu_seq_lens))}"
+                f"embeddings, got {max(sample_lengths(payload.cu_seq_lens))}"
             )
         merged = embedded.masked_scatter(image[..., None], features.to(embedded.dtype))
-        return merged.contiguous(), input_ids, position_ids, cu_seq_lens
+        return payload.replace(hidden=merged.contiguous())
 
 
 class TiedEmbedding(TextEmbedding):
@@ -57,11 +58,9 @@ class TiedEmbedding(TextEmbedding):
 
     def forward(self, payload: Payload) -> Payload:
         """Embed 2-D image features; turn 3-D hidden states into logits (1, tokens, vocab)."""
-        hidden, *rest = payload
-        if hidden.dim() == 2:
+        if payload.hidden.dim() == 2:
             return super().forward(payload)
-        logits = functional.linear(hidden, self.embed_tokens.weight)
-        return logits, rest[0], rest[1], rest[2]
+        return payload.replace(hidden=functional.linear(payload.hidden, self.embed_tokens.weight))
 
 
 class DecoderBlock(nn.Module):
@@ -74,14 +73,13 @@ class DecoderBlock(nn.Module):
 
     def forward(self, payload: Payload) -> Payload:
         """From hidden states (1, tokens, width) to the same."""
-        hidden, input_ids, position_ids, cu_seq_lens = payload
         hidden = self.block(
-            hidden,
-            position_ids=position_ids,
-            position_embeddings=self.rotary(hidden, position_ids),
-            **attention_kwargs(cu_seq_lens),
+            payload.hidden,
+            position_ids=payload.position_ids,
+            position_embeddings=self.rotary(payload.hidden, payload.position_ids),
+            **attention_kwargs(payload.cu_seq_lens),
         )
-        return hidden.contiguous(), input_ids, position_ids, cu_seq_lens
+        return payload.replace(hidden=hidden.contiguous())
 
 
 class FinalNorm(nn.Module):
@@ -93,8 +91,7 @@ class FinalNorm(nn.Module):
 
     def forward(self, payload: Payload) -> Payload:
         """From hidden states (1, tokens, width) to the same."""
-        hidden, *rest = payload
-        return self.norm(hidden).contiguous(), rest[0], rest[1], rest[2]
+        return payload.replace(hidden=self.norm(payload.hidden).contiguous())
 
 
 class Head(nn.Module):
@@ -109,8 +106,7 @@ class Head(nn.Module):
 
     def forward(self, payload: Payload) -> Payload:
         """From hidden states (1, tokens, width) to logits (1, tokens, vocab)."""
-        hidden, *rest = payload
-        return self.lm_head(hidden).contiguous(), rest[0], rest[1], rest[2]
+        return payload.replace(hidden=self.lm_head(payload.hidden).contiguous())
 
 
 class ExactRotary(nn.Module):

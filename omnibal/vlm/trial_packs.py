@@ -8,7 +8,8 @@ import torch
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.vlm.layers import Payload, VisionLanguageModel
+from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.payload import Payload
 
 _SHARES = (0.25, 0.5, 1.0)
 _MANY = 4
@@ -46,14 +47,13 @@ class TrialPack:
         ids[ids == image] = 0 if image else 1
         ids[: self.tiles * image_tokens_per_tile(model)] = image
         lengths = torch.tensor(self.lengths)
-        payload = (
-            torch.randn(self.tiles, *model.pixel_shape, generator=generator).to(dtype),
-            ids[None],
-            torch.cat([torch.arange(length) for length in self.lengths])[None],
-            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        )
-        pixels, input_ids, position_ids, cu_seq_lens = (tensor.to(device) for tensor in payload)
-        return pixels, input_ids, position_ids, cu_seq_lens
+        pack = {
+            "pixel_values": torch.randn(self.tiles, *model.pixel_shape, generator=generator).to(dtype),
+            "input_ids": ids[None],
+            "position_ids": torch.cat([torch.arange(length) for length in self.lengths])[None],
+            "cu_seq_lens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        }
+        return Payload.of_pack({name: tensor.to(device) for name, tensor in pack.items()}, dtype)
 
 
 def image_tokens_per_tile(model: VisionLanguageModel) -> int:

@@ -323,7 +323,7 @@ def levels_used(config):
     run_layer = module_file.run_layer
 
     def recorded(layer, payload, level):
-        used.setdefault(payload[1].shape[1], set()).add(level)
+        used.setdefault(payload.input_ids.shape[1], set()).add(level)
         return run_layer(layer, payload, level)
 
     module_file.run_layer = recorded

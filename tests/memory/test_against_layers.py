@@ -13,6 +13,7 @@ from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import kept_bytes
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
 from tests.vlm.models import build_layers, make_pack, make_sample, tiny_config
 
@@ -34,7 +35,7 @@ def load_of(pack):
 def run_stage(layers, levels, payload):
     for layer, level in zip(layers, levels, strict=True):
         payload = run_layer(layer, payload, level)
-    return payload[0]
+    return payload.hidden
 
 
 @pytest.mark.parametrize("mix", [*LEVELS, "mixed"])
@@ -46,11 +47,11 @@ def test_kept_bytes_of_a_stage_are_predicted_within_a_per_cent(stage, mix):
     footprint = Footprint(profile, load_of(pack), one_f_one_b(1, 1), TrainingSetup())
     levels = list(islice(cycle(LEVELS if mix == "mixed" else [mix]), b - a))
     layers = build_layers(model)
-    payload = (pack["pixel_values"], pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"])
+    payload = Payload.of_pack(pack)
     for layer in layers[:a]:
         payload = layer(payload)
-    hidden = payload[0].detach().requires_grad_(a > 0)
+    payload = payload.replace(hidden=payload.hidden.detach().requires_grad_(a > 0))
     free = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
-    found = kept_bytes(partial(run_stage, layers[a:b], levels, (hidden, *payload[1:])), free=[*free, *payload[1:]])
+    found = kept_bytes(partial(run_stage, layers[a:b], levels, payload), free=[*free, *payload.integers.values()])
     predicted = footprint.kept_bytes(1)[range(a, b), [LEVELS.index(level) for level in levels]].sum()
     assert predicted == pytest.approx(found, rel=0.01)

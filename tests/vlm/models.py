@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
 from omnibal.data.collate import pack_samples
-from omnibal.vlm import VisionLanguageModel
+from omnibal.vlm import Payload, VisionLanguageModel
 from omnibal.vlm.loss import token_losses
 
 IMAGE_TOKEN, PAD_TOKEN, VOCAB = 3, 0, 61
@@ -81,10 +81,10 @@ def build_layers(model: VisionLanguageModel, *, seed: int = 0, **options: Any) -
 
 def run_layers(layers: list[nn.Module], pack: dict[str, Tensor]) -> Tensor:
     """Logits (1, tokens, vocab) of a pack."""
-    payload = (pack["pixel_values"], pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"])
+    payload = Payload.of_pack(pack)
     for layer in layers:
         payload = layer(payload)
-    return payload[0]
+    return payload.hidden
 
 
 def pack_loss(layers: list[nn.Module], pack: dict[str, Tensor]) -> Tensor:

@@ -81,13 +81,14 @@ def test_kept_bytes_are_what_the_allocator_says(level):
     layer = model.build_layer(index, seed=0, dtype=torch.bfloat16, device="cuda")
     payload = TrialPack(0, (700, 324)).payload(model, dtype=torch.bfloat16, device="cuda")
     hidden = torch.randn(1, 1024, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    run = partial(run_layer, layer, (hidden, *payload[1:]), level)
-    output = run()[0]  # kernels and their workspaces are loaded
+    run = partial(run_layer, layer, payload.replace(hidden=hidden), level)
+    output = run().hidden  # kernels and their workspaces are loaded
     del output
-    predicted = kept_bytes(lambda: run()[0], free=[*layer.parameters(), *layer.buffers(), hidden, *payload[1:]])
+    free = [*layer.parameters(), *layer.buffers(), hidden, *payload.integers.values()]
+    predicted = kept_bytes(lambda: run().hidden, free=free)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    output = run()[0]
+    output = run().hidden
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before - output.nbytes == pytest.approx(predicted, rel=0.05, abs=2**16)
 
@@ -107,7 +108,7 @@ def test_split_backward_passes_are_timed_on_the_device():
     layer = model.build_layer(index, seed=0, dtype=torch.bfloat16, device="cuda")
     payload = TrialPack(2, (40,)).payload(model, dtype=torch.bfloat16, device="cuda")
     hidden = torch.randn(2, 17, 24, device="cuda", dtype=torch.bfloat16)
-    measured = LayerTrial(layer, (hidden, *payload[1:]), from_pixels=False, labels=None).measure()
+    measured = LayerTrial(layer, payload.replace(hidden=hidden), from_pixels=False, labels=None).measure()
     assert measured.pending_bytes > 0
     assert measured.weights.seconds > 0
     assert measured.kept_bytes["full"] < measured.kept_bytes["none"]

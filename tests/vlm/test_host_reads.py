@@ -10,6 +10,7 @@ from omnibal.memory.footprint import LEVELS
 from omnibal.vlm import attention, load_model
 from omnibal.vlm.counts import PackCounts, note_counts
 from omnibal.vlm.loss import target_rows, token_losses
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 from tests.vlm.models import IMAGE_TOKEN, build_layers, make_pack, make_sample, tiny_config
@@ -25,18 +26,17 @@ def gpu_attention(monkeypatch):
 
 
 def on_meta(pack, *, noted=True):
-    names = ("pixel_values", "input_ids", "position_ids", "cu_seq_lens")
-    payload = tuple(pack[name].to("meta", torch.bfloat16 if name == "pixel_values" else None) for name in names)
+    payload = Payload.of_pack({name: tensor.to("meta") for name, tensor in pack.items()}, torch.bfloat16)
     if noted:
         image_tokens = int((pack["input_ids"] == IMAGE_TOKEN).sum())
-        note_counts(payload, PackCounts(image_tokens, tuple(pack["cu_seq_lens"].diff().tolist())))
+        note_counts([payload.cu_seq_lens], PackCounts(image_tokens, tuple(pack["cu_seq_lens"].diff().tolist())))
     return payload
 
 
 def run(layers, payload, level):
     for layer in layers:
         payload = run_layer(layer, payload, level)
-    return payload[0]
+    return payload.hidden
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from omnibal.errors import ConfigError, DataError
-from omnibal.vlm import load_model
+from omnibal.vlm import Payload, load_model
 from tests.vlm.models import (
     build_layers,
     disk_state,
@@ -165,7 +165,7 @@ def test_recompute_gives_the_same_bits(samples, dropout):
 @pytest.mark.parametrize("samples", PACKS.values(), ids=PACKS.keys())
 def test_between_layers_one_contiguous_float_then_the_same_integers(samples):
     model, pack = load_model(tiny_config(vision_options={"use_mean_pooling": False})), make_pack(samples)
-    payload = (pack["pixel_values"], pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"])
+    payload = Payload.of_pack(pack)
     tiles, tokens = len(pack["pixel_values"]), pack["input_ids"].shape[1]
     shapes = {
         "patch_embedding": (tiles, 17, 24),
@@ -178,20 +178,20 @@ def test_between_layers_one_contiguous_float_then_the_same_integers(samples):
     }
     for record, layer in zip(model.records, build_layers(model), strict=True):
         before, payload = payload, layer(payload)
-        assert payload[0].shape == shapes[record.kind] and payload[0].is_contiguous(), record.name
-        assert all(now is then for now, then in zip(payload[1:], before[1:], strict=True))
+        assert payload.hidden.shape == shapes[record.kind] and payload.hidden.is_contiguous(), record.name
+        assert payload.integers is before.integers and not payload.features
 
 
 def test_a_pack_without_images_sends_zero_gradients_through_every_boundary():
     model, pack = load_model(tiny_config()), make_pack([TEXT])
     layers = build_layers(model)
-    payload = (pack["pixel_values"], pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"])
+    payload = Payload.of_pack(pack)
     passed = []
     for layer in layers:  # as stages do: each float received is a leaf that requires a gradient
-        hidden = payload[0].detach().requires_grad_()
-        payload = layer((hidden, *payload[1:]))
-        passed.append((hidden, payload[0]))
-    gradient = torch.ones_like(payload[0])
+        hidden = payload.hidden.detach().requires_grad_()
+        payload = layer(payload.replace(hidden=hidden))
+        passed.append((hidden, payload.hidden))
+    gradient = torch.ones_like(payload.hidden)
     for hidden, output in reversed(passed):
         output.backward(gradient)
         gradient = hidden.grad

@@ -104,19 +104,19 @@ def test_the_gradient_of_a_convolution_does_not_wait(profile):
 def test_bytes_are_predicted_for_packs_that_were_not_measured(profile, pack):
     payload = pack.payload(MODEL, dtype=torch.float32)
     for index, (layer, cost) in enumerate(zip(build_layers(MODEL), profile.layers, strict=True)):
-        hidden = payload[0].detach().requires_grad_(index > 0)
-        run = partial(run_layer, layer, (hidden, *payload[1:]))
-        free = [*layer.parameters(), *layer.buffers(), *payload[1:]]
+        payload = payload.replace(hidden=payload.hidden.detach().requires_grad_(index > 0))
+        run = partial(run_layer, layer, payload)
+        free = [*layer.parameters(), *layer.buffers(), *payload.integers.values()]
         for level in LEVELS:
-            kept = kept_bytes(lambda run=run, level=level: run(level)[0], free=free)
+            kept = kept_bytes(lambda run=run, level=level: run(level).hidden, free=free)
             assert cost.saved_bytes[level](pack.load) == pytest.approx(kept, rel=0.01, abs=4), (cost.name, level)
         queue = WeightGradients()
         defer_linears(layer, queue)
-        output = run("none")[0]
+        output = run("none").hidden
         output.backward(torch.ones_like(output))
         assert cost.pending_bytes(pack.load) == pytest.approx(queue.peak_bytes, rel=0.01, abs=4), cost.name
-        payload = tuple(tensor.detach() for tensor in run("none"))
-        sent = sum(tensor.nbytes for tensor in payload[:3])
+        payload = run("none")
+        sent = sum(tensor.nbytes for tensor in (payload.hidden, payload.input_ids, payload.position_ids))
         assert cost.output_bytes(pack.load) == pytest.approx(sent, rel=1e-6)
 
 
@@ -144,9 +144,10 @@ def test_what_blocks_keep_is_what_counting_says(vision, text, dtype):
     beyond = {"vision_block": 0, "decoder_block": pack.tokens * (heads + 2) * head_dim * dtype.itemsize}
     for layer, cost in zip(build_layers(model, dtype=dtype), counted.layers, strict=True):
         if cost.kind in beyond:
-            run = partial(run_layer, layer, (payload[0].detach().requires_grad_(), *payload[1:]), "none")
-            free = [*layer.parameters(), *layer.buffers(), *payload[1:]]
-            kept = kept_bytes(lambda run=run: run()[0], free=free)
+            hidden = payload.hidden.detach().requires_grad_()
+            run = partial(run_layer, layer, payload.replace(hidden=hidden), "none")
+            free = [*layer.parameters(), *layer.buffers(), *payload.integers.values()]
+            kept = kept_bytes(lambda run=run: run().hidden, free=free)
             assert kept == pytest.approx(cost.saved_bytes["none"](pack.load) + beyond[cost.kind], rel=0.01), cost.name
         with torch.no_grad():
             payload = layer(payload)

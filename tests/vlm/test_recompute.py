@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnibal.memory.footprint import LEVELS
 from omnibal.vlm import load_model
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
 from tests.vlm.models import build_layers, disk_state, make_pack, make_sample, pack_loss, tiny_config
 
@@ -40,10 +41,6 @@ class Meter(TorchDispatchMode):
 def storages(values):
     tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-
-
-def payload_of(pack):
-    return pack["pixel_values"], pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"]
 
 
 def gradients_of(model, pack, level, *, seed=0, dtype=torch.float32):
@@ -82,13 +79,13 @@ def test_every_level_gives_the_same_bits_in_bfloat16():
 def kept_by_blocks(level):
     """Bytes that the forward pass of each kind of block leaves behind, beyond its output."""
     model = load_model(tiny_config())
-    layers, payload, kept = build_layers(model), payload_of(PACK), {}
+    layers, payload, kept = build_layers(model), Payload.of_pack(PACK), {}
     for record, layer in zip(model.records, layers, strict=True):
-        hidden = payload[0].detach().requires_grad_()
+        payload = payload.replace(hidden=payload.hidden.detach().requires_grad_())
         with Meter() as meter:
-            after = run_layer(layer, (hidden, *payload[1:]), level)
-        kept[record.kind] = meter.alive() - after[0].untyped_storage().nbytes()
-        payload = tuple(tensor.detach() for tensor in after)
+            after = run_layer(layer, payload, level)
+        kept[record.kind] = meter.alive() - after.hidden.untyped_storage().nbytes()
+        payload = after.replace(hidden=after.hidden.detach())
     return kept
 
 
@@ -114,7 +111,7 @@ def test_full_shows_autograd_the_layers_input_alone():
     hidden = torch.randn(2, 17, 24, requires_grad=True)
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
-        run_layer(layer, (hidden, *payload_of(PACK)[1:]), "full")
+        run_layer(layer, Payload.of_pack(PACK).replace(hidden=hidden), "full")
     assert sum(tensor.numel() for tensor in seen if tensor.is_floating_point()) == hidden.numel()
 
 
@@ -123,5 +120,5 @@ def test_no_level_keeps_anything_without_gradients():
     for level in LEVELS:
         hidden = torch.randn(2, 17, 24)
         with torch.no_grad(), Meter() as meter:
-            after = run_layer(layer, (hidden, *payload_of(PACK)[1:]), level)
-        assert meter.alive() == after[0].untyped_storage().nbytes()
+            after = run_layer(layer, Payload.of_pack(PACK).replace(hidden=hidden), level)
+        assert meter.alive() == after.hidden.untyped_storage().nbytes()

@@ -4,6 +4,7 @@ import torch
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.vlm import load_model
+from omnibal.vlm.payload import Layout
 from omnibal.vlm.trial_packs import TrialPack, trial_packs
 from tests.vlm.models import IMAGE_TOKEN, PIXEL_SHAPE, TOKENS_PER_TILE, tiny_config
 
@@ -39,13 +40,14 @@ def test_the_load_of_a_pack():
 
 @pytest.mark.parametrize("pack", trial_packs(MODEL, PackLimits(8, 120)))
 def test_a_payload_runs_through_the_model(pack):
-    pixels, ids, positions, bounds = payload = pack.payload(MODEL, dtype=torch.bfloat16)
+    payload = pack.payload(MODEL, dtype=torch.bfloat16)
+    pixels, ids, positions, bounds = Layout().flatten(payload)
     assert pixels.shape == (pack.tiles, *PIXEL_SHAPE)
     assert pixels.dtype == torch.bfloat16
     assert (ids == IMAGE_TOKEN).sum() == pack.tiles * TOKENS_PER_TILE
     assert bounds.tolist() == [sum(pack.lengths[:i]) for i in range(len(pack.lengths) + 1)]
     assert positions[0, bounds[:-1].long()].tolist() == [0] * len(pack.lengths)
-    assert [tensor.dtype for tensor in payload[1:]] == [torch.int64, torch.int64, torch.int32]
+    assert [tensor.dtype for tensor in (ids, positions, bounds)] == [torch.int64, torch.int64, torch.int32]
     for index in range(len(MODEL.records)):
         payload = MODEL.build_layer(index, seed=0, dtype=torch.bfloat16)(payload)
-    assert payload[0].shape[1] == pack.tokens
+    assert payload.hidden.shape[1] == pack.tokens

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnibal.memory.footprint import LEVELS
 from omnibal.vlm import load_model
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import DeferringLinear, WeightGradients, defer_linears
 from tests.vlm.models import build_layers, disk_state, pack_loss, tiny_config
@@ -123,8 +124,8 @@ def test_what_waits_is_what_is_kept(level):
     tokens = int(TEXT_PACK["input_ids"].shape[1])
     with Meter() as meter:
         hidden = torch.randn(1, tokens, 32)
-        payload = (hidden.requires_grad_(), *(TEXT_PACK[name] for name in ("input_ids", "position_ids", "cu_seq_lens")))
-        output = run_layer(block, payload, level)[0]
+        payload = Payload.of_pack(TEXT_PACK).replace(hidden=hidden.requires_grad_())
+        output = run_layer(block, payload, level).hidden
         output.backward(torch.ones_like(output))
         queries, keys = 32, 16
         # inputs: both norms' outputs, attention's output, the MLP's product; and the gradient of each output

@@ -22,7 +22,8 @@ from omnibal.vlm.trial_packs import TrialPack, image_tokens_per_tile
 
 if TYPE_CHECKING:
     from omnibal.families.base import LayerRecord
-    from omnibal.vlm.layers import Payload, VisionLanguageModel
+    from omnibal.vlm.layers import VisionLanguageModel
+    from omnibal.vlm.payload import Payload
 
 MIB = 2**20
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
@@ -130,7 +131,7 @@ class LayerBench:
             return 0
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        output = run_layer(trial.layer, (trial.payload[0].detach().requires_grad_(True), *trial.payload[1:]), level)[0]
+        output = run_layer(trial.layer, _as_received(trial.payload), level).hidden
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - before - output.nbytes
 
@@ -140,11 +141,11 @@ class LayerBench:
             run_layer(trial.layer, trial.payload, level)  # type: ignore[arg-type]
         found: dict[str, float] = {}
         for level in ("none", "selective", "full"):
-            hidden = trial.payload[0].detach().requires_grad_(True)
+            payload = _as_received(trial.payload)
             self._wait()
             start = perf_counter()
             for _ in range(HOST_CALLS):
-                output = run_layer(trial.layer, (hidden, *trial.payload[1:]), level)  # type: ignore[arg-type]
+                output = run_layer(trial.layer, payload, level)  # type: ignore[arg-type]
             found[f"host ms, {level}"] = 1e3 * (perf_counter() - start) / HOST_CALLS
             self._wait()
             del output
@@ -165,9 +166,13 @@ class LayerBench:
         is_last = index == len(model.records) - 1
         labels = None
         if is_last:  # a fifth of the tokens carry loss
-            labels = payload[1].clone()
+            labels = payload.input_ids.clone()
             labels[:, : 4 * labels.shape[1] // 5] = -100
         return LayerTrial(layer, payload, from_pixels=index == 0, labels=labels)
+
+
+def _as_received(payload: Payload) -> Payload:
+    return payload.replace(hidden=payload.hidden.detach().requires_grad_(True))
 
 
 def counted(cost: CostModel, load: Load) -> float:

@@ -20,6 +20,7 @@ from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import kept_bytes
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
 
 TEXTS = ("qwen2", "qwen3", "llama", "mistral")
@@ -67,14 +68,14 @@ def _on_pack(model: VisionLanguageModel, profile: ModelProfile, shapes: tuple, l
     pack = pack_samples(samples, pad_token_id=0, pixel_shape=model.pixel_shape)
     tokens = [tokens for _, tokens in shapes]
     load = Load(sum(tiles for tiles, _ in shapes), sum(tokens), sum(size**2 for size in tokens))
-    payload = (pack["pixel_values"].to(dtype), pack["input_ids"], pack["position_ids"], pack["cu_seq_lens"])
+    payload = Payload.of_pack(pack, dtype)
     errors = []
     for index, cost in enumerate(profile.layers):
         layer = model.build_layer(index, seed=0, dtype=dtype)
-        hidden = payload[0].detach().requires_grad_(index > 0)
-        free = [*layer.parameters(), *layer.buffers(), *payload[1:]]
-        run = partial(run_layer, layer, (hidden, *payload[1:]), level)
-        found = kept_bytes(lambda run=run: run()[0], free=free)
+        payload = payload.replace(hidden=payload.hidden.detach().requires_grad_(index > 0))
+        free = [*layer.parameters(), *layer.buffers(), *payload.integers.values()]
+        run = partial(run_layer, layer, payload, level)
+        found = kept_bytes(lambda run=run: run().hidden, free=free)
         predicted = float(cost.saved_bytes[level](load))
         if found or predicted >= 1:
             errors.append(predicted / found - 1 if found else np.inf)

@@ -8,6 +8,7 @@ from statistics import median
 import torch
 from small import model, pack
 
+from omnibal.vlm import Payload
 from omnibal.vlm.layer_trial import LayerTrial
 
 ROUNDS = 7
@@ -20,7 +21,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     vlm, given = model(), pack(0)
-    payload = tuple(given[name] for name in ("pixel_values", "input_ids", "position_ids", "cu_seq_lens"))
+    payload = Payload.of_pack(given)
     rows, seen = [], set[str]()
     for index, record in enumerate(vlm.records):
         layer = vlm.build_layer(index, seed=0)

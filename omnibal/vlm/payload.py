@@ -1,0 +1,95 @@
+"""What travels through the layers of a model, by name, and as the tuple of tensors that a pipeline engine sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """What every layer takes and returns. A layer changes what it names: ``payload.replace(hidden=...)``.
+
+    Attributes:
+        hidden: Pixels (tiles, channels, height, width) at first, (tiles, patches, width) within the ViT, (image_tokens,
+            width) out of the projector, (1, tokens, width) within the language model, (1, tokens, vocab) at last.
+        integers: What says how to read the floats, from the data; no layer changes it, and it has no gradient.
+        features: Further floats that later layers read, such as those of earlier ViT blocks. A stage that receives one
+            sends a gradient back for it.
+    """
+
+    hidden: Tensor
+    integers: Mapping[str, Tensor]
+    features: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_pack(cls, pack: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Payload:
+        """The input of the first layer.
+
+        Args:
+            pack: What ``pack_samples`` returns; its labels are left behind.
+            dtype: Of the pixels.
+        """
+        integers = {name: tensor for name, tensor in pack.items() if name not in ("pixel_values", "labels")}
+        return cls(pack["pixel_values"].to(dtype), integers)
+
+    def replace(self, **changes: Any) -> Payload:
+        """The same with other values of the attributes that are named."""
+        return replace(self, **changes)
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Int64 of shape (1, tokens)."""
+        return self.integers["input_ids"]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Int64 of shape (1, tokens); they restart with each sample."""
+        return self.integers["position_ids"]
+
+    @property
+    def cu_seq_lens(self) -> Tensor:
+        """Bounds of the samples, int32 of shape (samples + 1,)."""
+        return self.integers["cu_seq_lens"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors a payload has between two layers, in the order in which they are sent.
+
+    A pipeline engine sends tuples of tensors, and wants the same number and dtypes of them for every micro-batch at a
+    cut: the hidden states, other floats, then integers. Features that no later layer reads are not in the layout of a
+    cut, and so not sent: the stage behind it would owe gradients for them. The samples' bounds come last, where
+    ``omnibal.vlm.counts`` finds them.
+
+    Attributes:
+        features: Names of the features.
+        integers: Names of the integers, ``"cu_seq_lens"`` last.
+    """
+
+    features: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ("input_ids", "position_ids", "cu_seq_lens")
+
+    @classmethod
+    def of(cls, payload: Payload) -> Layout:
+        """Of all that a payload has."""
+        others = [name for name in payload.integers if name != "cu_seq_lens"]
+        return cls(tuple(payload.features), (*others, "cu_seq_lens"))
+
+    def flatten(self, payload: Payload) -> tuple[Tensor, ...]:
+        """A payload as a tuple of tensors: of those it has, the ones in the layout."""
+        features = (payload.features[name] for name in self.features)
+        return (payload.hidden, *features, *(payload.integers[name] for name in self.integers))
+
+    def build(self, tensors: Sequence[Tensor]) -> Payload:
+        """The payload whose tuple of tensors this is."""
+        hidden, *others = tensors
+        assert len(others) == len(self.features) + len(self.integers), "the layout says which tensors there are"
+        features, integers = others[: len(self.features)], others[len(self.features) :]
+        return Payload(
+            hidden, dict(zip(self.integers, integers, strict=True)), dict(zip(self.features, features, strict=True))
+        )
