@@ -215,7 +215,7 @@ class PlanReport:
         predicted = result.plan.predicted
         assert predicted is not None
         if explain:
-            console.print(stage_plan_table(result.plan, [layer.kind for layer in model.profile.layers]))
+            console.print(stage_plan_table(result.plan, [layer.module for layer in model.profile.layers]))
             console.print(memory_table(self._memory(), self._budgets))
             console.print(weighed_table(result.tried))
         gap = predicted.step_seconds / model.lower_bound_seconds - 1

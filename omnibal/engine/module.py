@@ -104,8 +104,8 @@ class VlmPipelineModule(PipelineModule):
 
         It then recomputes everything: slower than planned, where keeping more than planned might not fit.
         """
-        hidden = payload.hidden
-        tiles = 0 if hidden.dim() == 2 else hidden.shape[0]  # 1 within the language model, where tokens decide
+        in_language_model = self.vlm.records[self._local_start].module == "language"  # where tokens decide
+        tiles = 0 if in_language_model else len(payload.hidden)
         limits = self.plan.limits
         return bool(payload.input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1))
 

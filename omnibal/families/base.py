@@ -1,10 +1,15 @@
-"""What every model family says about its pipeline layers."""
+"""What a model family says of itself: its pipeline layers, what an image brings to it, its names and its text."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from omnibal.errors import ConfigError
+
+Config = Mapping[str, Any]
+"""A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor."""
+Module = Literal["vision", "projector", "language"]
+"""Part of a model that a layer belongs to."""
 
 
 @dataclass(frozen=True)
@@ -17,16 +22,63 @@ class LayerRecord:
         sizes: Widths and counts that decide the layer's cost, ``"parameters"`` among them, and ``"untrained"``
             where some of these get no gradient.
         tied_key: Layers with the same key share one weight; None for a layer on its own.
+        module: Where it belongs. Costs of the language model's layers depend on tokens, others' on vision units.
     """
 
     name: str
     kind: str
     sizes: Mapping[str, int] = field(hash=False)
     tied_key: str | None = None
+    _: KW_ONLY
+    module: Module
 
     def trainable_parameters(self, frozen: Collection[str]) -> int:
         """Parameters that get a gradient, if the kinds in ``frozen`` are not trained."""
         return 0 if self.kind in frozen else self.sizes["parameters"] - self.sizes.get("untrained", 0)
+
+
+class ImageLoad(NamedTuple):
+    """What one image brings.
+
+    Attributes:
+        vision_units: Tiles; patches in a native-resolution ViT.
+        llm_tokens: Tokens that stand for it in the LLM, brackets not counted.
+        vision_squared: Square of its patches in a native-resolution ViT, whose attention covers the image; else 0.
+    """
+
+    vision_units: int
+    llm_tokens: int
+    vision_squared: int = 0
+
+
+ImageRule = Callable[[int, int], ImageLoad]
+"""From width and height in pixels, both at least 1; a ValueError says why the model refuses such an image.
+
+Rules are partial functions rather than closures, so that datasets which hold them can be pickled.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The facts of models that are built alike.
+
+    Attributes:
+        model_types: Values of ``model_type`` in the configurations of such models.
+        image_rule: Makes the rule of a model from its configuration and its image processor's; with ``has_tile_limits``
+            from ``max_tiles`` and ``min_tiles`` of an image too, None for what the processor says.
+        has_tile_limits: Whether an image may be cut into more or fewer tiles.
+        layer_records: Lists a model's pipeline layers; None where only lengths are known, and models cannot be trained.
+        disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
+        image_tokens: Attributes of the tokenizer that name the token before an image, the one for a piece of it and the
+            one after it, with the usual names; empty where the tokenizer's chat template writes them.
+    """
+
+    model_types: tuple[str, ...]
+    image_rule: Callable[..., ImageRule]
+    has_tile_limits: bool = False
+    layer_records: Callable[[Config], tuple[LayerRecord, ...]] | None = None
+    disk_prefixes: Mapping[str, str] = field(default_factory=dict)
+    image_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> None:
@@ -101,3 +153,18 @@ def size_pair(config: Mapping[str, Any], key: str) -> tuple[int, int]:
         return height, width
     side = size(config, key)
     return side, side
+
+
+def square(preprocessor: Config, key: str) -> int:
+    """The side of the square ``{"height", "width"}`` at ``preprocessor[key]``.
+
+    >>> square({"size": {"height": 448, "width": 448}}, "size")
+    448
+
+    Raises:
+        ConfigError: If it is no square.
+    """
+    sides = section(preprocessor, key)
+    if size(sides, "height") != size(sides, "width"):
+        raise ConfigError(f"{key} of the preprocessor must be square, got {dict(sides)}")
+    return size(sides, "height")

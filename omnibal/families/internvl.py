@@ -1,11 +1,20 @@
-"""InternVL: a ViT over fixed tiles, pixel shuffle, a two-layer projector, a decoder-only language model."""
+"""InternVL: a ViT over fixed tiles, pixel shuffle, a two-layer projector, a decoder-only language model.
+
+Source of its dynamic tiling: Chen et al., "How Far Are We to GPT-4V?" (InternVL 1.5, 2024), section 3.3. Ties are
+broken exactly as in transformers' ``GotOcr2ImageProcessor`` (the image processor of InternVL checkpoints), whose
+floating-point comparisons are kept, since exact fractions would break some ties differently.
+"""
 
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord, section, size, size_pair
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, section, size, size_pair, square
 from omnibal.families.text import text_records
+
+MOST_TILES = 1024
+"""Of an image: every grid of as many tiles is weighed against its shape, and trained models have 6 to 40."""
 
 
 def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
@@ -51,8 +60,13 @@ def _vision_records(config: Mapping[str, Any], vision: Mapping[str, Any], text_h
     shuffled = hidden * shuffle**2
     block = _block_sizes(vision, hidden) | counts
     return [
-        LayerRecord("patch_embedding", "patch_embedding", _embedding_sizes(vision, hidden, counts) | counts),
-        *(LayerRecord(f"vision_block.{i}", "vision_block", block) for i in range(size(vision, "num_hidden_layers"))),
+        LayerRecord(
+            "patch_embedding", "patch_embedding", _embedding_sizes(vision, hidden, counts) | counts, module="vision"
+        ),
+        *(
+            LayerRecord(f"vision_block.{i}", "vision_block", block, module="vision")
+            for i in range(size(vision, "num_hidden_layers"))
+        ),
         LayerRecord(
             "projector",
             "projector",
@@ -65,6 +79,7 @@ def _vision_records(config: Mapping[str, Any], vision: Mapping[str, Any], text_h
                 + (shuffled + 1 + text_hidden + 1) * text_hidden
                 + (0 if vision.get("use_mean_pooling", True) else 2 * hidden),
             },
+            module="projector",
         ),
     ]
 
@@ -117,3 +132,106 @@ def _block_sizes(vision: Mapping[str, Any], hidden: int) -> dict[str, int]:
         "qk_norms": qk_norms,
         "parameters": 4 * hidden**2 + biases + qk_norms * hidden + 2 * norm + scales + mlp,
     }
+
+
+def tile_grid(width: int, height: int, *, max_tiles: int, tile_size: int, min_tiles: int = 1) -> tuple[int, int]:
+    """The grid of tiles whose aspect ratio is closest to the image's.
+
+    Args:
+        width: Pixels of the image, at least 1.
+        height: Pixels of the image, at least 1.
+        max_tiles: Most tiles a grid may have, the thumbnail not counted.
+        tile_size: Side of a square tile in pixels.
+        min_tiles: Fewest tiles a grid may have.
+
+    Returns:
+        ``(columns, rows)``. Among grids of the same aspect ratio a larger one wins as long as the image has more than
+        half the pixels of its canvas.
+
+    Raises:
+        ConfigError: If no grid lies between ``min_tiles`` and ``max_tiles``.
+
+    >>> tile_grid(400, 200, max_tiles=4, tile_size=56)
+    (2, 1)
+    >>> tile_grid(400, 400, max_tiles=4, tile_size=56)
+    (2, 2)
+    >>> tile_grid(40, 40, max_tiles=4, tile_size=56)
+    (1, 1)
+    """
+    aspect, pixels = width / height, width * height
+    best, best_gap = (1, 1), float("inf")
+    for columns, rows in _grids(min_tiles, max_tiles):
+        gap = abs(aspect - columns / rows)
+        if gap < best_gap or (gap == best_gap and pixels > 0.5 * tile_size * tile_size * columns * rows):
+            best, best_gap = (columns, rows), gap
+    return best
+
+
+def num_tiles(width: int, height: int, *, max_tiles: int, tile_size: int, min_tiles: int = 1) -> int:
+    """Tiles that an image brings to the ViT; an image cut into several brings a thumbnail of the whole as well.
+
+    Arguments and errors are those of `tile_grid`.
+
+    >>> [num_tiles(side, 200, max_tiles=4, tile_size=56) for side in (40, 60, 400, 200)]
+    [5, 4, 3, 5]
+    """
+    columns, rows = tile_grid(width, height, max_tiles=max_tiles, tile_size=tile_size, min_tiles=min_tiles)
+    return columns * rows + (columns * rows > 1)
+
+
+@lru_cache(maxsize=64)
+def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
+    """Every (columns, rows) with an admissible number of tiles, fewest tiles first, then fewest columns."""
+    if not 1 <= min_tiles <= max_tiles:
+        raise ConfigError(
+            f"min_tiles and max_tiles must hold 1 <= min_tiles <= max_tiles, got {min_tiles}, {max_tiles}"
+        )
+    sides = range(1, max_tiles + 1)
+    grids = [(c, r) for c in sides for r in range(-(-min_tiles // c), max_tiles // c + 1)]
+    return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
+
+
+def image_rule(
+    config: Config, preprocessor: Config, *, max_tiles: int | None = None, min_tiles: int | None = None
+) -> ImageRule:
+    """Tiles of an image, each with as many tokens.
+
+    Raises:
+        ConfigError: If tiles are not what the ViT takes, or may be too many.
+    """
+    vision = section(config, "vision_config")
+    tile, patch = size_pair(vision, "image_size"), size_pair(vision, "patch_size")
+    cut = square(preprocessor, "size")
+    if tile != (cut, cut):
+        raise ConfigError(f"size of the preprocessor must be the vision_config's image_size {tile}, got {(cut, cut)}")
+    ratio = config.get("downsample_ratio", 0.5)
+    tokens = int(tile[0] // patch[0] * ratio) * int(tile[1] // patch[1] * ratio)
+    most = max_tiles or size(preprocessor, "max_patches", default=12)
+    if most > MOST_TILES:
+        raise ConfigError(f"max_tiles must be at most {MOST_TILES}, got {most}")
+    fewest = min(min_tiles or size(preprocessor, "min_patches", default=1), most)
+    return partial(_image_load, {"max_tiles": most, "min_tiles": fewest, "tile_size": cut}, tokens)
+
+
+def _image_load(limits: Mapping[str, int], tokens: int, width: int, height: int) -> ImageLoad:
+    tiles = num_tiles(width, height, **limits)
+    return ImageLoad(tiles, tiles * tokens)
+
+
+FAMILY = Family(
+    model_types=("internvl",),
+    image_rule=image_rule,
+    has_tile_limits=True,
+    layer_records=layer_records,
+    disk_prefixes={
+        "model.vision_tower.": "vision_tower.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+    },
+    image_tokens={
+        "start_image_token": "<img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "end_image_token": "</img>",
+    },
+)

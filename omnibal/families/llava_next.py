@@ -5,8 +5,11 @@ transformers (``select_best_resolution``, ``LlavaNextProcessor._get_number_of_fe
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from omnibal.errors import ConfigError
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, square
+from omnibal.families.llava import class_token, patch_size
 
 Resolution = tuple[int, int]
 """(height, width) in pixels, in the order of ``image_grid_pinpoints``."""
@@ -67,3 +70,20 @@ def num_image_tokens(
     else:
         columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
     return side * side + rows * columns + rows
+
+
+def image_rule(config: Config, preprocessor: Config) -> ImageRule:
+    """Tiles and tokens by the preprocessor's canvases."""
+    resolutions = [(height, width) for height, width in preprocessor.get("image_grid_pinpoints", ())]
+    return partial(_image_load, resolutions, square(preprocessor, "crop_size"), patch_size(config), class_token(config))
+
+
+def _image_load(
+    resolutions: Sequence[Resolution], tile: int, patch: int, extra: int, width: int, height: int
+) -> ImageLoad:
+    tiles = num_tiles(width, height, resolutions=resolutions, tile_size=tile)
+    tokens = num_image_tokens(width, height, resolutions=resolutions, tile_size=tile, patch_size=patch)
+    return ImageLoad(tiles, tokens + extra)
+
+
+FAMILY = Family(model_types=("llava_next",), image_rule=image_rule)

@@ -4,7 +4,11 @@ Source: Wang et al., "Qwen2-VL" (2024), section 2.1, as implemented by transform
 is kept. Qwen2.5-VL and Qwen3-VL follow the same rule with other sizes.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from math import ceil, floor, sqrt
+
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, section, size
 
 MAX_ASPECT = 200
 """The widest image, as a ratio of its sides, that the models accept."""
@@ -44,3 +48,20 @@ def patch_grid(
         grow = sqrt(min_pixels / (height * width))
         columns, rows = ceil(width * grow / block), ceil(height * grow / block)
     return columns * merge_size, rows * merge_size
+
+
+def image_rule(config: Config, preprocessor: Config) -> ImageRule:
+    """Patches and tokens by the preprocessor's least and most pixels; the model's configuration adds nothing."""
+    pixels = section(preprocessor, "size")
+    sizes = {key: size(preprocessor, key) for key in ("patch_size", "merge_size")}
+    limits = {"min_pixels": size(pixels, "shortest_edge"), "max_pixels": size(pixels, "longest_edge")}
+    return partial(_image_load, sizes | limits)
+
+
+def _image_load(sizes: Mapping[str, int], width: int, height: int) -> ImageLoad:
+    columns, rows = patch_grid(width, height, **sizes)
+    patches = columns * rows
+    return ImageLoad(patches, patches // sizes["merge_size"] ** 2, patches**2)
+
+
+FAMILY = Family(model_types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), image_rule=image_rule)

@@ -33,10 +33,13 @@ def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord,
     ends = {"hidden": hidden, "vocab": vocab, "parameters": hidden * vocab}
     block = _block_sizes(config, hidden)
     return (
-        LayerRecord("text_embedding", "text_embedding", ends, key),
-        *(LayerRecord(f"decoder_block.{i}", "decoder_block", block) for i in range(size(config, "num_hidden_layers"))),
-        LayerRecord("final_norm", "final_norm", {"hidden": hidden, "parameters": hidden}),
-        LayerRecord("head", "head", ends, key),
+        LayerRecord("text_embedding", "text_embedding", ends, key, module="language"),
+        *(
+            LayerRecord(f"decoder_block.{i}", "decoder_block", block, module="language")
+            for i in range(size(config, "num_hidden_layers"))
+        ),
+        LayerRecord("final_norm", "final_norm", {"hidden": hidden, "parameters": hidden}, module="language"),
+        LayerRecord("head", "head", ends, key, module="language"),
     )
 
 

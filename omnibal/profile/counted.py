@@ -108,6 +108,7 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
     return LayerCost(
         record.name,
         record.kind,
+        module=record.module,
         forward_seconds=operation * (work.products + work.attention) + traffic,
         backward_seconds=backward if waits else backward + weights,
         weight_seconds=weights if waits else CostModel(),

@@ -13,7 +13,7 @@ from typing import Any
 
 from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord
+from omnibal.families.base import LayerRecord, Module
 from omnibal.records import Record, read_record
 
 VERSION = 5
@@ -43,6 +43,8 @@ class LayerCost:
     kind: str
     """As in the family's layer record."""
     _: KW_ONLY
+    module: Module
+    """As in the family's layer record."""
     forward_seconds: CostModel
     """Forward pass of a micro-batch."""
     backward_seconds: CostModel
@@ -219,6 +221,7 @@ class _LayersRecord(Record):
 
     names: tuple[str, ...]
     kind: str
+    module: Module
     sizes: dict[str, int]
     tied_key: str | None
     trainable: bool
@@ -255,6 +258,7 @@ class _ProfileFile(Record):
 def _layer_content(layer: LayerCost) -> dict[str, Any]:
     return {
         "kind": layer.kind,
+        "module": layer.module,
         "sizes": dict(layer.sizes),
         "tied_key": layer.tied_key,
         "trainable": layer.trainable,
@@ -289,6 +293,7 @@ def _layer_differences(layers: Sequence[LayerCost], records: Sequence[LayerRecor
             {
                 "layer": (layer.name, record.name),
                 f"kind of {layer.name}": (layer.kind, record.kind),
+                f"module of {layer.name}": (layer.module, record.module),
                 f"sizes of {layer.name}": (dict(layer.sizes), dict(record.sizes)),
                 f"tied_key of {layer.name}": (layer.tied_key, record.tied_key),
             }

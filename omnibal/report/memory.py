@@ -11,9 +11,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from omnibal.families.base import Module
 from omnibal.memory.footprint import Level, StageMemory
 from omnibal.plan import Plan
-from omnibal.report.run import VISION_KINDS
 from omnibal.report.style import GREY, SERIES, VERMILION, new_figure, save, styled
 
 GIB: Final = 2**30
@@ -38,12 +38,12 @@ BAR: Final = 0.38
 VISIBLE_SHARE: Final = 0.005
 
 
-def stage_plan_table(plan: Plan, kinds: Sequence[str]) -> Table:
+def stage_plan_table(plan: Plan, modules: Sequence[Module]) -> Table:
     """A row per stage: its layers, how many recompute, its time for a micro-batch, how much of a step it is idle.
 
     Args:
         plan: With a prediction.
-        kinds: Of the model's layers.
+        modules: Of the model's layers.
     """
     assert plan.predicted is not None
     table = _table("V+L", "full", "selective", "forward ms", "backward ms", "recompute ms", "idle")
@@ -51,9 +51,9 @@ def stage_plan_table(plan: Plan, kinds: Sequence[str]) -> Table:
         layers = plan.partition.layers(stage)
         table.add_row(
             f"{stage}",
-            _count(kinds, layers),
-            _count(kinds, _at(plan, layers, "full")),
-            _count(kinds, _at(plan, layers, "selective")),
+            _count(modules, layers),
+            _count(modules, _at(plan, layers, "full")),
+            _count(modules, _at(plan, layers, "selective")),
             f"{1e3 * row.forward_seconds:,.1f}",
             f"{1e3 * row.backward_seconds:,.1f}",
             f"{1e3 * row.recompute_seconds:,.1f}",
@@ -135,9 +135,9 @@ def _at(plan: Plan, layers: range, level: Level) -> list[int]:
     return [layer for layer in layers if plan.recompute[layer] == level]
 
 
-def _count(kinds: Sequence[str], layers: Sequence[int]) -> str:
+def _count(modules: Sequence[Module], layers: Sequence[int]) -> str:
     """Layers of the ViT and of the LLM."""
-    vision = sum(kinds[layer] in VISION_KINDS for layer in layers)
+    vision = sum(modules[layer] != "language" for layer in layers)
     return f"{vision}+{len(layers) - vision}"
 
 

@@ -18,7 +18,6 @@ from omnibal.report.imbalance import Imbalance, plot_imbalance
 from omnibal.report.memory import GIB, plot_memory
 from omnibal.report.metrics import Metrics
 from omnibal.report.rank_loads import Arranged, plot_rank_loads
-from omnibal.report.run import VISION_KINDS
 from omnibal.report.stages import slowest_replica
 from omnibal.report.timeline import plot_timeline
 from omnibal.report.training import plot_training
@@ -153,7 +152,7 @@ def _stages(part: PlanPart, folder: Path) -> str:
 
 def _stage_row(part: PlanPart, stage: int) -> tuple[str, ...]:
     rung, layers = part.rungs[-1], part.plan.partition.layers(stage)
-    vision = sum(rung.profile.layers[layer].kind in VISION_KINDS for layer in layers)
+    vision = sum(rung.profile.layers[layer].module != "language" for layer in layers)
     recomputed = sum(part.plan.recompute[layer] != "none" for layer in layers)
     busy = np.mean([
         replica.busy_seconds[stage] / step.pipeline_seconds for step in rung.simulated for replica in step.replicas

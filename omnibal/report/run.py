@@ -10,8 +10,6 @@ from omnibal.families.base import LayerRecord
 from omnibal.memory.recompute import in_words
 from omnibal.plan import Plan
 
-VISION_KINDS = ("patch_embedding", "vision_block", "projector")
-
 
 def run_table(plan: Plan, records: Sequence[LayerRecord], sampler: BalancedBatchSampler) -> Table:
     """The data's arrangement, and the layers of each stage.
@@ -56,7 +54,7 @@ def peak_text(peak_bytes: Sequence[int], plan: Plan) -> str:
 
 def _stage(plan: Plan, records: Sequence[LayerRecord], stage: int) -> str:
     layers = plan.partition.layers(stage)
-    kinds = Counter("vision" if records[layer].kind in VISION_KINDS else "language" for layer in layers)
+    kinds = Counter("language" if records[layer].module == "language" else "vision" for layer in layers)
     parameters = sum(records[layer].sizes["parameters"] for layer in layers)
     recomputed = sum(plan.recompute[layer] != "none" for layer in layers)
     held = " + ".join(f"{kinds[kind]} {kind}" for kind in ("vision", "language") if kinds[kind])

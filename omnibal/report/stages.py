@@ -15,7 +15,6 @@ from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.profile.records import ModelProfile
 from omnibal.report.memory import unit_of
-from omnibal.report.run import VISION_KINDS
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _figures(
 ) -> StageFigures:
     simulation = step.replicas[slowest_replica(step)]
     layers = [profile.layers[index] for index in partition.layers(stage)]
-    vision = sum(layer.kind in VISION_KINDS for layer in layers)
+    vision = sum(layer.module != "language" for layer in layers)
     micro_batches, makespan = simulation.schedule.micro_batches, simulation.makespan_seconds
     idle = float(simulation.idle_seconds[stage])
     transfers = [operation for operation in Operation if operation.is_transfer]

@@ -15,8 +15,8 @@ from omnibal.vlm.internvl import internvl
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.weights import has_weights, ties_are_broken
 
-FAMILIES: Mapping[str, Callable[[Any], VisionLanguageModel]] = MappingProxyType({"internvl": internvl})
-"""From ``model_type`` to the function that makes a family's model from its configuration."""
+LAYERS: Mapping[str, Callable[[Any], VisionLanguageModel]] = MappingProxyType({"internvl": internvl})
+"""From ``model_type``, as in ``omnibal.families``, to what makes a model's layers from its configuration."""
 
 
 def load_model(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
@@ -44,12 +44,12 @@ def load_model(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
 
 
 def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
-    return FAMILIES[_check_family(config.model_type)](config)
+    return LAYERS[_check_family(config.model_type)](config)
 
 
 def _check_family(model_type: str, where: str = "") -> str:
-    if model_type not in FAMILIES:
-        raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}{where}")
+    if model_type not in LAYERS:
+        raise ConfigError(f"model_type must be one of {', '.join(LAYERS)}, got {model_type!r}{where}")
     return model_type
 
 

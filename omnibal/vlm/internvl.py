@@ -8,18 +8,11 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration
 
 from omnibal.data.sources.folder import said
 from omnibal.errors import ConfigError
-from omnibal.families.internvl import layer_records
+from omnibal.families.internvl import FAMILY, layer_records
 from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import text_recipes
-
-DISK_PREFIXES = {
-    "model.vision_tower.": "vision_tower.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "model.language_model.": "language_model.model.",
-    "lm_head.": "language_model.lm_head.",
-}
 
 
 class PatchEmbedding(nn.Module):
@@ -110,4 +103,4 @@ def internvl(config: InternVLConfig) -> VisionLanguageModel:
     )
     vision: Any = config.vision_config
     pixel_shape = (vision.num_channels, *vision.image_size)
-    return VisionLanguageModel(skeleton, records, recipes, disk_prefixes=DISK_PREFIXES, pixel_shape=pixel_shape)
+    return VisionLanguageModel(skeleton, records, recipes, disk_prefixes=FAMILY.disk_prefixes, pixel_shape=pixel_shape)

@@ -149,7 +149,7 @@ class _Bench:
     def _load(self, index: int, pack: TrialPack) -> Load:
         """What of a pack a layer's costs depend on: tiles before the text embedding, tokens after it."""
         record, load = self.model.records[index], pack.load
-        merge = [other.kind for other in self.model.records].index("text_embedding")
+        merge = [other.module for other in self.model.records].index("language")
         if index < merge:
             return Load(load.vision_units, 0)
         squared = load.llm_tokens_squared if "heads" in record.sizes else 0
@@ -177,6 +177,7 @@ def _fit(
     return LayerCost(
         record.name,
         record.kind,
+        module=record.module,
         forward_seconds=seconds(lambda row: row.forward.seconds),
         backward_seconds=seconds(lambda row: row.backward.seconds - row.weights.seconds),
         weight_seconds=seconds(lambda row: row.weights.seconds, without_attention),

@@ -214,6 +214,7 @@ def test_a_profile_says_how_much_memory_micro_batches_keep_and_bounds_the_search
         LayerCost(
             name=f"block.{number}",
             kind="block",
+            module="language",
             forward_seconds=CostModel(llm_tokens=1e-6),
             backward_seconds=CostModel(llm_tokens=2e-6),
             output_bytes=CostModel(llm_tokens=2),

@@ -53,7 +53,9 @@ def ds_config(tmp_path):
 
 def model_like(profile):
     """Stands in for the model that the profile is of."""
-    records = [LayerRecord(cost.name, cost.kind, cost.sizes, cost.tied_key) for cost in profile.layers]
+    records = [
+        LayerRecord(cost.name, cost.kind, cost.sizes, cost.tied_key, module=cost.module) for cost in profile.layers
+    ]
     return lambda path: SimpleNamespace(records=records)
 
 

@@ -4,10 +4,10 @@ from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 
 RECORDS = [
-    LayerRecord("patches", "patches", {"parameters": 12, "untrained": 2}),
-    LayerRecord("block.0", "block", {"parameters": 30}),
-    LayerRecord("embedding", "embedding", {"parameters": 5}, tied_key="embedding"),
-    LayerRecord("head", "head", {"parameters": 5}, tied_key="embedding"),
+    LayerRecord("patches", "patches", {"parameters": 12, "untrained": 2}, module="vision"),
+    LayerRecord("block.0", "block", {"parameters": 30}, module="vision"),
+    LayerRecord("embedding", "embedding", {"parameters": 5}, tied_key="embedding", module="language"),
+    LayerRecord("head", "head", {"parameters": 5}, tied_key="embedding", module="language"),
 ]
 
 

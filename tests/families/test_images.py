@@ -1,7 +1,8 @@
 import pytest
 
 from omnibal.errors import ConfigError
-from omnibal.families.images import ImageLoad, image_rule
+from omnibal.families import image_rule
+from omnibal.families.base import ImageLoad
 
 INTERNVL = {"model_type": "internvl", "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]}}
 TILES = {"size": {"height": 448, "width": 448}, "min_patches": 1, "max_patches": 6}

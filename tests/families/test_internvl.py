@@ -62,6 +62,7 @@ def test_layers_from_patches_to_logits():
         ("head", "head", {"hidden": 32, "vocab": 61, "parameters": 1952}),
     ]
     assert all(record.tied_key is None for record in records)
+    assert [record.module for record in records] == ["vision"] * 3 + ["projector"] + ["language"] * 4
 
 
 def test_the_top_level_ties_and_does_so_by_default():

@@ -16,6 +16,7 @@ def block(
     return LayerCost(
         name,
         name.split(".")[0],
+        module="language",
         forward_seconds=seconds,
         backward_seconds=seconds,
         weight_seconds=seconds,

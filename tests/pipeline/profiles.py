@@ -6,6 +6,7 @@ from omnibal.profile.records import LayerCost, ModelProfile
 
 def layer(name="block.0", *, forward=1.0, backward=None, weight=None, output=0.0, kind="block", **costs):
     """A layer with fixed costs in seconds and bytes; backward and weight default to the forward's seconds."""
+    costs.setdefault("module", "language")
     costs.setdefault("saved_bytes", {"none": CostModel(fixed=100), "full": CostModel(fixed=10)})
     return LayerCost(
         name,

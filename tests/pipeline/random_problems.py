@@ -39,6 +39,7 @@ def random_profile(rng, vision_blocks, decoder_blocks):
         return LayerCost(
             name,
             name.split(".")[0],
+            module="vision" if vision_seconds else "language",
             forward_seconds=forward,
             backward_seconds=forward,
             weight_seconds=forward if trainable else CostModel(),

@@ -29,6 +29,7 @@ def vision_language_model(vision_blocks=8, decoder_blocks=8, block_parameters=50
         return LayerCost(
             name,
             name.split(".")[0],
+            module="vision" if size == "vision_units" else "language",
             forward_seconds=forward,
             backward_seconds=forward,
             weight_seconds=forward,

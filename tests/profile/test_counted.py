@@ -129,7 +129,7 @@ def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
     record = LayerRecord("decoder_block.0", "decoder_block", {
         "hidden": 6144, "intermediate": 16384, "heads": 48, "kv_heads": 8, "head_dim": 128, "rms_norms": 2,
         "qk_norms": 0, "parameters": 390_000_000,
-    })  # fmt: skip
+    }, module="language")  # fmt: skip
     cost = analytic_profile([record], DEVICES["A100-80GB"]).layers[0]
     seconds = cost.forward_seconds(Load(0, 4096, 4 * 1024**2))
     assert 0.020 < seconds < 0.023
@@ -139,7 +139,7 @@ def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
     ("change", "message"),
     [
         (
-            {"records": [LayerRecord("a", "magic", {})]},
+            {"records": [LayerRecord("a", "magic", {}, module="vision")]},
             "kind of a layer must be one of patch_embedding, .* got 'magic'",
         ),
         ({"frozen": ["vision"]}, "frozen must hold kinds of the model's layers.*got 'vision'"),

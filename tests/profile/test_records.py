@@ -12,8 +12,11 @@ from tests.pipeline.profiles import layer, profile
 
 @pytest.fixture
 def small():
-    vision = [layer(f"vision_block.{i}", kind="vision_block", output=8.0, sizes={"hidden": 4}) for i in range(2)]
-    frozen = layer("projector", kind="projector", weight=0.0, trainable=False, spread=0.03)
+    vision = [
+        layer(f"vision_block.{i}", kind="vision_block", module="vision", output=8.0, sizes={"hidden": 4})
+        for i in range(2)
+    ]
+    frozen = layer("projector", kind="projector", module="projector", weight=0.0, trainable=False, spread=0.03)
     ends = [layer("text_embedding", tied_key="embedding"), layer("head", tied_key="embedding", parameter_bytes=12)]
     return profile([*vision, frozen, *ends])
 
@@ -123,11 +126,11 @@ def test_recompute_levels_need_their_bytes():
 
 
 RECORDS = (
-    LayerRecord("vision_block.0", "vision_block", {"hidden": 4}),
-    LayerRecord("vision_block.1", "vision_block", {"hidden": 4}),
-    LayerRecord("projector", "projector", {}),
-    LayerRecord("text_embedding", "block", {}, tied_key="embedding"),
-    LayerRecord("head", "block", {}, tied_key="embedding"),
+    LayerRecord("vision_block.0", "vision_block", {"hidden": 4}, module="vision"),
+    LayerRecord("vision_block.1", "vision_block", {"hidden": 4}, module="vision"),
+    LayerRecord("projector", "projector", {}, module="projector"),
+    LayerRecord("text_embedding", "block", {}, tied_key="embedding", module="language"),
+    LayerRecord("head", "block", {}, tied_key="embedding", module="language"),
 )
 
 
@@ -148,6 +151,10 @@ def test_a_fitting_profile_is_accepted(small):
         ({"records": (RECORDS[1], *RECORDS[1:])}, "layer 'vision_block.0' where the run has 'vision_block.1'"),
         ({"records": (replace(RECORDS[0], sizes={"hidden": 8}), *RECORDS[1:])}, "sizes of vision_block.0 .*8"),
         ({"records": (replace(RECORDS[0], kind="x"), *RECORDS[1:])}, "kind of vision_block.0 'vision_block' .*'x'"),
+        (
+            {"records": (*RECORDS[:2], replace(RECORDS[2], module="vision"), *RECORDS[3:])},
+            "module of projector 'projector' where the run has 'vision'",
+        ),
         ({"records": (*RECORDS[:4], replace(RECORDS[4], tied_key=None))}, "tied_key of head 'embedding' .* None"),
     ],
 )

@@ -14,7 +14,7 @@ from omnibal.report.style import SERIES, VERMILION
 GIB = 2**30
 MEMORY = [StageMemory(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 0, 5 * GIB, 6 * GIB, 7 * GIB, 2 * GIB) for _ in range(2)]
 WAITING = replace(MEMORY[1], pending=8 * GIB)
-KINDS = ["vision_block", "projector", "text_embedding", "decoder_block", "decoder_block"]
+MODULES = ["vision", "projector", "language", "language", "language"]
 PLAN = Plan(
     PackLimits(9, 4096),
     8,
@@ -32,7 +32,7 @@ def rows_of(table):
 
 
 def test_stages_count_layers_by_part_and_level():
-    assert rows_of(stage_plan_table(PLAN, KINDS)) == [
+    assert rows_of(stage_plan_table(PLAN, MODULES)) == [
         ["0", "2+0", "1+0", "0+0", "123.4", "300.0", "50.0", "12.5%"],
         ["1", "0+3", "0+2", "0+1", "123.4", "300.0", "50.0", "12.5%"],
     ]
@@ -47,7 +47,7 @@ def test_memory_term_by_term():
 
 
 def test_tables_fit_a_terminal_of_80_columns():
-    for table in (stage_plan_table(PLAN, KINDS), memory_table([MEMORY[0], WAITING], (60 * GIB, 40 * GIB))):
+    for table in (stage_plan_table(PLAN, MODULES), memory_table([MEMORY[0], WAITING], (60 * GIB, 40 * GIB))):
         console = Console(width=80)
         with console.capture() as captured:
             console.print(table)

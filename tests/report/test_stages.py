@@ -18,7 +18,7 @@ from tests.pipeline.profiles import fixed_profile, layer, profile
 
 @pytest.fixture
 def model():
-    layers = [layer(f"vision_block.{i}", kind="vision_block", output=4) for i in range(3)]
+    layers = [layer(f"vision_block.{i}", kind="vision_block", module="vision", output=4) for i in range(3)]
     layers += [layer(f"decoder_block.{i}", kind="decoder_block", output=4, optimizer_seconds=2) for i in range(2)]
     return profile(layers)
 

@@ -70,7 +70,7 @@ class LayerBench:
         merged, seen = False, set()
         for index, (record, cost) in enumerate(zip(model.records, profile.layers, strict=True)):
             group = f"{record.kind} {sorted(record.sizes.items())}"
-            merged = merged or record.kind == "text_embedding"
+            merged = merged or record.module == "language"
             if group in seen:
                 continue
             seen.add(group)

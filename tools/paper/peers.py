@@ -18,8 +18,7 @@ from omnibal.planner.ladder import Rung, Steps
 RANKS: Final = (64, 512, 2560)
 BATCH: Final = 15
 """Samples of a rank's mini-batch, as OrchMLLM's largest model has them where nothing is balanced."""
-PHASES: Final = {"ViT": ("patch_embedding", "vision_block", "projector"),
-                 "LLM": ("text_embedding", "decoder_block", "final_norm", "head")}  # fmt: skip
+PHASES: Final = {"ViT": ("vision", "projector"), "LLM": ("language",)}
 SHARES: Final = np.arange(0.5, 3.01, 0.125)
 """Devices that the ViT's stage may have, in those of another."""
 
@@ -65,9 +64,9 @@ class _Step:
             sum(
                 (layer.forward_seconds + layer.backward_seconds + layer.weight_seconds)(load)
                 for layer in setting.profile.layers
-                if layer.kind in kinds
+                if layer.module in modules
             )
-            for kinds in PHASES.values()
+            for modules in PHASES.values()
         ]
         return cls(np.stack(times), ranks)
 
@@ -127,7 +126,7 @@ def _rung(setting: Setting, steps: Steps, share: float) -> Rung:
     All stages together keep their devices, so that each has fewer, the more the first one has.
     """
     layers, stages = setting.profile.layers, setting.num_stages
-    vision = sum(layer.kind in PHASES["ViT"] for layer in layers)
+    vision = sum(layer.module in PHASES["ViT"] for layer in layers)
     usual = stages / (share + stages - 1)
     profile = replace(
         setting.profile,

@@ -27,7 +27,6 @@ SAMPLES_PER_PACK = 4.65
 """Of the made-up mix, under the limits."""
 OVERHEAD = 2 * 2**30
 """What a device holds beside the model; it is filled to its last byte otherwise, without head room."""
-VISION_KINDS = ("patch_embedding", "vision_block", "projector")
 
 
 def _vision(hidden: int, layers: int, heads: int, intermediate: int, **others: Any) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def counted_profile(
     }
     profile = analytic_profile(layer_records(config), device, tensor_parallel=row.tensor_parallel)
     factor = factor_of(row) if vision_factor is None else vision_factor
-    layers = [scaled(layer, factor) if layer.kind in VISION_KINDS else layer for layer in profile.layers]
+    layers = [scaled(layer, factor) if layer.module != "language" else layer for layer in profile.layers]
     return replace(profile, layers=tuple(layers))
 
 

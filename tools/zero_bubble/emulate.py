@@ -37,6 +37,7 @@ def profile(num_stages: int, costs: str) -> ModelProfile:
         LayerCost(
             f"stage.{number}",
             "stage",
+            module="language",
             forward_seconds=forward,
             backward_seconds=inputs * forward,
             weight_seconds=weights * forward,

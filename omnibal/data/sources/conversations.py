@@ -20,7 +20,7 @@ from omnibal.data.sources.problems import Broken, Problem, settle_problems
 from omnibal.data.sources.shards import Ids, Shard, Shards
 from omnibal.data.sources.survey import Found, Loads
 from omnibal.errors import ConfigError, DataError
-from omnibal.families.images import ImageLoad
+from omnibal.families.base import ImageLoad
 
 COLUMNS = ("vision_units", "llm_tokens", "target_tokens", "vision_squared")
 CHECKED_SAMPLES = 64

@@ -21,7 +21,8 @@ from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Rendered, render
 from omnibal.data.sources.folder import load_part
 from omnibal.data.sources.template import ChatTemplate, text_start
 from omnibal.errors import ConfigError
-from omnibal.families.images import ImageLoad, ImageRule, image_rule
+from omnibal.families import family_of, image_rule, trainable_types
+from omnibal.families.base import ImageLoad, ImageRule
 
 SETTINGS = (".json", ".jinja", ".txt", ".model")
 """Endings of the files of a model's folder that are not weights."""
@@ -100,12 +101,13 @@ class ModelFormat(ABC):
         return image_rule(self._config, self._processor.to_dict(), max_tiles=max_tiles or most, min_tiles=fewest)
 
 
-class InternVLFormat(ModelFormat):
-    """InternVL: ChatML, and images as tiles. The only family whose samples can be trained on."""
+class TaggedFormat(ModelFormat):
+    """ChatML with named tokens around an image, and images as tiles, as InternVL has them."""
 
     def __init__(self, folder: Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> None:
         super().__init__(folder, max_tiles=max_tiles, min_tiles=min_tiles)
-        start, patch, end = (_named_token(self.tokenizer, *names) for names in TOKEN_ATTRIBUTES.items())
+        tokens = family_of(self._config).image_tokens
+        start, patch, end = (_named_token(self.tokenizer, *names) for names in tokens.items())
         if patch != self.image_token:
             raise ConfigError(
                 f"image_token_id in {folder}/config.json must be the id of {patch}, got {self.image_token}'s"
@@ -147,11 +149,8 @@ class TemplateFormat(ModelFormat):
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(f"model_type must be internvl to train on images, got {self._config['model_type']}")
-
-
-TOKEN_ATTRIBUTES = {"start_image_token": "<img>", "context_image_token": "<IMG_CONTEXT>", "end_image_token": "</img>"}
-"""Attributes of InternVL's tokenizers that name the tokens of an image, and the usual names."""
+        trainable, model_type = ", ".join(trainable_types()), self._config["model_type"]
+        raise ConfigError(f"model_type must be {trainable} to train on images, got {model_type}")
 
 
 def open_format(folder: str | Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> ModelFormat:
@@ -162,8 +161,8 @@ def open_format(folder: str | Path, *, max_tiles: int | None = None, min_tiles: 
     """
     from transformers import AutoConfig
 
-    is_internvl = load_part(AutoConfig, Path(folder)).model_type == "internvl"
-    format_class = InternVLFormat if is_internvl else TemplateFormat
+    family = family_of(load_part(AutoConfig, Path(folder)).to_dict())
+    format_class = TaggedFormat if family.image_tokens else TemplateFormat
     return format_class(Path(folder), max_tiles=max_tiles, min_tiles=min_tiles)
 
 

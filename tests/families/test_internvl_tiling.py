@@ -8,7 +8,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
 )
 
 from omnibal.errors import ConfigError
-from omnibal.families.tiling import num_tiles, tile_grid
+from omnibal.families.internvl import num_tiles, tile_grid
 
 
 def test_literal_grids():
