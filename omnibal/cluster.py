@@ -71,6 +71,7 @@ class Device:
     fraction: float
     """Share of the peak that training reaches while it computes."""
     memory_bytes: float
+    """All that processes may hold, contexts included: what the driver reports, which is not the data sheet's."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
     """To another device of the same node, one direction."""
@@ -86,10 +87,24 @@ class Device:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        Device("A100-40GB", 312e12, 0.5, 40 * 2**30, 1.555e12, 300e9),
-        Device("A100-80GB", 312e12, 0.5, 80 * 2**30, 2.039e12, 300e9),
-        Device("H100-80GB", 989e12, 0.45, 80 * 2**30, 3.35e12, 450e9),
-        Device("H200-141GB", 989e12, 0.45, 141e9, 4.8e12, 450e9),
+        Device("A100-40GB", 312e12, 0.5, 39.38 * 2**30, 1.555e12, 300e9),
+        Device("A100-80GB", 312e12, 0.5, 79.25 * 2**30, 2.039e12, 300e9),
+        Device("H100-80GB", 989e12, 0.45, 79.1 * 2**30, 3.35e12, 450e9),
+        Device("H200-141GB", 989e12, 0.45, 139.8 * 2**30, 4.8e12, 450e9),
     )
 }
-"""SXM modules by their data sheets; the fractions are what published training runs commonly reach."""
+"""SXM modules by their data sheets; the fractions are what published training runs commonly reach.
+
+Memory is the least that torch was seen to report in total (``torch.cuda.mem_get_info``), as drivers keep some tenths
+of a GiB more or less: 39.38 to 39.59 GiB of an A100-40GB (vllm-project/vllm#16570, raoyongming/DenseCLIP#52), 79.25 to
+79.35 of an A100-80GB (HiDream-ai/VAREdit#6, Instruction-Tuning-with-GPT-4/GPT-4-LLM#16), 79.10 of an H100
+(huggingface/trl#2688), 139.80 of an H200 (published logs; nvidia-smi says 143,771 MiB).
+"""
+
+OVERHEAD_BYTES = 2 * 2**30
+"""What a process holds on its device beside the model, unless it was measured.
+
+A context with the kernels that were used, 0.3 to 0.5 GB (pytorch/pytorch#107667, #81257), and NCCL's buffers of the
+two communicators that a rank moves most with, of its replicas and of its stages: 0.54 to 0.69 GB each
+(NVIDIA/nccl#964, four A100). Together up to 1.9 GB, rounded up. Fragments belong to the head room.
+"""

@@ -126,7 +126,7 @@ def _train(
         if engine.global_steps == second_step:
             batch_loss, peaks = engine.measured_batch()
             if log is not None:
-                bar.write(peak_text(peaks.step, engine.plan))
+                bar.write(peak_text(peaks.step, peaks.overhead, engine.plan))
         else:
             batch_loss = engine.train_batch()
         loss, step = batch_loss.item(), engine.last_step

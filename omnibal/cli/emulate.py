@@ -17,7 +17,14 @@ from omnibal.cli.costs import (
     read_costs,
 )
 from omnibal.cli.step_packs import LengthsOption, ReplicasOption
-from omnibal.cli.step_task import LatencyOption, OverheadOption, ReduceBandwidthOption, ZeroStageOption, links_of
+from omnibal.cli.step_task import (
+    OVERHEAD_GIB,
+    LatencyOption,
+    OverheadOption,
+    ReduceBandwidthOption,
+    ZeroStageOption,
+    links_of,
+)
 from omnibal.data.policies import Method
 
 
@@ -40,7 +47,7 @@ def emulate(
     budget: Annotated[
         str | None, typer.Option(help="GiB of a device, or of each stage's as 80,80,40; what the device has.")
     ] = None,
-    overhead: OverheadOption = 2.0,
+    overhead: OverheadOption = OVERHEAD_GIB,
     time_scale: Annotated[
         float | None,
         typer.Option(

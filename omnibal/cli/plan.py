@@ -19,6 +19,7 @@ from omnibal.cli.costs import (
 )
 from omnibal.cli.step_packs import LengthsOption
 from omnibal.cli.step_task import (
+    OVERHEAD_GIB,
     LatencyOption,
     LauncherOption,
     ModeOption,
@@ -46,7 +47,7 @@ def plan(
         str | None, typer.Option(help="GiB of a device, or of each stage's as 80,80,40; what the device has.")
     ] = None,
     head_room: Annotated[float, typer.Option(help="Share of the budget that stays free.", min=0, max=0.99)] = 0.05,
-    overhead: OverheadOption = 2.0,
+    overhead: OverheadOption = OVERHEAD_GIB,
     zero_stage: ZeroStageOption = 1,
     float32_gradients: Annotated[
         bool | None,

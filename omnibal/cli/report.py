@@ -16,7 +16,7 @@ from omnibal.cli.costs import (
     TensorParallelOption,
 )
 from omnibal.cli.step_packs import LengthsOption, ReplicasOption
-from omnibal.cli.step_task import LatencyOption, OverheadOption, ReduceBandwidthOption, ZeroStageOption
+from omnibal.cli.step_task import OVERHEAD_GIB, LatencyOption, OverheadOption, ReduceBandwidthOption, ZeroStageOption
 
 
 def report(
@@ -39,7 +39,7 @@ def report(
     budget: Annotated[
         str | None, typer.Option(help="GiB of a device, or of each stage's as 80,80,40; what the device has.")
     ] = None,
-    overhead: OverheadOption = 2.0,
+    overhead: OverheadOption = OVERHEAD_GIB,
     bandwidth: BandwidthOption = None,
     reduce_bandwidth: ReduceBandwidthOption = None,
     latency: LatencyOption = 0.0,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from omnibal.cli.costs import GIGA, bandwidth_of
-from omnibal.cluster import Links
+from omnibal.cluster import OVERHEAD_BYTES, Links
 
 if TYPE_CHECKING:
     from omnibal.profile.records import ModelProfile
@@ -21,8 +21,14 @@ ReduceBandwidthOption = Annotated[
 ]
 OverheadOption = Annotated[
     float,
-    typer.Option(help="GiB that a device holds beside the model: contexts, libraries, buckets.", min=0, max=1e6),
+    typer.Option(
+        help="GiB that a device holds beside the model: contexts, libraries, communicators; training on CUDA says what "
+        "it was.",
+        min=0,
+        max=1e6,
+    ),
 ]
+OVERHEAD_GIB: Final = OVERHEAD_BYTES / 2**30
 LatencyOption = Annotated[float, typer.Option(help="Microseconds that a transfer takes whatever its size.", min=0)]
 ModeOption = Annotated[
     Mode, typer.Option(help="Transfers of 1f1b: blocking in DeepSpeed's order, or beside the computations.")

@@ -17,7 +17,7 @@ from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first
 from omnibal.engine.loader import Batch, PackLoader, VlmDataset
 from omnibal.engine.module import EVALUATION_STATISTICS
-from omnibal.engine.peak import DevicePeak, StagePeaks
+from omnibal.engine.peak import DevicePeak, StagePeaks, overhead_bytes
 from omnibal.engine.step import Step
 from omnibal.errors import DataError
 from omnibal.plan import Plan
@@ -92,15 +92,14 @@ class OmnibalEngine(CheckpointedEngine):
         """As ``train_batch``, and measure the step, which takes longer on a CPU.
 
         Returns:
-            The loss, and the most bytes that a device of each stage held at one time.
+            The loss, and the most bytes that a device of each stage held at one time, and beside the tensors.
         """
         self._meter = meter = DevicePeak(self._held())
         loss = self._train(meter)
         self._meter = None
-        found = gather((self.stage_id, (meter.peak_bytes, meter.passes_bytes)))
+        found = gather((self.stage_id, (meter.peak_bytes, meter.passes_bytes, overhead_bytes())))
         by_stage = ([peaks for stage, peaks in found if stage == s] for s in range(self.num_stages))
-        step, passes = zip(*(map(max, zip(*peaks, strict=True)) for peaks in by_stage), strict=True)
-        return loss, StagePeaks(step, passes)
+        return loss, StagePeaks(*zip(*(map(max, zip(*peaks, strict=True)) for peaks in by_stage), strict=True))
 
     def _held(self) -> list[Tensor]:
         """What stays from step to step: parameters, buffers, gradients, and what the optimizer keeps."""

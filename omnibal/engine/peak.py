@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from types import TracebackType
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -17,6 +18,9 @@ class StagePeaks:
     """In a whole step."""
     passes: tuple[int, ...]
     """In its forward and backward passes: what layers keep shows here, even where the optimizer takes more."""
+    overhead: tuple[int, ...]
+    """Beside what torch's allocator holds: contexts, libraries, communicators, and whatever other processes hold on
+    the same device; zeros where there is no CUDA device."""
 
 
 class DevicePeak:
@@ -57,3 +61,11 @@ class DevicePeak:
         if self._meter is None:
             return int(get_accelerator().max_memory_allocated())
         return self._held + self._meter.peak_bytes
+
+
+def overhead_bytes() -> int:
+    """What this process's CUDA device holds beside what torch's allocator took of it; 0 on anything else."""
+    if get_accelerator().device_name() != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

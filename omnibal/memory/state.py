@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from omnibal.cluster import check_zero_stage
+from omnibal.cluster import OVERHEAD_BYTES, check_zero_stage
 from omnibal.errors import ConfigError
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -32,7 +32,7 @@ class TrainingSetup:
         num_replicas: Data-parallel ranks.
         zero_stage: 0, or 1: each replica holds its share of the optimizer's state. In 16 bits DeepSpeed shares it under
             0 too, and keeps a second copy of the gradients.
-        overhead_bytes: What a device holds whatever the model is; measure it once.
+        overhead_bytes: What a device holds beside the model; a run on CUDA says what it was.
         accumulate_float32: Whether gradients are summed up in float32 beside those in the forward pass's 16 bits
             (DeepSpeed's ``data_types.grad_accum_dtype``), for 4 bytes more a trained parameter; None for what the
             engine does unless told otherwise: under ZeRO stage 1.
@@ -45,7 +45,7 @@ class TrainingSetup:
 
     num_replicas: int = 1
     zero_stage: int = 1
-    overhead_bytes: int = 0
+    overhead_bytes: int = OVERHEAD_BYTES
     accumulate_float32: bool | None = None
     target_share: float = 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from omnibal.cluster import Links
+from omnibal.cluster import OVERHEAD_BYTES, Links
 from omnibal.data.limits import PackLimits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
@@ -38,7 +38,8 @@ class PlanRequest:
     batch_tolerance: float = 0.05
     """By what share the mean number of samples in a step may differ from ``global_batch``, if limits are free."""
     zero_stage: int = 1
-    overhead_bytes: int = 0
+    overhead_bytes: int = OVERHEAD_BYTES
+    """What a device holds beside the model; a run on CUDA says what it was."""
     accumulate_float32: bool | None = None
     """Whether 16-bit gradients are summed in float32; None: as the engine does by default, under ZeRO stage 1."""
     mode: Mode = "rendezvous"

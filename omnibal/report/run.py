@@ -7,6 +7,7 @@ from rich.table import Table
 
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.families.base import LayerRecord
+from omnibal.memory.footprint import StageMemory
 from omnibal.memory.recompute import in_words
 from omnibal.plan import Plan
 
@@ -30,26 +31,33 @@ def run_table(plan: Plan, records: Sequence[LayerRecord], sampler: BalancedBatch
     return table
 
 
-def peak_text(peak_bytes: Sequence[int], plan: Plan) -> str:
+def peak_text(peak_bytes: Sequence[int], overhead_bytes: Sequence[int], plan: Plan) -> str:
     """A line per stage: its measured peak beside the predicted one, of a step of the largest packs.
 
-    The prediction's overhead is left out: neither torch's allocator nor a count of tensors sees it.
+    What a device holds beside the model is said apart: neither torch's allocator nor a count of tensors sees it.
 
     Args:
         peak_bytes: Of each stage.
+        overhead_bytes: Of each stage, beside it; zeros where nobody could measure.
         plan: What the run follows, with or without a prediction.
     """
-    if plan.predicted is None:
-        return "\n".join(
-            f"stage {s}: memory peak {in_words(peak)}; nothing predicted" for s, peak in enumerate(peak_bytes)
-        )
-    memory = [stage.memory for stage in plan.predicted.stages]
-    predicted = [stage.total - stage.overhead for stage in memory]
-    return "\n".join(
-        f"stage {stage}: memory peak {in_words(measured)}, {measured / most:.1%} of the {in_words(most)} predicted for "
-        "the largest packs"
-        for stage, (measured, most) in enumerate(zip(peak_bytes, predicted, strict=True))
-    )
+    predicted = [None] * plan.num_stages if plan.predicted is None else [s.memory for s in plan.predicted.stages]
+    lines = zip(peak_bytes, overhead_bytes, predicted, strict=True)
+    return "\n".join(f"stage {stage}: memory peak {_peak(*line)}" for stage, line in enumerate(lines))
+
+
+def _peak(peak: int, overhead: int, predicted: StageMemory | None) -> str:
+    most = 0 if predicted is None else predicted.total - predicted.overhead
+    words = [
+        f"{in_words(peak)}, {peak / most:.1%} of the {in_words(most)} predicted for the largest packs"
+        if most
+        else f"{in_words(peak)}; nothing predicted"
+    ]
+    if overhead:
+        words.append(f"{in_words(overhead)} beside the model")
+        if predicted is not None:
+            words[-1] += f", {in_words(predicted.overhead)} planned (--overhead)"
+    return "; ".join(words)
 
 
 def _stage(plan: Plan, records: Sequence[LayerRecord], stage: int) -> str:

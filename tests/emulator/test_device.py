@@ -37,7 +37,7 @@ def task(*tokens, budget=10**6, recompute="none", plan=None, **options):
     layers = [token_layer(number, pending_bytes=CostModel(fixed=60)) for number in range(4)]
     return EmulationTask(
         profile(layers), plan, (tuple(Load(0, entry) for entry in tokens),),
-        Links(50.0), TrainingSetup(num_replicas=len(tokens), zero_stage=0), (budget,) * 2, **options,
+        Links(50.0), TrainingSetup(num_replicas=len(tokens), zero_stage=0, overhead_bytes=0), (budget,) * 2, **options,
     )  # fmt: skip
 
 

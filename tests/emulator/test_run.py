@@ -35,7 +35,7 @@ def task():
     plan = Plan(PackLimits(4, 10), 3, Partition((0, 2, 4)), ("none", "full", "none", "full"))
     return EmulationTask(
         profile(layers), plan, (LOADS, LOADS[::-1]),
-        Links(50.0), TrainingSetup(num_replicas=2), (10**6,) * 2, time_scale=0.01,
+        Links(50.0), TrainingSetup(num_replicas=2, overhead_bytes=0), (10**6,) * 2, time_scale=0.01,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from tests.memory.models import block, generator, model, random_model, random_sc
 from tests.memory.oracles import run_table
 
 LOAD = Load(9, 4096)
-PLAIN = TrainingSetup()
+PLAIN = TrainingSetup(overhead_bytes=0)
 
 
 def footprint(layers, schedule, *, setup=PLAIN, **options):

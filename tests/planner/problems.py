@@ -42,6 +42,7 @@ def random_step_model(seed, *, max_blocks=4, tightness=None):
         links=Links(float(rng.choice([1, 10]))),
         mode=("rendezvous", "overlap")[rng.integers(2)],
         zero_stage=int(rng.integers(2)),
+        overhead_bytes=0,
     )
     schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
     tight = StepModel(profile, packing, num_stages, request, schedule)

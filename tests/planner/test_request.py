@@ -2,15 +2,22 @@ import json
 
 import pytest
 
-from omnibal.cluster import Links
+from omnibal.cluster import OVERHEAD_BYTES, Links
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
+from omnibal.memory.state import TrainingSetup
 from omnibal.planner import PlanRequest
 
 
 def request(**changes):
     given = {"num_devices": 8, "global_batch": 64, "budget_bytes": 1000, "links": Links(1e9)}
-    return PlanRequest(**given | changes)
+    return PlanRequest(**given | {"overhead_bytes": 0} | changes)
+
+
+def test_a_device_holds_something_beside_the_model_unless_told_otherwise():
+    task = PlanRequest(num_devices=1, global_batch=1, budget_bytes=80 * 2**30, links=Links(1.0))
+    assert task.setup(1, 1.0).overhead_bytes == TrainingSetup().overhead_bytes == OVERHEAD_BYTES > 0
+    assert task.allocatable_bytes(1) == (80 * 2**30 - OVERHEAD_BYTES,)
 
 
 def test_stages_are_divisors_of_the_devices_and_no_more_than_layers():

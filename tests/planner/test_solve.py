@@ -63,6 +63,7 @@ def request(budget, **changes):
         "head_room": 0.0,
         "method": "isf",
         "steps": 2,
+        "overhead_bytes": 0,
         "accumulate_float32": False,
     }
     return PlanRequest(**given | changes)

@@ -20,14 +20,26 @@ def stage(size):
 
 def test_a_measured_peak_stands_beside_the_predicted_one():
     plan = replace(PLAN, predicted=Prediction(1.0, 8.0, 0.0, (stage(200 * MIB), stage(4096 * MIB))))
-    assert peak_text((150 * MIB, 4300 * MIB), plan).splitlines() == [
+    assert peak_text((150 * MIB, 4300 * MIB), (0, 0), plan).splitlines() == [
         "stage 0: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs",
         "stage 1: memory peak 4.20 GiB, 105.0% of the 4.00 GiB predicted for the largest packs",
     ]
 
 
 def test_a_peak_that_nobody_predicted_is_said_all_the_same():
-    assert peak_text((150 * MIB, MIB), PLAN).splitlines() == [
+    assert peak_text((150 * MIB, MIB), (0, 0), PLAN).splitlines() == [
         "stage 0: memory peak 150.00 MiB; nothing predicted",
         "stage 1: memory peak 1.00 MiB; nothing predicted",
     ]
+
+
+def test_what_a_device_held_beside_the_model_stands_beside_what_was_planned_for_it():
+    plan = replace(PLAN, predicted=Prediction(1.0, 8.0, 0.0, (stage(200 * MIB), stage(200 * MIB))))
+    first, second = peak_text((150 * MIB, 150 * MIB), (1536 * MIB, 0), plan).splitlines()
+    assert first == (
+        "stage 0: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs; 1.50 GiB beside the "
+        "model, 200.00 MiB planned (--overhead)"
+    )
+    assert second == "stage 1: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs"
+    unplanned, _ = peak_text((150 * MIB, MIB), (1536 * MIB, 0), PLAN).splitlines()
+    assert unplanned == "stage 0: memory peak 150.00 MiB; nothing predicted; 1.50 GiB beside the model"

@@ -101,7 +101,7 @@ class Way:
     def stage_bytes(self, profile: ModelProfile) -> list[int]:
         """What each stage would hold at its peak, by our footprint, with the largest micro-batch of 64 steps."""
         largest = Load.stack(Load.stack(step) for step in self.loads(64)).max()
-        setup = TrainingSetup(num_replicas=self.num_replicas, zero_stage=0)
+        setup = TrainingSetup(num_replicas=self.num_replicas, zero_stage=0, overhead_bytes=0)
         footprint = Footprint(profile, largest, self.plan.table, setup)
         return [stage.total for stage in footprint.stages(self.plan.partition, self.plan.recompute)]
 
@@ -144,6 +144,7 @@ def joint_plan(profile: ModelProfile, way: Way) -> Plan:
         head_room=0.0,
         links=LINKS,
         zero_stage=0,
+        overhead_bytes=0,
         schedule="auto",
     )
     return make_plan(profile, sample_lengths(), request).plan

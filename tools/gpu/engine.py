@@ -101,17 +101,18 @@ class Runs:
             "measured / predicted": ", ".join(
                 f"{peak / size:.3f}" for peak, size in zip(found["peak_bytes"], predicted, strict=False)
             ),
+            "GiB beside the model": ", ".join(f"{size / GIB:.2f}" for size in found["overhead_bytes"]),
             "last loss": found["losses"][-1],
         }
 
     def _predicted(self, profile: ModelProfile, load: Load, plan: Plan) -> list[int]:
-        """Bytes of each stage's device at its peak; none for a level that is not counted."""
+        """Bytes of each stage's device at its peak, as the allocator counts; none for a level that is not counted."""
         if any(level not in layer.saved_bytes for layer, level in zip(profile.layers, plan.recompute, strict=True)):
             return []
         share = 1 - self.tiles * image_tokens_per_tile(self.model) / self.tokens
         setup = TrainingSetup(zero_stage=1, accumulate_float32=True, target_share=share)
         memory = Footprint(profile, load, plan.table, setup).stages(plan.partition, plan.recompute)
-        return [stage.total for stage in memory]
+        return [stage.total - stage.overhead for stage in memory]
 
     def _run(self, plan: Plan, processes: int, staged: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as name:

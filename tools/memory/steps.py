@@ -68,7 +68,7 @@ def _step_model(profile: ModelProfile, load: Load, link: CostModel, budget_bytes
     packing = Packing(LIMITS, len(load), float(len(load)), ((load,),), largest, 1.0)
     request = PlanRequest(
         num_devices=2, num_stages=2, global_batch=len(load), budget_bytes=budget_bytes, head_room=0.0, zero_stage=0,
-        links=links_of(link),
+        links=links_of(link), overhead_bytes=0,
     )  # fmt: skip
     return StepModel(profile, packing, 2, request)
 

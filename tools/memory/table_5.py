@@ -47,9 +47,8 @@ def stages(*, is_fused: bool, recomputed: tuple[int, ...]) -> tuple[StageMemory,
     partition = Partition(boundaries_of(profile, BASELINE.blocks))
     load = Load(LIMITS.vision_units, LIMITS.llm_tokens, LIMITS.llm_tokens**2)
     schedule = one_f_one_b(len(BASELINE.blocks), MICRO_BATCHES)
-    footprint = Footprint(
-        profile, load, schedule, TrainingSetup(num_replicas=BASELINE.num_replicas, accumulate_float32=False)
-    )
+    setup = TrainingSetup(num_replicas=BASELINE.num_replicas, accumulate_float32=False, overhead_bytes=0)
+    footprint = Footprint(profile, load, schedule, setup)
     return footprint.stages(partition, paper_levels(profile, partition, recomputed))
 
 

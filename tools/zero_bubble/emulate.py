@@ -59,8 +59,9 @@ def task_of(num_stages: int, micro_batches: int, schedule: ScheduleName, costs: 
         schedule=schedule,
     )  # fmt: skip
     steps = tuple((Load(0, tokens),) for tokens in (equal, equal, *varied))
+    setup = TrainingSetup(overhead_bytes=0)
     return EmulationTask(
-        profile(num_stages, costs), plan, steps, Links(1.0), TrainingSetup(), (2**40,) * num_stages, time_scale=1.0
+        profile(num_stages, costs), plan, steps, Links(1.0), setup, (2**40,) * num_stages, time_scale=1.0
     )
 
 

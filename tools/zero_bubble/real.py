@@ -128,7 +128,7 @@ def main() -> None:
 
 def _row(profile: ModelProfile, case: dict[str, Plan], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     split = case["zero-bubble"]
-    footprint = Footprint(profile, LOAD, split.table, TrainingSetup(zero_stage=0))
+    footprint = Footprint(profile, LOAD, split.table, TrainingSetup(zero_stage=0, overhead_bytes=0))
     loads = [type(LOAD).stack([LOAD] * split.micro_batches)]
     predicted = {
         schedule: simulate_step(
