@@ -14,6 +14,7 @@ from omnibal.records import explain, read_json
 SECTIONS = ("bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "scheduler")
 """Keys of a ds_config whose inner keys matter here."""
 Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -82,6 +83,24 @@ class PipelineSection(Section):
     """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits."""
 
 
+class LearningRates(Section):
+    """Learning rates of single modules; left out, that of the ds_config's "optimizer"."""
+
+    vision: Rate | None = None
+    """Of the patch embedding and the ViT's blocks."""
+    projector: Rate | None = None
+    language: Rate | None = None
+    """Of the language model, its embedding and its head."""
+
+
+class OptimizerSection(Section):
+    """Which parameters the optimizer treats in another way than the ds_config's "optimizer" says."""
+
+    weight_decay: Literal["all", "matrices"] = "all"
+    """``matrices``: none on parameters of one dimension, which are norms, biases and layer scales."""
+    learning_rates: LearningRates = LearningRates()
+
+
 class RunSection(Section):
     """How `omnibal.train` runs."""
 
@@ -103,6 +122,7 @@ class OmnibalSection(Section):
     data: DataSection = DataSection()
     packing: PackingSection = PackingSection()
     pipeline: PipelineSection = PipelineSection()
+    optimizer: OptimizerSection = OptimizerSection()
     run: RunSection = RunSection()
 
 
@@ -239,6 +259,27 @@ def micro_batches_of(config: dict[str, Any]) -> int:
             f"got {micro_batches!r}"
         )
     return micro_batches
+
+
+def check_learning_rates(config: dict[str, Any], rates: LearningRates) -> None:
+    """Refuse a scheduler of DeepSpeed's that would give all modules one learning rate.
+
+    Args:
+        config: ds_config without the "omnibal" section.
+        rates: Of its section.
+
+    Raises:
+        ConfigError: The scheduler sets learning rates instead of scaling those of the optimizer.
+    """
+    given = [name for name, rate in rates if rate is not None]
+    scheduler = config.get("scheduler", {})
+    setting = [key for key in ("warmup_max_lr",) if scheduler.get("params", {}).get(key) is not None]
+    if given and (setting or scheduler.get("type") in ("OneCycle", "LRRangeTest")):
+        raise ConfigError(
+            f"scheduler must scale the optimizer's learning rates with omnibal.optimizer.learning_rates.{given[0]}, "
+            f"got {scheduler.get('type')} with {setting[0] if setting else 'rates of its own'}; "
+            "leave warmup_max_lr out, or take WarmupCosineLR"
+        )
 
 
 def _check_zero(config: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ Everything else is in the ds_config: its "omnibal" section names model, data, pa
 import argparse
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,6 +33,8 @@ from omnibal.report.metrics import MetricsLog, read_metrics
 from omnibal.report.run import peak_text, run_table
 from omnibal.report.training import plot_training, training_table
 
+OnEvaluation = Callable[[OmnibalEngine], object]
+
 
 def train(
     config: str | Path | dict[str, Any],
@@ -40,6 +44,8 @@ def train(
     held_out: VlmDataset | None = None,
     resume: bool | str = False,
     restart: bool = False,
+    on_evaluation: OnEvaluation | None = None,
+    **others: Any,
 ) -> OmnibalEngine:
     """Train as the ds_config says, and leave checkpoints, metrics, loss curve and model in its ``run.output``.
 
@@ -52,6 +58,8 @@ def train(
         held_out: Samples to evaluate on; by default the section's ``data.held_out``, if it names any.
         resume: Whether to go on from the newest whole checkpoint, or the name of the one to go on from.
         restart: Whether to delete the run's checkpoints and begin anew.
+        on_evaluation: Called with the engine on all processes, every ``run.evaluate_every`` steps and at the end.
+        **others: As of ``omnibal.initialize``: ``optimizer``, ``lr_scheduler``, ``on_gradient``.
 
     Returns:
         The engine, behind the last step.
@@ -67,14 +75,15 @@ def train(
     run, checkpoints = section.run, Path(section.run.output) / "checkpoints"
     if not resume and not restart:
         rank_zero_only(lambda: _check_no_checkpoints(run), doing="looks for checkpoints", where=where)
-    engine, _, loader, _ = initialize(config, model, dataset)
+    engine, _, loader, _ = initialize(config, model, dataset, **others)
+    del model  # its weights are copied
     evaluated = _held_out_loader(engine, section, held_out)
     if resume:
         engine.load_checkpoint(checkpoints, resume if isinstance(resume, str) else None, fall_back=True)
     if restart:
         rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
     log = rank_zero_first(lambda: _begin(engine, loader, run), doing="opens the log", where=engine.where)
-    _train(engine, loader, evaluated, run, log)
+    _train(engine, loader, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation))
     rank_zero_only(lambda: _finish(run), doing="exports the model", where=engine.where)
     return engine
 
@@ -113,7 +122,7 @@ def _begin(engine: OmnibalEngine, loader: PackLoader, run: RunSection) -> Metric
 
 
 def _train(
-    engine: OmnibalEngine, loader: PackLoader, held_out: PackLoader | None, run: RunSection, log: MetricsLog | None
+    engine: OmnibalEngine, loader: PackLoader, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]
 ) -> None:
     """Train to the end of the last epoch; rank 0 has a log and shows the progress bar.
 
@@ -147,17 +156,27 @@ def _train(
             )
             bar.update()
         is_last = engine.global_steps == last_step
-        if held_out is not None and (is_last or _due(engine.global_steps, run.evaluate_every)):
-            result = engine.evaluate(held_out)
-            if log is not None:
-                bar.write(
-                    log.evaluation(
-                        engine.global_steps, loss=result.loss, accuracy=result.accuracy, samples=result.samples
-                    )
-                )
+        if is_last or _due(engine.global_steps, run.evaluate_every):
+            evaluate(bar)
         if is_last or _due(engine.global_steps, run.save_every):
             engine.save_checkpoint(Path(run.output) / "checkpoints", keep=run.keep)
     bar.close()
+
+
+def _evaluate(
+    engine: OmnibalEngine,
+    held_out: PackLoader | None,
+    log: MetricsLog | None,
+    on_evaluation: OnEvaluation | None,
+    bar: tqdm,
+) -> None:
+    if held_out is not None:
+        result = engine.evaluate(held_out)
+        if log is not None:
+            step = engine.global_steps
+            bar.write(log.evaluation(step, loss=result.loss, accuracy=result.accuracy, samples=result.samples))
+    if on_evaluation is not None:
+        on_evaluation(engine)
 
 
 def _finish(run: RunSection) -> None:

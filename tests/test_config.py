@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.config import complete_deepspeed_config, dtype_of, read_config
+from omnibal.config import LearningRates, check_learning_rates, complete_deepspeed_config, dtype_of, read_config
 from omnibal.errors import ConfigError
 
 BF16 = {"bf16": {"enabled": True}}
@@ -65,6 +65,15 @@ def test_section_is_split_from_what_deepspeed_reads(tmp_path):
         ({"packing": {"method": "sorted"}}, "omnibal.packing.method.*got 'sorted'"),
         ({"model": {"frozen": "vision_block"}}, "^omnibal.model.frozen must be a valid list, got 'vision_block'$"),
         ({"model": {"frozen": [1]}}, r"^omnibal.model.frozen\[0\] must be a valid string, got 1$"),
+        (
+            {"optimizer": {"learning_rates": {"visoin": 1e-5}}},
+            "learning_rates.*did you mean 'vision'",
+        ),
+        ({"optimizer": {"learning_rates": {"vision": 0}}}, "omnibal.optimizer.learning_rates.vision must be .*got 0"),
+        (
+            {"optimizer": {"weight_decay": "some"}},
+            "omnibal.optimizer.weight_decay must be 'all' or 'matrices', got 'some'",
+        ),
         ([], "^omnibal must be a valid dictionary"),
     ],
 )
@@ -173,3 +182,17 @@ def test_schedule_follows_the_true_number_of_steps():
     parameters = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
     filled = complete(ZERO_1 | {"scheduler": {"type": "WarmupCosineLR", "params": parameters}})
     assert filled["scheduler"]["params"] == {"total_num_steps": 200, "warmup_num_steps": 10, "warmup_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}, "got WarmupLR with warmup_max_lr"),
+        ({"type": "OneCycle", "params": {}}, "got OneCycle with rates of its own"),
+    ],
+)
+def test_a_schedule_that_would_give_all_modules_one_rate_is_refused(scheduler, message):
+    check_learning_rates({"scheduler": scheduler}, LearningRates())
+    check_learning_rates({"scheduler": {"type": "WarmupLR", "params": {}}}, LearningRates(vision=1e-5))
+    with pytest.raises(ConfigError, match=f"learning_rates.vision, {message}"):
+        check_learning_rates({"scheduler": scheduler}, LearningRates(vision=1e-5))

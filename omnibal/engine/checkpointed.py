@@ -211,7 +211,11 @@ class CheckpointedEngine(SkippingEngine):
 
     def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
         """What a run must share with a checkpoint to go on from it."""
-        optimizer = {"frozen": self.module.frozen, "optimizer": type(self.basic_optimizer).__name__}
+        optimizer = {
+            "frozen": self.module.frozen,
+            "optimizer": type(self.basic_optimizer).__name__,
+            "parameter_groups": self._grouping,
+        }
         schedule = {"scheduler": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__}
         weights = {
             "partition": list(self.plan.partition.boundaries),

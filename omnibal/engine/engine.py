@@ -1,6 +1,6 @@
 """DeepSpeed's PipelineEngine fed with packs: safe buffers, a loss exact over the tokens of a step, honest counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +17,19 @@ from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first
 from omnibal.engine.loader import Batch, PackLoader, VlmDataset
 from omnibal.engine.module import EVALUATION_STATISTICS
+from omnibal.engine.parameters import gradients
 from omnibal.engine.peak import DevicePeak, StagePeaks, overhead_bytes
 from omnibal.engine.step import Step
-from omnibal.errors import DataError
+from omnibal.errors import ConfigError, DataError
 from omnibal.plan import Plan
 from omnibal.vlm.counts import counts_of, note_counts
 from omnibal.vlm.loss import target_rows
 from omnibal.vlm.payload import Payload
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+Steps = Iterator[tuple[Step, list[Batch]]]
+"""What a PackLoader iterates over."""
+OnGradient = Callable[[str, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class OmnibalEngine(CheckpointedEngine):
         loader: This rank's packs.
         seed: Of dropout; every step of every rank draws from a stream of its own, so a resumed run draws the same.
         model_source: Hugging Face folder whose tokenizer and preprocessor files go into checkpoints.
+        grouping: What its parameter groups keep apart, None for nothing: a checkpoint's must be alike.
+        on_gradient: As of ``initialize``.
         **deepspeed_arguments: As for DeepSpeed's engine.
     """
 
@@ -62,7 +68,15 @@ class OmnibalEngine(CheckpointedEngine):
     """Of the step that is being measured."""
 
     def __init__(
-        self, *, plan: Plan, loader: PackLoader, seed: int, model_source: Path | None, **deepspeed_arguments: Any
+        self,
+        *,
+        plan: Plan,
+        loader: PackLoader,
+        seed: int,
+        model_source: Path | None,
+        grouping: str | None = None,
+        on_gradient: OnGradient | None = None,
+        **deepspeed_arguments: Any,
     ) -> None:
         super().__init__(
             table=None if plan.schedule == "1f1b" else plan.table,
@@ -74,19 +88,24 @@ class OmnibalEngine(CheckpointedEngine):
         self.last_step: Step | None = None
         self._seed = seed
         self._model_source = model_source
+        self._grouping = grouping
+        self._on_gradient = on_gradient
 
-    def train_batch(self) -> Tensor:
+    def train_batch(self, data_iter: Steps | None = None) -> Tensor:
         """Train on the next step of the loader, all ranks together.
+
+        Args:
+            data_iter: ``iter(loader)``, where the step is to come from that.
 
         Returns:
             The step's mean loss of a target token, the same on all ranks.
 
         Raises:
-            OmnibalError: A rank could not read its samples, or they are not what the dataset promises; raised on all
-                ranks, before anything is computed. Or no gradients were finite in several steps in a row: such steps
-                are skipped.
+            OmnibalError: A rank could not read its samples, or they are not what the dataset promises, or ``data_iter``
+                is at its end; raised on all ranks, before anything is computed. Or no gradients were finite in several
+                steps in a row: such steps are skipped.
         """
-        return self._train(nullcontext())
+        return self._train(nullcontext(), data_iter)
 
     def measured_batch(self) -> tuple[Tensor, StagePeaks]:
         """As ``train_batch``, and measure the step, which takes longer on a CPU.
@@ -113,9 +132,9 @@ class OmnibalEngine(CheckpointedEngine):
         gradients += getattr(self.optimizer, "fp32_groups_gradients_flat", [])  # DeepSpeed's own sums of 16-bit ones
         return [tensor for tensor in (*tensors, *gradients) if isinstance(tensor, Tensor)]
 
-    def _train(self, meter: AbstractContextManager[object]) -> Tensor:
+    def _train(self, meter: AbstractContextManager[object], steps: Steps | None = None) -> Tensor:
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
-        step, batches = self._next_step(self.loader)
+        step, batches = self._next_step(self.loader, steps)
         self.last_step = step
         # Recomputed and resumed steps draw the same dropout masks without storing generator states.
         torch.manual_seed(
@@ -167,7 +186,7 @@ class OmnibalEngine(CheckpointedEngine):
         dist.all_reduce(totals)
         return totals
 
-    def _next_step(self, loader: PackLoader) -> tuple[Step, list[MicroBatch]]:
+    def _next_step(self, loader: PackLoader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
         """Read a step's micro-batches and learn how many target tokens the whole step has.
 
         All of it before the step starts: a collective between the schedule's sends and receives would deadlock, and
@@ -176,7 +195,9 @@ class OmnibalEngine(CheckpointedEngine):
         failure: Exception | None = None
         batches: list[Batch] = []
         try:
-            step, batches = loader.next_step()
+            step, batches = loader.next_step() if steps is None else next(steps)
+        except StopIteration:
+            failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
         except Exception as error:  # any failure must reach the other ranks
             failure = error
         counts = torch.zeros(2 + self.dp_world_size, dtype=torch.int64)
@@ -251,6 +272,12 @@ class OmnibalEngine(CheckpointedEngine):
         else:  # DeepSpeed would copy all gradients together, times one, and back; parameters without one get zeros
             self._get_gradients_for_reduction()
 
+    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        if self._on_gradient is not None:
+            for name, gradient in gradients(self.module):
+                self._on_gradient(name, gradient)
+        super()._exec_optimizer_step(lr_kwargs)
+
     # DeepSpeed looks for what an instruction runs in this mapping.
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         **CheckpointedEngine._INSTRUCTION_MAP,
@@ -258,6 +285,7 @@ class OmnibalEngine(CheckpointedEngine):
         schedule.ForwardPass: _exec_forward_pass,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
         schedule.ReduceGrads: _exec_reduce_grads,
+        schedule.OptimizerStep: _exec_optimizer_step,
     }
 
     def _monitor_balance(self, step: Step) -> None:

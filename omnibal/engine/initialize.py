@@ -1,7 +1,7 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -10,18 +10,28 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnibal.config import OmnibalSection, complete_deepspeed_config, dtype_of, micro_batches_of, read_config
+from omnibal.config import (
+    OmnibalSection,
+    check_learning_rates,
+    complete_deepspeed_config,
+    dtype_of,
+    micro_batches_of,
+    read_config,
+)
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.internvl import InternVLDataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, together
-from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.engine import OmnibalEngine, OnGradient
 from omnibal.engine.extensions import explained_wait
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
+from omnibal.engine.own import MakeOptimizer, MakeScheduler, Own
+from omnibal.engine.parameters import grouping, parameter_groups
 from omnibal.engine.resolve import resolve_plan, stages_of
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
@@ -38,9 +48,8 @@ MEASURES: Final = "measures the samples"
 
 OTHERWISE = {
     "args": "pass the ds_config as config",
-    "optimizer": "name it under 'optimizer' of the ds_config",
-    "lr_scheduler": "name it under 'scheduler' of the ds_config",
-    "model_parameters": "all are trained but the kinds of layers that omnibal.model.frozen names",
+    "model_parameters": "all are trained but the kinds of layers that omnibal.model.frozen names, in the groups that "
+    "omnibal.optimizer asks for",
     "training_data": "pass it as dataset",
     "collate_fn": "samples of dataset are packed",
 }
@@ -48,15 +57,31 @@ OTHERWISE = {
 
 
 def initialize(
-    config: str | Path | dict[str, Any], model: Any = None, dataset: VlmDataset | None = None, **others: None
+    config: str | Path | dict[str, Any],
+    model: Any = None,
+    dataset: VlmDataset | None = None,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    lr_scheduler: MakeScheduler | None = None,
+    on_gradient: OnGradient | None = None,
+    **others: None,
 ) -> tuple[OmnibalEngine, Any, PackLoader, Any]:
     """Build the engine of this process; every process of the run calls it with the same arguments.
 
     Args:
         config: ds_config, as a path or its content, with an "omnibal" section.
-        model: Hugging Face folder, or a transformers configuration (then ``model.weights`` must be ``"random"``); by
+        model: Hugging Face folder, a transformers model whose weights are copied (every process holds all of it until
+            its caller lets it go), or a transformers configuration (then ``model.weights`` must be ``"random"``); by
             default the section's ``model.path``.
         dataset: Samples as VlmDataset describes them; by default the section's ``data.train``.
+        optimizer: Makes this stage's optimizer from its parameter groups, in place of the ds_config's "optimizer":
+            ``partial(torch.optim.AdamW, lr=1e-4)``. A group has ``params``, ``names`` (theirs on disk), and the ``lr``
+            and ``weight_decay`` that ``omnibal.optimizer`` gives it.
+        lr_scheduler: Makes the learning-rate schedule from the optimizer, in place of the ds_config's "scheduler";
+            gets the steps of the run, too, if it has a parameter ``total_steps`` without a value.
+        on_gradient: Called in every step, before the optimizer steps, with the name on disk and the gradient of each
+            weight that this process's stage trains: averaged over the step's target tokens, not yet clipped, the same
+            on all replicas. A weight that two stages tie comes on both.
         **others: Must be None: what else ``deepspeed.initialize`` takes.
 
     Returns:
@@ -65,14 +90,15 @@ def initialize(
     Raises:
         ConfigError: The configuration cannot work: unknown keys, stages that do not divide the processes or exceed
             the layers, a partition that does not fit the model, what a pipeline forbids, weights to load for a
-            model without a folder.
+            model without a folder; an optimizer or scheduler that is made already, or named twice.
         DataError: The dataset has broken samples (the message names files and lines), or other lengths than samples.
     """
     _refuse(others)
     meet(get_accelerator().communication_backend_name())
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
-    given = together(lambda: _read(config, model, num_processes), where=where)
+    own = Own(optimizer, lr_scheduler, on_gradient)
+    given = together(lambda: _read(config, model, num_processes, own), where=where)
     samples: VlmDataset = open_together(given.section, "train", where=where) if dataset is None else dataset
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
     stage, replica = divmod(rank, given.num_replicas)
@@ -90,8 +116,12 @@ def initialize(
         step_seconds=None if plan.predicted is None else plan.predicted.step_seconds,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
-    complete = together(lambda: _complete(given, plan, loader), where=where)
-    engine = build_engine(complete, given.section, given.vlm, plan, loader, given.folder)
+    total_steps = loader.steps_left(given.section.run.epochs)
+    complete = together(lambda: _complete(given, plan, total_steps), where=where)
+    engine = build_engine(
+        complete, given.section, given.vlm, plan, loader, given.folder, weights=given.weights, own=own.over(total_steps)
+    )
+    given.weights.clear()  # DeepSpeed's module keeps what its layers were made of
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -99,7 +129,8 @@ def _refuse(others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if value is not None:
             raise ConfigError(
-                f"arguments of initialize must be config, model and dataset, got {name}; "
+                f"arguments of initialize must be config, model, dataset, optimizer, lr_scheduler and on_gradient, "
+                f"got {name}; "
                 f"{OTHERWISE.get(name, 'leave it out')}"
             )
 
@@ -120,35 +151,66 @@ class _Given:
     config: dict[str, Any]
     section: OmnibalSection
     folder: Path | None
+    weights: dict[str, Tensor]
     vlm: VisionLanguageModel
     num_stages: int
     num_replicas: int
 
 
-def _read(config: Any, model: Any, num_processes: int) -> _Given:
+def _read(config: Any, model: Any, num_processes: int, own: Own) -> _Given:
     deepspeed_config, section = read_config(config)
+    own.check(deepspeed_config)
+    check_learning_rates(deepspeed_config, section.optimizer.learning_rates)
     source = _given(model, section.model.path, "model", "omnibal.model.path")
-    if isinstance(source, nn.Module):
+    if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):
         raise ConfigError(
-            f"model must be a Hugging Face folder or a configuration, got an instance of {type(source).__name__}; "
-            "save it with save_pretrained and pass the folder"
+            f"model must be a Hugging Face folder, model or configuration, got an instance of {type(source).__name__}; "
+            "where it wraps a transformers model, pass that"
         )
     folder = Path(source) if isinstance(source, str | Path) else None
-    if folder is None and section.model.weights == "load":
-        raise ConfigError(
-            "omnibal.model.weights must be 'random' with a configuration as model, got 'load'; pass the folder that "
-            "holds the weights, or say 'random' to train from initial ones"
-        )
-    vlm = load_model(source)
+    _check_source(source, section.model.weights)
+    vlm = load_model(source.config if isinstance(source, PreTrainedModel) else source)
+    if isinstance(source, PreTrainedModel):
+        _check_frozen_alike(source, vlm, section.model.frozen)
     num_stages = stages_of(section, len(vlm.records), num_processes)
     return _Given(
         config=deepspeed_config,
         section=section,
         folder=folder,
+        weights=dict(source.state_dict()) if isinstance(source, PreTrainedModel) else {},
         vlm=vlm,
         num_stages=num_stages,
         num_replicas=num_processes // num_stages,
     )
+
+
+def _check_source(source: Any, weights: str) -> None:
+    if isinstance(source, PreTrainedConfig) and weights == "load":
+        raise ConfigError(
+            "omnibal.model.weights must be 'random' with a configuration as model, got 'load'; pass the folder that "
+            "holds the weights, or say 'random' to train from initial ones"
+        )
+    if isinstance(source, PreTrainedModel) and weights == "random":
+        raise ConfigError(
+            "omnibal.model.weights must be 'load' with a model that has weights, got 'random'; pass its config to "
+            "train from initial ones"
+        )
+
+
+def _check_frozen_alike(model: PreTrainedModel, vlm: VisionLanguageModel, frozen: Collection[str]) -> None:
+    """Refuse a model with frozen parameters that the section does not name: they would be trained."""
+    trained = {
+        name
+        for index, record in enumerate(vlm.records)
+        if record.kind not in frozen
+        for name in vlm.weight_names(index).values()
+    }
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and vlm.disk_name(name) in trained:
+            raise ConfigError(
+                f"parameters of model must be trained but for the layers of omnibal.model.frozen, got {name} with "
+                "requires_grad False; name its kind of layers there"
+            )
 
 
 def _arrange(given: _Given, lengths: SampleLengths, replica: int) -> tuple[Plan, BalancedBatchSampler]:
@@ -169,12 +231,12 @@ def _arrange(given: _Given, lengths: SampleLengths, replica: int) -> tuple[Plan,
     return plan, sampler
 
 
-def _complete(given: _Given, plan: Plan, loader: PackLoader) -> dict[str, Any]:
+def _complete(given: _Given, plan: Plan, total_steps: int) -> dict[str, Any]:
     return complete_deepspeed_config(
         given.config,
         num_stages=given.num_stages,
         num_replicas=given.num_replicas,
-        total_steps=loader.steps_left(given.section.run.epochs),
+        total_steps=total_steps,
         schedule=plan.schedule,
     )
 
@@ -226,6 +288,9 @@ def build_engine(
     plan: Plan,
     loader: PackLoader,
     folder: Path | None,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    own: Own | None = None,
 ) -> OmnibalEngine:
     """The engine of this process, for packs from any loader.
 
@@ -236,7 +301,10 @@ def build_engine(
         plan: Partition and recompute levels; every process of the run holds the same.
         loader: This rank's packs.
         folder: Hugging Face folder of the model, None where it has none.
+        weights: All of the model's, by name, where they are in memory.
+        own: What the caller makes itself.
     """
+    own = own or Own()
     # Weights are built in the dtype they train in: a stage in float32 first would need twice its memory.
     dtype: torch.dtype = getattr(torch, dtype_of(config))
     module = VlmPipelineModule(
@@ -246,29 +314,51 @@ def build_engine(
         dtype=dtype,
         frozen=section.model.frozen,
         seed=section.model.seed,
-        weights=folder if section.model.weights == "load" else None,
+        weights=weights or (folder if section.model.weights == "load" else None),
     )
-    return make_engine(
-        OmnibalEngine, module, config, plan=plan, loader=loader, seed=section.model.seed, model_source=folder
+    engine = make_engine(
+        OmnibalEngine,
+        module,
+        config,
+        optimizer=own.optimizer,
+        lr_scheduler=own.lr_scheduler,
+        model_parameters=parameter_groups(module, section.optimizer),
+        plan=plan,
+        loader=loader,
+        seed=section.model.seed,
+        model_source=folder,
+        grouping=grouping(section.optimizer),
+        on_gradient=own.on_gradient,
     )
+    _check_groups(gather(len(engine.basic_optimizer.param_groups)))
+    return engine
 
 
-def make_engine(engine_class: type[E], module: VlmPipelineModule, config: dict[str, Any], **own: Any) -> E:
+def _check_groups(counts: Sequence[int]) -> None:
+    """Refuse what would hang: under ZeRO stages meet once for the norm of each group."""
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"parameter groups must be as many on every stage, got {', '.join(map(str, sorted(set(counts))))}; leave "
+            "omnibal.optimizer.learning_rates out, or train without stages"
+        )
+
+
+def make_engine(engine_class: type[E], module: VlmPipelineModule, config: dict[str, Any], **arguments: Any) -> E:
     """What deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
 
     Args:
         engine_class: What is made.
         module: This process's stage.
         config: Complete ds_config.
-        **own: Arguments of the engine class beside DeepSpeed's.
+        **arguments: The engine class's own, and what is to differ from DeepSpeed's.
     """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    own: dict[str, Any] = {"optimizer": None, "model_parameters": trained, **arguments}
     with explained_wait():  # for an optimizer that is compiled
         return engine_class(
             **own,
             args=None,
             model=module,
-            optimizer=None,
-            model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
             mpu=module.mpu(),
             dist_init_required=False,
             config=config,

@@ -167,6 +167,19 @@ class PackLoader:
         later = (self.sampler.steps_of(epoch) for epoch in range(self.sampler.epoch + 1, epochs))
         return self.sampler.epoch_steps - self._steps_done + sum(later)
 
+    def __len__(self) -> int:
+        """Steps of the epoch that the next step belongs to."""
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[tuple[Step, list[Batch]]]:
+        """Steps to the end of the epoch, as ``next_step`` gives them.
+
+        Each is taken from what the engine trains next, unless it is the engine that gets the iterator:
+        ``engine.train_batch(steps)``.
+        """
+        for _ in range(self.steps_left(self.sampler.epoch + 1) or self.steps_per_epoch):
+            yield self.next_step()
+
     def next_step(self) -> tuple[Step, list[Batch]]:
         """The next step, and this rank's collated packs of it (none where it reads nothing).
 

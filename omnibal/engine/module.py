@@ -38,7 +38,7 @@ class VlmPipelineModule(PipelineModule):
         dtype: Of parameters.
         frozen: Kinds of layers that are not trained.
         seed: Of initial weights.
-        weights: Hugging Face folder to read weights from, or None for initial weights.
+        weights: Hugging Face folder to read weights from, or all of them by name; None for initial weights.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class VlmPipelineModule(PipelineModule):
         dtype: torch.dtype = torch.float32,
         frozen: Collection[str] = (),
         seed: int = 0,
-        weights: Path | None = None,
+        weights: Path | Mapping[str, Tensor] | None = None,
     ) -> None:
         # DeepSpeed's constructor calls _partition_layers, when self is not yet an initialised nn.Module.
         self.__dict__["vlm"] = model
@@ -161,7 +161,7 @@ class _LayerSource:
         dtype: torch.dtype,
         frozen: Collection[str],
         seed: int,
-        weights: Path | None,
+        weights: Path | Mapping[str, Tensor] | None,
         reads: bool,
     ) -> None:
         self.model = model

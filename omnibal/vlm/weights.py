@@ -36,13 +36,27 @@ class Stored(NamedTuple):
         return tensor
 
 
+class InMemory(NamedTuple):
+    """A weight of a model in memory."""
+
+    file: str
+    name: str
+    tensor: Tensor
+
+    def read(self) -> Tensor:
+        """The tensor, wherever it is."""
+        return self.tensor
+
+
 def has_weights(folder: str | Path) -> bool:
     """Whether a folder holds safetensors under Hugging Face's names."""
     return (Path(folder) / INDEX_FILE).is_file() or (Path(folder) / SINGLE_FILE).is_file()
 
 
-def load_layer(model: VisionLanguageModel, index: int, module: nn.Module, folder: str | Path) -> None:
-    """Fill one layer with its weights from a Hugging Face folder, reading no other tensor.
+def load_layer(
+    model: VisionLanguageModel, index: int, module: nn.Module, source: str | Path | Mapping[str, Tensor]
+) -> None:
+    """Fill one layer with its weights from a Hugging Face folder or model, reading no other tensor.
 
     The names of all tensors are checked against the whole model, so a wrong folder fails alike on every rank.
 
@@ -50,13 +64,13 @@ def load_layer(model: VisionLanguageModel, index: int, module: nn.Module, folder
         model: The model that the layer belongs to.
         index: Which layer.
         module: What ``model.build_layer(index, …)`` gave; its dtype and device stay.
-        folder: With ``model.safetensors``, or with shards and their index.
+        source: A folder with ``model.safetensors``, or with shards and their index; or a model's ``state_dict()``.
 
     Raises:
-        ConfigError: If the folder has no weights, or a tensor is missing, unexpected, of another shape, quantised, or
-            holds NaN or infinity.
+        ConfigError: If the folder has no weights, or a tensor is missing, unexpected, of another shape, quantised, on
+            the meta device, or holds NaN or infinity.
     """
-    stored = _stored_weights(model, Path(folder))
+    stored = _stored_weights(model, source)
     targets = module.state_dict()
     for name, disk_name in model.weight_names(index).items():
         tensor, target = stored[disk_name].read(), targets[name]
@@ -147,26 +161,40 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path} must be JSON with a weight_map, got {type(error).__name__}: {error}") from error
 
 
-def _stored_weights(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
-    """The tensors of a folder that has exactly the model's."""
-    stored = _read_names(model, folder)
-    for name, source in model.tied_names.items():
+def _stored_weights(
+    model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]
+) -> Mapping[str, Stored | InMemory]:
+    """The tensors of a folder, or of a model in memory, that has exactly the model's."""
+    where, stored = _all_weights(model, source)
+    for name, first in model.tied_names.items():
         head = stored.pop(name, None)
         if head is not None:
-            stored.setdefault(source, head)
+            stored.setdefault(first, head)
     expected = {name for index in range(len(model.records)) for name in model.weight_names(index).values()}
     missing = sorted(expected - stored.keys())
     unexpected = sorted(name for name in stored.keys() - expected if not name.endswith("rotary_emb.inv_freq"))
     if missing:
-        raise ConfigError(f"{folder} must hold every weight of the model, got no {_some(missing)}")
+        raise ConfigError(f"{where} must hold every weight of the model, got no {_some(missing)}")
     if unexpected:
-        files = sorted({stored[name].file.name for name in unexpected})
-        raise ConfigError(f"{folder} must hold no weight but the model's, got {_some(unexpected)} in {_some(files)}")
+        files = sorted({Path(stored[name].file).name for name in unexpected})
+        raise ConfigError(f"{where} must hold no weight but the model's, got {_some(unexpected)} in {_some(files)}")
     return stored
+
+
+def _all_weights(
+    model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]
+) -> tuple[str, dict[str, Stored | InMemory]]:
+    """Where they are, in words, and each by its name on disk."""
+    if isinstance(source, str | Path):
+        return str(source), dict(_read_names(model, Path(source)))
+    held = {model.disk_name(name): InMemory("the model given", name, tensor) for name, tensor in source.items()}
+    return "the model given", dict(held)
 
 
 def _problem(tensor: Tensor, shape: torch.Size) -> str | None:
     """The rule that a weight breaks, and what it is instead."""
+    if tensor.is_meta:
+        return "have values, got a tensor on the meta device"
     if tensor.shape != shape:
         return f"have shape {tuple(shape)}, got {tuple(tensor.shape)}"
     if tensor.dtype not in FLOATS:

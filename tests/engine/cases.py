@@ -3,12 +3,12 @@
 import os
 import resource
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 
 from omnibal.config import complete_deepspeed_config, read_config
 from omnibal.cost import Load
@@ -17,8 +17,8 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
 from omnibal.engine import saved_files
-from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine, initialize
+from omnibal.engine.own import Own
 from omnibal.engine.step import Step
 from omnibal.errors import DataError, OmnibalError
 from omnibal.memory.footprint import StageMemory
@@ -66,7 +66,7 @@ def engine_of(case):
         "zero_optimization": {"stage": case.zero_stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
-        "omnibal": {"model": {"path": case.model, "frozen": list(case.frozen)}},
+        "omnibal": {"model": {"path": case.model, "frozen": list(case.frozen)}, "optimizer": case.grouped},
     } | case.extra
     deepspeed_config, section = read_config(content)
     config = complete_deepspeed_config(
@@ -86,26 +86,17 @@ def engine_of(case):
         PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
     )
     loader = FixedPacks([case.packs, *case.later_packs], replica, reads=stage in (0, num_stages - 1))
-    return build_engine(config, section, vlm, plan, loader, Path(case.model))
-
-
-def gradients_of(engine):
-    """This stage's gradients by their names on disk."""
-    return _named(engine, lambda parameter: parameter.grad)
+    return build_engine(config, section, vlm, plan, loader, Path(case.model), own=Own(**case.own))
 
 
 def weights_of(engine):
     """This stage's weights by their names on disk."""
-    return _named(engine, lambda parameter: parameter.detach())
-
-
-def _named(engine, value_of):
     module, found = engine.module, {}
     for position, layer in enumerate(module.forward_funcs):
         names = module.vlm.weight_names(module._local_start + position)
         for name, parameter in layer.named_parameters():
-            if name in names and value_of(parameter) is not None:
-                found[names[name]] = value_of(parameter).clone()
+            if name in names:
+                found[names[name]] = parameter.detach().clone()
     return found
 
 
@@ -115,14 +106,9 @@ def one_step(cases):
 
 
 def _first_step(case):
-    engine = engine_of(case)
     captured = {}
-
-    def capture(engine, **kwargs):
-        captured.update(gradients_of(engine))
-        OmnibalEngine._exec_optimizer_step(engine, **kwargs)
-
-    engine._INSTRUCTION_MAP = {**OmnibalEngine._INSTRUCTION_MAP, schedule.OptimizerStep: capture}
+    own = {"on_gradient": lambda name, gradient: captured.update({name: gradient.clone()})}
+    engine = engine_of(replace(case, own=own))
     loss = engine.train_batch().item()
     return {"loss": loss, "gradients": captured, "samples": engine.global_samples}
 

@@ -1,12 +1,17 @@
 """What the processes of the tests of going on run: past steps that are not finite, and from checkpoints."""
 
+from functools import partial
 from math import nan
+from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupCosineLR
+from transformers import InternVLForConditionalGeneration
 
 from omnibal.engine.initialize import initialize
-from omnibal.errors import OmnibalError
+from omnibal.errors import ConfigError, OmnibalError
+from omnibal.train import train
 from tests.engine.cases import SmallDataset, changed, weights_of
 
 
@@ -19,12 +24,50 @@ class PoisonedDataset(SmallDataset):
         self._samples[index] = sample | {"pixel_values": torch.full_like(sample["pixel_values"], nan)}
 
 
-def all_at_once(precisions, unsaved, saved, others, folder):
+def all_at_once(precisions, unsaved, saved, others, whole, folder):
     """Everything that two processes are needed for, as this rank sees it."""
     return {
         "poisoned": [poisoned(config) for config in precisions],
         "weights": weights_only(unsaved, folder / "weights"),
         **saved_run(saved, others, folder),
+        "whole": whole_run(changed(whole, "run", output=str(folder / "whole"), epochs=2, evaluate_every=3)),
+    }
+
+
+def whole_run(config):
+    """A loop over the loader's steps, and a run of ``train`` with everything of its own that does the same."""
+    engine, _, loader, _ = initialize(config=config, dataset=SmallDataset())
+    for _ in range(2):
+        steps = iter(loader)
+        for _ in range(len(loader)):
+            engine.train_batch(steps)
+    with pytest.raises(ConfigError, match="data_iter must have a step left, got its end"):
+        engine.train_batch(steps)
+    evaluated, seen = [], set()
+    own = {
+        "model": InternVLForConditionalGeneration.from_pretrained(config["omnibal"]["model"]["path"]),
+        "dataset": SmallDataset(),
+        "held_out": SmallDataset(1),
+        "optimizer": partial(torch.optim.AdamW, lr=config["optimizer"]["params"]["lr"]),
+        "lr_scheduler": lambda optimizer, total_steps: WarmupCosineLR(
+            optimizer, total_steps, warmup_num_steps=max(1, total_steps // 20)
+        ),
+        "on_evaluation": lambda engine: evaluated.append(engine.global_steps),
+        "on_gradient": lambda name, _: seen.add(name),
+    }
+    bare = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    trained = train(bare, **own)
+    output = Path(config["omnibal"]["run"]["output"])
+    with pytest.raises(ConfigError, match="must be a folder without checkpoints"):
+        train(bare, **own)
+    with pytest.raises(ConfigError, match="resume must be False with restart, got True"):
+        train(bare, resume=True, restart=True, **own)
+    return {
+        "steps": (engine.global_steps, trained.global_steps, evaluated),
+        "seen": seen == weights_of(trained).keys(),
+        "weights": (weights_of(engine), weights_of(trained)),
+        "model": output / "model",
+        "logged": len((output / "metrics.jsonl").read_text().splitlines()),
     }
 
 

@@ -28,6 +28,8 @@ class Case:
     schedule: str = "1f1b"
     frozen: tuple = ()  # kinds of layers
     pending_bytes: int | None = None  # what the plan says each stage's weight gradients may keep
+    own: dict = field(default_factory=dict)  # arguments of Own
+    grouped: dict = field(default_factory=dict)  # "omnibal.optimizer"
     later_packs: list = field(default_factory=list)  # packs of the steps behind the first one; then all come again
 
 
@@ -103,16 +105,29 @@ def plain_gradients(folder, samples):
     return loss, _by_disk_name(folder, model, lambda parameter: parameter.grad)
 
 
-def plain_training(folder, samples, *, make_optimizer, make_scheduler, clipping, steps, frozen=(), dtype=torch.float32):
+def plain_training(
+    folder,
+    samples,
+    *,
+    make_optimizer,
+    make_scheduler,
+    clipping,
+    steps,
+    frozen=(),
+    dtype=torch.float32,
+    grouped=lambda parameters: parameters.values(),
+):
     """Losses, gradient norms and final weights of a plain training loop that sees all samples in every step.
 
-    It computes in float32; ``dtype`` is that of the weights it begins with.
+    It computes in float32; ``dtype`` is that of the weights it begins with. ``grouped`` makes of the parameters, by
+    their names on disk, what the optimizer is made from.
     """
     model = InternVLForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype).float()
     not_trained = names_of(folder, frozen)
-    for name, parameter in _by_disk_name(folder, model, lambda parameter: parameter).items():
+    parameters = _by_disk_name(folder, model, lambda parameter: parameter)
+    for name, parameter in parameters.items():
         parameter.requires_grad_(name not in not_trained)
-    optimizer = make_optimizer(model.parameters())
+    optimizer = make_optimizer(grouped(parameters))
     scheduler = make_scheduler(optimizer)
     losses, norms = [], []
     for _ in range(steps):

@@ -1,13 +1,17 @@
 """A run survives a step that is not finite, ends if none is, and goes on from a checkpoint of its own kind only."""
 
+from functools import partial
 from math import isnan
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim import SGD
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from transformers import InternVLForConditionalGeneration
 
 from omnibal.engine.initialize import _read, initialize
+from omnibal.engine.own import Own
 from omnibal.errors import ConfigError
 from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.launch import launch
@@ -36,9 +40,11 @@ def seen(model, tmp_path_factory):
         changed(saved, "model", frozen=["patch_embedding"]),
         saved | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True},
         {key: value for key, value in saved.items() if key != "scheduler"},
+        changed(saved, "optimizer", weight_decay="matrices"),
     ]
     folder = tmp_path_factory.mktemp("written")
-    return launch(2, "tests.engine.going_on:all_at_once", precisions, unsaved, saved, others, folder), folder
+    whole = settings(model, num_stages=2)
+    return launch(2, "tests.engine.going_on:all_at_once", precisions, unsaved, saved, others, whole, folder), folder
 
 
 @pytest.mark.distributed
@@ -69,9 +75,9 @@ def test_what_cannot_go_on_from_a_checkpoint_is_named(seen):
     for result in by_rank:
         for message, key, saved, own in zip(
             result["refused"],
-            ("frozen", "optimizer", "scheduler"),
-            ("[]", "AdamW", "WarmupCosineLR"),
-            ("['patch_embedding']", "SGD", "None"),
+            ("frozen", "optimizer", "scheduler", "parameter_groups"),
+            ("[]", "AdamW", "WarmupCosineLR", "None"),
+            ("['patch_embedding']", "SGD", "None", "weight decay of matrices"),
             strict=True,
         ):
             assert f": {key} must be that of the checkpoint " in message
@@ -101,20 +107,67 @@ def test_the_model_is_saved_as_hugging_face_reads_it(seen):
     assert loaded.dtype == torch.bfloat16
 
 
+@pytest.mark.distributed
+def test_a_run_with_everything_of_its_own_is_that_of_its_ds_config(seen):
+    by_rank, _ = seen
+    for result in by_rank:
+        whole = result["whole"]
+        steps, own_steps, evaluated = whole["steps"]
+        assert steps == own_steps > 6
+        assert evaluated == sorted({*range(3, steps + 1, 3), steps})
+        assert whole["seen"]
+        assert whole["logged"] == steps + len(evaluated)
+        weights, own = whole["weights"]
+        exported = load_file(whole["model"] / "model.safetensors")
+        for name, weight in weights.items():
+            assert torch.equal(weight, own[name])
+            assert torch.equal(weight, exported[name])
+
+
 @pytest.mark.parametrize(
     ("argument", "remedy"),
-    [
-        ("optimizer", "name it under 'optimizer' of the ds_config"),
-        ("lr_scheduler", "name it under 'scheduler' of the ds_config"),
-        ("data_set", "leave it out"),
-    ],
+    [("model_parameters", "all are trained but the kinds of layers that"), ("data_set", "leave it out")],
 )
 def test_what_initialize_does_not_take_is_refused(argument, remedy):
-    with pytest.raises(ConfigError, match=f"must be config, model and dataset, got {argument}; {remedy}"):
+    with pytest.raises(ConfigError, match=f"lr_scheduler and on_gradient, got {argument}; {remedy}"):
         initialize(config={}, **{argument: object()})
 
 
-def test_an_instance_as_model_is_refused(model):
-    instance = InternVLForConditionalGeneration(small_config())
-    with pytest.raises(ConfigError, match="got an instance of InternVLForConditionalGeneration; save it with"):
-        _read(settings(model, num_stages=1), instance, 1)
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            {"optimizer": SGD([torch.zeros(1, requires_grad=True)])},
+            "optimizer must be a callable, got an instance of SGD",
+        ),
+        (
+            {"lr_scheduler": 3},
+            "lr_scheduler must be a callable, got an instance of int; its optimizer is yet to be made",
+        ),
+        ({"optimizer": SGD}, "optimizer must be given once, got one beside the ds_config's optimizer; leave one out"),
+        ({"lr_scheduler": len}, "lr_scheduler must be given once, got one beside the ds_config's scheduler"),
+    ],
+)
+def test_what_is_made_already_or_named_twice_is_refused(own, message):
+    with pytest.raises(ConfigError, match=message):
+        Own(**own).check({"optimizer": {}, "scheduler": {}})
+
+
+def test_a_schedule_has_the_steps_of_the_run_where_it_asks_for_them():
+    asks, told, neither = (lambda optimizer, total_steps=None: total_steps), partial(OneCycleLR, total_steps=3), StepLR
+    assert Own(lr_scheduler=asks).over(7).lr_scheduler(None) == 7
+    assert Own(lr_scheduler=told).over(7).lr_scheduler is told
+    assert Own(lr_scheduler=neither).over(7).lr_scheduler is neither
+
+
+def test_a_model_in_memory_must_be_what_is_trained(model):
+    instance, config = InternVLForConditionalGeneration(small_config()), settings(model, num_stages=1)
+    assert _read(config, instance, 1, Own()).weights.keys() == instance.state_dict().keys()
+    with pytest.raises(ConfigError, match="weights must be 'load' with a model that has weights, got 'random'"):
+        _read(changed(config, "model", weights="random"), instance, 1, Own())
+    with pytest.raises(ConfigError, match="model or configuration, got an instance of Linear"):
+        _read(config, torch.nn.Linear(1, 1), 1, Own())
+    instance.model.vision_tower.embeddings.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"parameters of model must be trained but .* got model\.vision_tower"):
+        _read(config, instance, 1, Own())
+    assert _read(changed(config, "model", frozen=["patch_embedding"]), instance, 1, Own())

@@ -18,6 +18,13 @@ CUTS = {
     3: [((0, 2, 5, 10), ONE_REPLICA), ((0, 5, 6, 10), WITH_EMPTY)],
     4: [((0, 1, 4, 6, 10), ONE_REPLICA), ((0, 6, 10), TWO_REPLICAS), ((0, 3, 10), TWO_REPLICAS)],
 }
+# What keeps a part of each gradient on every replica, and how exact its gradients are.
+KEPT_IN_PARTS = [
+    ({"zero_stage": 1}, {"rtol": 2e-4, "atol": 2e-6}),
+    ({"zero_stage": 1, "extra": {"bf16": {"enabled": True}}}, {"rtol": 0.1, "atol": 0.01}),
+    ({"zero_stage": 1, "extra": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}},
+     {"rtol": 0.1, "atol": 0.01}),
+]  # fmt: skip
 MIXED = ("full", "none", "selective")
 WAYS = [(("none",), "1f1b"), (MIXED, "1f1b"), (MIXED, "zero-bubble")]
 
@@ -36,20 +43,20 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 def test_one_step_equals_plain_transformers(num_processes, models):
     cases = [
-        (Case(boundaries, packs, folder, recompute, schedule=schedule), tied)
+        (Case(boundaries, packs, folder, recompute, schedule=schedule), tied, {"rtol": 2e-4, "atol": 2e-6})
         for boundaries, packs in CUTS[num_processes]
         for tied, (folder, _, _) in models.items()
         for recompute, schedule in WAYS
     ]
-    by_rank = launch(num_processes, "tests.engine.cases:one_step", [case for case, _ in cases])
-    for number, (case, tied) in enumerate(cases):
+    if num_processes == 2:
+        cases += [(Case((0, 10), TWO_REPLICAS, models[False][0], **kept), False, near) for kept, near in KEPT_IN_PARTS]
+    by_rank = launch(num_processes, "tests.engine.cases:one_step", [case for case, _, _ in cases])
+    for number, (case, tied, near) in enumerate(cases):
         _, loss, gradients = models[tied]
         results = [result[number] for result in by_rank]
         assert {result["samples"] for result in results} == {8}
-        assert [result["loss"] for result in results] == pytest.approx([loss] * num_processes, rel=1e-5)
+        assert [result["loss"] for result in results] == pytest.approx([loss] * num_processes, rel=near["rtol"] / 20)
         assert set().union(*(result["gradients"] for result in results)) == set(gradients)
         for result in results:
             for name, gradient in result["gradients"].items():
-                torch.testing.assert_close(
-                    gradient, gradients[name], rtol=2e-4, atol=2e-6, msg=f"{name} differs in {case}"
-                )
+                torch.testing.assert_close(gradient, gradients[name], **near, msg=f"{name} differs in {case}")

@@ -40,3 +40,11 @@ def test_a_resumed_loader_counts_what_is_left_of_its_epoch():
     again.load_state_dict(first.state_dict())
     assert again.steps_left(EPOCHS) == first.steps_left(EPOCHS)
     assert again.steps_left(1) == 0
+
+
+def test_a_loop_over_a_loader_goes_to_the_end_of_the_epoch():
+    packs = loader("isf")
+    packs.next_step()
+    for epoch, begin in ((0, 1), (1, 0)):
+        steps = len(packs)
+        assert [(step.epoch, step.index) for step, _ in packs] == [(epoch, index) for index in range(begin, steps)]

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from omnibal.data.limits import PackLimits
 from omnibal.engine.initialize import _read
+from omnibal.engine.own import Own
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
@@ -56,6 +57,10 @@ def test_configurations_that_cannot_work(model, tmp_path):
         (changed(good, "model", path=str(empty)), "without config.json"),
         (changed(good, "model", path=None), "model must be given, got none"),
         (changed(good, "model", path=str(misfit)), "rank 1, stage 1.*lm_head.* must have shape"),
+        (
+            changed(good, "optimizer", learning_rates={"vision": 1e-5}),
+            "parameter groups must be as many on every stage, got 1, 2",
+        ),
         (good, None),
     ]
     by_rank = launch(2, "tests.engine.cases:refusals", [config for config, _ in cases])
@@ -73,8 +78,8 @@ def test_a_configuration_has_no_weights_to_load(model):
     for path in (str(model), None):  # the folder of the section is not the model that is trained
         config = changed(settings(model, num_stages=1), "model", path=path)
         with pytest.raises(ConfigError, match="weights must be 'random' with a configuration as model, got 'load'"):
-            _read(config, small_config(), 1)
-    assert _read(changed(config, "model", weights="random"), small_config(), 1).folder is None
+            _read(config, small_config(), 1, Own())
+    assert _read(changed(config, "model", weights="random"), small_config(), 1, Own()).folder is None
 
 
 def test_a_sample_that_is_not_as_promised_stops_all_ranks(model):

@@ -1,5 +1,6 @@
 """Several steps with clipping, AdamW and a schedule leave the weights that a plain training loop leaves."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -24,30 +25,60 @@ TWO_STAGES = ((0, 4, 10), [[[0, 1], [2], [4, 7], [3, 5, 6]]])
 TWO_REPLICAS = ((0, 10), [[[0, 1], [4, 7]], [[3, 5, 6], [2]]])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_training_equals_plain_transformers(tied, tmp_path):
-    save_small_model(tmp_path, tied=tied)
+RATES = {"vision": 1e-3, "projector": 2e-2}
+GROUPED = {"weight_decay": "matrices", "learning_rates": RATES}
+MODULES = {"vision_tower": "vision", "multi_modal_projector": "projector"}
+
+
+def grouped(parameters, rates):
+    """Each parameter a group of its own, with its module's rate, and decay of matrices only."""
+    for name, parameter in parameters.items():
+        rate = rates.get(MODULES.get(name.partition(".")[0]))
+        decayed = (name.endswith("weight") and "norm" not in name) or "token" in name or "position" in name
+        yield (
+            {"params": [parameter]}
+            | ({} if rate is None else {"lr": rate})
+            | ({} if decayed else {"weight_decay": 0.0})
+        )
+
+
+def expected(folder, **options):
     config = complete_deepspeed_config(SETTINGS, num_stages=1, num_replicas=1, total_steps=STEPS)
     losses, norms, weights = plain_training(
-        tmp_path,
+        folder,
         small_samples(),
         make_optimizer=partial(torch.optim.AdamW, **ADAM),
         make_scheduler=partial(WarmupCosineLR, **config["scheduler"]["params"]),
         clipping=CLIPPING,
         steps=STEPS,
+        **options,
     )
     assert min(norms) > 2 * CLIPPING  # every step is clipped
+    return losses, norms, weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_equals_plain_transformers(tied, tmp_path):
+    save_small_model(tmp_path, tied=tied)
+    plain = expected(tmp_path)
     cases = [
-        Case(boundaries, packs, str(tmp_path), zero_stage=1, steps=STEPS, extra=SETTINGS)
+        (Case(boundaries, packs, str(tmp_path), zero_stage=1, steps=STEPS, extra=SETTINGS), plain)
         for boundaries, packs in (TWO_STAGES, TWO_REPLICAS)
     ]
-    by_rank = launch(2, "tests.engine.cases:several_steps", cases)
-    assert [[result["read"] for result in results] for results in by_rank] == [
+    if not tied:
+        matrices, apart = (expected(tmp_path, grouped=partial(grouped, rates=rates)) for rates in ({}, RATES))
+        own = {"optimizer": partial(torch.optim.AdamW, **ADAM)}
+        cases += [
+            (replace(cases[0][0], grouped={"weight_decay": "matrices"}), matrices),
+            (replace(cases[1][0], grouped=GROUPED, own=own), apart),
+        ]
+    by_rank = launch(2, "tests.engine.cases:several_steps", [case for case, _ in cases])
+    assert [[result["read"] for result in results[:2]] for results in by_rank] == [
         [[0, 1, 2, 3], [*range(9 if tied else 10)]],  # a tied head has been read
         [[*range(4, 9 if tied else 10)], []],  # a second replica reads nothing
     ]
     for results in by_rank:
-        for result in results:
+        for result, (_, (losses, norms, weights)) in zip(results, cases, strict=True):
             assert result["losses"] == pytest.approx(losses, rel=1e-4)
             assert result["norms"] == pytest.approx(norms, rel=1e-3)
             for name, weight in result["weights"].items():

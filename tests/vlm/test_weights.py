@@ -222,6 +222,20 @@ def test_a_folder_without_weights_is_a_model_but_gives_none(tmp_path):
         load_layer(model, 0, model.build_layer(0, seed=None), tmp_path)
 
 
+def test_a_model_in_memory_gives_its_weights():
+    config = tiny_config()
+    instance, model = plain(config), load_model(config)
+    layer = model.build_layer(0, seed=None)
+    load_layer(model, 0, layer, instance.state_dict())
+    names = model.weight_names(0)
+    state = {model.disk_name(name): tensor for name, tensor in instance.state_dict().items()}
+    assert all(torch.equal(tensor, state[names[name]]) for name, tensor in layer.state_dict().items())
+    with pytest.raises(ConfigError, match="must have values, got a tensor on the meta device in the model given"):
+        load_layer(model, 0, layer, instance.to("meta").state_dict())
+    with pytest.raises(ConfigError, match="the model given must hold every weight of the model, got no "):
+        load_layer(model, 0, layer, {})
+
+
 def test_a_missing_shard_is_named(tmp_path):
     write_plain(tmp_path, max_shard_size="20KB")
     next(tmp_path.glob("model-00002-*")).unlink()
