@@ -68,8 +68,8 @@ def workers_for(read_seconds: float, step_seconds: float | None, micro_batches: 
         step_seconds: What a step takes; None where nobody knows: then as many as there are cores for.
         micro_batches: Packs in a step; each is read by one process.
 
-    >>> workers_for(3.0, 2.0, micro_batches=32)
-    3
+    >>> workers_for(3.0, 20.0, micro_batches=32)
+    1
     """
     cores = max(1, cores_of_process() - 1)  # one computes
     wanted = cores if step_seconds is None else math.ceil(_SLACK * read_seconds / step_seconds)
