@@ -56,7 +56,7 @@ def random_case(random, num_processes, model):
         schedule,
         random.choice(FROZEN),
         random.choice((None, 0, 3000, 30_000)),
-        later,
+        later_packs=later,
     )
 
 
