@@ -15,6 +15,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from omnibal.errors import require
+
+require("torch", "transformers", "safetensors", "deepspeed")
+
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
