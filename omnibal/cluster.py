@@ -1,22 +1,105 @@
-"""Accelerators, as far as costs depend on them."""
+"""The hardware (Cluster) and how a run lies on it (Layout), as far as time and memory depend on them."""
 
-from __future__ import annotations
-
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Final
+from difflib import get_close_matches
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from omnibal.errors import ConfigError
+from omnibal.records import explain
 
 LEAST_BANDWIDTH: Final = 1
 MOST_LATENCY_SECONDS: Final = 3600
 """Of links: beyond these a step has no end that numbers could hold."""
+MOST_DEVICES: Final = 10**6
+OVERHEAD_BYTES: Final = 2 * 2**30
+"""What a process holds on its device beside the model, unless it was measured.
+
+A context with the kernels that were used, 0.3 to 0.5 GB (pytorch/pytorch#107667, #81257), and NCCL's buffers of the
+two communicators that a rank moves most with, of its replicas and of its stages: 0.54 to 0.69 GB each
+(NVIDIA/nccl#964, four A100). Together up to 1.9 GB, rounded up. Fragments belong to the head room.
+"""
+Precision = Literal["bfloat16", "float32"]
+
+
+def check_zero_stage(zero_stage: int) -> None:
+    """Refuse what DeepSpeed's pipeline does not have.
+
+    Raises:
+        ConfigError: The ZeRO stage is neither 0 nor 1.
+    """
+    if zero_stage not in (0, 1):
+        raise ConfigError(f"zero_stage must be 0 or 1 under a pipeline, got {zero_stage}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over devices: stages × replicas × tensor ranks, what replicas share, and in which numbers.
+
+    Raises:
+        ConfigError: A number is not positive, DeepSpeed's pipeline has no such ZeRO stage, or cannot sum gradients so.
+
+    Example:
+        >>> layout = Layout(num_stages=4, num_replicas=2)
+        >>> layout.num_devices, layout.rank(stage=1, replica=0), str(layout)
+        (8, 2, '4 stages × 2 replicas')
+    """
+
+    num_stages: int = 1
+    """Of the pipeline."""
+    num_replicas: int = 1
+    """Data-parallel ranks of each stage."""
+    _: KW_ONLY
+    num_tensor: int = 1
+    """Devices that share each layer (tensor parallelism)."""
+    zero_stage: int = 1
+    """0, or 1: each replica holds and updates its share of the optimizer's state. In 16 bits DeepSpeed shares it under
+    0 too, and keeps a second copy of the gradients."""
+    precision: Precision = "bfloat16"
+    """Of forward and backward passes."""
+    accumulate_float32: bool | None = None
+    """Whether gradients are summed up in float32 beside those in the forward pass's 16 bits (DeepSpeed's
+    ``data_types.grad_accum_dtype``), for 4 bytes more a trained parameter; None for what the engine does unless told
+    otherwise: under ZeRO stage 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "num_replicas", "num_tensor"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        check_zero_stage(self.zero_stage)
+        if self.sums_float32 and self.zero_stage == 0:
+            raise ConfigError("zero_stage must be 1 where 16-bit gradients are summed in float32, got 0")
+
+    def __str__(self) -> str:
+        counts = {"stage": self.num_stages, "replica": self.num_replicas, "tensor rank": self.num_tensor}
+        named = {name: count for name, count in counts.items() if name != "tensor rank" or count > 1}
+        return " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in named.items())
+
+    @property
+    def num_devices(self) -> int:
+        """All that take part."""
+        return self.num_stages * self.num_replicas * self.num_tensor
+
+    @property
+    def sums_float32(self) -> bool:
+        """Whether gradients are summed in float32 beside those of the forward pass."""
+        if self.precision == "float32":
+            return False
+        return self.zero_stage == 1 if self.accumulate_float32 is None else self.accumulate_float32
+
+    def rank(self, stage: int, replica: int, tensor: int = 0) -> int:
+        """DeepSpeed's global rank: its axes are pipe, data, model, the last one running fastest."""
+        return (stage * self.num_replicas + replica) * self.num_tensor + tensor
 
 
 @dataclass(frozen=True)
 class Links:
-    """How fast data moves between devices.
+    """How fast data moves between the ranks of a run.
 
     Raises:
         ConfigError: A bandwidth is less than a byte per second, or the latency is negative or above an hour.
@@ -32,13 +115,8 @@ class Links:
 
     def __post_init__(self) -> None:
         for name in ("bandwidth_bytes_per_second", "reduce_bandwidth_bytes_per_second"):
-            value = getattr(self, name)
-            if value is not None and not value >= LEAST_BANDWIDTH:
-                raise ConfigError(f"{name} must be at least {LEAST_BANDWIDTH} byte per second, got {value!r}")
-        if not 0 <= self.latency_seconds <= MOST_LATENCY_SECONDS:
-            raise ConfigError(
-                f"latency_seconds must lie between 0 and {MOST_LATENCY_SECONDS}, got {self.latency_seconds!r}"
-            )
+            _check_bandwidth(name, getattr(self, name))
+        _check_latency(self.latency_seconds)
 
     @property
     def between_replicas(self) -> float:
@@ -47,64 +125,274 @@ class Links:
         return self.bandwidth_bytes_per_second if given is None else given
 
 
-def check_zero_stage(zero_stage: int) -> None:
-    """Refuse what DeepSpeed's pipeline does not have.
-
-    Raises:
-        ConfigError: The ZeRO stage is neither 0 nor 1.
-    """
-    if zero_stage not in (0, 1):
-        raise ConfigError(f"zero_stage must be 0 or 1 under a pipeline, got {zero_stage}")
-
-
 @dataclass(frozen=True)
 class Device:
-    """An accelerator.
+    """An accelerator. What is None is not known of it: costs cannot be counted for it, or nodes of it joined.
 
     Raises:
         ConfigError: A number is not positive and finite, or the fraction is above 1.
     """
 
     name: str
-    flops_per_second: float
-    """Peak of dense matrix products in 16 bits; half of it is reckoned with in 32 bits."""
-    fraction: float
-    """Share of the peak that training reaches while it computes."""
+    _: KW_ONLY
     memory_bytes: float
     """All that processes may hold, contexts included: what the driver reports, which is not the data sheet's."""
-    memory_bytes_per_second: float
     link_bytes_per_second: float
     """To another device of the same node, one direction."""
+    node_bytes_per_second: float | None = None
+    """To a device of another node, one direction, where each device has its share of the node's network."""
+    flops_per_second: float | None = None
+    """Peak of dense matrix products in 16 bits; half of it is reckoned with in 32 bits."""
+    fraction: float = 0.5
+    """Share of the peak that training reaches while it computes."""
+    memory_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "name" and not (math.isfinite(value) and value > 0):
+            if name != "name" and value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} of device {self.name} must be positive and finite, got {value!r}")
         if self.fraction > 1:
             raise ConfigError(f"fraction of device {self.name} must be at most 1, got {self.fraction!r}")
 
+    @classmethod
+    def named(cls, name: str) -> "Device":
+        """The known device of this name, as torch calls it, or whose name starts so; of several the largest.
 
-DEVICES: Mapping[str, Device] = {
-    device.name: device
-    for device in (
-        Device("A100-40GB", 312e12, 0.5, 39.38 * 2**30, 1.555e12, 300e9),
-        Device("A100-80GB", 312e12, 0.5, 79.25 * 2**30, 2.039e12, 300e9),
-        Device("H100-80GB", 989e12, 0.45, 79.1 * 2**30, 3.35e12, 450e9),
-        Device("H200-141GB", 989e12, 0.45, 139.8 * 2**30, 4.8e12, 450e9),
+        Raises:
+            ConfigError: There is none; the message names the nearest one, and says how to give numbers of one's own.
+
+        Example:
+            >>> Device.named("a100").name, Device.named("A100-40").name, Device.named("NVIDIA H200").name
+            ('A100-80GB', 'A100-40GB', 'H200-141GB')
+        """
+        wanted = _TORCH_NAMES.get(name, name).lower()
+        starts = re.compile(re.escape(wanted) + r"(?!\d)")  # an A10 is no A100
+        found = [device for known, device in DEVICES.items() if wanted and starts.match(known.lower())]
+        if found:
+            return max(found, key=lambda device: device.memory_bytes)
+        by_letters = {known.lower(): known for known in DEVICES}
+        nearest = get_close_matches(wanted, by_letters, n=1, cutoff=0.5)
+        hint = f"did you mean {by_letters[nearest[0]]!r}? " if nearest else ""
+        raise ConfigError(
+            f"device must be how one of {', '.join(DEVICES)} starts, got {name!r}; {hint}for another one give a record "
+            'with "name", "memory_bytes" and "link_bytes_per_second", for several nodes "node_bytes_per_second", and '
+            '"flops_per_second" and "memory_bytes_per_second" to count costs'
+        )
+
+
+DEVICES: Final[Mapping[str, Device]] = {
+    name: Device(
+        name, memory_bytes=memory_gib * 2**30, link_bytes_per_second=link, node_bytes_per_second=network,
+        flops_per_second=flops, fraction=fraction, memory_bytes_per_second=bandwidth,
     )
-}
+    for name, memory_gib, link, network, flops, fraction, bandwidth in (
+        ("A100-40GB", 39.38, 300e9, 25e9, 312e12, 0.5, 1.555e12),
+        ("A100-80GB", 79.25, 300e9, 25e9, 312e12, 0.5, 2.039e12),
+        ("H100-80GB", 79.1, 450e9, 50e9, 989e12, 0.45, 3.35e12),
+        ("H200-141GB", 139.8, 450e9, 50e9, 989e12, 0.45, 4.8e12),
+    )
+}  # fmt: skip
 """SXM modules by their data sheets; the fractions are what published training runs commonly reach.
 
 Memory is the least that torch was seen to report in total (``torch.cuda.mem_get_info``), as drivers keep some tenths
 of a GiB more or less: 39.38 to 39.59 GiB of an A100-40GB (vllm-project/vllm#16570, raoyongming/DenseCLIP#52), 79.25 to
 79.35 of an A100-80GB (HiDream-ai/VAREdit#6, Instruction-Tuning-with-GPT-4/GPT-4-LLM#16), 79.10 of an H100
 (huggingface/trl#2688), 139.80 of an H200 (published logs; nvidia-smi says 143,771 MiB).
-"""
 
-OVERHEAD_BYTES = 2 * 2**30
-"""What a process holds on its device beside the model, unless it was measured.
-
-A context with the kernels that were used, 0.3 to 0.5 GB (pytorch/pytorch#107667, #81257), and NCCL's buffers of the
-two communicators that a rank moves most with, of its replicas and of its stages: 0.54 to 0.69 GB each
-(NVIDIA/nccl#964, four A100). Together up to 1.9 GB, rounded up. Fragments belong to the head room.
+Between nodes it is that of NVIDIA's own systems, a network card for each device: ConnectX-6 of 200 Gb/s (DGX A100 user
+guide), ConnectX-7 of 400 Gb/s (DGX H100 and H200, DGX BasePOD reference architecture). Rented machines often have less.
 """
+_TORCH_NAMES: Final[Mapping[str, str]] = {
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA H100 80GB HBM3": "H100-80GB",
+    "NVIDIA H200": "H200-141GB",
+}
+
+
+def _device(given: Any) -> Any:
+    return Device.named(given) if isinstance(given, str) else given
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of a run: equal nodes of equal devices.
+
+    Raises:
+        ConfigError: A number is out of range, memory is not given for each device, or nothing is known of how nodes are
+            joined.
+
+    Example:
+        >>> cluster = Cluster.parse("2x8xA100-80GB")
+        >>> cluster.num_devices, str(cluster), cluster.links_of(Layout(num_stages=2, num_replicas=8))
+        (16, '2x8xA100-80GB', Links(bandwidth_bytes_per_second=25000000000.0, \
+reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of records
+    num_nodes: int
+    devices_per_node: int
+    device: Annotated[Device, BeforeValidator(_device)]
+    _: KW_ONLY
+    node_bytes_per_second: float | None = None
+    """From a device of one node to one of another; None: as the device's usual systems have."""
+    latency_seconds: float = 0.0
+    """What each transfer between stages takes whatever its size."""
+    memory_bytes: float | tuple[float, ...] | None = None
+    """What each device may hold, or one number for every rank in turn; None: what the device has."""
+    overhead_bytes: int = OVERHEAD_BYTES
+    """What a process holds on its device beside the model; a run on CUDA says what it was."""
+    links: Links | None = None
+    """What stages and replicas of the run at hand are known to reach, in place of what follows from the nodes."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "devices_per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.num_devices > MOST_DEVICES:
+            raise ConfigError(f"a cluster must have at most {MOST_DEVICES} devices, got {self.num_devices}")
+        if self.num_nodes > 1 and self.links is None and self._between_nodes is None:
+            raise ConfigError(
+                f"node_bytes_per_second must be given for {self.num_nodes} nodes of {self.device.name}, got none"
+            )
+        _check_bandwidth("node_bytes_per_second", self.node_bytes_per_second)
+        _check_latency(self.latency_seconds)
+        if isinstance(self.memory_bytes, tuple) and len(self.memory_bytes) != self.num_devices:
+            raise ConfigError(
+                f"memory_bytes must be one number, or one for each of {self.num_devices} devices, "
+                f"got {len(self.memory_bytes)}"
+            )
+        if self.overhead_bytes < 0:
+            raise ConfigError(f"overhead_bytes must not be negative, got {self.overhead_bytes}")
+        given = self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,)
+        for value in (self.device.memory_bytes if one is None else one for one in given):
+            if not (math.isfinite(value) and value > self.overhead_bytes):
+                raise ConfigError(
+                    f"memory_bytes must be finite and more than the {self.overhead_bytes} bytes that a device holds "
+                    f"beside the model, got {value!r}"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> "Cluster":
+        """Read nodes x devices x device, such as ``"4x8xA100-80GB"``; ``"8xA100-80GB"`` is one node.
+
+        Raises:
+            ConfigError: It is not of this form, or the device is unknown.
+        """
+        found = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?(\S.*)", text.strip())
+        if found is None:
+            raise ConfigError(f"cluster must be such as '4x8xA100-80GB', '8xA100-80GB' or 'A100-80GB', got {text!r}")
+        *counts, name = (word for word in found.groups() if word is not None)
+        num_nodes, devices_per_node = [1, 1, *map(int, counts)][-2:]
+        return cls(num_nodes, devices_per_node, Device.named(name))
+
+    @classmethod
+    def of(cls, given: "Cluster | str | Mapping[str, Any]") -> "Cluster":
+        """From a string as :meth:`parse` reads it, or a record of the fields, whose device may be a name.
+
+        Raises:
+            ConfigError: A key is unknown or missing, or a value is wrong; the message names the key.
+
+        Example:
+            >>> str(Cluster.of({"num_nodes": 1, "devices_per_node": 8, "device": "h100", "memory_bytes": 64e9}))
+            '8xH100-80GB'
+        """
+        if isinstance(given, Cluster):
+            return given
+        if isinstance(given, str):
+            return cls.parse(given)
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"cluster must be a string such as '4x8xA100-80GB' or a record, got {given!r:.80}")
+        try:
+            return _RECORD.validate_json(json.dumps(dict(given)))  # by JSON's rules: a list serves as a tuple
+        except ValidationError as error:
+            raise ConfigError(explain(cls, error, "cluster")) from error
+
+    def __str__(self) -> str:
+        counts = (self.num_nodes, self.devices_per_node)
+        shown = counts if self.num_nodes > 1 else counts[1:] if self.devices_per_node > 1 else ()
+        return "x".join([*map(str, shown), self.device.name])
+
+    @property
+    def num_devices(self) -> int:
+        """On all nodes."""
+        return self.num_nodes * self.devices_per_node
+
+    def links_of(self, layout: Layout) -> Links:
+        """What neighbouring stages and replicas of a layout reach: of all its pairs of devices the slowest counts.
+
+        Ranks fill the nodes in their order. Replicas are thought of as one ring, in which each device has one
+        neighbour; where several devices of a node are in it, NCCL's several rings may do better.
+
+        Raises:
+            ConfigError: The cluster has fewer devices than the layout.
+        """
+        self.check(layout)
+        if self.links is not None:
+            return self.links
+        size, node = layout.num_replicas * layout.num_tensor, self._node
+        stages_apart = any(node(rank) != node(rank + size) for rank in range(layout.num_devices - size))
+        replicas_apart = any(
+            node(layout.rank(stage, 0, tensor)) != node(layout.rank(stage, layout.num_replicas - 1, tensor))
+            for stage in range(layout.num_stages)
+            for tensor in range(layout.num_tensor)
+        )
+        return Links(
+            self._bandwidth(across_nodes=stages_apart),
+            reduce_bandwidth_bytes_per_second=self._bandwidth(across_nodes=replicas_apart),
+            latency_seconds=self.latency_seconds,
+        )
+
+    def stage_memory_bytes(self, layout: Layout) -> tuple[int, ...]:
+        """What every device of each stage has at least.
+
+        Raises:
+            ConfigError: The cluster has fewer devices than the layout.
+        """
+        self.check(layout)
+        size = layout.num_replicas * layout.num_tensor
+        return tuple(
+            min(self._memory_of(rank) for rank in range(start, start + size))
+            for start in range(0, layout.num_devices, size)
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Refuse a layout of more devices.
+
+        Raises:
+            ConfigError: There are fewer.
+        """
+        if layout.num_devices > self.num_devices:
+            raise ConfigError(
+                f"layout must have at most the {self.num_devices} devices of {self}, got {layout.num_devices}: {layout}"
+            )
+
+    @property
+    def _between_nodes(self) -> float | None:
+        return self.device.node_bytes_per_second if self.node_bytes_per_second is None else self.node_bytes_per_second
+
+    def _bandwidth(self, *, across_nodes: bool) -> float:
+        within = self.device.link_bytes_per_second
+        return min(within, self._between_nodes or within) if across_nodes else within
+
+    def _memory_of(self, rank: int) -> int:
+        given = self.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        return int(given[rank] if isinstance(given, tuple) else given)
+
+    def _node(self, rank: int) -> int:
+        return rank // self.devices_per_node
+
+
+_RECORD: Final = TypeAdapter(Cluster)
+ClusterValue = Annotated[Cluster, BeforeValidator(Cluster.of)]
+"""A cluster within a record of pydantic's: a string or a record."""
+
+
+def _check_bandwidth(name: str, value: float | None) -> None:
+    if value is not None and not value >= LEAST_BANDWIDTH:
+        raise ConfigError(f"{name} must be at least {LEAST_BANDWIDTH} byte per second, got {value!r}")
+
+
+def _check_latency(value: float) -> None:
+    if not 0 <= value <= MOST_LATENCY_SECONDS:
+        raise ConfigError(f"latency_seconds must lie between 0 and {MOST_LATENCY_SECONDS}, got {value!r}")

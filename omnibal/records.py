@@ -102,7 +102,7 @@ def read_record(path: str | Path, kind: type[M], name: str, *, version: int) -> 
         raise ConfigError(f"{path}: {explain(kind, error, name)}") from error
 
 
-def explain(kind: type[BaseModel], error: ValidationError, name: str) -> str:
+def explain(kind: type, error: ValidationError, name: str) -> str:
     """Every wrong key of a record, as ``<key> must <rule>, got <value>``.
 
     Args:

@@ -47,7 +47,7 @@ def analytic_profile(
 
     Raises:
         ConfigError: A kind of layer is unknown, a frozen kind does not occur, the dtype is unknown, or the degree is
-            not positive.
+            not positive; or the device's speed is not known.
     """
     _check(records, dtype, tensor_parallel, frozen)
     unit = _Unit(device, _ELEMENT_BYTES[dtype], tensor_parallel)
@@ -87,6 +87,11 @@ class _Unit:
     """What an operation and an element cost."""
 
     def __init__(self, device: Device, element_bytes: int, tensor_parallel: int) -> None:
+        if device.flops_per_second is None or device.memory_bytes_per_second is None:
+            raise ConfigError(
+                f"device {device.name} must have flops_per_second and memory_bytes_per_second to count costs, "
+                "got none; measure them instead"
+            )
         rate = device.flops_per_second * device.fraction
         self.operation_seconds = element_bytes / 2 / rate
         self.byte_seconds = 1 / device.memory_bytes_per_second

@@ -12,7 +12,9 @@ from omnibal.families.internvl import layer_records
 from omnibal.profile.counted import analytic_profile
 
 # 1 operation per second in 16 bits and 1 byte per second: seconds count operations and bytes
-COUNTER = Device("counter", 1.0, 1.0, 1.0, 1.0, 1.0)
+COUNTER = Device(
+    "counter", memory_bytes=1, link_bytes_per_second=1, flops_per_second=1, fraction=1, memory_bytes_per_second=1
+)
 CONFIG = {
     "model_type": "internvl",
     "downsample_ratio": 0.5,
@@ -145,6 +147,10 @@ def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
         ({"frozen": ["vision"]}, "frozen must hold kinds of the model's layers.*got 'vision'"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float32, got 'int8'"),
         ({"tensor_parallel": 0}, "tensor_parallel must be positive, got 0"),
+        (
+            {"device": Device("card", memory_bytes=1, link_bytes_per_second=1)},
+            "device card must have flops_per_second and memory_bytes_per_second to count costs, got none; measure",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
