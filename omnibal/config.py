@@ -37,10 +37,12 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Which samples it is trained on: InternVL meta JSON files."""
+    """Which samples it is trained on: InternVL meta files, or annotations as LLaVA has them."""
 
     train: str | None = None
     held_out: str | None = None
+    images: str | None = None
+    """Folder that images of annotations are in, by default the annotations' own; meta files name theirs."""
     max_tiles: Count = 12
     """The most tiles an image is cut into (a thumbnail comes on top)."""
     broken: Literal["error", "skip"] = "error"

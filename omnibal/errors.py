@@ -61,3 +61,13 @@ def explain_import(error: ModuleNotFoundError) -> MissingExtraError | None:
     """The error to show in place of a failed import, if an extra would bring what is missing."""
     module = (error.name or "").partition(".")[0]
     return missing_extra(module) if module in _EXTRAS else None
+
+
+def said(error: Exception) -> str:
+    r"""What a foreign error says, in one line; its kind where that is all it has to say.
+
+    >>> said(KeyError("added_tokens")), said(ValueError("no\n  such key"))
+    ("KeyError: 'added_tokens'", 'no such key')
+    """
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"

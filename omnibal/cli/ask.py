@@ -50,9 +50,9 @@ def ask(
 
 def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path, ...], str]]:
     """The first exchange of ``count`` samples, spread evenly over the data."""
-    from omnibal.data.sources.internvl import read_meta
+    from omnibal.data.sources.shards import open_shards
 
-    shards = read_meta(meta)
+    shards = open_shards(meta)
     entries = [(shard, item) for shard in shards for item in range(len(shard.records))]
     for number in range(min(count, len(entries))):
         shard, item = entries[number * len(entries) // min(count, len(entries))]

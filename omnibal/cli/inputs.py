@@ -14,7 +14,7 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.records import load_json
 
 if TYPE_CHECKING:
-    from omnibal.data.sources.problems import Problem
+    from omnibal.data.sources.survey import Problem
 
 Kind = Literal["folder", "lengths", "dataset"]
 
@@ -137,7 +137,7 @@ def _saved_lengths(folder: Path) -> NamedLengths:
 
 
 def _dataset_lengths(path: Path, reading: Reading) -> NamedLengths:
-    from omnibal.data.sources.open import open_dataset
+    from omnibal.data.sources.conversations import open_dataset
 
     if reading.model is None:
         raise ConfigError(f"--model must name the model's folder, got nothing: {path} is a dataset, not its lengths")

@@ -30,7 +30,8 @@ class SampleLengths:
     """The loads of every sample of a dataset, one entry per sample (an item that is repeated has several).
 
     Columns are one-dimensional, read-only and of fixed types (int32; ``vision_squared`` int64). A given array of the
-    right type is not copied: do not change it afterwards.
+    right type is not copied: do not change it afterwards. Lengths that were loaded from a folder are pickled as its
+    name, so that every process that gets them maps the same memory.
 
     Args:
         vision_units: What each sample brings to the ViT: tiles, or patches of a native-resolution ViT. At least 0.
@@ -63,6 +64,7 @@ class SampleLengths:
         vision_squared: npt.ArrayLike | None = None,
         source: npt.ArrayLike | None = None,
     ) -> None:
+        self._folder: Path | None = None
         self.vision_units = _column("vision_units", vision_units)
         self.llm_tokens = _column("llm_tokens", llm_tokens)
         self.target_tokens = None if target_tokens is None else _column("target_tokens", target_tokens)
@@ -72,6 +74,12 @@ class SampleLengths:
 
     def __len__(self) -> int:
         return len(self.vision_units)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickled, what lies in a folder is opened there again: columns would be copied for every process."""
+        if self._folder is None:
+            return super().__reduce__()
+        return _reopen, (self._folder, self.content_hash)
 
     def __repr__(self) -> str:
         return f"SampleLengths({len(self)} samples: {', '.join(self.columns())})"
@@ -153,13 +161,22 @@ class SampleLengths:
         Raises:
             DataError: The folder is not a complete one of this format, or a column does not fit its summary.
         """
-        record, columns = open_columns(Path(path), COLUMN_TYPES)
+        folder = Path(path).absolute()
+        record, columns = open_columns(folder, COLUMN_TYPES)
         lengths = cls.__new__(cls)
+        lengths._folder = folder
         for name in COLUMN_TYPES:
             setattr(lengths, name, columns.get(name))
         lengths.summary = record.summary
         lengths.content_hash = record.content_hash
         return lengths
+
+
+def _reopen(folder: Path, content_hash: str) -> SampleLengths:
+    lengths = SampleLengths.load(folder)
+    if lengths.content_hash != content_hash:
+        raise DataError(f"{folder} must hold the lengths that were pickled, got others; keep each in its own folder")
+    return lengths
 
 
 def _column(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:

@@ -1,8 +1,10 @@
 """Columns of lengths in a folder: replaced all at once, and opened by memory-mapping."""
 
 import json
+import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +19,8 @@ from omnibal.records import parse_json
 SUMMARY_FILE: Final = "lengths.json"
 FORMAT: Final = 1
 REQUIRED_COLUMNS: Final = ("vision_units", "llm_tokens")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,25 @@ def open_columns(folder: Path, types: Mapping[str, npt.DTypeLike]) -> tuple[Reco
                 f"got {len(column)}"
             )
     return record, columns
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of ``path`` at the end, when all is written.
+
+    An interrupted run leaves what was there, and whoever has that open keeps it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
+        fresh = Path(scratch) / "fresh"
+        fresh.mkdir()
+        yield fresh
+        try:
+            if path.exists():
+                path.replace(Path(scratch) / "old")
+            fresh.replace(path)
+        except OSError as error:
+            logger.info("%s is kept by another process, which was faster: %s", path, error)
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

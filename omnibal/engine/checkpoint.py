@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnibal.data.sources.folder import said
 from omnibal.engine.saved_files import offer, problem_of, read_manifest
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, said
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
 

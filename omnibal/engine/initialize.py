@@ -23,7 +23,7 @@ from omnibal.config import (
 )
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, together
 from omnibal.engine.engine import OmnibalEngine, OnGradient
@@ -241,7 +241,7 @@ def _complete(given: _Given, plan: Plan, total_steps: int) -> dict[str, Any]:
     )
 
 
-def open_together(section: OmnibalSection, part: str, *, where: str) -> InternVLDataset:
+def open_together(section: OmnibalSection, part: str, *, where: str) -> ConversationDataset:
     """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
 
     Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
@@ -253,7 +253,7 @@ def open_together(section: OmnibalSection, part: str, *, where: str) -> InternVL
         DataError: A file it names is missing, or samples are broken.
     """
 
-    def open_and_measure() -> InternVLDataset:
+    def open_and_measure() -> ConversationDataset:
         dataset = _open(section, part, measured=dist.get_rank() != 0)
         dataset.lengths()
         return dataset
@@ -262,12 +262,13 @@ def open_together(section: OmnibalSection, part: str, *, where: str) -> InternVL
     return rank_zero_first(open_and_measure, doing=MEASURES, where=where)
 
 
-def _open(section: OmnibalSection, part: str, *, measured: bool) -> InternVLDataset:
-    meta = _given(None, getattr(section.data, part), "dataset", f"omnibal.data.{part}")
+def _open(section: OmnibalSection, part: str, *, measured: bool) -> ConversationDataset:
+    path = _given(None, getattr(section.data, part), "dataset", f"omnibal.data.{part}")
     processor = _given(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path")
-    return InternVLDataset(
-        meta,
+    return open_dataset(
+        path,
         processor,
+        image_folder=section.data.images,
         max_tiles=section.data.max_tiles,
         broken=section.data.broken,
         cache=Path(section.run.output) / "lengths",

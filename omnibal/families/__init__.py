@@ -1,11 +1,11 @@
-"""Pure facts of each model family: its pipeline layers as records, and what an image brings to it."""
+"""Pure facts of each model family: its pipeline layers as records, and what images bring to it."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from omnibal.errors import ConfigError
 from omnibal.families import internvl, llava, llava_next, qwen2_vl
-from omnibal.families.base import Config, Family, ImageRule, LayerRecord
+from omnibal.families.base import Config, Family, LayerRecord
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -48,27 +48,3 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     if records is None:
         raise ConfigError(f"model_type must be one of {', '.join(trainable_types())}, got {model_type!r}")
     return records(config)
-
-
-def image_rule(
-    config: Config, preprocessor: Config, *, max_tiles: int | None = None, min_tiles: int | None = None
-) -> ImageRule:
-    """What an image brings to a model, by its size.
-
-    Args:
-        config: The model's configuration as a dict (``config.to_dict()``).
-        preprocessor: The image processor's (``processor.to_dict()``).
-        max_tiles: Most tiles of an image where the family has such a limit; what the preprocessor says by default.
-        min_tiles: Fewest tiles, likewise.
-
-    Raises:
-        ConfigError: If the family is unknown or has no tile limits, or the two configurations do not fit one another.
-    """
-    family = family_of(config)
-    if family.has_tile_limits:
-        return family.image_rule(config, preprocessor, max_tiles=max_tiles, min_tiles=min_tiles)
-    if max_tiles is not None or min_tiles is not None:
-        raise ConfigError(
-            f"max_tiles and min_tiles must be left out for {config['model_type']}, got {max_tiles}, {min_tiles}"
-        )
-    return family.image_rule(config, preprocessor)

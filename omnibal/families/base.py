@@ -1,7 +1,8 @@
-"""What a model family says of itself: its pipeline layers, what an image brings to it, its names and its text."""
+"""What a model family says of itself: its pipeline layers, what images bring to it, its names and its text."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from omnibal.errors import ConfigError
@@ -51,34 +52,70 @@ class ImageLoad(NamedTuple):
     vision_squared: int = 0
 
 
-ImageRule = Callable[[int, int], ImageLoad]
-"""From width and height in pixels, both at least 1; a ValueError says why the model refuses such an image.
+Size = tuple[int, int]
+"""(width, height) of an image in pixels, both at least 1."""
+ImageRule = Callable[[Sequence[Size]], tuple[ImageLoad, ...]]
+"""From the sizes of a sample's images to what each brings; a ValueError says why the model refuses such an image.
 
 Rules are partial functions rather than closures, so that datasets which hold them can be pickled.
 """
 
 
+def each(rule: Callable[..., ImageLoad], *facts: Any) -> ImageRule:
+    """A rule that looks at every image by itself: ``rule(*facts, width, height)``."""
+    return partial(_each, rule, facts)
+
+
+def _each(rule: Callable[..., ImageLoad], facts: tuple[Any, ...], sizes: Sequence[Size]) -> tuple[ImageLoad, ...]:
+    return tuple(rule(*facts, width, height) for width, height in sizes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The facts of models that are built alike.
+    """The facts of models that are built alike: all that the rest of the package knows of them.
 
     Attributes:
         model_types: Values of ``model_type`` in the configurations of such models.
-        image_rule: Makes the rule of a model from its configuration and its image processor's; with ``has_tile_limits``
-            from ``max_tiles`` and ``min_tiles`` of an image too, None for what the processor says.
-        has_tile_limits: Whether an image may be cut into more or fewer tiles.
+        image_rule: Makes the rule of a model from its configuration and its image processor's.
+        tile_limits: Where an image may be cut into more or fewer tiles: from the image processor's configuration,
+            ``max_tiles`` and ``min_tiles`` (None for what the processor says), what the processor is told with images.
         layer_records: Lists a model's pipeline layers; None where only lengths are known, and models cannot be trained.
         disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
-        image_tokens: Attributes of the tokenizer that name the token before an image, the one for a piece of it and the
-            one after it, with the usual names; empty where the tokenizer's chat template writes them.
+        image_tokens: Where conversations are ChatML: attributes of the tokenizer that name the token before an image,
+            the one for a piece of it and the one after it, with the usual names. Empty where the chat template of the
+            folder writes conversations.
     """
 
     model_types: tuple[str, ...]
-    image_rule: Callable[..., ImageRule]
-    has_tile_limits: bool = False
+    image_rule: Callable[[Config, Config], ImageRule]
+    tile_limits: Callable[[Config, int | None, int | None], dict[str, Any]] | None = None
     layer_records: Callable[[Config], tuple[LayerRecord, ...]] | None = None
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
     image_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def images(
+        self, config: Config, preprocessor: Config, *, max_tiles: int | None = None, min_tiles: int | None = None
+    ) -> tuple[dict[str, Any], ImageRule]:
+        """What an image processor is told beside images, and what images then bring.
+
+        Args:
+            config: The model's configuration as a dict (``config.to_dict()``).
+            preprocessor: The image processor's (``processor.to_dict()``).
+            max_tiles: Most tiles of an image where the family has such a limit; what the preprocessor says by default.
+            min_tiles: Fewest tiles, likewise.
+
+        Raises:
+            ConfigError: If the family has no tile limits, or the two configurations do not fit one another.
+        """
+        options: dict[str, Any] = {}
+        if self.tile_limits is not None:
+            options = self.tile_limits(preprocessor, max_tiles, min_tiles)
+        elif max_tiles is not None or min_tiles is not None:
+            model_type = config["model_type"]
+            raise ConfigError(
+                f"max_tiles and min_tiles must be left out for {model_type}, got {max_tiles}, {min_tiles}"
+            )
+        return options, self.image_rule(config, {**preprocessor, **options})
 
 
 def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> None:

@@ -6,11 +6,22 @@ floating-point comparisons are kept, since exact fractions would break some ties
 """
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, section, size, size_pair, square
+from omnibal.families.base import (
+    Config,
+    Family,
+    ImageLoad,
+    ImageRule,
+    LayerRecord,
+    each,
+    section,
+    size,
+    size_pair,
+    square,
+)
 from omnibal.families.text import text_records
 
 MOST_TILES = 1024
@@ -191,13 +202,24 @@ def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
 
 
-def image_rule(
-    config: Config, preprocessor: Config, *, max_tiles: int | None = None, min_tiles: int | None = None
-) -> ImageRule:
+def tile_limits(preprocessor: Config, max_tiles: int | None, min_tiles: int | None) -> dict[str, Any]:
+    """Images are cut, into no more and no fewer tiles than the arguments or else the processor's configuration say.
+
+    Raises:
+        ConfigError: If tiles may be too many.
+    """
+    most = max_tiles or size(preprocessor, "max_patches", default=12)
+    if most > MOST_TILES:
+        raise ConfigError(f"max_tiles must be at most {MOST_TILES}, got {most}")
+    fewest = min(min_tiles or size(preprocessor, "min_patches", default=1), most)
+    return {"crop_to_patches": True, "min_patches": fewest, "max_patches": most}
+
+
+def image_rule(config: Config, preprocessor: Config) -> ImageRule:
     """Tiles of an image, each with as many tokens.
 
     Raises:
-        ConfigError: If tiles are not what the ViT takes, or may be too many.
+        ConfigError: If tiles are not what the ViT takes.
     """
     vision = section(config, "vision_config")
     tile, patch = size_pair(vision, "image_size"), size_pair(vision, "patch_size")
@@ -206,11 +228,8 @@ def image_rule(
         raise ConfigError(f"size of the preprocessor must be the vision_config's image_size {tile}, got {(cut, cut)}")
     ratio = config.get("downsample_ratio", 0.5)
     tokens = int(tile[0] // patch[0] * ratio) * int(tile[1] // patch[1] * ratio)
-    most = max_tiles or size(preprocessor, "max_patches", default=12)
-    if most > MOST_TILES:
-        raise ConfigError(f"max_tiles must be at most {MOST_TILES}, got {most}")
-    fewest = min(min_tiles or size(preprocessor, "min_patches", default=1), most)
-    return partial(_image_load, {"max_tiles": most, "min_tiles": fewest, "tile_size": cut}, tokens)
+    limits = {"max_tiles": preprocessor["max_patches"], "min_tiles": preprocessor["min_patches"], "tile_size": cut}
+    return each(_image_load, limits, tokens)
 
 
 def _image_load(limits: Mapping[str, int], tokens: int, width: int, height: int) -> ImageLoad:
@@ -221,7 +240,7 @@ def _image_load(limits: Mapping[str, int], tokens: int, width: int, height: int)
 FAMILY = Family(
     model_types=("internvl",),
     image_rule=image_rule,
-    has_tile_limits=True,
+    tile_limits=tile_limits,
     layer_records=layer_records,
     disk_prefixes={
         "model.vision_tower.": "vision_tower.",

@@ -1,14 +1,12 @@
 """LLaVA 1.5: every image is one tile, cut from its middle."""
 
-from functools import partial
-
-from omnibal.families.base import Config, Family, ImageLoad, ImageRule, section, size, square
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, each, section, size, square
 
 
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:
     """The same for every image."""
     tokens = (square(preprocessor, "crop_size") // patch_size(config)) ** 2 + class_token(config)
-    return partial(_fixed, ImageLoad(1, tokens))
+    return each(_fixed, ImageLoad(1, tokens))
 
 
 def patch_size(config: Config) -> int:

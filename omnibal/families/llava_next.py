@@ -5,10 +5,9 @@ transformers (``select_best_resolution``, ``LlavaNextProcessor._get_number_of_fe
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import Config, Family, ImageLoad, ImageRule, square
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, each, square
 from omnibal.families.llava import class_token, patch_size
 
 Resolution = tuple[int, int]
@@ -75,7 +74,7 @@ def num_image_tokens(
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:
     """Tiles and tokens by the preprocessor's canvases."""
     resolutions = [(height, width) for height, width in preprocessor.get("image_grid_pinpoints", ())]
-    return partial(_image_load, resolutions, square(preprocessor, "crop_size"), patch_size(config), class_token(config))
+    return each(_image_load, resolutions, square(preprocessor, "crop_size"), patch_size(config), class_token(config))
 
 
 def _image_load(

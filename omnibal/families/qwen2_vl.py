@@ -5,10 +5,9 @@ is kept. Qwen2.5-VL and Qwen3-VL follow the same rule with other sizes.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from math import ceil, floor, sqrt
 
-from omnibal.families.base import Config, Family, ImageLoad, ImageRule, section, size
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, each, section, size
 
 MAX_ASPECT = 200
 """The widest image, as a ratio of its sides, that the models accept."""
@@ -55,7 +54,7 @@ def image_rule(config: Config, preprocessor: Config) -> ImageRule:
     pixels = section(preprocessor, "size")
     sizes = {key: size(preprocessor, key) for key in ("patch_size", "merge_size")}
     limits = {"min_pixels": size(pixels, "shortest_edge"), "max_pixels": size(pixels, "longest_edge")}
-    return partial(_image_load, sizes | limits)
+    return each(_image_load, sizes | limits)
 
 
 def _image_load(sizes: Mapping[str, int], width: int, height: int) -> ImageLoad:

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Rendered, Turn
-from omnibal.data.sources.encode import encode
-from omnibal.data.sources.folder import load_part, said
-from omnibal.data.sources.formats import open_format
-from omnibal.data.sources.images import image_size, load_image
-from omnibal.errors import ConfigError, DataError
+from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Turn
+from omnibal.data.sources.formats import ModelFormat, load_part
+from omnibal.data.sources.images import load_image
+from omnibal.data.sources.text import Rendered, encode
+from omnibal.errors import ConfigError, DataError, said
 
 
 class Answerer:
-    """An InternVL folder as transformers itself loads it: nothing of the pipeline is involved.
+    """A model's folder as transformers itself loads it: nothing of the pipeline is involved.
 
     Args:
         folder: Config, weights, tokenizer and preprocessor.
@@ -27,10 +26,10 @@ class Answerer:
     """
 
     def __init__(self, folder: str | Path, *, device: str = "cpu") -> None:
-        from transformers import InternVLForConditionalGeneration
+        from transformers import AutoModelForImageTextToText
 
-        self._format = open_format(folder)
-        self._model = _whole(InternVLForConditionalGeneration, Path(folder)).to(_usable(device)).eval()
+        self._format = ModelFormat(folder)
+        self._model = _whole(AutoModelForImageTextToText, Path(folder)).to(_usable(device)).eval()
 
     def answer(self, question: str, images: Sequence[Path] = (), *, max_new_tokens: int = 64) -> str:
         """The likeliest answer, token by token.
@@ -58,22 +57,27 @@ class Answerer:
             input_ids=prompt.to(device),
             attention_mask=torch.ones_like(prompt, device=device),
             max_new_tokens=max_new_tokens,
-            **({} if pixels is None else {"pixel_values": pixels.to(device, self._model.dtype)}),
+            **{name: _as_model_takes(value, self._model) for name, value in pixels.items()},
             do_sample=False,
         )
         return str(self._format.tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
 
-    def _prompt(self, question: str, images: tuple[Path, ...]) -> tuple[Tensor, Tensor | None]:
-        """Token ids (1, tokens) up to where the answer begins, and the images' pixels."""
+    def _prompt(self, question: str, images: tuple[Path, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Token ids (1, tokens) up to where the answer begins, and the images as the model takes them."""
         conversation = Conversation((Turn("user", question), Turn("assistant", "")), images)
         self._format.refuse_image_tokens(conversation)
         asked = self._format.render(conversation)
         answer_begins = asked.targets[0][0]
         (encoded,) = encode(self._format.tokenizer, [Rendered(asked.text[:answer_begins], ())])
-        loads = [self._format.image_load(image_size(path)) for path in images]
+        pictures = [load_image(path) for path in images]
+        loads = self._format.image_loads([picture.size for picture in pictures])
         ids = encoded.expanded(self._format.image_token_id, [load.llm_tokens for load in loads]).ids
-        pixels = self._format.pixel_values([load_image(path) for path in images]) if images else None
-        return torch.from_numpy(ids)[None], pixels
+        return torch.from_numpy(ids)[None], self._format.pixels(pictures) if pictures else {}
+
+
+def _as_model_takes(value: Tensor, model: Any) -> Tensor:
+    """On its device; floats in its dtype."""
+    return value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
 
 
 def _whole(model_class: Any, folder: Path) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from omnibal.data.sources.folder import load_part
+from omnibal.data.sources.formats import load_part
 from omnibal.errors import ConfigError
 from omnibal.records import read_json
 from omnibal.vlm.internvl import internvl

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-from omnibal.data.sources.folder import said
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, said
 from omnibal.families.internvl import FAMILY, layer_records
 from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel

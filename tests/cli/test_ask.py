@@ -29,7 +29,7 @@ def test_a_model_answers_about_images_and_without(omnibal, demo):
         ([], "ask must get a question or --meta"),
         (["What?", "--image", "missing.png"], "image must exist, got missing.png"),
         (["Is <image> like <image>?"], "question must hold one <image> per image, got 2 for 0 images"),
-        (["--meta", "missing.json"], "meta must be a readable JSON file, got missing.json"),
+        (["--meta", "missing.json"], "dataset must be a readable text file, got missing.json"),
     ],
 )
 def test_what_cannot_be_asked_is_named(omnibal, demo, arguments, message):

@@ -5,8 +5,7 @@ import pytest
 
 from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.sources.internvl import InternVLDataset
-from omnibal.data.sources.llava import LlavaDataset
+from omnibal.data.sources.conversations import open_dataset
 from omnibal.demo import write_demo
 
 
@@ -18,7 +17,7 @@ def demo(tmp_path_factory):
 def test_a_dataset_is_measured_and_saved(omnibal, demo, tmp_path):
     result = omnibal("lengths", demo.meta, tmp_path / "out", "--model", demo.model, "--json")
     record = json.loads(result.stdout)
-    expected = InternVLDataset(demo.meta, demo.model).lengths()
+    expected = open_dataset(demo.meta, demo.model).lengths()
     saved = SampleLengths.load(tmp_path / "out")
     assert saved.content_hash == expected.content_hash == record["content_hash"]
     assert set(record) == {"folder", "content_hash", "all", "sources", "broken", "plots"}
@@ -61,7 +60,7 @@ def test_annotations_in_llavas_format_are_measured(omnibal, demo, tmp_path, as_a
     root = demo.meta.parent / json.loads(demo.meta.read_text())[annotations.stem]["root"]
     options = ["--model", demo.model, "--images", root, "--json"]
     record = json.loads(omnibal("lengths", source, tmp_path / "out", *options).stdout)
-    expected = LlavaDataset(annotations, root, demo.model).lengths()
+    expected = open_dataset(annotations, demo.model, image_folder=root).lengths()
     assert record["content_hash"] == expected.content_hash
     assert [entry["name"] for entry in record["sources"]] == ["llava"]
 

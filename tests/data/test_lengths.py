@@ -1,4 +1,5 @@
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -165,6 +166,19 @@ def test_an_interrupted_or_damaged_copy_is_refused(tmp_path):
     (tmp_path / "lengths.json").unlink()
     with pytest.raises(DataError, match=r"must be a folder of lengths, written completely"):
         SampleLengths.load(tmp_path)
+
+
+def test_saved_lengths_are_pickled_as_their_folder(tmp_path):
+    lengths = SampleLengths(np.arange(10_000), np.arange(10_000))
+    lengths.save(tmp_path)
+    packed = pickle.dumps(SampleLengths.load(tmp_path))
+    assert len(packed) < 1000
+    again = pickle.loads(packed)
+    assert again.content_hash == pickle.loads(pickle.dumps(lengths)).content_hash == lengths.content_hash
+    assert isinstance(again.llm_tokens.base, np.memmap)
+    full_lengths().save(tmp_path)
+    with pytest.raises(DataError, match="must hold the lengths that were pickled, got others"):
+        pickle.loads(packed)
 
 
 def test_the_hash_tells_different_lengths_apart():

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, InternVLForConditionalGeneration
 
-from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.data.sources.conversations import open_dataset
 from omnibal.demo import majority_accuracy, write_demo
 from omnibal.errors import ConfigError
 
@@ -20,7 +20,7 @@ def records(annotations):
 
 def test_both_parts_are_read_by_the_internvl_source_without_a_problem(demo):
     for meta, samples in ((demo.meta, 400), (demo.held_out_meta, 100)):
-        dataset = InternVLDataset(meta, demo.model)
+        dataset = open_dataset(meta, demo.model)
         lengths = dataset.lengths()
         assert len(dataset) == len(lengths) == samples
         item = dataset[0]
@@ -28,7 +28,7 @@ def test_both_parts_are_read_by_the_internvl_source_without_a_problem(demo):
 
 
 def test_loads_differ_widely(demo):
-    lengths = InternVLDataset(demo.meta, demo.model).lengths()
+    lengths = open_dataset(demo.meta, demo.model).lengths()
     assert set(lengths.vision_units.tolist()) >= {0, 1, 3, 4, 5, 10}
     assert lengths.llm_tokens.max() > 3 * lengths.llm_tokens.min()
     assert set(lengths.source.tolist()) == {0, 1, 2, 3}

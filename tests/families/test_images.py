@@ -1,7 +1,7 @@
 import pytest
 
 from omnibal.errors import ConfigError
-from omnibal.families import image_rule
+from omnibal.families import family_of
 from omnibal.families.base import ImageLoad
 
 INTERNVL = {"model_type": "internvl", "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]}}
@@ -11,25 +11,32 @@ CROP = {"crop_size": {"height": 336, "width": 336}, "image_grid_pinpoints": [[33
 QWEN = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 1003520}}
 
 
+def load(config, preprocessor, size, **limits):
+    """What a lone image brings."""
+    _, rule = family_of(config).images(config, preprocessor, **limits)
+    (found,) = rule([size])
+    return found
+
+
 def test_internvl():
-    assert image_rule(INTERNVL, TILES)(900, 440) == ImageLoad(3, 768)
-    assert image_rule(INTERNVL, TILES, max_tiles=1)(900, 440) == ImageLoad(1, 256)
-    assert image_rule(INTERNVL, TILES, min_tiles=3)(440, 440) == ImageLoad(5, 1280)
-    assert image_rule(INTERNVL | {"downsample_ratio": 0.25}, TILES)(440, 440) == ImageLoad(1, 64)
+    assert load(INTERNVL, TILES, (900, 440)) == ImageLoad(3, 768)
+    assert load(INTERNVL, TILES, (900, 440), max_tiles=1) == ImageLoad(1, 256)
+    assert load(INTERNVL, TILES, (440, 440), min_tiles=3) == ImageLoad(5, 1280)
+    assert load(INTERNVL | {"downsample_ratio": 0.25}, TILES, (440, 440)) == ImageLoad(1, 64)
 
 
 def test_llava():
-    assert image_rule(LLAVA, CROP)(900, 440) == ImageLoad(1, 576)
-    assert image_rule(LLAVA | {"vision_feature_select_strategy": "full"}, CROP)(9, 4) == ImageLoad(1, 577)
+    assert load(LLAVA, CROP, (900, 440)) == ImageLoad(1, 576)
+    assert load(LLAVA | {"vision_feature_select_strategy": "full"}, CROP, (9, 4)) == ImageLoad(1, 577)
 
 
 def test_llava_next():
-    assert image_rule(LLAVA | {"model_type": "llava_next"}, CROP)(672, 336) == ImageLoad(3, 1752)
+    assert load(LLAVA | {"model_type": "llava_next"}, CROP, (672, 336)) == ImageLoad(3, 1752)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_qwen2_vl(model_type):
-    assert image_rule({"model_type": model_type}, QWEN)(280, 140) == ImageLoad(200, 50, 40_000)
+    assert load({"model_type": model_type}, QWEN, (280, 140)) == ImageLoad(200, 50, 40_000)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +51,4 @@ def test_qwen2_vl(model_type):
 )
 def test_what_does_not_fit_is_refused(config, preprocessor, options, reason):
     with pytest.raises(ConfigError, match=reason):
-        image_rule(config, preprocessor, **options)
+        load(config, preprocessor, (1, 1), **options)

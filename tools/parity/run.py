@@ -22,7 +22,7 @@ from transformers import InternVLForConditionalGeneration
 from omnibal.config import complete_deepspeed_config
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.demo import write_demo
 from omnibal.engine.distributed import free_port
 from omnibal.report.metrics import read_metrics
@@ -55,14 +55,14 @@ def compare(seed: int, epochs: int) -> dict[str, Any]:
         paths = write_demo(folder / "data", samples=6000, held_out=HELD_OUT, seed=seed)
         start = initial_model(paths.model, folder / "start", seed)
         config = run_config(folder, start, seed, epochs)
-        dataset = InternVLDataset(paths.meta, start)
+        dataset = open_dataset(paths.meta, start)
         steps = steps_per_epoch(dataset, config)
         with training_on_packs(folder):
             padded = train_on_padded_batches(start, dataset, config, steps, seed)
         taken = read_metrics(folder / "run" / "metrics.jsonl").steps
         assert len(taken) == steps * config["omnibal"]["run"]["epochs"], "both take as many steps"
         packed = InternVLForConditionalGeneration.from_pretrained(folder / "run" / "model")
-        held_out = InternVLDataset(paths.held_out_meta, start)
+        held_out = open_dataset(paths.held_out_meta, start)
         return {
             "seed": seed,
             "steps": len(taken),
@@ -94,7 +94,7 @@ def run_config(folder: Path, start: Path, seed: int, epochs: int) -> dict[str, A
     return config
 
 
-def steps_per_epoch(dataset: InternVLDataset, config: dict[str, Any]) -> int:
+def steps_per_epoch(dataset: ConversationDataset, config: dict[str, Any]) -> int:
     """How many steps the packs of an epoch make."""
     packing = config["omnibal"]["packing"]
     sampler = BalancedBatchSampler(
@@ -124,7 +124,7 @@ def training_on_packs(folder: Path) -> Iterator[None]:
 
 
 def train_on_padded_batches(
-    start: Path, dataset: InternVLDataset, config: dict[str, Any], steps_per_epoch: int, seed: int
+    start: Path, dataset: ConversationDataset, config: dict[str, Any], steps_per_epoch: int, seed: int
 ) -> InternVLForConditionalGeneration:
     """Train with plain transformers: as many steps, as many samples, padded."""
     model = InternVLForConditionalGeneration.from_pretrained(start)
@@ -160,7 +160,7 @@ def padded_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def accuracy(model: InternVLForConditionalGeneration, dataset: InternVLDataset) -> float:
+def accuracy(model: InternVLForConditionalGeneration, dataset: ConversationDataset) -> float:
     """Share of the samples whose answer greedy decoding would give exactly."""
     model.eval()
     right = 0

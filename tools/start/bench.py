@@ -15,8 +15,8 @@ import numpy as np
 import typer
 
 from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
-from omnibal.data.sources.cache import Measured
-from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.data.sources.conversations import ConversationDataset, open_dataset
+from omnibal.data.sources.survey import Measured
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.demo.model import write_model_folder
 from omnibal.demo.questions import vocabulary
@@ -64,8 +64,8 @@ def _write(folder: Path, samples: int) -> None:
     write_model_folder(folder / "model", vocabulary(), max_tiles=4, tied=False)
 
 
-def _opened(folder: Path, **options: Any) -> InternVLDataset:
-    return InternVLDataset(folder / "meta.json", folder / "model", **options)
+def _opened(folder: Path, **options: Any) -> ConversationDataset:
+    return open_dataset(folder / "meta.json", folder / "model", **options)
 
 
 def without_index(folder: Path) -> object:

@@ -1,4 +1,4 @@
-"""Conversations in the format of InternVL and LLaVA, and their text in ChatML as Qwen2 and InternVL write it."""
+"""Conversations as entries of annotation files have them, in the format of InternVL and LLaVA."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import Any
 
 IMAGE_MARK = "<image>"
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
-TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 
 
 @dataclass(frozen=True)
@@ -26,19 +25,6 @@ class Conversation:
     images: tuple[Path, ...]
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as one text in which every image is one token, and which characters carry loss.
-
-    Attributes:
-        text: What is tokenised.
-        targets: (start, stop) of each answer with its end-of-turn token.
-    """
-
-    text: str
-    targets: tuple[tuple[int, int], ...]
-
-
 def parse_conversation(record: Mapping[str, Any], root: Path) -> Conversation:
     """Reads ``{"image": path or list or absent, "conversations": [{"from": "human" | "gpt" | "system", "value"}]}``.
 
@@ -55,33 +41,6 @@ def parse_conversation(record: Mapping[str, Any], root: Path) -> Conversation:
     if marks != len(images):
         raise ValueError(f"conversations must hold one {IMAGE_MARK} per image, got {marks} for {len(images)} image(s)")
     return Conversation(turns, images)
-
-
-def render_chatml(conversation: Conversation, image: str, start: str = "") -> Rendered:
-    r"""The text as Qwen2 and InternVL write it, without a system message where the conversation has none.
-
-    Args:
-        conversation: What is said.
-        image: What stands for an image.
-        start: What stands before the first turn.
-
-    >>> turns = (Turn("user", "<image>\nWhat?"), Turn("assistant", "A cat."))
-    >>> rendered = render_chatml(Conversation(turns, (Path("cat.png"),)), "<img>")
-    >>> rendered.text
-    '<|im_start|>user\n<img>\nWhat?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n'
-    >>> [rendered.text[start:stop] for start, stop in rendered.targets]
-    ['A cat.<|im_end|>']
-    """
-    text, targets = start, []
-    for turn in conversation.turns:
-        text += f"{TURN_START}{turn.role}\n"
-        begin = len(text)
-        text += turn.text.replace(IMAGE_MARK, image) if turn.role == "user" else turn.text
-        text += TURN_END
-        if turn.role == "assistant":
-            targets.append((begin, len(text)))
-        text += "\n"
-    return Rendered(text, tuple(targets))
 
 
 def _parse_turns(record: Mapping[str, Any]) -> tuple[Turn, ...]:

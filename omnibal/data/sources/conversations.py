@@ -10,15 +10,13 @@ import numpy as np
 import torch
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.sources.blocks import forget_blocks, survey_in_blocks
-from omnibal.data.sources.cache import LengthsCache, Measured
-from omnibal.data.sources.chat import Rendered, parse_conversation
-from omnibal.data.sources.encode import Encoded, encode
+from omnibal.data.sources.cache import LengthsCache, survey_in_blocks
+from omnibal.data.sources.chat import parse_conversation
 from omnibal.data.sources.formats import ModelFormat
 from omnibal.data.sources.images import image_size, load_image
-from omnibal.data.sources.problems import Broken, Problem, settle_problems
-from omnibal.data.sources.shards import Ids, Shard, Shards
-from omnibal.data.sources.survey import Found, Loads
+from omnibal.data.sources.shards import Ids, Shard, Shards, open_shards
+from omnibal.data.sources.survey import Broken, Found, Loads, Measured, Problem, settle_problems
+from omnibal.data.sources.text import Encoded, Rendered, encode
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import ImageLoad
 
@@ -96,11 +94,11 @@ class ConversationDataset:
         """One sample for training.
 
         Returns:
-            ``input_ids`` and ``labels`` (tokens,) int64, ``pixel_values`` (tiles, 3, H, W) float32 or None.
+            ``input_ids`` and ``labels`` (tokens,) int64, ``pixel_values`` float32 or None: InternVL's are tiles,
+            (tiles, 3, H, W). What else the model takes of images comes by the names of its arguments.
 
         Raises:
             DataError: If the sample cannot be used; names the file and the line.
-            ConfigError: If the model's family cannot be trained.
         """
         return self._sample(index, with_pixels=True)
 
@@ -130,7 +128,6 @@ class ConversationDataset:
         if not self._cache:
             return measured
         self._cache.save(measured)
-        forget_blocks(self._cache.unfinished)
         return self._cache.load() or measured  # memory-mapped
 
     def _measure_all(self) -> Measured:
@@ -190,7 +187,7 @@ class ConversationDataset:
         shard, place = self._all.locate(int(item))
         try:
             prepared = self._prepare(shard, place)
-            pixel_values = self._pixel_values(prepared) if with_pixels and prepared.images else None
+            pixels = self._pixels(prepared) if with_pixels and prepared.images else {"pixel_values": None}
         except ConfigError:
             raise
         except ValueError as error:
@@ -200,7 +197,7 @@ class ConversationDataset:
         return {
             "input_ids": torch.from_numpy(expanded.ids),
             "labels": torch.from_numpy(expanded.labels),
-            "pixel_values": pixel_values,
+            **pixels,
         }
 
     def _prepare_or_report(self, item: int) -> Prepared | Problem:
@@ -215,20 +212,51 @@ class ConversationDataset:
     def _prepare(self, shard: Shard, place: int) -> Prepared:
         conversation = parse_conversation(shard.records[place], shard.root)
         self._format.refuse_image_tokens(conversation)
-        loads = tuple(self._format.image_load(image_size(path), shard.max_tiles) for path in conversation.images)
+        loads = self._format.image_loads([image_size(path) for path in conversation.images], shard.max_tiles)
         return Prepared(self._format.render(conversation), conversation.images, loads, shard.max_tiles)
 
-    def _pixel_values(self, sample: Prepared) -> torch.Tensor:
+    def _pixels(self, sample: Prepared) -> dict[str, torch.Tensor]:
         images = [load_image(path) for path in sample.images]
-        pixel_values = self._format.pixel_values(images, sample.max_tiles)
-        if len(pixel_values) != sum(load.vision_units for load in sample.loads):
+        if self._format.image_loads([image.size for image in images], sample.max_tiles) != sample.loads:
             raise ValueError(f"images must decode to the sizes of their headers, got others: {sample.images}")
-        return pixel_values
+        return self._format.pixels(images, sample.max_tiles)
 
 
-def index_folder(cache: str | Path | None) -> Path | None:
-    """Where a dataset's cache keeps the indexes of annotation files."""
-    return None if cache is None else Path(cache) / "annotations"
+def open_dataset(
+    paths: str | Path | Sequence[str | Path],
+    model_folder: str | Path,
+    *,
+    image_folder: str | Path | None = None,
+    max_tiles: int | None = None,
+    min_tiles: int | None = None,
+    broken: Broken = "error",
+    processes: int | None = None,
+    cache: str | Path | None = None,
+    measured: bool = False,
+) -> ConversationDataset:
+    """Opens a dataset, whatever its format.
+
+    Args:
+        paths: InternVL meta file or annotations as LLaVA has them (a JSON array or JSON lines), or several.
+        model_folder: Hugging Face folder of the model: ``config.json``, ``preprocessor_config.json``, tokenizer.
+        image_folder: What the images of annotation files are relative to, by default each file's own folder; a meta
+            file names its own.
+        max_tiles: Most tiles of an image, its thumbnail not counted, where the family has such a limit; what the
+            model's folder says by default. A dataset's own ``max_dynamic_patch`` in a meta file goes first.
+        min_tiles: Fewest tiles of an image; what the model's folder says by default.
+        broken: See `ConversationDataset`; so ``processes``, ``cache`` and ``measured``.
+        processes: See there.
+        cache: See there.
+        measured: See there.
+
+    Raises:
+        DataError: If a file cannot be used.
+        ConfigError: If the model's folder cannot be used, or an image folder is given for a meta file.
+    """
+    model_format = ModelFormat(model_folder, max_tiles=max_tiles, min_tiles=min_tiles)
+    index = None if cache is None else Path(cache) / "annotations"
+    shards = open_shards(paths, image_folder=image_folder, index=index)
+    return ConversationDataset(shards, model_format, broken=broken, processes=processes, cache=cache, measured=measured)
 
 
 def _place_among_all(usable: Ids, left_out: Ids) -> Ids:

@@ -1,35 +1,49 @@
 """How a model's folder turns conversations and images into what the model reads.
 
-InternVL's tokens are those of transformers' ``InternVLProcessor`` (``replace_image_token``: ``<img>``,
-``<IMG_CONTEXT>`` times tokens per tile times tiles, ``</img>``). That class itself needs torchvision for its video
-half, so its image half is used directly: the processor class that ``preprocessor_config.json`` names.
+What is particular to a family is in ``omnibal.families``. Image tokens are those of transformers' processors; these
+classes themselves need torchvision for their video halves, so that their image halves are used directly: the image
+processor that the folder names.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
-from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Rendered, render_chatml
-from omnibal.data.sources.folder import load_part
-from omnibal.data.sources.template import ChatTemplate, text_start
-from omnibal.errors import ConfigError
-from omnibal.families import family_of, image_rule, trainable_types
-from omnibal.families.base import ImageLoad, ImageRule
+from omnibal.data.sources.chat import IMAGE_MARK, Conversation
+from omnibal.data.sources.text import ChatTemplate, Render, render_chatml, text_start
+from omnibal.errors import ConfigError, said
+from omnibal.families import family_of
+from omnibal.families.base import ImageLoad, ImageRule, Size
+from omnibal.records import read_json
 
 SETTINGS = (".json", ".jinja", ".txt", ".model")
 """Endings of the files of a model's folder that are not weights."""
 
 
-class ModelFormat(ABC):
-    """What every family has: a tokenizer, a token that stands for a piece of an image, and a rule for image sizes.
+def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
+    """What one of transformers' Auto classes makes of a folder.
+
+    Raises:
+        ConfigError: It is no folder, or does not hold what the class reads.
+    """
+    if not folder.is_dir():  # transformers would look for it on the hub
+        raise ConfigError(f"model's folder must be one with configuration and tokenizer, got {folder}")
+    try:
+        return auto_class.from_pretrained(folder, **options)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # files are checked by nobody: what they trip varies with what they hold
+        kind = auto_class.__name__
+        raise ConfigError(f"model's folder must hold what {kind} reads, got {folder}: {said(error)}") from error
+
+
+class ModelFormat:
+    """A tokenizer, a way to write conversations, a token that stands for a piece of an image, and a rule for images.
 
     Args:
         folder: Hugging Face folder with ``config.json``, ``preprocessor_config.json`` and a tokenizer.
@@ -38,28 +52,32 @@ class ModelFormat(ABC):
 
     Attributes:
         tokenizer: The folder's tokenizer.
+        render: The conversation as one text that holds `image_token` once for each image.
         image_token: What a rendered conversation holds once for each image.
         image_token_id: Its id.
 
     Raises:
-        ConfigError: If the folder's parts do not fit one another, or the family has no such limits.
+        ConfigError: If the family is unknown or has no such limits, or the folder's parts do not fit one another.
     """
 
-    def __init__(self, folder: Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> None:
+    def __init__(self, folder: str | Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> None:
         from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-        config = load_part(AutoConfig, folder)
-        self.tokenizer: Any = load_part(AutoTokenizer, folder)
-        self._processor: Any = load_part(AutoImageProcessor, folder, backend="pil")
+        self._folder, self._limits = Path(folder), (max_tiles, min_tiles)
+        config = load_part(AutoConfig, self._folder)
         self._config: dict[str, Any] = config.to_dict()
-        self._folder, self._limits = folder, (max_tiles, min_tiles)
-        self._rules: dict[int | None, ImageRule] = {None: self._rule(None)}
+        self.family = family_of(self._config)
+        self.tokenizer: Any = load_part(AutoTokenizer, self._folder)
+        self._processor: Any = load_part(AutoImageProcessor, self._folder, backend="pil")
+        self._rules: dict[int | None, tuple[dict[str, Any], ImageRule]] = {}
+        self._rule(None)
         self.image_token_id: int = config.image_token_id
         known = self.image_token_id >= 0  # tokenizers raise below 0, and have no token above
         token = self.tokenizer.convert_ids_to_tokens(self.image_token_id) if known else None
         if token is None:
             raise ConfigError(f"image_token_id in {folder}/config.json must be a token, got {self.image_token_id}")
         self.image_token: str = token
+        self.render: Render = self._chatml() if self.family.image_tokens else self._template().render
 
     @cached_property
     def fingerprint(self) -> str:
@@ -71,19 +89,26 @@ class ModelFormat(ABC):
                 digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    @abstractmethod
-    def render(self, conversation: Conversation) -> Rendered:
-        """The conversation as one text that holds `image_token` once for each image."""
+    def image_loads(self, sizes: Sequence[Size], max_tiles: int | None = None) -> tuple[ImageLoad, ...]:
+        """What each image of a sample brings.
 
-    @abstractmethod
-    def pixel_values(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> Tensor:
-        """The pixels of some images one after another, as the model takes them."""
+        Args:
+            sizes: (width, height) of the images.
+            max_tiles: Goes before the one given at first.
 
-    def image_load(self, size: tuple[int, int], max_tiles: int | None = None) -> ImageLoad:
-        """What an image of ``size`` (width, height) brings; ``max_tiles`` goes before the one given at first."""
-        if max_tiles not in self._rules:
-            self._rules[max_tiles] = self._rule(max_tiles)
-        return self._rules[max_tiles](*size)
+        Raises:
+            ValueError: With the reason, if the model refuses such an image.
+        """
+        return self._rule(max_tiles)[1](sizes)
+
+    def pixels(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> dict[str, Tensor]:
+        """The images of a sample as the model takes them, by the names of its arguments.
+
+        ``pixel_values`` are the tiles of all images one after another, (tiles, 3, height, width) float32, where the
+        family cuts images into tiles of one size that all count.
+        """
+        processed = self._processor(list(images), return_tensors="pt", **self._rule(max_tiles)[0])
+        return {name: processed[name] for name in self._processor.model_input_names if name in processed}
 
     def refuse_image_tokens(self, conversation: Conversation) -> None:
         """Refuses texts that hold by themselves what is to stand for images.
@@ -96,74 +121,28 @@ class ModelFormat(ABC):
             if self.image_token in text:
                 raise ValueError(f"conversations must not hold {self.image_token}, which stands for parts of images")
 
-    def _rule(self, max_tiles: int | None) -> ImageRule:
-        most, fewest = self._limits
-        return image_rule(self._config, self._processor.to_dict(), max_tiles=max_tiles or most, min_tiles=fewest)
-
-
-class TaggedFormat(ModelFormat):
-    """ChatML with named tokens around an image, and images as tiles, as InternVL has them."""
-
-    def __init__(self, folder: Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> None:
-        super().__init__(folder, max_tiles=max_tiles, min_tiles=min_tiles)
-        tokens = family_of(self._config).image_tokens
-        start, patch, end = (_named_token(self.tokenizer, *names) for names in tokens.items())
-        if patch != self.image_token:
-            raise ConfigError(
-                f"image_token_id in {folder}/config.json must be the id of {patch}, got {self.image_token}'s"
+    def _rule(self, max_tiles: int | None) -> tuple[dict[str, Any], ImageRule]:
+        """What the image processor is told beside images, and the rule that this makes."""
+        if max_tiles not in self._rules:
+            most, fewest = self._limits
+            self._rules[max_tiles] = self.family.images(
+                self._config, self._processor.to_dict(), max_tiles=max_tiles or most, min_tiles=fewest
             )
-        self._image = f"{start}{patch}{end}"
-        self._start = text_start(self.tokenizer)
+        return self._rules[max_tiles]
 
-    def render(self, conversation: Conversation) -> Rendered:
-        """ChatML, with what the tokenizer puts before a text."""
-        return render_chatml(conversation, self._image, start=self._start)
+    def _chatml(self) -> Render:
+        start, piece, end = (_named_token(self.tokenizer, *names) for names in self.family.image_tokens.items())
+        if piece != self.image_token:
+            raise ConfigError(
+                f"image_token_id in {self._folder}/config.json must be the id of {piece}, got {self.image_token}'s"
+            )
+        return partial(render_chatml, image=f"{start}{piece}{end}", start=text_start(self.tokenizer))
 
-    def pixel_values(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> Tensor:
-        """The tiles of some images one after another, (tiles, 3, tile_size, tile_size) float32, normalised."""
-        most = max_tiles or self._limits[0] or self._processor.max_patches
-        processed = self._processor(
-            list(images),
-            crop_to_patches=True,
-            min_patches=min(self._limits[1] or self._processor.min_patches, most),
-            max_patches=most,
-            return_tensors="np",
-        )
-        return torch.from_numpy(np.asarray(processed["pixel_values"], dtype=np.float32))
-
-
-class TemplateFormat(ModelFormat):
-    """Any other known family, by its tokenizer's chat template: lengths and token ids, no pixels."""
-
-    def __init__(self, folder: Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> None:
-        super().__init__(folder, max_tiles=max_tiles, min_tiles=min_tiles)
-        self._template = ChatTemplate.of(self.tokenizer, self.image_token)
-
-    def render(self, conversation: Conversation) -> Rendered:
-        """What the chat template writes."""
-        return self._template.render(conversation)
-
-    def pixel_values(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> Tensor:
-        """Refused.
-
-        Raises:
-            ConfigError: Always.
-        """
-        trainable, model_type = ", ".join(trainable_types()), self._config["model_type"]
-        raise ConfigError(f"model_type must be {trainable} to train on images, got {model_type}")
-
-
-def open_format(folder: str | Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> ModelFormat:
-    """The format of a model's folder, by its ``model_type``.
-
-    Raises:
-        ConfigError: As `ModelFormat` says, and for unknown families.
-    """
-    from transformers import AutoConfig
-
-    family = family_of(load_part(AutoConfig, Path(folder)).to_dict())
-    format_class = TaggedFormat if family.image_tokens else TemplateFormat
-    return format_class(Path(folder), max_tiles=max_tiles, min_tiles=min_tiles)
+    def _template(self) -> ChatTemplate:
+        """The processor's chat template, which knows of images; the tokenizer's where the folder has no other."""
+        legacy = self._folder / "chat_template.json"
+        template = read_json(legacy, "chat_template.json")["chat_template"] if legacy.is_file() else None
+        return ChatTemplate.of(self.tokenizer, template or self.tokenizer.chat_template, self.image_token)
 
 
 def _named_token(tokenizer: Any, attribute: str, usual: str) -> str:

@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.sources.cache import Measured
-from omnibal.data.sources.problems import Broken, Problem, settle_problems
-from omnibal.data.sources.survey import CHUNK_ITEMS, Found, Loads, in_chunks, survey
+from omnibal.data.sources.survey import (
+    CHUNK_ITEMS,
+    Broken,
+    Found,
+    Loads,
+    Measured,
+    Problem,
+    in_chunks,
+    settle_problems,
+    survey,
+)
 from omnibal.errors import DataError
 
 COLUMNS = ("vision_units", "llm_tokens", "target_tokens", "vision_squared", "source")

@@ -3,23 +3,29 @@
 import codecs
 import hashlib
 import json
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from omnibal.data.sources.index import AnnotationIndex
 from omnibal.data.sources.scan import ArrayScanner, Entries, LineScanner
+from omnibal.data.stored import read_only, replaced_folder
 from omnibal.errors import DataError
 from omnibal.records import parse_json
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES: Final = 1 << 20
+INDEX_FORMAT: Final = 1
+ENTRIES_FILE, RECORD_FILE = "entries.npy", "index.json"
+
+logger = logging.getLogger(__name__)
 
 
 class Records:
     """The entries of an annotation file as a sequence of dicts; only their places are held, 24 bytes an entry.
 
-    Processes that are told the same ``index`` share these bytes, and only the first reads the file.
+    Processes that are told the same ``index`` share these bytes, and only the first reads the file. Pickled, a sequence
+    with an index takes a few hundred bytes.
 
     A file whose first character is ``[`` is one JSON array, any other has one JSON object a line. Blank lines at its
     end are not counted; a blank line elsewhere is a broken entry.
@@ -38,17 +44,32 @@ class Records:
 
     def __init__(self, path: str | Path, index: Path | None = None) -> None:
         self.path = Path(path)
+        self._kept: Path | None = None
         try:
-            kept = None if index is None else AnnotationIndex(index, self.path)
-            found = kept.load() if kept else None
+            place = None if index is None else _index_of(index, self.path)
+            found = None if place is None else _load_index(place)
             self._entries, self.content_hash = found or _scan(self.path)
         except OSError as error:
             raise DataError(f"annotation must be a readable file, got {self.path} ({error.strerror})") from error
         if not len(self):
             raise DataError(f"annotation must hold at least one entry, got none in {self.path}")
-        if kept and not found:
-            kept.save(self._entries, self.content_hash)
-            self._entries, self.content_hash = kept.load() or (self._entries, self.content_hash)
+        if place is not None and found is None:
+            _save_index(place, self._entries, self.content_hash)
+            found = _load_index(place)
+        if found is not None:
+            (self._entries, self.content_hash), self._kept = found, place
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Where the index is kept, the places stay there: they would be copied for every process that loads samples."""
+        return {name: value for name, value in self.__dict__.items() if self._kept is None or name != "_entries"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._kept is not None:
+            entries, content_hash = _load_index(self._kept) or (None, None)
+            if entries is None or content_hash != self.content_hash:
+                raise DataError(f"index of {self.path} must stay while samples are read, got none in {self._kept}")
+            self._entries = entries
 
     def __len__(self) -> int:
         return len(self._entries.starts)
@@ -96,3 +117,32 @@ def _scan(path: Path) -> tuple[Entries, str]:
     except ValueError as error:
         raise DataError(f"annotation must be a whole JSON array, got {path}: {error}") from error
     return entries, digest.hexdigest()
+
+
+def _index_of(folder: Path, file: Path) -> Path:
+    """Where the index of a file as it is now is kept: one of another size or time of change has another."""
+    state = file.stat()
+    key = json.dumps([INDEX_FORMAT, str(file.absolute()), state.st_size, state.st_mtime_ns])
+    return folder / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def _load_index(path: Path) -> tuple[Entries, str] | None:
+    """The entries, memory-mapped, and the digest of the annotation file's content; None if they are not kept."""
+    if not path.is_dir():
+        return None
+    try:
+        content_hash = json.loads((path / RECORD_FILE).read_text())["content_hash"]
+        starts, stops, lines = map(read_only, np.load(path / ENTRIES_FILE, mmap_mode="r"))
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("Annotations are indexed anew, because the kept index cannot be read: %s", error)
+        return None
+    return Entries(starts, stops, lines), content_hash
+
+
+def _save_index(path: Path, entries: Entries, content_hash: str) -> None:
+    with replaced_folder(path) as fresh:
+        kept = np.lib.format.open_memmap(fresh / ENTRIES_FILE, "w+", dtype=np.int64, shape=(3, len(entries.starts)))
+        for row, column in zip(kept, entries, strict=True):  # in one array, it would all be copied first
+            row[:] = column
+        kept.flush()
+        (fresh / RECORD_FILE).write_text(json.dumps({"content_hash": content_hash}) + "\n")

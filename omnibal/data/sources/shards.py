@@ -1,16 +1,33 @@
-"""Which item of which annotation file a sample is."""
+"""Annotation files as people name them, and which item of which of them a sample is.
 
-from collections.abc import Sequence
+InternVL's own trainer takes a meta file that names annotation files (https://internvl.readthedocs.io, "Chat Data
+Format"):
+
+    {"shapes": {"root": "images/", "annotation": "train.jsonl", "repeat_time": 1, "length": 1000}, …}
+
+LLaVA's takes an annotation file, a JSON array or JSON lines, and a folder of images. ``repeat_time`` may be any
+positive number: 0.5 takes the first half of the file and 2.5 the file twice and its first half once more, as InternVL
+does for fractions below one and for whole numbers.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from omnibal.data.sources.chat import Conversation, parse_conversation
-from omnibal.data.sources.problems import Problem
 from omnibal.data.sources.records import Records
-from omnibal.errors import DataError
+from omnibal.data.sources.survey import Problem
+from omnibal.errors import ConfigError, DataError
+from omnibal.records import load_json
+
+KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")
+MOST_REPEATED: Final = 10_000
 
 Ids = npt.NDArray[np.int64]
 
@@ -101,3 +118,93 @@ class Shards:
         """The shard of an item, and its place in there."""
         number = int(np.searchsorted(self._first_items, item, side="right")) - 1
         return self._shards[number], item - int(self._first_items[number])
+
+
+def open_shards(
+    paths: str | Path | Sequence[str | Path], *, image_folder: str | Path | None = None, index: Path | None = None
+) -> list[Shard]:
+    """The annotation files that a user names, by what the named files look like.
+
+    Args:
+        paths: InternVL meta files (a ``.json`` that holds an object), or annotation files (any other).
+        image_folder: What the images of annotation files are relative to, by default each file's own folder; a meta
+            file names its own.
+        index: As of `Records`.
+
+    Raises:
+        DataError: A file cannot be used; names the meta file, the dataset and the key.
+        ConfigError: An image folder is given for a meta file.
+    """
+    shards: list[Shard] = []
+    for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
+        if not _is_meta(path):
+            records = Records(path, index)
+            root = path.parent if image_folder is None else Path(image_folder)
+            shards.append(Shard(path.stem, records, root, len(records)))
+        elif image_folder is None:
+            shards += _read_meta(path, index)
+        else:
+            raise ConfigError(f"image_folder must be left out for a meta file, which names its own, got {image_folder}")
+    return shards
+
+
+def _is_meta(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return path.suffix == ".json" and file.read(1024).lstrip().startswith("{")
+    except (OSError, ValueError) as error:
+        raise DataError(f"dataset must be a readable text file, got {path} ({error})") from error
+
+
+def _read_meta(meta: Path, index: Path | None) -> list[Shard]:
+    try:
+        datasets = load_json(meta, object_pairs_hook=_without_repetition)
+    except (OSError, ValueError) as error:
+        raise DataError(f"meta must be a readable JSON file, got {meta} ({error})") from error
+    if not datasets:
+        raise DataError(f"meta must be an object of datasets, got {datasets!r:.80} in {meta}")
+    return [_read_entry(meta, name, entry, index) for name, entry in datasets.items()]
+
+
+def _read_entry(meta: Path, name: str, entry: Any, index: Path | None) -> Shard:
+    def refuse(key: str, rule: str, got: object) -> DataError:
+        return DataError(f"{meta}: {name}.{key} must {rule}, got {got}")
+
+    if not isinstance(entry, Mapping):
+        raise DataError(f"{meta}: {name} must be an object, got {entry!r:.80}")
+    for key in entry:
+        known = get_close_matches(key, KEYS, 1, cutoff=0.8)
+        if known and key not in KEYS:
+            raise refuse(key, f"be spelt {known[0]}", repr(key))
+    for key in ("root", "annotation"):
+        if not isinstance(entry.get(key), str) or "\0" in entry[key]:
+            raise refuse(key, "be a path", repr(entry.get(key, "nothing")))
+    repeat = entry.get("repeat_time", 1)
+    if isinstance(repeat, bool) or not isinstance(repeat, int | float) or not 0 < repeat <= MOST_REPEATED:
+        raise refuse("repeat_time", f"be a number above 0 and at most {MOST_REPEATED}", repr(repeat))
+    max_tiles = entry.get("max_dynamic_patch")
+    if max_tiles is not None and (type(max_tiles) is not int or max_tiles < 1):
+        raise refuse("max_dynamic_patch", "be an integer of at least 1", repr(max_tiles))
+    if entry.get("data_augment"):
+        raise refuse("data_augment", "be false: images are not augmented", "true")
+    records = Records(_resolve(meta, entry["annotation"]), index)
+    if entry.get("length", len(records)) != len(records):
+        raise refuse("length", f"be the {len(records)} entries of {records.path}", repr(entry["length"]))
+    num_samples = int(len(records) * repeat)
+    if not num_samples:
+        raise refuse("repeat_time", f"draw at least one of {len(records)} items", repr(repeat))
+    return Shard(name, records, _resolve(meta, entry["root"]), num_samples, max_tiles)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of equal keys all but the last would be lost."""
+    times = Counter(key for key, _ in pairs)
+    repeated = [key for key, number in times.items() if number > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]!r} occurs {times[repeated[0]]} times; give each its own name")
+    return dict(pairs)
+
+
+def _resolve(meta: Path, path: str) -> Path:
+    beside = meta.parent / path
+    return Path(path) if Path(path).exists() and not beside.exists() else beside

@@ -1,27 +1,47 @@
-"""One pass over all items of a dataset by several processes, with a progress bar."""
+"""One pass over all items of a dataset by several processes, with a progress bar, and what it finds."""
 
+import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from omnibal.data.sources.problems import Problem
+from omnibal.data.lengths import SampleLengths
+from omnibal.errors import DataError
 
-Loads = tuple[int, ...]
-Found = list[Loads | Problem]
-Measure = Callable[[Any], Found]
-
+Broken = Literal["error", "skip"]
+SHOWN = 10
 CHUNK_ITEMS = 256
 ITEMS_WORTH_A_PROCESS = 4096
 """Starting a process costs about as much as measuring this many items."""
 MOST_PROCESSES = 32
 """More would wait for the file system, and take as many copies of a tokenizer's caches."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One unusable item: the annotation file, its line or entry (from 1), and the reason."""
+
+    file: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}: {self.reason}"
+
+
+Loads = tuple[int, ...]
+Found = list[Loads | Problem]
+Measure = Callable[[Any], Found]
 
 _measure: Measure
 
@@ -39,6 +59,21 @@ class Survey:
     loads: npt.NDArray[np.int64]
     usable: npt.NDArray[np.bool_]
     problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that a pass over a dataset finds.
+
+    Attributes:
+        lengths: The loads of the usable samples.
+        problems: Why the others are not usable.
+        broken_items: (problems,) the items that they are about, ascending.
+    """
+
+    lengths: SampleLengths
+    problems: tuple[Problem, ...]
+    broken_items: npt.NDArray[np.int64]
 
 
 def survey(
@@ -100,3 +135,21 @@ def _remember(measure: Measure) -> None:
 
 def _measure_chunk(chunk: Any) -> Found:
     return _measure(chunk)
+
+
+def settle_problems(problems: Sequence[Problem], num_items: int, broken: Broken) -> None:
+    """Refuses unusable items, or warns that they are left out.
+
+    Raises:
+        DataError: If ``broken`` is ``"error"`` and there are problems; lists the first few and says how many.
+    """
+    if not problems:
+        return
+    listed = "\n  ".join(str(problem) for problem in problems[:SHOWN])
+    hidden = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    summary = f"{len(problems)} of {num_items} items cannot be used:\n  {listed}{hidden}"
+    if broken == "error":
+        raise DataError(f'{summary}\nCorrect them, or leave them out: broken="skip", `omnibal lengths --broken skip`.')
+    if len(problems) == num_items:
+        raise DataError(f"items must hold at least one usable, got none; {summary}")
+    logger.warning("Left out: %s", summary)

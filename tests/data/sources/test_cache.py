@@ -1,13 +1,13 @@
 import json
+import pickle
 import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from omnibal.data.sources import blocks, records
-from omnibal.data.sources.conversations import ConversationDataset
-from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.data.sources import cache, records
+from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.errors import DataError
 
 ONE = ([("human", "<image>\nWhat is red?"), ("gpt", "the ball")], [(120, 50)])
@@ -29,7 +29,7 @@ def measured_items(monkeypatch):
 def open_again(write_dataset, model_folder, tmp_path):
     """Opens the same data with the same cache."""
     meta = write_dataset([ONE, NONE] * 100, repeat_time=1.5)
-    return lambda **options: InternVLDataset(meta, model_folder, cache=tmp_path / "cache", **options)
+    return lambda **options: open_dataset(meta, model_folder, cache=tmp_path / "cache", **options)
 
 
 def kept_lengths(folder):
@@ -50,8 +50,8 @@ def test_a_second_run_measures_few_items_and_maps_the_lengths(open_again, measur
 @pytest.fixture
 def interrupted(monkeypatch):
     """Blocks of 50 items; the pass ends in the third."""
-    monkeypatch.setattr(blocks, "BLOCK_ITEMS", 50)
-    survey, calls = blocks.survey, []
+    monkeypatch.setattr(cache, "BLOCK_ITEMS", 50)
+    survey, calls = cache.survey, []
 
     def survey_or_stop(*arguments, **options):
         calls.append(options["name"])
@@ -59,7 +59,7 @@ def interrupted(monkeypatch):
             raise KeyboardInterrupt
         return survey(*arguments, **options)
 
-    monkeypatch.setattr(blocks, "survey", survey_or_stop)
+    monkeypatch.setattr(cache, "survey", survey_or_stop)
 
 
 def test_an_interrupted_run_goes_on_with_its_block(open_again, measured_items, interrupted, tmp_path):
@@ -90,7 +90,7 @@ def test_a_block_with_problems_is_looked_at_again(write_dataset, model_folder, m
     meta = write_dataset([ONE, NONE] * 20 + ["{"] + [NONE] * 159)
     for _ in range(2):
         with pytest.raises((KeyboardInterrupt, DataError)):
-            InternVLDataset(meta, model_folder, cache=tmp_path / "cache").lengths()
+            open_dataset(meta, model_folder, cache=tmp_path / "cache").lengths()
     assert sum(measured_items) == 100 + 150  # the first block twice, the second once
 
 
@@ -113,7 +113,7 @@ def test_other_annotations_and_other_models_are_measured_anew(open_again, measur
     settings = json.loads((other_model / "preprocessor_config.json").read_text()) | {"max_patches": 2}
     (other_model / "preprocessor_config.json").write_text(json.dumps(settings))
     measured_items.clear()
-    InternVLDataset(tmp_path / "meta.json", other_model, cache=tmp_path / "cache").lengths()
+    open_dataset(tmp_path / "meta.json", other_model, cache=tmp_path / "cache").lengths()
     assert sum(measured_items) == 200
 
 
@@ -170,3 +170,11 @@ def test_where_another_process_has_measured_nothing_is_read_but_what_it_kept(
     assert [again[i]["input_ids"].tolist() for i in range(len(again))] == [
         first[i]["input_ids"].tolist() for i in range(len(first))
     ]
+
+
+def test_what_loader_processes_get_does_not_grow_with_the_data(write_dataset, model_folder, tmp_path):
+    sizes = []
+    for count in (10, 2000):
+        dataset = open_dataset(write_dataset([NONE] * count), model_folder, cache=tmp_path / str(count))
+        sizes.append(len(pickle.dumps((dataset, dataset.lengths()))))
+    assert sizes[1] < sizes[0] + 100

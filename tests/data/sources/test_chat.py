@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.data.sources.chat import Conversation, Turn, parse_conversation, render_chatml
+from omnibal.data.sources.chat import parse_conversation
 
 ROOT = Path("/data")
 
@@ -27,19 +27,6 @@ def test_conversation_with_system_and_images():
 @pytest.mark.parametrize("image", [{}, {"image": []}, {"image": None}, {"image": ""}])
 def test_no_image(image):
     assert parse_conversation(record(("human", "Hi"), ("gpt", "Hi"), **image), ROOT).images == ()
-
-
-def test_chatml_and_its_targets_which_are_answers_with_their_end():
-    turns = (Turn("system", "S <image>"), Turn("user", "<image><image>Q"), Turn("assistant", "A <image>"))
-    conversation = Conversation((*turns, Turn("user", "R"), Turn("assistant", "B")), (ROOT, ROOT))
-    rendered = render_chatml(conversation, "[image]", start="<s>")
-    assert rendered.text == (
-        "<s><|im_start|>system\nS <image><|im_end|>\n<|im_start|>user\n[image][image]Q<|im_end|>\n"
-        "<|im_start|>assistant\nA <image><|im_end|>\n"
-        "<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
-    )
-    targets = [rendered.text[start:stop] for start, stop in rendered.targets]
-    assert targets == ["A <image><|im_end|>", "B<|im_end|>"]
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoImageProcessor,
     AutoTokenizer,
     LlavaConfig,
     LlavaNextConfig,
@@ -20,8 +22,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from omnibal.data.sources.formats import open_format
-from omnibal.data.sources.llava import LlavaDataset
+from omnibal.data.sources.conversations import open_dataset
+from omnibal.data.sources.formats import ModelFormat
 from omnibal.errors import ConfigError
 
 # As in Qwen's and LLaVA's own folders: Qwen brackets images and adds a system message; LLaVA breaks the line after
@@ -133,7 +135,7 @@ def annotations(tmp_path):
 
 def test_token_ids_and_loads_are_those_of_transformers(family, annotations):
     folder, tokenizer, process = family
-    dataset = LlavaDataset(annotations, annotations.parent, folder)
+    dataset = open_dataset(annotations, folder)
     lengths = dataset.lengths()
     for index, record in enumerate(json.loads(annotations.read_text())):
         files = [record["image"]] if isinstance(record.get("image"), str) else record.get("image", [])
@@ -165,21 +167,25 @@ def as_messages(turns, *, breaks_line):
 
 def test_labels_are_the_answers_with_their_end(family, annotations):
     folder, tokenizer, _ = family
-    labels = LlavaDataset(annotations, annotations.parent, folder).text(1)["labels"]
+    labels = open_dataset(annotations, folder).text(1)["labels"]
     said = tokenizer.decode(labels[labels != -100]).replace(" ", "")  # LLaVA's tokens hold the space before a word
     assert said == "red<|im_end|>onehat<|im_end|>"
 
 
-def test_only_internvl_has_pixels(family, annotations):
-    dataset = LlavaDataset(annotations, annotations.parent, family[0])
-    with pytest.raises(ConfigError, match="model_type must be internvl to train on images"):
-        dataset[0]
+def test_pixels_are_the_image_processors_by_the_names_of_the_models_arguments(family, annotations):
+    dataset = open_dataset(annotations, family[0])
+    processor = AutoImageProcessor.from_pretrained(family[0], backend="pil")
+    expected = processor([Image.open(annotations.parent / f"{w}x{h}.png") for w, h in SIZES[:2]], return_tensors="pt")
+    item = dataset[3]
+    names = set(item) - {"input_ids", "labels"}
+    assert names == set(processor.model_input_names) & set(expected) >= {"pixel_values"}
+    assert all(torch.equal(item[name], expected[name]) for name in names)
     assert dataset[1]["pixel_values"] is None
 
 
 def test_tile_limits_are_internvls(family):
     with pytest.raises(ConfigError, match="max_tiles and min_tiles must be left out"):
-        open_format(family[0], max_tiles=4)
+        ModelFormat(family[0], max_tiles=4)
 
 
 def test_a_folder_without_a_chat_template_is_refused(family):
@@ -187,15 +193,15 @@ def test_a_folder_without_a_chat_template_is_refused(family):
     tokenizer.chat_template = None
     (folder / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ConfigError, match="tokenizer must have a chat template"):
-        open_format(folder)
+    with pytest.raises(ConfigError, match="tokenizer or processor must have a chat template"):
+        ModelFormat(folder)
 
 
 def test_a_template_that_forgets_images_is_refused(family):
     folder = family[0]
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['role'] }}{% endfor %}")
     with pytest.raises(ConfigError, match=r"chat template must write .* for an image"):
-        open_format(folder)
+        ModelFormat(folder)
 
 
 @pytest.mark.parametrize("instead", ["", "{{ raise_exception('no answers') }}"])
@@ -208,4 +214,4 @@ def test_a_template_that_does_not_write_answers_is_refused(family, instead):
     changed = template[:content] + unless + template[content:rest] + "{% endif %}" + template[rest:]
     (folder / "chat_template.jinja").write_text(changed)
     with pytest.raises(ConfigError, match=r"chat template must (write what an assistant|take the conversation)"):
-        open_format(folder)
+        ModelFormat(folder)

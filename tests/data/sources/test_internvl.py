@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-from omnibal.data.sources.internvl import InternVLDataset
+from omnibal.data.sources.conversations import open_dataset
 from omnibal.errors import ConfigError, DataError
 
 ONE = ([("human", "<image>\nWhat is red?"), ("gpt", "the ball")], [(120, 50)])
@@ -51,7 +51,7 @@ def test_equal_to_transformers(write_dataset, model_folder, sample):
     files = [record["image"]] if isinstance(record.get("image"), str) else record.get("image", [])
     images = [Image.open(meta.parent / "images" / file) for file in files]
     input_ids, pixel_values = by_transformers(model_folder, sample[0], images)
-    item = InternVLDataset(meta, model_folder)[0]
+    item = open_dataset(meta, model_folder)[0]
     assert torch.equal(item["input_ids"], input_ids)
     if pixel_values is None:
         assert item["pixel_values"] is None
@@ -61,7 +61,7 @@ def test_equal_to_transformers(write_dataset, model_folder, sample):
 
 
 def test_labels_are_the_answers_with_their_end_of_turn(write_dataset, model_folder):
-    dataset = InternVLDataset(write_dataset([TWO]), model_folder)
+    dataset = open_dataset(write_dataset([TWO]), model_folder)
     item = dataset[0]
     labels, ids = item["labels"], item["input_ids"]
     assert dataset.tokenizer.decode(labels[labels != -100]) == "top left<|im_end|>It is Größe 7.<|im_end|>"
@@ -70,7 +70,7 @@ def test_labels_are_the_answers_with_their_end_of_turn(write_dataset, model_fold
 
 
 def test_text_is_the_sample_without_pixels_and_decodes_no_image(write_dataset, model_folder, monkeypatch):
-    dataset = InternVLDataset(write_dataset([ONE, NONE, TWO]), model_folder)
+    dataset = open_dataset(write_dataset([ONE, NONE, TWO]), model_folder)
     full = [dataset[index] for index in range(3)]
     monkeypatch.setattr(Image.Image, "convert", None)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)
@@ -83,7 +83,7 @@ def test_text_is_the_sample_without_pixels_and_decodes_no_image(write_dataset, m
 
 def test_lengths_are_those_of_the_samples_and_decode_no_image(write_dataset, model_folder, monkeypatch):
     write_dataset([ONE, NONE, TWO], "a")
-    dataset = InternVLDataset(write_dataset([NONE, ONE], "b", repeat_time=2), model_folder)
+    dataset = open_dataset(write_dataset([NONE, ONE], "b", repeat_time=2), model_folder)
     items = [dataset[index] for index in range(len(dataset))]
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)
     lengths = dataset.lengths()
@@ -100,7 +100,7 @@ def test_lengths_are_those_of_the_samples_and_decode_no_image(write_dataset, mod
 def test_repeat_time_counts_samples(write_dataset, model_folder, repeat, order):
     answers = ["red", "blue", "green", "yellow"]
     meta = write_dataset([([("human", "?"), ("gpt", answer)], []) for answer in answers], repeat_time=repeat)
-    dataset = InternVLDataset(meta, model_folder)
+    dataset = open_dataset(meta, model_folder)
     said = [dataset.tokenizer.decode(dataset[i]["labels"][dataset[i]["labels"] >= 0]) for i in range(len(dataset))]
     assert said == [f"{answers[item]}<|im_end|>" for item in order]
     assert len(dataset.lengths()) == len(order)
@@ -110,14 +110,15 @@ def test_tile_limits_of_argument_meta_and_folder(write_dataset, model_folder):
     wide = (ONE[0], [(300, 50)])
     write_dataset([wide], "own", max_dynamic_patch=2)
     meta = write_dataset([wide], "common")
-    assert InternVLDataset(meta, model_folder).lengths().vision_units.tolist() == [3, 5]
-    dataset = InternVLDataset(meta, model_folder, max_tiles=6, min_tiles=3)
+    assert open_dataset(meta, model_folder).lengths().vision_units.tolist() == [3, 5]
+    dataset = open_dataset(meta, model_folder, max_tiles=6, min_tiles=3)
     assert [len(dataset[0]["pixel_values"]), len(dataset[1]["pixel_values"])] == [3, 7]
     assert dataset.lengths().vision_units.tolist() == [3, 7]
 
 
 def test_pickles_and_works_in_loader_workers(write_dataset, model_folder):
-    dataset = InternVLDataset(write_dataset([ONE, NONE, TWO] * 2), model_folder)
+    dataset = open_dataset(write_dataset([ONE, NONE, TWO] * 2), model_folder)
+    dataset.lengths()
     copy = pickle.loads(pickle.dumps(dataset))
     loaded = list(DataLoader(copy, batch_size=None, num_workers=2))
     for index, item in enumerate(loaded):
@@ -126,10 +127,10 @@ def test_pickles_and_works_in_loader_workers(write_dataset, model_folder):
 
 def test_several_processes_find_the_same(write_dataset, model_folder, monkeypatch):
     meta = write_dataset([ONE, NONE, "{broken", TWO] * 5)
-    alone = InternVLDataset(meta, model_folder, processes=1, broken="skip")
+    alone = open_dataset(meta, model_folder, processes=1, broken="skip")
     monkeypatch.setattr("omnibal.data.sources.survey.ITEMS_WORTH_A_PROCESS", 4)
     monkeypatch.setattr("omnibal.data.sources.survey.CHUNK_ITEMS", 3)
-    several = InternVLDataset(meta, model_folder, processes=2, broken="skip")
+    several = open_dataset(meta, model_folder, processes=2, broken="skip")
     assert several.lengths().content_hash == alone.lengths().content_hash
     assert several.skipped == alone.skipped
 
@@ -160,7 +161,7 @@ def broken_lines(folder):
 def test_all_broken_items_are_refused_in_one_report_with_file_line_and_reason(write_dataset, model_folder, tmp_path):
     broken = broken_lines(tmp_path)
     meta = write_dataset([ONE, *broken, ONE])
-    dataset = InternVLDataset(meta, model_folder)
+    dataset = open_dataset(meta, model_folder)
     with pytest.raises(DataError) as error:
         dataset.lengths()
     assert f"{len(broken)} of {len(broken) + 2} items cannot be used" in str(error.value)
@@ -171,7 +172,7 @@ def test_all_broken_items_are_refused_in_one_report_with_file_line_and_reason(wr
 
 
 def test_a_long_report_shows_the_first_problems_and_the_number(write_dataset, model_folder):
-    dataset = InternVLDataset(write_dataset([ONE, *["{"] * 30]), model_folder)
+    dataset = open_dataset(write_dataset([ONE, *["{"] * 30]), model_folder)
     with pytest.raises(DataError, match=r"30 of 31 items(.|\n)*line 11: (.|\n)*and 20 more") as error:
         dataset.lengths()
     assert "line 12:" not in str(error.value)
@@ -180,7 +181,7 @@ def test_a_long_report_shows_the_first_problems_and_the_number(write_dataset, mo
 def test_skipped_items_are_reported_and_the_rest_is_the_dataset(write_dataset, model_folder, tmp_path, caplog):
     broken = broken_lines(tmp_path)
     meta = write_dataset([ONE, *broken, NONE], repeat_time=2)
-    dataset = InternVLDataset(meta, model_folder, broken="skip")
+    dataset = open_dataset(meta, model_folder, broken="skip")
     assert [problem.line for problem in dataset.skipped] == list(range(2, len(broken) + 2))
     assert len(dataset) == len(dataset.lengths()) == 4
     assert dataset.lengths().vision_units.tolist() == [3, 0, 3, 0]
@@ -191,14 +192,14 @@ def test_skipped_items_are_reported_and_the_rest_is_the_dataset(write_dataset, m
 
 def test_a_dataset_without_a_usable_item_is_refused(write_dataset, model_folder):
     with pytest.raises(DataError, match="at least one usable"):
-        InternVLDataset(write_dataset(["{", "{"]), model_folder, broken="skip")
+        open_dataset(write_dataset(["{", "{"]), model_folder, broken="skip")
 
 
 def test_pixels_that_cannot_be_decoded_are_named_when_they_are_read(write_dataset, model_folder):
     meta = write_dataset([NONE, ONE])
     path = meta.parent / "images" / "shapes-0.png"
     path.write_bytes(path.read_bytes()[:200])
-    dataset = InternVLDataset(meta, model_folder)
+    dataset = open_dataset(meta, model_folder)
     assert dataset.lengths().vision_units.tolist() == [0, 3]
     with pytest.raises(DataError, match=r"shapes\.jsonl, line 2: image must be decodable, got .*shapes-0\.png"):
         dataset[1]
@@ -208,7 +209,7 @@ def test_pixels_that_cannot_be_decoded_are_named_when_they_are_read(write_datase
     ("content", "reason"),
     [
         ("{", "meta must be a readable JSON file"),
-        ("[]", "meta must be an object of datasets"),
+        ("{}", "meta must be an object of datasets"),
         ('{"a": 3}', "a must be an object, got 3"),
         ('{"a": {"annotation": "a.jsonl"}}', r"a\.root must be a path, got 'nothing'"),
         ('{"a": {"root": "."}}', r"a\.annotation must be a path"),
@@ -233,7 +234,7 @@ def test_a_broken_meta_file_is_refused_with_dataset_and_key(tmp_path, model_fold
     (tmp_path / "a.jsonl").write_text("{}\n{}\n")
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(DataError, match=reason):
-        InternVLDataset(tmp_path / "meta.json", model_folder)
+        open_dataset(tmp_path / "meta.json", model_folder)
 
 
 def test_paths_start_beside_the_meta_file_or_at_the_working_directory(write_dataset, model_folder, monkeypatch):
@@ -242,9 +243,9 @@ def test_paths_start_beside_the_meta_file_or_at_the_working_directory(write_data
     moved.parent.mkdir()
     meta.rename(moved)
     with pytest.raises(DataError, match=r"elsewhere/shapes\.jsonl"):
-        InternVLDataset(moved, model_folder)
+        open_dataset(moved, model_folder)
     monkeypatch.chdir(meta.parent)
-    assert InternVLDataset(moved, model_folder).lengths().vision_units.tolist() == [3]
+    assert open_dataset(moved, model_folder).lengths().vision_units.tolist() == [3]
 
 
 def test_a_folder_whose_parts_do_not_fit_is_refused(write_dataset, model_folder, tmp_path):
@@ -264,6 +265,6 @@ def test_a_folder_whose_parts_do_not_fit_is_refused(write_dataset, model_folder,
             (folder / file.name).write_bytes(file.read_bytes())
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
         with pytest.raises(ConfigError, match=reason):
-            InternVLDataset(meta, folder)
+            open_dataset(meta, folder)
     with pytest.raises(ConfigError, match="model's folder must be one with configuration and tokenizer"):
-        InternVLDataset(meta, tmp_path / "nothing")
+        open_dataset(meta, tmp_path / "nothing")

@@ -3,9 +3,7 @@ import json
 import pytest
 import torch
 
-from omnibal.data.sources.internvl import InternVLDataset
-from omnibal.data.sources.llava import LlavaDataset
-from omnibal.data.sources.open import open_dataset
+from omnibal.data.sources.conversations import open_dataset
 from omnibal.errors import ConfigError, DataError
 
 SAMPLES = [
@@ -25,8 +23,9 @@ def paths(write_dataset, tmp_path):
 
 def test_samples_are_those_of_internvls_format(paths, model_folder):
     meta, lines, array, images = paths
-    expected = InternVLDataset(meta, model_folder)
-    for dataset in (LlavaDataset(lines, images, model_folder), LlavaDataset(array, images, model_folder)):
+    expected = open_dataset(meta, model_folder)
+    for file in (lines, array):
+        dataset = open_dataset(file, model_folder, image_folder=images)
         assert dataset.lengths().content_hash == expected.lengths().content_hash
         for index in range(2):
             assert torch.equal(dataset[index]["input_ids"], expected[index]["input_ids"])
@@ -36,7 +35,7 @@ def test_samples_are_those_of_internvls_format(paths, model_folder):
 
 def test_several_files_are_several_sources(paths, model_folder):
     _, lines, array, images = paths
-    dataset = LlavaDataset([lines, array], images, model_folder)
+    dataset = open_dataset([lines, array], model_folder, image_folder=images)
     assert dataset.lengths().source.tolist() == [0, 0, 1, 1]
     assert [shard.name for shard in dataset.shards] == ["shapes", "llava"]
 
@@ -45,7 +44,7 @@ def test_a_broken_entry_of_an_array_is_named_by_its_line(paths, model_folder):
     _, _, array, images = paths
     array.write_text('[\n {"conversations": []},\n\n {"conversations":\n 3}]')
     with pytest.raises(DataError, match=r"llava\.json, line 2: .*(.|\n)*llava\.json, line 4: "):
-        LlavaDataset(array, images, model_folder).lengths()
+        open_dataset(array, model_folder, image_folder=images).lengths()
 
 
 def test_files_are_opened_by_what_they_hold(paths, model_folder):
@@ -55,7 +54,6 @@ def test_files_are_opened_by_what_they_hold(paths, model_folder):
         open_dataset(lines, model_folder, image_folder=images),
         open_dataset(array, model_folder, image_folder=images, max_tiles=4),
     ]
-    assert [type(dataset) for dataset in opened] == [InternVLDataset, LlavaDataset, LlavaDataset]
     assert len({dataset.lengths().content_hash for dataset in opened}) == 1
     array.rename(images / "here.json")
     assert open_dataset(images / "here.json", model_folder).lengths().vision_units.tolist() == [3, 0]

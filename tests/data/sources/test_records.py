@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -164,6 +165,17 @@ def test_an_index_that_cannot_be_read_is_made_anew(tmp_path, scans, caplog, name
     Records(path, index)
     assert len(scans) == 2
     assert [*index.iterdir()] == [kept]
+
+
+def test_places_that_are_kept_are_not_pickled(tmp_path):
+    path, index = write(tmp_path / "a", b"{}\n" * 1000), tmp_path / "index"
+    packed = pickle.dumps(Records(path, index))
+    assert len(packed) < 1000
+    again = pickle.loads(packed)
+    assert [len(again), again[999], again.line(999)] == [1000, {}, 1000]
+    shutil.rmtree(index)
+    with pytest.raises(DataError, match=r"index of .* must stay while samples are read"):
+        pickle.loads(packed)
 
 
 def test_an_empty_file_leaves_no_index(tmp_path):

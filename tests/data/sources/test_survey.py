@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from omnibal.data.sources import survey as module
-from omnibal.data.sources.problems import Problem
-from omnibal.data.sources.survey import in_chunks, survey
+from omnibal.data.sources.survey import Problem, in_chunks, survey
 
 
 def measure(items):
