@@ -14,11 +14,10 @@ from tqdm import tqdm
 from omnibal.cost import CostModel
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import MemoryCeiling, ScoredLimits, search_limits
+from omnibal.data.limit_search import MemoryCeiling, ScoredLimits, find_trap, search_limits
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
-from omnibal.data.traps import find_trap
 from omnibal.profile.records import ModelProfile
 from omnibal.report.length_plots import plot_lengths
 from omnibal.report.pack_fill import plot_fill

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.data.stored import LengthSummary, open_columns, read_only, write_columns
-from omnibal.data.token_lengths import read_token_lengths
 from omnibal.errors import DataError
+from omnibal.records import load_json
 
 IntArray = npt.NDArray[np.integer[Any]]
 
@@ -24,6 +24,7 @@ COLUMN_TYPES: Final = {
     "vision_squared": np.int64,
     "source": np.int32,
 }
+MOST_COUNT: Final = 2**31 - 1
 
 
 class SampleLengths:
@@ -144,7 +145,7 @@ class SampleLengths:
             DataError: A file is not such a list; the message names the file and the entry.
         """
         files = [paths] if isinstance(paths, str | Path) else paths
-        return cls.concatenate(cls(*read_token_lengths(Path(path))) for path in files)
+        return cls.concatenate(cls(*_read_token_lengths(Path(path))) for path in files)
 
     def save(self, path: str | Path) -> None:
         """Write the columns as ``<path>/<column>.npy`` and their summary as ``<path>/lengths.json``.
@@ -202,3 +203,23 @@ def _check_equal_lengths(columns: dict[str, IntArray]) -> None:
     for name, column in columns.items():
         if len(column) != expected:
             raise DataError(f"{name} must have one entry per sample ({expected}), got {len(column)}")
+
+
+def _read_token_lengths(path: Path) -> tuple[list[int], list[int]]:
+    """Tiles and tokens of every entry of a JSON list of ``{"vit_num": tiles, "token_num": tokens}``."""
+    try:
+        entries = load_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} must be a readable JSON file, got {error}") from error
+    if not isinstance(entries, list):
+        raise DataError(f"{path} must hold a JSON list, got {type(entries).__name__}")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not _is_count(entry.get("vit_num")) or not _is_count(entry.get("token_num")):
+            raise DataError(
+                f"{path}, entry {number}: vit_num and token_num must be integers from 0 to {MOST_COUNT}, got {entry!r}"
+            )
+    return [entry["vit_num"] for entry in entries], [entry["token_num"] for entry in entries]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT

@@ -130,18 +130,25 @@ def paper_limits(lengths: SampleLengths) -> PackLimits:
 
 
 def choose_limits(
-    lengths: SampleLengths, vision_units: int | None, llm_tokens: int | None, *, factor: int = 1
+    lengths: SampleLengths,
+    vision_units: int | None = None,
+    llm_tokens: int | None = None,
+    *,
+    full_vision_units: int | None = None,
+    full_llm_tokens: int | None = None,
+    factor: int = 1,
 ) -> PackLimits:
     """The limits that were given; what was left out is ``factor`` times what the paper's rule says.
 
     Raises:
-        DataError: As of ``paper_limits``, or every sample exceeds the limits.
+        ConfigError: As of ``PackLimits``.
+        DataError: As of ``paper_limits`` where a limit is left out, or every sample exceeds the limits.
     """
-    ruled = paper_limits(lengths)
-    limits = PackLimits(
-        factor * ruled.vision_units if vision_units is None else vision_units,
-        factor * ruled.llm_tokens if llm_tokens is None else llm_tokens,
-    )
+    if vision_units is None or llm_tokens is None:
+        ruled = paper_limits(lengths)
+        vision_units = factor * ruled.vision_units if vision_units is None else vision_units
+        llm_tokens = factor * ruled.llm_tokens if llm_tokens is None else llm_tokens
+    limits = PackLimits(vision_units, llm_tokens, full_vision_units=full_vision_units, full_llm_tokens=full_llm_tokens)
     limits.refuse_none(lengths)
     return limits
 

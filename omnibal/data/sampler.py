@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from omnibal.cost import CostModel
-from omnibal.data.agreement import check_agreement
 from omnibal.data.checks import integer
 from omnibal.data.course import Course, StepPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
 from omnibal.data.recipe import Recipe
-from omnibal.data.state import VERSION, read_state
+from omnibal.data.resume import VERSION, check_agreement, read_state
 from omnibal.data.stream import Ranks
 from omnibal.errors import ConfigError
 

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from omnibal.config import OmnibalSection, PackingSection, PipelineSection
+from omnibal.config import OmnibalSection, PipelineSection
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.limits import choose_limits
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import Level
@@ -54,8 +54,16 @@ def resolve_plan(
     partition = _partition(pipeline, vlm.records, num_stages, frozen)
     _check_partition(partition, num_layers, num_stages)
     recompute = _recompute(pipeline, num_layers)
+    packing = section.packing
+    limits = choose_limits(
+        lengths,
+        packing.vision_units,
+        packing.llm_tokens,
+        full_vision_units=packing.full_vision_units,
+        full_llm_tokens=packing.full_llm_tokens,
+    )
     schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
-    return Plan(_limits(section.packing, lengths), micro_batches, partition, recompute, schedule=schedule)
+    return Plan(limits, micro_batches, partition, recompute, schedule=schedule)
 
 
 def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> None:
@@ -66,19 +74,6 @@ def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> 
 def _check(name: str, got: object, expected: object) -> None:
     if got != expected:
         raise ConfigError(f"{name} must be {expected} as the model and the ds_config say, got {got}")
-
-
-def _limits(packing: PackingSection, lengths: SampleLengths) -> PackLimits:
-    vision_units, llm_tokens = packing.vision_units, packing.llm_tokens
-    if vision_units is None or llm_tokens is None:
-        ruled = paper_limits(lengths)
-        vision_units, llm_tokens = vision_units or ruled.vision_units, llm_tokens or ruled.llm_tokens
-    return PackLimits(
-        vision_units,
-        llm_tokens,
-        full_vision_units=packing.full_vision_units,
-        full_llm_tokens=packing.full_llm_tokens,
-    )
 
 
 def _partition(

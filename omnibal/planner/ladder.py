@@ -11,7 +11,7 @@ import numpy as np
 from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.padded import random_padded_steps
+from omnibal.data.packs import random_padded_steps
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.balanced import parameter_cut

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.limits import PackLimits, choose_limits, paper_limits
 from omnibal.errors import ConfigError, DataError
 from tests.data.strategies import pack_limits, sample_lengths
 
@@ -73,3 +73,19 @@ def test_a_sample_too_large_for_any_limits_is_named():
 @given(sample_lengths())
 def test_no_sample_is_over_the_limits_of_the_paper(lengths):
     assert paper_limits(lengths).oversized(lengths).tolist() == []
+
+
+def test_limits_that_are_given_stay_and_the_rule_says_the_others():
+    lengths = SampleLengths([9, 1, 5], [4096, 455, 2275])
+    assert choose_limits(lengths) == paper_limits(lengths)
+    assert choose_limits(lengths, 12) == PackLimits(12, 4096)
+    text_too = SampleLengths([0, 1], [10, 20])
+    assert choose_limits(text_too, 0, factor=2) == PackLimits(0, 40)  # 0 is a limit, too
+    assert choose_limits(lengths, llm_tokens=5000, full_llm_tokens=10) == PackLimits(9, 5000, full_llm_tokens=10)
+    # the rule is not asked where it has nothing to say
+    assert choose_limits(SampleLengths([3, 1], [900, 2**30]), 9, 1000) == PackLimits(9, 1000)
+
+
+def test_limits_that_all_samples_exceed_are_refused():
+    with pytest.raises(DataError, match="limits must hold at least one sample, got 1 vision units and 9 LLM tokens"):
+        choose_limits(SampleLengths([0, 1], [10, 20]), 1, 9)

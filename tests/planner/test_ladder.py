@@ -5,7 +5,7 @@ import pytest
 
 from omnibal.cluster import Links
 from omnibal.data.limits import PackLimits
-from omnibal.data.padded import random_padded_steps
+from omnibal.data.packs import random_padded_steps
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.boundaries import Partition

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.data.collate import IGNORED
 from omnibal.data.sources.chat import IMAGE_MARK, Conversation
 from omnibal.errors import ConfigError, said
 
-IGNORED = -100
-"""Label of a token that carries no loss, as in transformers."""
 PROBE = "probe"
 
 Ids = npt.NDArray[np.int64]
@@ -48,7 +47,8 @@ def render_chatml(conversation: Conversation, image: str, start: str = "") -> Re
         image: What stands for an image.
         start: What stands before the first turn.
 
-    >>> from omnibal.data.sources.chat import Turn
+    >>> from omnibal.data.collate import IGNORED
+    from omnibal.data.sources.chat import Turn
     >>> turns = (Turn("user", "<image>\nWhat?"), Turn("assistant", "A cat."))
     >>> rendered = render_chatml(Conversation(turns, ()), "<img>")
     >>> rendered.text
