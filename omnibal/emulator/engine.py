@@ -31,9 +31,8 @@ from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, EmulationT
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import make_engine
-from omnibal.engine.loader import Batch
+from omnibal.engine.loader import Batch, Step
 from omnibal.engine.module import VlmPipelineModule
-from omnibal.engine.step import Step
 from omnibal.engine.table import RunEntry
 from omnibal.errors import OmnibalError
 from omnibal.pipeline.schedule import Operation

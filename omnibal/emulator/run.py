@@ -17,7 +17,7 @@ import numpy as np
 from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.emulator.device import DeviceReport, StepLog
-from omnibal.engine.launches import reason_of
+from omnibal.engine.launch import reason_of
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.state import TrainingSetup

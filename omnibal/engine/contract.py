@@ -14,8 +14,8 @@ from omnibal.data.collate import IGNORED
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.loader import Batch, VlmDataset
 from omnibal.errors import DataError, OmnibalError
+from omnibal.vlm.layer_run import image_tokens_per_tile
 from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.trial_packs import image_tokens_per_tile
 
 
 def checked_lengths(dataset: VlmDataset) -> SampleLengths:

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed.distributed_c10d import Store
 
-from omnibal.engine.extensions import explained_wait
 from omnibal.engine.hosts import gloo_group, store
-from omnibal.engine.launcher import end_with_launcher
+from omnibal.engine.launch import end_with_launcher, explained_wait
 from omnibal.errors import ConfigError, OmnibalError
 
 T = TypeVar("T")
@@ -37,13 +36,6 @@ LATEST_SIGHT_SECONDS: Final = 30
 
 logger = logging.getLogger(__name__)
 _turns = count()
-
-
-def free_port() -> int:
-    """A port that a launch can take for its processes to meet: launches side by side must not share one."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def meet(backend: str, **rendezvous: Any) -> None:

@@ -15,21 +15,17 @@ from torch import Tensor
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths, digest, digests
 from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first
-from omnibal.engine.loader import Batch, PackLoader, VlmDataset
-from omnibal.engine.module import EVALUATION_STATISTICS
-from omnibal.engine.parameters import gradients
-from omnibal.engine.peak import DevicePeak, StagePeaks, overhead_bytes
-from omnibal.engine.step import Step
+from omnibal.engine.loader import Batch, PackLoader, Step, VlmDataset
+from omnibal.engine.optimizer import OnGradient, gradients
 from omnibal.errors import ConfigError, DataError
 from omnibal.plan import Plan
-from omnibal.vlm.counts import counts_of, note_counts
-from omnibal.vlm.loss import target_rows
-from omnibal.vlm.payload import Payload
+from omnibal.vlm.loss import EVALUATION_STATISTICS, target_rows
+from omnibal.vlm.payload import Payload, counts_of, note_counts
+from omnibal.vlm.storages import DevicePeak, overhead_bytes
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 Steps = Iterator[tuple[Step, list[Batch]]]
 """What a PackLoader iterates over."""
-OnGradient = Callable[[str, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,19 @@ class Evaluation:
     loss: float
     accuracy: float
     samples: int
+
+
+@dataclass(frozen=True)
+class StagePeaks:
+    """The most bytes that a device of each stage held at one time."""
+
+    step: tuple[int, ...]
+    """In a whole step."""
+    passes: tuple[int, ...]
+    """In its forward and backward passes: what layers keep shows here, even where the optimizer takes more."""
+    overhead: tuple[int, ...]
+    """Beside what torch's allocator holds: contexts, libraries, communicators, and whatever other processes hold on
+    the same device; zeros where there is no CUDA device."""
 
 
 class OmnibalEngine(CheckpointedEngine):
@@ -113,10 +122,10 @@ class OmnibalEngine(CheckpointedEngine):
         Returns:
             The loss, and the most bytes that a device of each stage held at one time, and beside the tensors.
         """
-        self._meter = meter = DevicePeak(self._held())
+        self._meter = meter = DevicePeak(self.device, self._held())
         loss = self._train(meter)
         self._meter = None
-        found = gather((self.stage_id, (meter.peak_bytes, meter.passes_bytes, overhead_bytes())))
+        found = gather((self.stage_id, (meter.peak_bytes, meter.passes_bytes, overhead_bytes(self.device))))
         by_stage = ([peaks for stage, peaks in found if stage == s] for s in range(self.num_stages))
         return loss, StagePeaks(*zip(*(map(max, zip(*peaks, strict=True)) for peaks in by_stage), strict=True))
 

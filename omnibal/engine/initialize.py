@@ -26,12 +26,11 @@ from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, together
-from omnibal.engine.engine import OmnibalEngine, OnGradient
-from omnibal.engine.extensions import explained_wait
+from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.launch import explained_wait
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
-from omnibal.engine.own import MakeOptimizer, MakeScheduler, Own
-from omnibal.engine.parameters import grouping, parameter_groups
+from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, Own, grouping, parameter_groups
 from omnibal.engine.resolve import resolve_plan, stages_of
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan

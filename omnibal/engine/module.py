@@ -7,22 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from omnibal.engine.distributed import together
-from omnibal.engine.placeholder import Attach, trains_its_own
 from omnibal.plan import Plan
 from omnibal.vlm.attention import sample_lengths
-from omnibal.vlm.counts import PackCounts, note_counts
 from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.loss import token_losses
-from omnibal.vlm.payload import Payload
+from omnibal.vlm.loss import evaluation_statistics, token_losses
+from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import load_layer
-
-EVALUATION_STATISTICS = ("loss", "target_tokens", "exact_samples", "samples")
-"""What the last stage returns for each micro-batch in evaluation, as one float64 vector of sums."""
 
 
 class VlmPipelineModule(PipelineModule):
@@ -66,7 +62,7 @@ class VlmPipelineModule(PipelineModule):
         )
         self.frozen = sorted(set(frozen))
         # In no layer, so in no checkpoint's layer files.
-        self.placeholder = None if trains_its_own(self) else nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.placeholder = None if _trains_its_own(self) else nn.Parameter(torch.zeros(1, dtype=dtype))
         self.counts: PackCounts | None = None
         """Of the pack that ``forward`` gets next, where they are known."""
 
@@ -88,7 +84,7 @@ class VlmPipelineModule(PipelineModule):
         note_counts(tensors, self.counts)
         payload = self._run_layers(self.vlm.layout(self._local_start).build(tensors))
         if self.placeholder is not None:
-            hidden = Attach.apply(payload.hidden, self.placeholder)  # type: ignore[no-untyped-call]
+            hidden = _Attach.apply(payload.hidden, self.placeholder)  # type: ignore[no-untyped-call]
             payload = payload.replace(hidden=hidden)
         sent: tuple[Tensor, ...] = self.vlm.layout(self._local_stop).flatten(payload)
         return sent
@@ -128,27 +124,33 @@ class VlmPipelineModule(PipelineModule):
         losses = token_losses(payload.hidden, labels, rows)
         if self.training:
             return losses.sum() * weight
-        return _evaluation_statistics(payload.hidden, labels, losses, payload.cu_seq_lens)
+        return evaluation_statistics(payload.hidden, labels, losses, payload.cu_seq_lens)
 
 
-def _evaluation_statistics(logits: Tensor, labels: Tensor, losses: Tensor, cu_seq_lens: Tensor) -> Tensor:
-    """Sums over a pack: loss, target tokens, samples whose every target token is the likeliest one, samples.
+def _trains_its_own(module: nn.Module) -> bool:
+    """Whether a stage trains a parameter that is not the copy of an earlier stage's.
 
-    A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix
-    that greedy decoding would have produced itself.
+    DeepSpeed leaves such copies out of the norm of gradients, which bf16's optimizer cannot take of none at all.
     """
-    has_target = labels[0, 1:] != -100
-    wrong = has_target & (logits[0, :-1].argmax(-1) != labels[0, 1:])
-    # The sample that each of tokens 1… belongs to.
-    sample = torch.bucketize(torch.arange(1, labels.shape[1], device=labels.device), cu_seq_lens[1:], right=True)
-    num_samples = len(cu_seq_lens) - 1
-    targets_of = torch.zeros(num_samples, dtype=torch.int64, device=labels.device).index_add_(
-        0, sample, has_target.long()
+    return any(
+        parameter.requires_grad and not getattr(parameter, PIPE_REPLICATED, False) for parameter in module.parameters()
     )
-    wrong_of = torch.zeros_like(targets_of).index_add_(0, sample, wrong.long())
-    counted = targets_of > 0
-    sums = (losses.sum(), has_target.sum(), (counted & (wrong_of == 0)).sum(), counted.sum())
-    return torch.stack([value.double() for value in sums])
+
+
+class _Attach(torch.autograd.Function):
+    """Pass hidden states on unchanged, as if they depended on a parameter, whose gradient is zero.
+
+    DeepSpeed's engine wants an optimizer on every stage and a backward pass through every stage's output. Behind the
+    last layer of a stage this gives it both, and runs no layer backward that would not run otherwise.
+    """
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, parameter: Tensor) -> Tensor:  # torch's names
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, gradient.new_zeros(1)
 
 
 class _LayerSource:

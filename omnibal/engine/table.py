@@ -18,7 +18,7 @@ from omnibal.engine.hosts import hosts_of, unreachable
 from omnibal.engine.transfers import DESCRIPTION, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
-from omnibal.vlm.counts import PackCounts, note_counts
+from omnibal.vlm.payload import PackCounts, note_counts
 from omnibal.vlm.weight_gradients import Accumulate, WeightGradients, add_gradient, defer_linears
 
 

@@ -11,10 +11,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from omnibal.engine.engine import OmnibalEngine
+from omnibal.engine.engine import OmnibalEngine, StagePeaks
 from omnibal.engine.initialize import initialize
-from omnibal.engine.peak import StagePeaks
-from omnibal.trials.out_of_memory import write_missing
+from omnibal.trials.run import write_missing
 
 
 def main() -> None:

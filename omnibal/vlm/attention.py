@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from omnibal.errors import ConfigError, DataError
-from omnibal.vlm.counts import PackCounts, counts_of, note_counts
+from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 
 PACKED_ATTENTION = "omnibal_packed"
 

@@ -16,11 +16,10 @@ from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import LEVELS
 from omnibal.profile.records import LayerCost, ModelProfile
-from omnibal.vlm.layer_trial import LayerOnPack, LayerTrial
+from omnibal.vlm.layer_run import LayerOnPack, LayerRun, MadePack, made_packs
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, time_optimizer
 from omnibal.vlm.payload import Payload
-from omnibal.vlm.trial_packs import TrialPack, trial_packs
 
 MAX_SPREAD = 0.1
 """Differences between repetitions, as a share of the median, above which a profile comes with a warning."""
@@ -67,7 +66,7 @@ def measure_profile(
             running, or the clock is not stable.
     """
     check_frozen(model.records, frozen)
-    bench = _Bench(model, trial_packs(model, limits), dtype, torch.device(device), frozen, target_share, seed)
+    bench = _Bench(model, made_packs(model, limits), dtype, torch.device(device), frozen, target_share, seed)
     measured = bench.measure_all(report)
     for message in _doubts(bench, measured, max_spread):
         warnings.warn(message, MeasurementWarning, stacklevel=2)
@@ -100,7 +99,7 @@ class _Bench:
     """What all measurements of a profile have in common."""
 
     model: VisionLanguageModel
-    packs: list[TrialPack]
+    packs: list[MadePack]
     dtype: torch.dtype
     device: torch.device
     frozen: Collection[str]
@@ -118,7 +117,7 @@ class _Bench:
             layer = self._build(index)
             loads = [self._load(index, pack) for pack in self.packs]
             distinct = {repr(load): (load, payload) for load, payload in zip(loads, payloads, strict=True)}
-            rows = [(load, self._trial(index, layer, payload).measure()) for load, payload in distinct.values()]
+            rows = [(load, self._run(index, layer, payload).measure()) for load, payload in distinct.values()]
             _, largest = rows[-1]
             cost = _fit(record, layer, rows, trainable=record.kind not in self.frozen)
             measured[_group(record)] = _Measured(cost, payloads[-1], largest.forward + largest.backward)
@@ -128,7 +127,7 @@ class _Bench:
 
     def time_largest(self, index: int, payload: Payload) -> Timing:
         """Forward and backward of one layer."""
-        forward, backward = self._trial(index, self._build(index), payload).time_passes()
+        forward, backward = self._run(index, self._build(index), payload).time_passes()
         return forward + backward
 
     def _build(self, index: int) -> nn.Module:
@@ -137,16 +136,16 @@ class _Bench:
             layer.requires_grad_(False)
         return layer
 
-    def _trial(self, index: int, layer: nn.Module, payload: Payload) -> LayerTrial:
+    def _run(self, index: int, layer: nn.Module, payload: Payload) -> LayerRun:
         is_last = index == len(self.model.records) - 1
-        return LayerTrial(layer, payload, from_pixels=index == 0, labels=self._labels(payload) if is_last else None)
+        return LayerRun(layer, payload, from_pixels=index == 0, labels=self._labels(payload) if is_last else None)
 
     def _labels(self, payload: Payload) -> Tensor:
         labels = payload.input_ids.clone()
         labels[:, : round((1 - self.target_share) * labels.shape[1])] = IGNORED
         return labels
 
-    def _load(self, index: int, pack: TrialPack) -> Load:
+    def _load(self, index: int, pack: MadePack) -> Load:
         """What of a pack a layer's costs depend on: tiles before the text embedding, tokens after it."""
         record, load = self.model.records[index], pack.load
         merge = [other.module for other in self.model.records].index("language")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Layout:
     A pipeline engine sends tuples of tensors, and wants the same number and dtypes of them for every micro-batch at a
     cut: the hidden states, other floats, then integers. Features that no later layer reads are not in the layout of a
     cut, and so not sent: the stage behind it would owe gradients for them. The samples' bounds come last, where
-    ``omnibal.vlm.counts`` finds them.
+    ``counts_of`` finds them.
 
     Attributes:
         features: Names of the features.
@@ -93,3 +93,27 @@ class Layout:
         return Payload(
             hidden, dict(zip(self.integers, integers, strict=True)), dict(zip(self.features, features, strict=True))
         )
+
+
+class PackCounts(NamedTuple):
+    """What the host knows of a pack, so that no layer asks the device, which would have to catch up with it first.
+
+    Attributes:
+        image_tokens: In the pack; None where nobody has counted them.
+        sample_lengths: Tokens of each sample.
+    """
+
+    image_tokens: int | None
+    sample_lengths: tuple[int, ...]
+
+
+def note_counts(tensors: Sequence[Tensor], counts: PackCounts | None) -> None:
+    """Keep a pack's counts with its tensors: on the last one, the samples' bounds, which all layers hand on."""
+    if counts is not None:
+        tensors[-1]._omnibal_counts = counts  # type: ignore[attr-defined]
+
+
+def counts_of(tensors: Sequence[Tensor]) -> PackCounts | None:
+    """The counts that are noted of a pack; None if there are none."""
+    counts: PackCounts | None = getattr(tensors[-1], "_omnibal_counts", None)
+    return counts

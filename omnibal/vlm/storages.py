@@ -1,9 +1,11 @@
-"""Bytes of the storages that operators make: which are still alive, and the most that were alive at one time."""
+"""Bytes that a device holds: in the storages that operators make and are still alive, and the most at one time."""
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,3 +72,53 @@ def address_of(tensor: Tensor) -> int:
 def storage_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the storages of tensors; those of several tensors count once."""
     return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+class DevicePeak:
+    """A context: the most that a device holds, by its allocator; on a CPU what operators make beside ``held``.
+
+    Args:
+        device: Of this process.
+        held: What is there before: parameters, gradients and optimizer state.
+
+    Attributes:
+        passes_bytes: The peak until ``end_passes``.
+    """
+
+    def __init__(self, device: torch.device, held: list[Tensor]) -> None:
+        self.passes_bytes = 0
+        self._held = storage_bytes(held)
+        self._meter = StorageMeter() if device.type == "cpu" else None
+        self._device = device
+
+    def __enter__(self) -> DevicePeak:
+        if self._meter is None:
+            torch.get_device_module(self._device).reset_peak_memory_stats()
+        else:
+            self._meter.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def end_passes(self) -> None:
+        """Say that the step's forward and backward passes are done."""
+        self.passes_bytes = self.peak_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak."""
+        if self._meter is None:
+            return int(torch.get_device_module(self._device).max_memory_allocated())
+        return self._held + self._meter.peak_bytes
+
+
+def overhead_bytes(device: torch.device) -> int:
+    """What this process's CUDA device holds beside what torch's allocator took of it; 0 on anything else."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from omnibal.errors import DataError
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
-from omnibal.vlm.counts import counts_of
 from omnibal.vlm.layers import LayerRecipe
-from omnibal.vlm.payload import Payload
+from omnibal.vlm.payload import Payload, counts_of
 
 
 class TextEmbedding(nn.Module):

@@ -18,8 +18,8 @@ from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
 from omnibal.engine import saved_files
 from omnibal.engine.initialize import build_engine, initialize
-from omnibal.engine.own import Own
-from omnibal.engine.step import Step
+from omnibal.engine.loader import Step
+from omnibal.engine.optimizer import Own
 from omnibal.errors import DataError, OmnibalError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.boundaries import Partition

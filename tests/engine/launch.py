@@ -15,7 +15,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
-from omnibal.engine.distributed import SHARED_MEMORY, free_port, meet
+from omnibal.engine.distributed import SHARED_MEMORY, meet
+from omnibal.engine.launch import free_port
 
 COLLECTIVES = (
     *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from transformers import InternVLForConditionalGeneration
 
 from omnibal.engine.initialize import _read, initialize
-from omnibal.engine.own import Own
+from omnibal.engine.optimizer import Own
 from omnibal.errors import ConfigError
 from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.launch import launch

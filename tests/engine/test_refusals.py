@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from omnibal.data.limits import PackLimits
 from omnibal.engine.initialize import _read
-from omnibal.engine.own import Own
+from omnibal.engine.optimizer import Own
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan

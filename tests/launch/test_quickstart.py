@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
-from omnibal.engine.distributed import free_port
+from omnibal.engine.launch import free_port
 from omnibal.engine.saved_files import latest_checkpoint, newest_first
 from omnibal.report.metrics import read_metrics
 

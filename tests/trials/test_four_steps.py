@@ -10,8 +10,7 @@ from omnibal.memory.paper import BlockBytes
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
 from omnibal.trials.four_steps import take_four_steps
-from omnibal.trials.out_of_memory import read_missing
-from omnibal.trials.run import Trial
+from omnibal.trials.run import Trial, read_missing
 from omnibal.vlm import load_model
 from tests.engine.demo import demo_config
 from tests.engine.launch import launch

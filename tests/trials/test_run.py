@@ -7,8 +7,7 @@ from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
 from omnibal.trials import run as trials_module
-from omnibal.trials.out_of_memory import missing_bytes, read_missing, write_missing
-from omnibal.trials.run import Trial, run_trials
+from omnibal.trials.run import Trial, missing_bytes, read_missing, run_trials, write_missing
 from tests.engine.demo import demo_config
 
 LIMITS = PackLimits(12, 256)

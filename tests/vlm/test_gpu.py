@@ -9,11 +9,10 @@ from omnibal.data.limits import PackLimits
 from omnibal.memory.footprint import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
-from omnibal.vlm.layer_trial import LayerTrial
+from omnibal.vlm.layer_run import LayerRun, MadePack
 from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import device_name, kept_bytes, this_device
 from omnibal.vlm.recompute import run_layer
-from omnibal.vlm.trial_packs import TrialPack
 from tests.vlm.models import build_layers, disk_state, make_pack, make_sample, pack_loss, tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -79,7 +78,7 @@ def test_kept_bytes_are_what_the_allocator_says(level):
     )
     index = next(index for index, record in enumerate(model.records) if record.kind == "decoder_block")
     layer = model.build_layer(index, seed=0, dtype=torch.bfloat16, device="cuda")
-    payload = TrialPack(0, (700, 324)).payload(model, dtype=torch.bfloat16, device="cuda")
+    payload = MadePack(0, (700, 324)).payload(model, dtype=torch.bfloat16, device="cuda")
     hidden = torch.randn(1, 1024, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     run = partial(run_layer, layer, payload.replace(hidden=hidden), level)
     output = run().hidden  # kernels and their workspaces are loaded
@@ -106,9 +105,9 @@ def test_split_backward_passes_are_timed_on_the_device():
     model = load_model(tiny_config())
     index = next(index for index, record in enumerate(model.records) if record.kind == "vision_block")
     layer = model.build_layer(index, seed=0, dtype=torch.bfloat16, device="cuda")
-    payload = TrialPack(2, (40,)).payload(model, dtype=torch.bfloat16, device="cuda")
+    payload = MadePack(2, (40,)).payload(model, dtype=torch.bfloat16, device="cuda")
     hidden = torch.randn(2, 17, 24, device="cuda", dtype=torch.bfloat16)
-    measured = LayerTrial(layer, payload.replace(hidden=hidden), from_pixels=False, labels=None).measure()
+    measured = LayerRun(layer, payload.replace(hidden=hidden), from_pixels=False, labels=None).measure()
     assert measured.pending_bytes > 0
     assert measured.weights.seconds > 0
     assert measured.kept_bytes["full"] < measured.kept_bytes["none"]

@@ -8,9 +8,8 @@ import torch
 
 from omnibal.memory.footprint import LEVELS
 from omnibal.vlm import attention, load_model
-from omnibal.vlm.counts import PackCounts, note_counts
 from omnibal.vlm.loss import target_rows, token_losses
-from omnibal.vlm.payload import Payload
+from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 from tests.vlm.models import IMAGE_TOKEN, build_layers, make_pack, make_sample, tiny_config

@@ -15,11 +15,10 @@ from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import passes as measure
-from omnibal.vlm.layer_trial import LayerTrial
+from omnibal.vlm.layer_run import LayerRun, MadePack
 from omnibal.vlm.measure import measure_profile, measured_versions
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.vlm.recompute import run_layer
-from omnibal.vlm.trial_packs import TrialPack
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 from tests.vlm.models import build_layers, tiny_config
 
@@ -72,7 +71,7 @@ def test_layers_of_one_kind_are_measured_once(profile, reported):
 
 
 def test_every_pass_takes_time_and_depends_on_what_the_layer_sees(profile):
-    load = TrialPack(3, (40,)).load
+    load = MadePack(3, (40,)).load
     merge = next(i for i, layer in enumerate(profile.layers) if layer.kind == "text_embedding")
     for index, layer in enumerate(profile.layers):
         for cost in (layer.forward_seconds, layer.backward_seconds, layer.weight_seconds):
@@ -85,14 +84,14 @@ def test_every_pass_takes_time_and_depends_on_what_the_layer_sees(profile):
 
 
 def test_whole_backward_passes_cost_what_they_took_and_split_ones_what_they_took_apart(monkeypatch):
-    def slower(trial, of=LayerTrial.measure):
+    def slower(trial, of=LayerRun.measure):
         took = {"forward": 1.0, "backward": 10.0, "backward_split": 7.0, "weights": 5.0}
         return replace(of(trial), **{name: Timing(seconds, 0.0) for name, seconds in took.items()})
 
-    monkeypatch.setattr(LayerTrial, "measure", slower)
+    monkeypatch.setattr(LayerRun, "measure", slower)
     for layer in quick_profile().layers:
         parts = layer.backward_seconds, layer.weight_seconds, layer.split_seconds
-        load = TrialPack(LIMITS.vision_units, (LIMITS.llm_tokens,)).load
+        load = MadePack(LIMITS.vision_units, (LIMITS.llm_tokens,)).load
         assert [part(load) for part in parts] == pytest.approx([5, 5, 2])
 
 
@@ -100,7 +99,7 @@ def test_the_gradient_of_a_convolution_does_not_wait(profile):
     assert profile.layers[0].weight_seconds == profile.layers[0].pending_bytes == CostModel()
 
 
-@pytest.mark.parametrize("pack", [TrialPack(3, (20, 17)), TrialPack(0, (9, 9, 9, 9)), TrialPack(7, (100,))])
+@pytest.mark.parametrize("pack", [MadePack(3, (20, 17)), MadePack(0, (9, 9, 9, 9)), MadePack(7, (100,))])
 def test_bytes_are_predicted_for_packs_that_were_not_measured(profile, pack):
     payload = pack.payload(MODEL, dtype=torch.float32)
     for index, (layer, cost) in enumerate(zip(build_layers(MODEL), profile.layers, strict=True)):
@@ -122,7 +121,7 @@ def test_bytes_are_predicted_for_packs_that_were_not_measured(profile, pack):
 
 def test_what_waits_is_what_counting_says(profile):
     counted = analytic_profile(MODEL.records, DEVICES["A100-80GB"], dtype="float32")
-    load = TrialPack(3, (40,)).load
+    load = MadePack(3, (40,)).load
     for measured, analytic in zip(profile.layers, counted.layers, strict=True):
         assert measured.pending_bytes(load) == pytest.approx(analytic.pending_bytes(load), rel=0.01), measured.name
         assert (measured.weight_seconds(load) > 0) == (measured.pending_bytes(load) > 0)
@@ -136,7 +135,7 @@ def test_what_waits_is_what_counting_says(profile):
 def test_what_blocks_keep_is_what_counting_says(vision, text, dtype):
     wide = {"hidden_size": 256, "intermediate_size": 512}
     model = load_model(tiny_config(text=text, vision_options=vision | wide, text_options=wide | {"head_dim": 64}))
-    pack = TrialPack(2, (30,))
+    pack = MadePack(2, (30,))
     payload = pack.payload(model, dtype=dtype)
     counted = analytic_profile(model.records, DEVICES["A100-80GB"], dtype=str(dtype).removeprefix("torch."))
     # On a CPU attention's output is copied, and each block keeps its own rotary tables: cosines and sines.
@@ -165,7 +164,7 @@ def test_parameters_in_bytes(profile, frozen_profile):
 
 
 def test_frozen_layers_run_backward_to_their_inputs_only(profile, frozen_profile):
-    load = TrialPack(3, (40,)).load
+    load = MadePack(3, (40,)).load
     for layer, trained in zip(frozen_profile.layers, profile.layers, strict=True):
         assert layer.trainable == (layer.kind not in FROZEN)
         if not layer.trainable:

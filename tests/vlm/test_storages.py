@@ -2,7 +2,7 @@ import torch
 
 from omnibal.vlm import load_model
 from omnibal.vlm.recompute import run_layer
-from omnibal.vlm.storages import StorageMeter, storage_bytes
+from omnibal.vlm.storages import StorageMeter, overhead_bytes, storage_bytes
 from tests.vlm.models import build_layers, make_pack, make_sample, pack_loss, tiny_config
 
 
@@ -61,3 +61,10 @@ def test_the_peak_of_a_training_step_is_that_of_a_slow_count():
 def test_tensors_of_one_storage_count_once():
     base = torch.zeros(10)
     assert storage_bytes([base, base[3:], torch.zeros(2)]) == 48
+
+
+def test_beside_the_model_is_all_of_a_gpu_that_the_allocator_did_not_take(monkeypatch):
+    assert overhead_bytes(torch.device("cpu")) == 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 25)
+    assert overhead_bytes(torch.device("cuda")) == 5

@@ -20,7 +20,7 @@ from omnibal.data.collate import pack_samples
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
-from omnibal.engine.step import Step
+from omnibal.engine.loader import Step
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile

@@ -26,7 +26,7 @@ from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
-from omnibal.vlm.trial_packs import image_tokens_per_tile
+from omnibal.vlm.layer_run import image_tokens_per_tile
 
 if TYPE_CHECKING:
     from omnibal.vlm.layers import VisionLanguageModel

@@ -15,10 +15,9 @@ from omnibal.cost import CostModel, Load
 from omnibal.memory.footprint import LEVELS
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost
-from omnibal.vlm.layer_trial import LayerTrial
+from omnibal.vlm.layer_run import LayerRun, MadePack, image_tokens_per_tile
 from omnibal.vlm.passes import Timing, time_passes
 from omnibal.vlm.recompute import run_layer
-from omnibal.vlm.trial_packs import TrialPack, image_tokens_per_tile
 
 if TYPE_CHECKING:
     from omnibal.families.base import LayerRecord
@@ -85,7 +84,7 @@ class LayerBench:
                 torch.cuda.empty_cache()
 
     def _layer(
-        self, name: str, record: LayerRecord, cost: LayerCost, trials: list[LayerTrial], loads: list[Load]
+        self, name: str, record: LayerRecord, cost: LayerCost, trials: list[LayerRun], loads: list[Load]
     ) -> Iterator[Row]:
         seconds = []
         for trial, load in zip(trials, loads, strict=True):
@@ -108,7 +107,7 @@ class LayerBench:
         self.recomputed.extend(self._levels(name, record.kind, cost, trials[-1], loads[-1]))
         self.hosts.append({"model": name, "layer": record.kind} | self._host(trials[-1], seconds[-1][0]))
 
-    def _levels(self, name: str, kind: str, cost: LayerCost, trial: LayerTrial, load: Load) -> Iterator[Row]:
+    def _levels(self, name: str, kind: str, cost: LayerCost, trial: LayerRun, load: Load) -> Iterator[Row]:
         """Bytes kept and the backward pass's time at each level, for the largest pack."""
         measured = trial.measure()
         for level in LEVELS:
@@ -125,7 +124,7 @@ class LayerBench:
                 "of none": backward.seconds / measured.backward.seconds,
             }
 
-    def _allocated(self, trial: LayerTrial, level: Any) -> int:
+    def _allocated(self, trial: LayerRun, level: Any) -> int:
         """By how much a forward pass leaves more memory taken, its output aside."""
         if self.device.type != "cuda":
             return 0
@@ -135,7 +134,7 @@ class LayerBench:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - before - output.nbytes
 
-    def _host(self, trial: LayerTrial, forward_seconds: float) -> Row:
+    def _host(self, trial: LayerRun, forward_seconds: float) -> Row:
         """What the host takes to start a forward pass, before it waits for the device."""
         for level in ("none", "selective"):
             run_layer(trial.layer, trial.payload, level)  # type: ignore[arg-type]
@@ -155,20 +154,20 @@ class LayerBench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _pack(self, model: VisionLanguageModel, share: float) -> TrialPack:
+    def _pack(self, model: VisionLanguageModel, share: float) -> MadePack:
         """A share of the largest pack: half of it one long sample with its images, half of it four texts."""
         tokens = max(8, round(self.tokens * share))
         tiles = min(max(1, round(self.tiles * share)), tokens // 2 // image_tokens_per_tile(model))
         text = tokens - tokens // 2
-        return TrialPack(tiles, (tokens // 2, *(text // 4 + (text % 4 > i) for i in range(4))))
+        return MadePack(tiles, (tokens // 2, *(text // 4 + (text % 4 > i) for i in range(4))))
 
-    def _trial(self, model: VisionLanguageModel, index: int, layer: torch.nn.Module, payload: Payload) -> LayerTrial:
+    def _trial(self, model: VisionLanguageModel, index: int, layer: torch.nn.Module, payload: Payload) -> LayerRun:
         is_last = index == len(model.records) - 1
         labels = None
         if is_last:  # a fifth of the tokens carry loss
             labels = payload.input_ids.clone()
             labels[:, : 4 * labels.shape[1] // 5] = -100
-        return LayerTrial(layer, payload, from_pixels=index == 0, labels=labels)
+        return LayerRun(layer, payload, from_pixels=index == 0, labels=labels)
 
 
 def _as_received(payload: Payload) -> Payload:

@@ -88,7 +88,7 @@ class SamePack:
 
     def next_step(self) -> tuple[object, list[dict[str, torch.Tensor]]]:
         """A step of it."""
-        from omnibal.engine.step import Step
+        from omnibal.engine.loader import Step
 
         return Step(0, 0, SAMPLES * MICRO_BATCHES, Load([1], [1])), list(self._batches)
 

@@ -16,7 +16,7 @@ from models import MODELS
 from reality import LIMITS, MINUTES, heading, links_of, make_parser, sampled, start
 
 from omnibal.cost import CostModel, Load
-from omnibal.engine.peak import StagePeaks
+from omnibal.engine.engine import StagePeaks
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.partition import search_partition
 from omnibal.plan import Plan

@@ -20,7 +20,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
-from omnibal.engine.step import Step
+from omnibal.engine.loader import Step
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan

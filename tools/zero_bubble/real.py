@@ -13,7 +13,8 @@ import torch
 from small import LIMITS, LOAD, model, pack
 
 from omnibal.cluster import Links
-from omnibal.engine.distributed import free_port, meet
+from omnibal.engine.distributed import meet
+from omnibal.engine.launch import free_port
 from omnibal.memory.footprint import Footprint, Level
 from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.partition import search_partition
@@ -43,7 +44,7 @@ class Packs:
 
     def next_step(self) -> tuple[object, list[Any]]:
         """All of them."""
-        from omnibal.engine.step import Step
+        from omnibal.engine.loader import Step
 
         return Step(0, 0, self.micro_batches, LOAD), list(self._batches)
 

@@ -9,7 +9,7 @@ import torch
 from small import model, pack
 
 from omnibal.vlm import Payload
-from omnibal.vlm.layer_trial import LayerTrial
+from omnibal.vlm.layer_run import LayerRun
 
 ROUNDS = 7
 
@@ -28,14 +28,14 @@ def main() -> None:
         if record.kind not in seen:
             seen.add(record.kind)
             labels = given["labels"].clone() if index == len(vlm.records) - 1 else None
-            rows.append({"kind": record.kind} | measure(LayerTrial(layer, payload, index == 0, labels)))
+            rows.append({"kind": record.kind} | measure(LayerRun(layer, payload, index == 0, labels)))
             print(rows[-1], flush=True)
         with torch.no_grad():
             payload = layer(payload)
     arguments.file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measure(trial: LayerTrial) -> dict[str, float]:
+def measure(trial: LayerRun) -> dict[str, float]:
     """Rounds of whole and of split backward passes in turn: medians in seconds, and of their ratio."""
     rounds = [trial.measure() for _ in range(ROUNDS)]
     whole = [row.backward.seconds for row in rounds]

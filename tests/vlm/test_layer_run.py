@@ -4,41 +4,41 @@ import torch
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.vlm import load_model
+from omnibal.vlm.layer_run import MadePack, made_packs
 from omnibal.vlm.payload import Layout
-from omnibal.vlm.trial_packs import TrialPack, trial_packs
 from tests.vlm.models import IMAGE_TOKEN, PIXEL_SHAPE, TOKENS_PER_TILE, tiny_config
 
 MODEL = load_model(tiny_config())
 
 
 def test_packs_are_shares_of_the_limits_with_and_without_images():
-    packs = trial_packs(MODEL, PackLimits(8, 120))
+    packs = made_packs(MODEL, PackLimits(8, 120))
     assert packs == [
-        TrialPack(0, (8, 8, 7, 7)),
-        TrialPack(2, (30,)),
-        TrialPack(0, (15,) * 4),
-        TrialPack(4, (60,)),
-        TrialPack(0, (30,) * 4),
-        TrialPack(8, (120,)),
+        MadePack(0, (8, 8, 7, 7)),
+        MadePack(2, (30,)),
+        MadePack(0, (15,) * 4),
+        MadePack(4, (60,)),
+        MadePack(0, (30,) * 4),
+        MadePack(8, (120,)),
     ]
 
 
 def test_no_sample_is_longer_than_the_models_positions():
     # max_position_embeddings is 128
-    assert trial_packs(MODEL, PackLimits(0, 1000))[-1] == TrialPack(0, (125,) * 8)
+    assert made_packs(MODEL, PackLimits(0, 1000))[-1] == MadePack(0, (125,) * 8)
 
 
 def test_images_fit_into_the_tokens():
-    packs = trial_packs(MODEL, PackLimits(50, 10))
+    packs = made_packs(MODEL, PackLimits(50, 10))
     assert max(pack.tiles for pack in packs) == 10 // TOKENS_PER_TILE
-    assert trial_packs(MODEL, PackLimits(0, 1))[0] == TrialPack(0, (1,))
+    assert made_packs(MODEL, PackLimits(0, 1))[0] == MadePack(0, (1,))
 
 
 def test_the_load_of_a_pack():
-    assert TrialPack(3, (4, 2)).load == Load(3, 6, 20)
+    assert MadePack(3, (4, 2)).load == Load(3, 6, 20)
 
 
-@pytest.mark.parametrize("pack", trial_packs(MODEL, PackLimits(8, 120)))
+@pytest.mark.parametrize("pack", made_packs(MODEL, PackLimits(8, 120)))
 def test_a_payload_runs_through_the_model(pack):
     payload = pack.payload(MODEL, dtype=torch.bfloat16)
     pixels, ids, positions, bounds = Layout().flatten(payload)

@@ -1,0 +1,91 @@
+"""Training processes end with the launcher that started them; a start that waits for an extension says for which."""
+
+import os
+import signal
+import subprocess
+import sys
+from threading import Event
+
+import pytest
+
+from omnibal.engine.launch import _command, _parent, _watch, end_with_launcher, explained_wait
+
+WAITS = [sys.executable, "-c", "input()"]
+
+
+def test_the_end_of_a_process_is_noticed():
+    ended = Event()
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
+        _watch(process.pid, ended.set)
+        assert not ended.is_set()
+        process.kill()
+        assert ended.wait(60)
+    again = Event()
+    _watch(process.pid, again.set)  # it has ended before
+    assert again.is_set()
+
+
+def test_processes_are_known_by_their_command_and_parent():
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
+        assert _parent(process.pid) == os.getpid()
+        process.kill()
+    assert _command(os.getpid())[1 : len(sys.orig_argv)] == sys.orig_argv[1:]
+    assert _command(process.pid) == []
+    assert _parent(process.pid) == 0
+
+
+def test_only_a_deepspeed_launcher_is_watched(monkeypatch):
+    watched = []
+    monkeypatch.setattr("omnibal.engine.launch._watch", lambda process, then: watched.append(process))
+    end_with_launcher()
+    monkeypatch.setattr("omnibal.engine.launch._command", lambda process: ["python", "-m", "deepspeed.launcher.launch"])
+    assert not watched
+    end_with_launcher()
+    assert watched == [os.getppid(), _parent(os.getppid())]
+
+
+def test_a_launcher_that_is_killed_takes_its_processes_along():
+    """The chain of a real launch in small: a launcher by its command line, and a process below it."""
+    child = "from omnibal.engine.launch import end_with_launcher as e; e(); print('watches', flush=True); input()"
+    launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    command = [sys.executable, "-c", launch, "deepspeed.launcher.launch"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "watches\n"
+        process.send_signal(signal.SIGKILL)
+        assert process.stdout.read() == "", "the pipe closes when the process below has ended"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in ("compiled", "fused_adam", "some_op"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def said_after(seconds, capsys):
+    with explained_wait(seconds) as timer:
+        if seconds == 0 and timer.ident is not None:
+            timer.join()
+    return capsys.readouterr().err
+
+
+def test_a_wait_for_a_lock_is_explained(folder, capsys):
+    (folder / "some_op" / "lock").touch()
+    said = said_after(0, capsys)
+    assert said.startswith("Waiting for DeepSpeed's extension some_op to be compiled")
+    assert said.endswith(f"delete {folder / 'some_op' / 'lock'}\n")
+    assert "torch_adam" not in said
+
+
+def test_an_optimizer_that_need_not_be_compiled_is_named(folder, capsys):
+    (folder / "fused_adam" / "lock").touch()
+    assert '"torch_adam": true' in said_after(0, capsys)
+
+
+def test_nothing_is_said_without_a_lock_or_in_good_time_or_by_other_processes(folder, capsys, monkeypatch):
+    assert said_after(0, capsys) == ""
+    (folder / "some_op" / "lock").touch()
+    assert said_after(3600, capsys) == ""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert said_after(0, capsys) == ""
