@@ -1,7 +1,7 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -316,7 +316,7 @@ def build_engine(
         seed=section.model.seed,
         weights=weights or (folder if section.model.weights == "load" else None),
     )
-    engine = make_engine(
+    return make_engine(
         OmnibalEngine,
         module,
         config,
@@ -330,17 +330,6 @@ def build_engine(
         grouping=grouping(section.optimizer),
         on_gradient=own.on_gradient,
     )
-    _check_groups(gather(len(engine.basic_optimizer.param_groups)))
-    return engine
-
-
-def _check_groups(counts: Sequence[int]) -> None:
-    """Refuse what would hang: under ZeRO stages meet once for the norm of each group."""
-    if len(set(counts)) > 1:
-        raise ConfigError(
-            f"parameter groups must be as many on every stage, got {', '.join(map(str, sorted(set(counts))))}; leave "
-            "omnibal.optimizer.learning_rates out, or train without stages"
-        )
 
 
 def make_engine(engine_class: type[E], module: VlmPipelineModule, config: dict[str, Any], **arguments: Any) -> E:

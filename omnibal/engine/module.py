@@ -1,6 +1,7 @@
 """DeepSpeed's PipelineModule with an explicit partition, a recompute level per layer and a token-weighted loss."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,11 @@ class VlmPipelineModule(PipelineModule):
             dynamic_shape=True,
         )
         self.frozen = sorted(set(frozen))
-        # In no layer, so in no checkpoint's layer files.
-        self.placeholder = None if _trains_its_own(self) else nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.placeholders = nn.ParameterList()
+        """Parameters of no effect: in no layer, so in no checkpoint's layer files."""
+        self._dtype = dtype
+        if not _trains_its_own(self):
+            self.add_placeholder()
         self.counts: PackCounts | None = None
         """Of the pack that ``forward`` gets next, where they are known."""
 
@@ -75,6 +79,12 @@ class VlmPipelineModule(PipelineModule):
         """Tied weights whose gradients are to be added up: frozen ones have none, and DeepSpeed would look for it."""
         return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
 
+    def add_placeholder(self) -> nn.Parameter:
+        """A new parameter of no effect, which DeepSpeed finds among those that this stage trains."""
+        placeholder = nn.Parameter(torch.zeros(1, dtype=self._dtype))
+        self.placeholders.append(placeholder)
+        return placeholder
+
     def _build(self) -> None:
         # Weights that do not fit are found on one stage only; the others are told, or they would wait for it.
         together(super()._build, where=f"rank {self.global_rank}, stage {self.stage_id}")
@@ -83,9 +93,8 @@ class VlmPipelineModule(PipelineModule):
         """Run this stage's layers on one micro-batch, from what a cut before them sends to what one behind sends."""
         note_counts(tensors, self.counts)
         payload = self._run_layers(self.vlm.layout(self._local_start).build(tensors))
-        if self.placeholder is not None:
-            hidden = _Attach.apply(payload.hidden, self.placeholder)  # type: ignore[no-untyped-call]
-            payload = payload.replace(hidden=hidden)
+        if len(self.placeholders):
+            payload = payload.with_floats(partial(_attached, placeholders=list(self.placeholders)))
         sent: tuple[Tensor, ...] = self.vlm.layout(self._local_stop).flatten(payload)
         return sent
 
@@ -137,20 +146,26 @@ def _trains_its_own(module: nn.Module) -> bool:
     )
 
 
+def _attached(sent: Tensor, placeholders: Sequence[nn.Parameter]) -> Tensor:
+    attached: Tensor = _Attach.apply(sent, *placeholders)  # type: ignore[no-untyped-call]
+    return attached
+
+
 class _Attach(torch.autograd.Function):
-    """Pass hidden states on unchanged, as if they depended on a parameter, whose gradient is zero.
+    """Pass a tensor on unchanged, as if it depended on placeholders, whose gradients are zero.
 
     DeepSpeed's engine wants an optimizer on every stage and a backward pass through every stage's output. Behind the
     last layer of a stage this gives it both, and runs no layer backward that would not run otherwise.
     """
 
     @staticmethod
-    def forward(context: Any, hidden: Tensor, parameter: Tensor) -> Tensor:  # torch's names
-        return hidden.view_as(hidden)
+    def forward(context: Any, sent: Tensor, *placeholders: Tensor) -> Tensor:
+        context.count = len(placeholders)
+        return sent.view_as(sent)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return gradient, gradient.new_zeros(1)
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return gradient, *(gradient.new_zeros(1) for _ in range(context.count))
 
 
 class _LayerSource:

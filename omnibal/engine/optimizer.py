@@ -9,12 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from omnibal.config import OptimizerSection
+from omnibal.engine.distributed import gather
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.errors import ConfigError
 from omnibal.families.base import Module
 
 ParameterGroup = dict[str, Any]
 """As torch's optimizers take it: ``params``, and what differs from the optimizer's own settings."""
+Apart = tuple[tuple[str, float], ...]
+"""What the section says about a parameter: settings of its group, with their values."""
 MakeOptimizer = Callable[[list[ParameterGroup]], Any]
 MakeScheduler = Callable[..., Any]
 OnGradient = Callable[[str, Tensor], object]
@@ -59,27 +62,32 @@ class Own:
 
 
 def parameter_groups(module: VlmPipelineModule, settings: OptimizerSection) -> list[ParameterGroup]:
-    """The parameters that a stage trains, apart where the section treats them differently.
+    """The parameters that a stage trains, apart where the section treats them differently; all ranks together.
+
+    All stages have the same groups in the same order: under ZeRO they meet once for the norm of each. Where a stage
+    trains nothing of a group, it has a placeholder there.
 
     Args:
         module: This process's stage.
         settings: Of the ds_config's "omnibal" section.
 
     Returns:
-        One group or several: ``params``; ``names``, theirs on disk; ``lr`` and ``weight_decay`` where the section
-        decides them.
+        One group or several: ``params``; ``names``, theirs on disk, or ``"placeholder"``; ``lr`` and ``weight_decay``
+        where the section decides them.
     """
-    places = _places(module)
-    groups: dict[tuple[Any, ...], ParameterGroup] = {}
+    places, unused = _places(module), list(module.placeholders)
+    own: dict[Apart, dict[nn.Parameter, str]] = {}
     for parameter in module.parameters():
-        if parameter.requires_grad:
-            # A stage that trains nothing of its own has a parameter of no effect, which is in no file.
-            name, part = places.get(parameter, ("placeholder", "language"))
-            apart = _apart(parameter, part, settings)
-            group = groups.setdefault(tuple(apart.items()), {"params": [], "names": [], **apart})
-            group["params"].append(parameter)
-            group["names"].append(name)
-    return list(groups.values())
+        if parameter.requires_grad and parameter in places:
+            name, part = places[parameter]
+            own.setdefault(_apart(parameter, part, settings), {})[parameter] = name
+    of_all_stages = dict.fromkeys(apart for of_rank in gather(list(own)) for apart in of_rank)
+    for apart in of_all_stages:
+        if apart not in own:
+            own[apart] = {unused.pop() if unused else module.add_placeholder(): "placeholder"}
+    for placeholder in unused:  # of a stage whose own parameters are all copies of an earlier stage's
+        own[next(iter(of_all_stages))][placeholder] = "placeholder"
+    return [{"params": [*own[apart]], "names": [*own[apart].values()], **dict(apart)} for apart in of_all_stages]
 
 
 def grouping(settings: OptimizerSection) -> str | None:
@@ -115,8 +123,7 @@ def _places(module: VlmPipelineModule) -> dict[nn.Parameter, tuple[str, Module]]
     return found
 
 
-def _apart(parameter: nn.Parameter, part: Module, settings: OptimizerSection) -> dict[str, float]:
-    """What the section says about a parameter, as an optimizer's groups have it."""
+def _apart(parameter: nn.Parameter, part: Module, settings: OptimizerSection) -> Apart:
     rate = getattr(settings.learning_rates, part)
     decayed = settings.weight_decay == "all" or parameter.dim() > 1
-    return ({} if rate is None else {"lr": rate}) | ({} if decayed else {"weight_decay": 0.0})
+    return (() if rate is None else (("lr", rate),)) + (() if decayed else (("weight_decay", 0.0),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -40,6 +40,14 @@ class Payload:
     def replace(self, **changes: Any) -> Payload:
         """The same with other values of the attributes that are named."""
         return replace(self, **changes)
+
+    def with_floats(self, change: Callable[[Tensor], Tensor]) -> Payload:
+        """The same with ``change`` of the hidden states and of each feature in their places."""
+        return replace(
+            self,
+            hidden=change(self.hidden),
+            features={name: change(feature) for name, feature in self.features.items()},
+        )
 
     @property
     def input_ids(self) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -120,9 +121,9 @@ def several_steps(cases):
 
 def _several_steps(case):
     read, load_layer = [], module_file.load_layer
-    module_file.load_layer = lambda model, index, *others: (read.append(index), load_layer(model, index, *others))
-    engine = engine_of(case)
-    module_file.load_layer = load_layer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_file, "load_layer", lambda *given: (read.append(given[1]), load_layer(*given)))
+        engine = engine_of(case)
     losses, norms = [], []
     for _ in range(case.steps):
         losses.append(engine.train_batch().item())
@@ -260,8 +261,13 @@ def _epoch(config, dataset):
 
 def checkpoint_troubles(config, other_configs, folder):
     """What this rank hears when checkpoints cannot be saved or loaded, and whether it then goes on from a whole one."""
-    folder, rank, said = Path(folder), dist.get_rank(), {}
-    saved_files._TAIL_BYTES = 1000  # the files are small
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_files, "_TAIL_BYTES", 1000)  # the files are small
+        return _checkpoint_troubles(config, other_configs, Path(folder))
+
+
+def _checkpoint_troubles(config, other_configs, folder):
+    rank, said = dist.get_rank(), {}
     engine, *_ = initialize(config=config, dataset=SmallDataset())
     engine.train_batch()
     engine.save_checkpoint(folder, "a")
@@ -305,17 +311,15 @@ def _full_disk():
 
 def levels_used(config):
     """Which levels this rank's layers ran under in a step's packs, by the packs' tokens."""
-    used = {}
-    run_layer = module_file.run_layer
+    used, run_layer = {}, module_file.run_layer
 
     def recorded(layer, payload, level):
         used.setdefault(payload.input_ids.shape[1], set()).add(level)
         return run_layer(layer, payload, level)
 
-    module_file.run_layer = recorded
-    engine, _, loader, _ = initialize(config=config, dataset=SmallDataset())
-    for _ in range(loader.steps_per_epoch):
-        engine.train_batch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_file, "run_layer", recorded)
+        _epoch(config, SmallDataset())
     return used
 
 

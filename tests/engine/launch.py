@@ -1,8 +1,12 @@
 """Starts processes that train together, and brings back what a function returned on each of them."""
 
+import atexit
+import contextlib
 import functools
+import gc
 import importlib
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -25,62 +29,104 @@ COLLECTIVES = (
 )
 
 ROOT = Path(__file__).parents[2]
+KEPT_GROUPS = 2
+"""Each process holds some hundred megabytes."""
 
 
-def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator="cpu"):
+def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator="cpu", ends=False):
     """Run ``function`` ("module:name", importable from the repository) on each process; its results, by rank.
 
-    The function gets the arguments, with torch.distributed ready (gloo on a CPU, else NCCL). A failure of one process
-    ends them all and is raised with its output.
+    The function gets the arguments, with torch.distributed ready (gloo on a CPU, else NCCL). Starting processes costs
+    more than most cases: those of a launch wait for the next one of as many. A failure of one process ends them all and
+    is raised with its output.
+
+    Args:
+        ends: Whether processes must end with the function, as where a stage leaves another one waiting.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        torch.save(arguments, folder / "arguments.pt")
-        port = free_port()
-        processes = [_start(function, folder, rank, num_processes, port, accelerator) for rank in range(num_processes)]
-        _wait(processes, folder, timeout_seconds)
-        assert not [*SHARED_MEMORY.glob(f"deepspeed_*_{port}_*")], "a launch leaves memory taken"
-        return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(num_processes)]
-
-
-def _start(function, folder, rank, num_processes, port, accelerator):
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": accelerator,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with (folder / f"log{rank}.txt").open("w") as log:
-        command = [sys.executable, "-m", "tests.engine.launch", function, str(folder)]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-
-def _wait(processes, folder, timeout_seconds):
-    deadline = time.monotonic() + timeout_seconds
+    group = _groups.pop((num_processes, accelerator), None) or _Group(num_processes, accelerator)
     try:
-        # The first one that fails matters: the others then wait for it or complain about it.
-        while any(process.poll() is None for process in processes):
-            failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
-            assert not failed, _output(folder, failed[0])
-            assert time.monotonic() < deadline, "processes hang:\n" + "\n".join(
-                _output(folder, rank) for rank in range(len(processes))
+        results = group.run(function, arguments, timeout_seconds, ends=ends)
+    except BaseException:
+        group.end()
+        raise
+    if ends:
+        group.end()
+        return results
+    _groups[num_processes, accelerator] = group  # behind those that were used before
+    while len(_groups) > KEPT_GROUPS:
+        _groups.pop(next(iter(_groups))).end()
+    return results
+
+
+class _Group:
+    """Processes that have met, and run one function after the other."""
+
+    def __init__(self, num_processes, accelerator):
+        self._name = tempfile.TemporaryDirectory()
+        self._folder, self._jobs, self._port = Path(self._name.name), itertools.count(), free_port()
+        self._processes = [self._start(rank, num_processes, accelerator) for rank in range(num_processes)]
+
+    def _start(self, rank, num_processes, accelerator):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_processes),
+            "LOCAL_SIZE": str(num_processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "DS_ACCELERATOR": accelerator,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "tests.engine.launch", str(self._folder)]
+        with (self._folder / f"log{rank}.txt").open("w") as log:
+            return subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
-            time.sleep(0.05)
-        for rank, process in enumerate(processes):
-            assert process.returncode == 0, _output(folder, rank)
-    finally:
-        for process in processes:
+
+    def run(self, function, arguments, timeout_seconds, *, ends):
+        job = next(self._jobs)
+        torch.save((function, arguments, ends), self._folder / f"job{job}.pt")
+        for process in self._processes:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its output says why
+                process.stdin.write(f"{job}\n")
+                process.stdin.flush()
+        results = [self._folder / f"result{job}.{rank}.pt" for rank in range(len(self._processes))]
+        deadline = time.monotonic() + timeout_seconds
+        while not all(path.exists() for path in results):
+            # The first one that fails matters: the others then wait for it or complain about it.
+            failed = [rank for rank, process in enumerate(self._processes) if process.poll() not in (None, 0)]
+            assert not failed, self._output(failed[0])
+            assert time.monotonic() < deadline, "processes hang:\n" + "\n".join(map(self._output, range(len(results))))
+            time.sleep(0.02)
+        assert not [*SHARED_MEMORY.glob(f"deepspeed_*_{self._port}_*")], "a launch leaves memory taken"
+        return [torch.load(path, weights_only=False) for path in results]
+
+    def _output(self, rank):
+        return f"rank {rank}:\n{(self._folder / f'log{rank}.txt').read_text()[-6000:]}"
+
+    def end(self):
+        for process in self._processes:
             process.kill()
             process.wait()
+            process.stdin.close()
+        self._name.cleanup()
 
 
-def _output(folder, rank):
-    return f"rank {rank}:\n{(folder / f'log{rank}.txt').read_text()[-6000:]}"
+_groups = {}
+"""Those that wait, the one that was used last at the end."""
+
+
+@atexit.register
+def _end_all():
+    for group in _groups.values():
+        group.end()
 
 
 def check_order():
@@ -110,15 +156,24 @@ def _checked(collective, device, *, is_of_objects):
 
 
 def _work():
-    function, folder = sys.argv[1], Path(sys.argv[2])
+    """Run what the other end of standard input asks for, until it closes."""
+    folder = Path(sys.argv[1])
     check_order()
     meet("gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl")
-    module, name = function.split(":")
-    arguments = torch.load(folder / "arguments.pt", weights_only=False)
-    result = getattr(importlib.import_module(module), name)(*arguments)
-    torch.save(result, folder / f"result{os.environ['RANK']}.pt")
-    sys.stdout.flush()
-    os._exit(0)  # all is saved; gloo's threads now and then abort an interpreter that is being taken down
+    for line in sys.stdin:
+        job = int(line)
+        function, arguments, ends = torch.load(folder / f"job{job}.pt", weights_only=False)
+        module, name = function.split(":")
+        result = getattr(importlib.import_module(module), name)(*arguments)
+        unfinished = folder / f"unfinished{os.environ['RANK']}.pt"
+        torch.save(result, unfinished)
+        unfinished.rename(folder / f"result{job}.{os.environ['RANK']}.pt")
+        del arguments, result
+        gc.collect()
+        sys.stdout.flush()
+        if ends:
+            break
+    os._exit(0)  # gloo's threads now and then abort an interpreter that is being taken down
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def test_training_equals_plain_transformers(tied, tmp_path):
         cases += [
             (replace(cases[0][0], grouped={"weight_decay": "matrices"}), matrices),
             (replace(cases[1][0], grouped=GROUPED, own=own), apart),
+            (replace(cases[0][0], grouped=GROUPED), apart),  # stages train other modules
         ]
     by_rank = launch(2, "tests.engine.cases:several_steps", [case for case, _ in cases])
     assert [[result["read"] for result in results[:2]] for results in by_rank] == [

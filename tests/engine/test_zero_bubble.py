@@ -62,7 +62,7 @@ def two(models):
     cases["tied and frozen"] = replace(cases["bf16, ZeRO 0"], model=models[True], frozen=LANGUAGE)
     cases["lean"] = replace(cases["bf16, ZeRO 0"], schedule="zero-bubble-lean")
     arguments = [*cases.values()], cases["bf16, ZeRO 0"], BUDGETS
-    return cases, launch(2, "tests.engine.deferred:two_processes", *arguments)
+    return cases, launch(2, "tests.engine.deferred:two_processes", *arguments, ends=True)  # its last step fails
 
 
 def check_both(cases, by_rank):

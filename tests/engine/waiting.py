@@ -4,6 +4,7 @@ import logging
 import os
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from omnibal.engine import distributed
@@ -14,8 +15,13 @@ from omnibal.errors import DataError, OmnibalError
 
 def work_of_all_kinds(folder):
     """What each kind of common work gives or says on this rank."""
-    rank, folder = dist.get_rank(), Path(folder)
-    distributed.LATEST_SIGHT_SECONDS = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "LATEST_SIGHT_SECONDS", 0)
+        patch.setattr(distributed, "SILENT_SECONDS", 0)
+        return _work_of_all_kinds(dist.get_rank(), Path(folder))
+
+
+def _work_of_all_kinds(rank, folder):
     return {
         "gathered": gather({"rank": rank}),
         "one fails": _said(lambda: together(lambda: _fail_on(1), where=f"rank {rank}")),
@@ -37,8 +43,8 @@ def long_work_of_rank_zero():
     handler = logging.Handler()
     handler.emit = lambda record: (said.append(record.getMessage()), store().set("said", record.getMessage()))
     logging.getLogger(distributed.__name__).addHandler(handler)
-    distributed.SILENT_SECONDS = 0
     rank_zero_only(lambda: store().wait(["said"]), doing="measures the samples", where=f"rank {dist.get_rank()}")
+    logging.getLogger(distributed.__name__).removeHandler(handler)
     return said
 
 
