@@ -30,6 +30,3 @@ export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$VIRTUAL_ENV/torch_extension
 
 # One thread a process: the processes of a pipeline share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-
-# Packs differ in size from step to step: segments that grow keep the GPU's memory in one piece.
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True}}

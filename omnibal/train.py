@@ -19,6 +19,10 @@ from omnibal.errors import require
 
 require("torch", "transformers", "safetensors", "deepspeed")
 
+from omnibal.engine.launch import let_segments_grow
+
+let_segments_grow()
+
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator

@@ -31,6 +31,15 @@ def reason_of(output: str) -> str:
     return (errors or lines or ["the launcher gave no output"])[-1]
 
 
+def let_segments_grow() -> None:
+    """Keep a GPU's memory in one piece, though packs differ in size from step to step; before torch is imported.
+
+    What the user says about torch's allocator stays.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which torch reads too
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def end_with_launcher() -> None:
     """Let this process end when the deepspeed launcher does.
 

@@ -24,6 +24,7 @@ class LayerRecord:
             where some of these get no gradient.
         tied_key: Layers with the same key share one weight; None for a layer on its own.
         module: Where it belongs. Costs of the language model's layers depend on tokens, others' on vision units.
+        token_bytes: Of the integers that a cut behind the layer sends for each LLM token: its id and its position.
     """
 
     name: str
@@ -32,6 +33,7 @@ class LayerRecord:
     tied_key: str | None = None
     _: KW_ONLY
     module: Module
+    token_bytes: int = 16
 
     def trainable_parameters(self, frozen: Collection[str]) -> int:
         """Parameters that get a gradient, if the kinds in ``frozen`` are not trained."""

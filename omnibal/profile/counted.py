@@ -13,8 +13,6 @@ from omnibal.profile.records import LayerCost, ModelProfile
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT32_BYTES = 4
-_TOKEN_BYTES = 16
-"""input_ids and position_ids, which every cut sends along, per LLM token."""
 _ATTENTION_BACKWARD = 2.5
 """Backward of fused attention, which computes the scores again, in forward passes."""
 
@@ -118,7 +116,7 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         backward_seconds=backward if waits else backward + weights,
         weight_seconds=weights if waits else CostModel(),
         pending_bytes=element * work.pending if waits else CostModel(),
-        output_bytes=unit.element_bytes * work.output + CostModel(llm_tokens=_TOKEN_BYTES),
+        output_bytes=unit.element_bytes * work.output + CostModel(llm_tokens=record.token_bytes),
         # a recomputed layer keeps its input; the first one keeps nothing else anyway
         saved_bytes={
             "none": element * work.saved + _FLOAT32_BYTES * unit.share * work.saved_float32,

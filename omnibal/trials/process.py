@@ -8,6 +8,10 @@ import json
 from pathlib import Path
 from time import perf_counter
 
+from omnibal.engine.launch import let_segments_grow
+
+let_segments_grow()
+
 import torch
 import torch.distributed as dist
 

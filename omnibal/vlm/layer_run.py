@@ -16,7 +16,7 @@ from omnibal.memory.footprint import LEVELS, Level
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.loss import token_losses
 from omnibal.vlm.passes import Timing, kept_bytes, time_passes, time_split_backward
-from omnibal.vlm.payload import Payload
+from omnibal.vlm.payload import Layout, Payload
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import DeferringLinear, WeightGradients, defer_linears
 
@@ -42,7 +42,7 @@ class LayerOnPack:
     pending_bytes: int
     """From ``backward_split`` to ``weights``."""
     sent_bytes: int
-    """Of the floating tensor that the layer puts out."""
+    """Of the floating tensors that a cut behind the layer sends."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,14 @@ class LayerRun:
     Args:
         layer: As it is trained; frozen parameters do not require gradients.
         payload: Its input.
+        sent: What a cut behind it sends.
         from_pixels: Whether the input is pixels, which need no gradient.
         labels: Of shape (1, tokens), for the last layer, whose times contain the loss; None for others.
     """
 
     layer: nn.Module
     payload: Payload
+    sent: Layout
     from_pixels: bool
     labels: Tensor | None
 
@@ -72,9 +74,9 @@ class LayerRun:
             backward_split=backward_split if pending_bytes else backward,
             weights=weights if pending_bytes else Timing(0.0, 0.0),
             backward_by_level={level: self.time_passes(level)[1] for level in LEVELS if level != "none"},
-            kept_bytes={level: kept_bytes(partial(self._output, level), free=free) for level in LEVELS},
+            kept_bytes={level: kept_bytes(partial(self._outputs, level), free=free) for level in LEVELS},
             pending_bytes=pending_bytes,
-            sent_bytes=self._output("none").nbytes,
+            sent_bytes=sum(tensor.nbytes for tensor in self.sent.floats(self._run("none"))),
         )
 
     def time_passes(self, level: Level = "none") -> tuple[Timing, Timing]:
@@ -88,13 +90,18 @@ class LayerRun:
             backward, weights = time_split_backward(*passes)
             return backward, weights, queue.peak_bytes
 
-    def _output(self, level: Level) -> Tensor:
-        hidden = self.payload.hidden.detach().requires_grad_(not self.from_pixels)
-        return run_layer(self.layer, self.payload.replace(hidden=hidden), level).hidden
+    def _run(self, level: Level) -> Payload:
+        given = self.payload.with_floats(lambda tensor: tensor.detach().requires_grad_(not self.from_pixels))
+        return run_layer(self.layer, given, level)
 
-    def _objective(self, level: Level) -> Tensor:
-        output = self._output(level)
-        return output if self.labels is None else token_losses(output, self.labels).sum()
+    def _outputs(self, level: Level) -> list[Tensor]:
+        """The floats that the layer makes; a feature that it hands on is not its work, and no node of a graph."""
+        result = self._run(level)
+        return [result.hidden, *(feature for feature in result.features.values() if not feature.is_leaf)]
+
+    def _objective(self, level: Level) -> list[Tensor]:
+        outputs = self._outputs(level)
+        return outputs if self.labels is None else [token_losses(outputs[0], self.labels).sum()]
 
 
 @contextmanager

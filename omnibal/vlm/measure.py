@@ -23,8 +23,6 @@ from omnibal.vlm.payload import Payload
 
 MAX_SPREAD = 0.1
 """Differences between repetitions, as a share of the median, above which a profile comes with a warning."""
-_TOKEN_BYTES = 16
-"""input_ids and position_ids, which every cut sends along, per LLM token."""
 _MOMENTS_BYTES, _MASTER_BYTES = 8, 4
 
 
@@ -138,7 +136,13 @@ class _Bench:
 
     def _run(self, index: int, layer: nn.Module, payload: Payload) -> LayerRun:
         is_last = index == len(self.model.records) - 1
-        return LayerRun(layer, payload, from_pixels=index == 0, labels=self._labels(payload) if is_last else None)
+        return LayerRun(
+            layer,
+            payload,
+            self.model.layout(index + 1),
+            from_pixels=index == 0,
+            labels=self._labels(payload) if is_last else None,
+        )
 
     def _labels(self, payload: Payload) -> Tensor:
         labels = payload.input_ids.clone()
@@ -182,7 +186,7 @@ def _fit(
         weight_seconds=seconds(lambda row: row.weights.seconds, without_attention),
         split_seconds=seconds(lambda row: (row.backward_split + row.weights).seconds - row.backward.seconds),
         pending_bytes=byte_count(lambda row: row.pending_bytes),
-        output_bytes=byte_count(lambda row: row.sent_bytes) + CostModel(llm_tokens=_TOKEN_BYTES),
+        output_bytes=byte_count(lambda row: row.sent_bytes) + CostModel(llm_tokens=record.token_bytes),
         saved_bytes={level: byte_count(lambda row: row.kept_bytes[level]) for level in LEVELS},  # noqa: B023  # at once
         recompute_seconds={
             level: seconds(lambda row: row.backward_by_level[level].seconds - row.backward.seconds)  # noqa: B023

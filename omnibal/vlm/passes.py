@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from omnibal.vlm.storages import StorageMeter, address_of
+from omnibal.vlm.storages import StorageMeter, address_of, tensors_in
 
 WARM_UP, STEPS = 2, 5
 """Passes before the measured ones, and measured ones (the paper's number)."""
@@ -54,13 +54,16 @@ class Timing:
         return self.spread_seconds / self.seconds if self.seconds else 0.0
 
 
-def time_passes(forward: Callable[[], Tensor], device: torch.device) -> tuple[Timing, Timing]:
+Outputs = Tensor | Sequence[Tensor]
+
+
+def time_passes(forward: Callable[[], Outputs], device: torch.device) -> tuple[Timing, Timing]:
     """Seconds of a forward pass and of the backward pass after it.
 
     Gradients accumulate as they do over the micro-batches of a step.
 
     Args:
-        forward: Computes an output afresh. A backward pass is run where the output requires a gradient; otherwise it
+        forward: Computes outputs afresh. A backward pass is run where one of them requires a gradient; otherwise it
             takes no time.
         device: What it runs on, to wait for.
     """
@@ -69,7 +72,7 @@ def time_passes(forward: Callable[[], Tensor], device: torch.device) -> tuple[Ti
 
 
 def time_split_backward(
-    forward: Callable[[], Tensor], weights: Callable[[], object], device: torch.device
+    forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
 ) -> tuple[Timing, Timing]:
     """Seconds of a backward pass that leaves gradients for later, and of computing them.
 
@@ -83,7 +86,7 @@ def time_split_backward(
 
 
 def _timings(
-    forward: Callable[[], Tensor], weights: Callable[[], object], device: torch.device
+    forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
 ) -> tuple[Timing, Timing, Timing]:
     seconds = [_one_pass(forward, weights, device) for _ in range(WARM_UP + STEPS)][WARM_UP:]
     first, second, third = (Timing.of(column) for column in zip(*seconds, strict=True))
@@ -91,19 +94,20 @@ def _timings(
 
 
 def _one_pass(
-    forward: Callable[[], Tensor], weights: Callable[[], object], device: torch.device
+    forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
 ) -> tuple[float, float, float]:
     _wait(device)
     start = time.perf_counter()
-    output = forward()
+    outputs = forward()
     _wait(device)
     middle = time.perf_counter()
-    if not output.requires_grad:
+    trained = [output for output in tensors_in(outputs) if output.requires_grad]
+    if not trained:
         return middle - start, 0.0, 0.0
-    gradient = torch.ones_like(output)
+    gradients = [torch.ones_like(output) for output in trained]
     _wait(device)
     resumed = time.perf_counter()
-    output.backward(gradient)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(trained, gradients)
     _wait(device)
     left = time.perf_counter()
     weights()
@@ -128,14 +132,14 @@ def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:
     return Timing.of(seconds[WARM_UP:])
 
 
-def kept_bytes(forward: Callable[[], Tensor], *, free: Iterable[Tensor] = ()) -> int:
+def kept_bytes(forward: Callable[[], Outputs], *, free: Iterable[Tensor] = ()) -> int:
     """Bytes that stay alive after a forward pass because a backward pass needs them; exact on any device.
 
     That is every storage that autograd saves, and every other one that was made during the pass and is still alive, as
     the caches of selective recomputation are. Parts of one storage count once, as the whole storage.
 
     Args:
-        forward: Computes an output; the output itself counts only if it is saved.
+        forward: Computes outputs; they themselves count only if they are saved.
         free: Tensors that are there anyway, such as parameters; what lies in their storages does not count.
     """
     excluded = {address_of(tensor) for tensor in free}
@@ -146,10 +150,11 @@ def kept_bytes(forward: Callable[[], Tensor], *, free: Iterable[Tensor] = ()) ->
         return tensor
 
     with _young_garbage(), StorageMeter() as meter, saved_tensors_hooks(save, lambda tensor: tensor):
-        output = forward()
+        outputs = forward()
     sizes = meter.alive | {address: tensor.untyped_storage().nbytes() for address, tensor in saved.items()}
-    if address_of(output) not in saved:
-        sizes.pop(address_of(output), None)
+    for output in tensors_in(outputs):
+        if address_of(output) not in saved:
+            sizes.pop(address_of(output), None)
     return sum(size for address, size in sizes.items() if address not in excluded)
 
 

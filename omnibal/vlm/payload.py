@@ -90,8 +90,11 @@ class Layout:
 
     def flatten(self, payload: Payload) -> tuple[Tensor, ...]:
         """A payload as a tuple of tensors: of those it has, the ones in the layout."""
-        features = (payload.features[name] for name in self.features)
-        return (payload.hidden, *features, *(payload.integers[name] for name in self.integers))
+        return (*self.floats(payload), *(payload.integers[name] for name in self.integers))
+
+    def floats(self, payload: Payload) -> tuple[Tensor, ...]:
+        """The first of them: hidden states and features."""
+        return (payload.hidden, *(payload.features[name] for name in self.features))
 
     def build(self, tensors: Sequence[Tensor]) -> Payload:
         """The payload whose tuple of tensors this is."""

@@ -1,8 +1,12 @@
 """Kinds of layers that are not trained: wherever the cut falls, also around stages that train nothing at all."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from omnibal.engine.module import _attached
+from omnibal.vlm.payload import Payload
 from tests.engine.cases import changed, settings
 from tests.engine.launch import launch
 from tests.engine.small import Case, plain_gradients, save_small_model, small_samples
@@ -21,6 +25,17 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     save_small_model(folder)
     return folder
+
+
+def test_whatever_a_stage_sends_depends_on_its_placeholders():
+    sent = Payload(torch.ones(2, 3), {}, {"trained": torch.ones(4, requires_grad=True), "frozen": torch.ones(5)})
+    placeholders = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    attached = sent.with_floats(partial(_attached, placeholders=placeholders))
+    floats = [attached.hidden, *attached.features.values()]
+    torch.autograd.backward(floats, [torch.full_like(tensor, 7) for tensor in floats])
+    assert [tensor.tolist() for tensor in floats] == [[[1] * 3] * 2, [1] * 4, [1] * 5]
+    assert sent.features["trained"].grad.tolist() == [7] * 4
+    assert [placeholder.grad.tolist() for placeholder in placeholders] == [[0], [0]]
 
 
 def test_gradients_of_what_is_trained_are_those_of_plain_transformers(model):

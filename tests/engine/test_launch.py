@@ -55,6 +55,37 @@ def test_a_launcher_that_is_killed_takes_its_processes_along():
         assert process.stdout.read() == "", "the pipe closes when the process below has ended"
 
 
+WITHOUT_TORCH = """
+import importlib.abc, importlib.machinery, os, sys
+
+class Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
+    def exec_module(self, module):
+        print(os.environ.get("PYTORCH_ALLOC_CONF"))
+        sys.exit()
+
+sys.meta_path.insert(0, Torch())
+import omnibal.{}
+"""
+
+
+@pytest.mark.parametrize("module", ["train", "trials.process"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None"),
+    ],
+)
+def test_when_torch_is_imported_its_segments_may_grow(module, given, expected):
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | given
+    command = [sys.executable, "-c", WITHOUT_TORCH.format(module)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{expected}\n"
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

@@ -35,12 +35,12 @@ def runs(tmp_path_factory):
     # Groups of which the second stage has some for placeholders only.
     configs[3] = changed(configs[3], "optimizer", learning_rates={"vision": 1e-3}, weight_decay="matrices")
 
-    def run(first, last, *save_at):
+    def run(first, last, *save_at, **options):
         steps = [(config, first, last, str(folder)) for config, folder in zip(configs, folders, strict=True)]
-        return launch(2, "tests.engine.cases:train_all", steps, *save_at)
+        return launch(2, "tests.engine.cases:train_all", steps, *save_at, **options)
 
     whole = run(0, LAST_STEP)
-    run(0, KILLED_AT, SAVED_AT)
+    run(0, KILLED_AT, SAVED_AT, ends=True)
     return whole, run(SAVED_AT, LAST_STEP), folders
 
 

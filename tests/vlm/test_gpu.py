@@ -107,7 +107,9 @@ def test_split_backward_passes_are_timed_on_the_device():
     layer = model.build_layer(index, seed=0, dtype=torch.bfloat16, device="cuda")
     payload = MadePack(2, (40,)).payload(model, dtype=torch.bfloat16, device="cuda")
     hidden = torch.randn(2, 17, 24, device="cuda", dtype=torch.bfloat16)
-    measured = LayerRun(layer, payload.replace(hidden=hidden), from_pixels=False, labels=None).measure()
+    measured = LayerRun(
+        layer, payload.replace(hidden=hidden), model.layout(index + 1), from_pixels=False, labels=None
+    ).measure()
     assert measured.pending_bytes > 0
     assert measured.weights.seconds > 0
     assert measured.kept_bytes["full"] < measured.kept_bytes["none"]

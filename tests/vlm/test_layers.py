@@ -9,6 +9,7 @@ from omnibal.errors import ConfigError
 from omnibal.families import FAMILIES, layer_records, trainable_types
 from omnibal.vlm import load_model
 from omnibal.vlm.families import LAYERS
+from omnibal.vlm.layer_run import MadePack
 from omnibal.vlm.text import Head, TextEmbedding, TiedEmbedding
 from tests.vlm.models import disk_state, tiny_config
 
@@ -168,6 +169,14 @@ def test_every_weight_of_the_plain_model_is_in_exactly_one_layer(config):
     assert sorted(names) == sorted(model.disk_name(name) for name, _ in model.skeleton.named_parameters())
     for index in range(len(model.records)):
         assert model.weight_names(index).keys() == model.build_layer(index, seed=None).state_dict().keys()
+
+
+def test_records_say_how_many_bytes_of_integers_a_cut_sends():
+    model, pack = load_model(tiny_config()), MadePack(2, (20, 7))
+    payload = pack.payload(model, dtype=torch.float32)
+    for boundary, record in enumerate(model.records, start=1):
+        integers = [payload.integers[name] for name in model.layout(boundary).integers if name != "cu_seq_lens"]
+        assert sum(tensor.nbytes for tensor in integers) == pack.tokens * record.token_bytes
 
 
 def test_the_configuration_given_is_left_alone():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from omnibal.memory.footprint import LEVELS
+from omnibal.vlm.layer_run import LayerRun
 from omnibal.vlm.payload import Layout, Payload
 from omnibal.vlm.recompute import run_layer
 from tests.vlm.models import PIXEL_SHAPE, make_pack, make_sample
@@ -80,6 +81,25 @@ class Adds(torch.nn.Module):
     def forward(self, payload):
         hidden = self.linear(payload.hidden) + payload.features["read"].exp()
         return payload.replace(hidden=hidden, features=payload.features | {"made": hidden.tanh()})
+
+
+def test_a_layers_costs_contain_its_features():
+    """It reads one feature, makes another one, and hands on a third one, which is no work of its own."""
+    torch.manual_seed(0)
+    layer = Adds()
+    given = Payload(
+        torch.ones(3, 2), Payload.of_pack(PACK).integers, {"read": torch.ones(3, 2), "handed on": torch.ones(9, 2)}
+    )
+    run = LayerRun(layer, given, Layout(("made", "handed on")), from_pixels=False, labels=None)
+    found = run.measure()
+    assert found.sent_bytes == 4 * (3 * 2 + 3 * 2 + 9 * 2)
+    assert found.kept_bytes["none"] == 4 * (3 * 2) * 3  # the product's input, what exp and tanh put out
+    # Gradients come from both outputs of each of the passes that were timed and measured.
+    gradient = layer.linear.weight.grad
+    before = gradient.clone()
+    torch.autograd.backward(run._outputs("none"), [torch.ones(3, 2)] * 2)
+    step = gradient - before
+    torch.testing.assert_close(before / step, torch.full((2, 2), round(float(before[0, 0] / step[0, 0])) * 1.0))
 
 
 def test_features_take_part_in_every_recompute_level():

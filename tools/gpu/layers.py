@@ -167,11 +167,11 @@ class LayerBench:
         if is_last:  # a fifth of the tokens carry loss
             labels = payload.input_ids.clone()
             labels[:, : 4 * labels.shape[1] // 5] = -100
-        return LayerRun(layer, payload, from_pixels=index == 0, labels=labels)
+        return LayerRun(layer, payload, model.layout(index + 1), from_pixels=index == 0, labels=labels)
 
 
 def _as_received(payload: Payload) -> Payload:
-    return payload.replace(hidden=payload.hidden.detach().requires_grad_(True))
+    return payload.with_floats(lambda tensor: tensor.detach().requires_grad_(True))
 
 
 def counted(cost: CostModel, load: Load) -> float:

@@ -28,7 +28,9 @@ def main() -> None:
         if record.kind not in seen:
             seen.add(record.kind)
             labels = given["labels"].clone() if index == len(vlm.records) - 1 else None
-            rows.append({"kind": record.kind} | measure(LayerRun(layer, payload, index == 0, labels)))
+            rows.append(
+                {"kind": record.kind} | measure(LayerRun(layer, payload, vlm.layout(index + 1), index == 0, labels))
+            )
             print(rows[-1], flush=True)
         with torch.no_grad():
             payload = layer(payload)
