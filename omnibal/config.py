@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from omnibal.cluster import Layout, Precision
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level
@@ -220,6 +221,27 @@ def complete_deepspeed_config(
     }
 
 
+def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Layout:
+    """How a run under a ds_config lies on its devices.
+
+    Args:
+        config: ds_config without the "omnibal" section.
+        num_stages: Pipeline stages.
+        num_replicas: Data-parallel ranks.
+
+    Raises:
+        ConfigError: float16, or a ZeRO stage that a pipeline does not have.
+    """
+    _check_zero(config)
+    return Layout(
+        num_stages,
+        num_replicas,
+        zero_stage=config.get("zero_optimization", {}).get("stage", 0),
+        precision=dtype_of(config),
+        accumulate_float32=sums_in_float32(config),
+    )
+
+
 _FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")
 """DeepSpeed's names."""
 
@@ -239,7 +261,7 @@ def sums_in_float32(config: dict[str, Any]) -> bool:
     return given in _FLOAT32_NAMES
 
 
-def dtype_of(config: dict[str, Any]) -> str:
+def dtype_of(config: dict[str, Any]) -> Precision:
     """What the layers compute in, by its name in torch: bfloat16 where the ds_config enables it, else float32.
 
     Raises:

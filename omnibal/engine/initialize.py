@@ -1,8 +1,7 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -10,16 +9,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnibal.config import (
     OmnibalSection,
-    check_learning_rates,
     complete_deepspeed_config,
-    dtype_of,
-    micro_batches_of,
-    read_config,
 )
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
@@ -31,11 +24,9 @@ from omnibal.engine.launch import explained_wait
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, Own, grouping, parameter_groups
-from omnibal.engine.resolve import resolve_plan, stages_of
+from omnibal.engine.resolve import Given, named, read, resolve_plan
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
-from omnibal.vlm import load_model
-from omnibal.vlm.layers import VisionLanguageModel
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -97,29 +88,26 @@ def initialize(
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
     own = Own(optimizer, lr_scheduler, on_gradient)
-    given = together(lambda: _read(config, model, num_processes, own), where=where)
+    given = together(lambda: read(config, model, num_processes, own), where=where)
     samples: VlmDataset = open_together(given.section, "train", where=where) if dataset is None else dataset
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
-    stage, replica = divmod(rank, given.num_replicas)
+    stage, replica = divmod(rank, given.layout.num_replicas)
     plan, sampler = together(lambda: _arrange(given, lengths, replica), where=where)
     sampler.verify(gather)
     if rank == 0:
-        warn_of_float32(get_accelerator().device_name(), dtype_of(given.config))
+        warn_of_float32(get_accelerator().device_name(), given.layout.precision)
     loader = PackLoader(
         CheckedSamples(samples, lengths, SampleRules.of(given.vlm)),
         sampler,
-        view=view_of(stage, given.num_stages),
+        view=view_of(stage, given.layout.num_stages),
         pixel_shape=given.vlm.pixel_shape,
-        pixel_dtype=getattr(torch, dtype_of(given.config)),
+        pixel_dtype=getattr(torch, given.layout.precision),
         workers=given.section.data.workers,
         step_seconds=None if plan.predicted is None else plan.predicted.step_seconds,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
     total_steps = loader.steps_left(given.section.run.epochs)
-    complete = together(lambda: _complete(given, plan, total_steps), where=where)
-    engine = build_engine(
-        complete, given.section, given.vlm, plan, loader, given.folder, weights=given.weights, own=own.over(total_steps)
-    )
+    engine = build_engine(given, plan, loader, total_steps, own)
     given.weights.clear()  # DeepSpeed's module keeps what its layers were made of
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -143,82 +131,13 @@ def warn_of_float32(device_name: str, dtype: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What the arguments of initialize say, read and checked."""
-
-    config: dict[str, Any]
-    section: OmnibalSection
-    folder: Path | None
-    weights: dict[str, Tensor]
-    vlm: VisionLanguageModel
-    num_stages: int
-    num_replicas: int
-
-
-def _read(config: Any, model: Any, num_processes: int, own: Own) -> _Given:
-    deepspeed_config, section = read_config(config)
-    own.check(deepspeed_config)
-    check_learning_rates(deepspeed_config, section.optimizer.learning_rates)
-    source = _given(model, section.model.path, "model", "omnibal.model.path")
-    if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):
-        raise ConfigError(
-            f"model must be a Hugging Face folder, model or configuration, got an instance of {type(source).__name__}; "
-            "where it wraps a transformers model, pass that"
-        )
-    folder = Path(source) if isinstance(source, str | Path) else None
-    _check_source(source, section.model.weights)
-    vlm = load_model(source.config if isinstance(source, PreTrainedModel) else source)
-    if isinstance(source, PreTrainedModel):
-        _check_frozen_alike(source, vlm, section.model.frozen)
-    num_stages = stages_of(section, len(vlm.records), num_processes)
-    return _Given(
-        config=deepspeed_config,
-        section=section,
-        folder=folder,
-        weights=dict(source.state_dict()) if isinstance(source, PreTrainedModel) else {},
-        vlm=vlm,
-        num_stages=num_stages,
-        num_replicas=num_processes // num_stages,
-    )
-
-
-def _check_source(source: Any, weights: str) -> None:
-    if isinstance(source, PreTrainedConfig) and weights == "load":
-        raise ConfigError(
-            "omnibal.model.weights must be 'random' with a configuration as model, got 'load'; pass the folder that "
-            "holds the weights, or say 'random' to train from initial ones"
-        )
-    if isinstance(source, PreTrainedModel) and weights == "random":
-        raise ConfigError(
-            "omnibal.model.weights must be 'load' with a model that has weights, got 'random'; pass its config to "
-            "train from initial ones"
-        )
-
-
-def _check_frozen_alike(model: PreTrainedModel, vlm: VisionLanguageModel, frozen: Collection[str]) -> None:
-    """Refuse a model with frozen parameters that the section does not name: they would be trained."""
-    trained = {
-        name
-        for index, record in enumerate(vlm.records)
-        if record.kind not in frozen
-        for name in vlm.weight_names(index).values()
-    }
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and vlm.disk_name(name) in trained:
-            raise ConfigError(
-                f"parameters of model must be trained but for the layers of omnibal.model.frozen, got {name} with "
-                "requires_grad False; name its kind of layers there"
-            )
-
-
-def _arrange(given: _Given, lengths: SampleLengths, replica: int) -> tuple[Plan, BalancedBatchSampler]:
+def _arrange(given: Given, lengths: SampleLengths, replica: int) -> tuple[Plan, BalancedBatchSampler]:
     packing = given.section.packing
-    plan = resolve_plan(given.section, given.vlm, lengths, given.num_stages, micro_batches_of(given.config))
+    plan = resolve_plan(given, lengths)
     sampler = BalancedBatchSampler(
         lengths,
         plan.limits,
-        num_replicas=given.num_replicas,
+        num_replicas=given.layout.num_replicas,
         rank=replica,
         micro_batches=plan.micro_batches,
         method=packing.method,
@@ -228,16 +147,6 @@ def _arrange(given: _Given, lengths: SampleLengths, replica: int) -> tuple[Plan,
         iterations=packing.iterations,
     )
     return plan, sampler
-
-
-def _complete(given: _Given, plan: Plan, total_steps: int) -> dict[str, Any]:
-    return complete_deepspeed_config(
-        given.config,
-        num_stages=given.num_stages,
-        num_replicas=given.num_replicas,
-        total_steps=total_steps,
-        schedule=plan.schedule,
-    )
 
 
 def open_together(section: OmnibalSection, part: str, *, where: str) -> ConversationDataset:
@@ -262,8 +171,8 @@ def open_together(section: OmnibalSection, part: str, *, where: str) -> Conversa
 
 
 def _open(section: OmnibalSection, part: str, *, measured: bool) -> ConversationDataset:
-    path = _given(None, getattr(section.data, part), "dataset", f"omnibal.data.{part}")
-    processor = _given(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path")
+    path = named(None, getattr(section.data, part), "dataset", f"omnibal.data.{part}")
+    processor = named(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path")
     return open_dataset(
         path,
         processor,
@@ -275,46 +184,41 @@ def _open(section: OmnibalSection, part: str, *, measured: bool) -> Conversation
     )
 
 
-def _given(argument: Any, setting: Any, name: str, key: str) -> Any:
-    if argument is None and setting is None:
-        raise ConfigError(f"{name} must be given, got none; pass it to initialize or set {key}")
-    return setting if argument is None else argument
-
-
 def build_engine(
-    config: dict[str, Any],
-    section: OmnibalSection,
-    vlm: VisionLanguageModel,
-    plan: Plan,
-    loader: PackLoader,
-    folder: Path | None,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    own: Own | None = None,
+    given: Given, plan: Plan, loader: PackLoader, total_steps: int, own: Own | None = None
 ) -> OmnibalEngine:
-    """The engine of this process, for packs from any loader.
+    """The engine of this process, for packs from any loader; all ranks together.
 
     Args:
-        config: Complete ds_config.
-        section: Its "omnibal" section.
-        vlm: The model's layers.
+        given: What is trained, and how.
         plan: Partition and recompute levels; every process of the run holds the same.
         loader: This rank's packs.
-        folder: Hugging Face folder of the model, None where it has none.
-        weights: All of the model's, by name, where they are in memory.
+        total_steps: Optimizer steps of the whole run.
         own: What the caller makes itself.
+
+    Raises:
+        ConfigError: The ds_config cannot be right under a pipeline, or weights do not fit.
     """
-    own = own or Own()
-    # Weights are built in the dtype they train in: a stage in float32 first would need twice its memory.
-    dtype: torch.dtype = getattr(torch, dtype_of(config))
+    own, layout, section = (own or Own()).over(total_steps), given.layout, given.section
+    config = together(
+        lambda: complete_deepspeed_config(
+            given.config,
+            num_stages=layout.num_stages,
+            num_replicas=layout.num_replicas,
+            total_steps=total_steps,
+            schedule=plan.schedule,
+        ),
+        where=f"rank {dist.get_rank()}",
+    )
     module = VlmPipelineModule(
-        vlm,
+        given.vlm,
         plan,
-        num_replicas=dist.get_world_size() // plan.num_stages,
-        dtype=dtype,
+        num_replicas=layout.num_replicas,
+        # Weights are built in the dtype they train in: a stage in float32 first would need twice its memory.
+        dtype=getattr(torch, layout.precision),
         frozen=section.model.frozen,
         seed=section.model.seed,
-        weights=weights or (folder if section.model.weights == "load" else None),
+        weights=given.weights or (given.folder if section.model.weights == "load" else None),
     )
     return make_engine(
         OmnibalEngine,
@@ -326,7 +230,7 @@ def build_engine(
         plan=plan,
         loader=loader,
         seed=section.model.seed,
-        model_source=folder,
+        model_source=given.folder,
         grouping=grouping(section.optimizer),
         on_gradient=own.on_gradient,
     )

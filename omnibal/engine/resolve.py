@@ -1,18 +1,120 @@
-"""From the "omnibal" section to the plan that a run follows: number of stages, limits, partition, recompute."""
+"""What initialize is given, read and checked: the model's layers, the stages, and the plan that the run follows."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from omnibal.config import OmnibalSection, PipelineSection
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnibal.cluster import Layout
+from omnibal.config import (
+    OmnibalSection,
+    PipelineSection,
+    check_learning_rates,
+    layout_of,
+    micro_batches_of,
+    read_config,
+)
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import choose_limits
+from omnibal.engine.optimizer import Own
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.balanced import balanced_boundaries
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
+from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the arguments of initialize say, read and checked."""
+
+    config: dict[str, Any]
+    """ds_config without the section."""
+    section: OmnibalSection
+    folder: Path | None
+    """Hugging Face folder of the model; None where it has none."""
+    vlm: VisionLanguageModel
+    layout: Layout
+    """Of the processes at hand."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """All of the model's, by name, where they are in memory."""
+
+
+def read(config: Any, model: Any, num_processes: int, own: Own) -> Given:
+    """Read and check ``initialize``'s config and model, for so many processes.
+
+    Raises:
+        ConfigError: As of ``initialize``, but for what the lengths of samples decide.
+    """
+    deepspeed_config, section = read_config(config)
+    own.check(deepspeed_config)
+    check_learning_rates(deepspeed_config, section.optimizer.learning_rates)
+    source = named(model, section.model.path, "model", "omnibal.model.path")
+    if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):
+        raise ConfigError(
+            f"model must be a Hugging Face folder, model or configuration, got an instance of {type(source).__name__}; "
+            "where it wraps a transformers model, pass that"
+        )
+    folder = Path(source) if isinstance(source, str | Path) else None
+    _check_source(source, section.model.weights)
+    vlm = load_model(source.config if isinstance(source, PreTrainedModel) else source)
+    if isinstance(source, PreTrainedModel):
+        _check_frozen_alike(source, vlm, section.model.frozen)
+    num_stages = stages_of(section, len(vlm.records), num_processes)
+    return Given(
+        config=deepspeed_config,
+        section=section,
+        folder=folder,
+        vlm=vlm,
+        layout=layout_of(deepspeed_config, num_stages, num_processes // num_stages),
+        weights=dict(source.state_dict()) if isinstance(source, PreTrainedModel) else {},
+    )
+
+
+def _check_source(source: Any, weights: str) -> None:
+    if isinstance(source, PreTrainedConfig) and weights == "load":
+        raise ConfigError(
+            "omnibal.model.weights must be 'random' with a configuration as model, got 'load'; pass the folder that "
+            "holds the weights, or say 'random' to train from initial ones"
+        )
+    if isinstance(source, PreTrainedModel) and weights == "random":
+        raise ConfigError(
+            "omnibal.model.weights must be 'load' with a model that has weights, got 'random'; pass its config to "
+            "train from initial ones"
+        )
+
+
+def _check_frozen_alike(model: PreTrainedModel, vlm: VisionLanguageModel, frozen: Collection[str]) -> None:
+    """Refuse a model with frozen parameters that the section does not name: they would be trained."""
+    trained = {
+        name
+        for index, record in enumerate(vlm.records)
+        if record.kind not in frozen
+        for name in vlm.weight_names(index).values()
+    }
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and vlm.disk_name(name) in trained:
+            raise ConfigError(
+                f"parameters of model must be trained but for the layers of omnibal.model.frozen, got {name} with "
+                "requires_grad False; name its kind of layers there"
+            )
+
+
+def named(argument: Any, setting: Any, name: str, key: str) -> Any:
+    """An argument, or else the section's setting.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    if argument is None and setting is None:
+        raise ConfigError(f"{name} must be given, got none; pass it to initialize or set {key}")
+    return setting if argument is None else argument
 
 
 def stages_of(section: OmnibalSection, num_layers: int, num_processes: int) -> int:
@@ -30,18 +132,17 @@ def stages_of(section: OmnibalSection, num_layers: int, num_processes: int) -> i
     return num_stages
 
 
-def resolve_plan(
-    section: OmnibalSection, vlm: VisionLanguageModel, lengths: SampleLengths, num_stages: int, micro_batches: int
-) -> Plan:
+def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
     """The plan file that the section names, or the plan that its keys spell out.
 
     Raises:
         ConfigError: The plan does not fit the model, the number of stages, the micro-batches or the frozen layers of
             the run; or what is frozen does not fit the model.
     """
-    pipeline, frozen = section.pipeline, section.model.frozen
-    num_layers = len(vlm.records)
-    check_frozen(vlm.records, frozen)
+    pipeline, packing, frozen = given.section.pipeline, given.section.packing, given.section.model.frozen
+    records, num_stages, micro_batches = given.vlm.records, given.layout.num_stages, micro_batches_of(given.config)
+    num_layers = len(records)
+    check_frozen(records, frozen)
     if pipeline.plan is not None:
         plan = Plan.load(pipeline.plan)
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
@@ -51,10 +152,10 @@ def resolve_plan(
         schedule = plan.schedule if pipeline.schedule == "auto" else pipeline.schedule
         # a prediction holds for its schedule only
         return plan if schedule == plan.schedule else replace(plan, schedule=schedule, predicted=None)
-    partition = _partition(pipeline, vlm.records, num_stages, frozen)
+    partition = _partition(pipeline, records, num_stages, frozen)
     _check_partition(partition, num_layers, num_stages)
     recompute = _recompute(pipeline, num_layers)
-    packing = section.packing
+    schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
     limits = choose_limits(
         lengths,
         packing.vision_units,
@@ -62,7 +163,6 @@ def resolve_plan(
         full_vision_units=packing.full_vision_units,
         full_llm_tokens=packing.full_llm_tokens,
     )
-    schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
     return Plan(limits, micro_batches, partition, recompute, schedule=schedule)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from omnibal.config import complete_deepspeed_config, read_config
+from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
@@ -21,6 +21,7 @@ from omnibal.engine import saved_files
 from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.loader import Step
 from omnibal.engine.optimizer import Own
+from omnibal.engine.resolve import Given
 from omnibal.errors import DataError, OmnibalError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.boundaries import Partition
@@ -69,15 +70,9 @@ def engine_of(case):
         "gradient_clipping": 0.0,
         "omnibal": {"model": {"path": case.model, "frozen": list(case.frozen)}, "optimizer": case.grouped},
     } | case.extra
-    deepspeed_config, section = read_config(content)
-    config = complete_deepspeed_config(
-        deepspeed_config,
-        num_stages=num_stages,
-        num_replicas=num_replicas,
-        total_steps=case.steps,
-        schedule=case.schedule,
-    )
+    config, section = read_config(content)
     vlm = load_model(case.model)
+    given = Given(config, section, Path(case.model), vlm, layout_of(config, num_stages, num_replicas))
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
     predicted = None
     if case.pending_bytes is not None:
@@ -87,7 +82,7 @@ def engine_of(case):
         PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
     )
     loader = FixedPacks([case.packs, *case.later_packs], replica, reads=stage in (0, num_stages - 1))
-    return build_engine(config, section, vlm, plan, loader, Path(case.model), own=Own(**case.own))
+    return build_engine(given, plan, loader, case.steps, Own(**case.own))
 
 
 def weights_of(engine):

@@ -10,8 +10,9 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from transformers import InternVLForConditionalGeneration
 
-from omnibal.engine.initialize import _read, initialize
+from omnibal.engine.initialize import initialize
 from omnibal.engine.optimizer import Own
+from omnibal.engine.resolve import read
 from omnibal.errors import ConfigError
 from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.launch import launch
@@ -162,12 +163,12 @@ def test_a_schedule_has_the_steps_of_the_run_where_it_asks_for_them():
 
 def test_a_model_in_memory_must_be_what_is_trained(model):
     instance, config = InternVLForConditionalGeneration(small_config()), settings(model, num_stages=1)
-    assert _read(config, instance, 1, Own()).weights.keys() == instance.state_dict().keys()
+    assert read(config, instance, 1, Own()).weights.keys() == instance.state_dict().keys()
     with pytest.raises(ConfigError, match="weights must be 'load' with a model that has weights, got 'random'"):
-        _read(changed(config, "model", weights="random"), instance, 1, Own())
+        read(changed(config, "model", weights="random"), instance, 1, Own())
     with pytest.raises(ConfigError, match="model or configuration, got an instance of Linear"):
-        _read(config, torch.nn.Linear(1, 1), 1, Own())
+        read(config, torch.nn.Linear(1, 1), 1, Own())
     instance.model.vision_tower.embeddings.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"parameters of model must be trained but .* got model\.vision_tower"):
-        _read(config, instance, 1, Own())
-    assert _read(changed(config, "model", frozen=["patch_embedding"]), instance, 1, Own())
+        read(config, instance, 1, Own())
+    assert read(changed(config, "model", frozen=["patch_embedding"]), instance, 1, Own())

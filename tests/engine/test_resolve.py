@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from omnibal.config import OmnibalSection
+from omnibal.config import OmnibalSection, layout_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
-from omnibal.engine.resolve import resolve_plan, stages_of
+from omnibal.engine.resolve import Given, resolve_plan, stages_of
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.boundaries import Partition
@@ -26,7 +26,8 @@ def section(**parts):
 
 
 def plan_of(vlm, num_stages=2, **parts):
-    return resolve_plan(section(**parts), vlm, LENGTHS, num_stages, micro_batches=4)
+    config = {"gradient_accumulation_steps": 4}
+    return resolve_plan(Given(config, section(**parts), None, vlm, layout_of(config, num_stages, 1)), LENGTHS)
 
 
 def test_number_of_stages():

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from samples import LIMITS, PAD_TOKEN, make_sample, model_config, sample_lengths
 from ways import Groups, Way, ladder, unrecomputed
 
-from omnibal.config import complete_deepspeed_config, read_config
+from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.loader import Step
+from omnibal.engine.resolve import Given
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
@@ -80,11 +81,8 @@ def build(model: VisionLanguageModel, way: Way, num_steps: int) -> tuple[Omnibal
     groups = way.groups(num_steps, replica=dist.get_rank() % way.num_replicas)
     loader = Batches(groups, model, padded=way.padded)
     config, section = read_config(SETTINGS | {"gradient_accumulation_steps": plan.micro_batches})
-    config = complete_deepspeed_config(
-        config, num_stages=plan.num_stages, num_replicas=way.num_replicas, total_steps=num_steps,
-        schedule=plan.schedule,
-    )  # fmt: skip
-    return build_engine(config, section, model, plan, loader, None), loader
+    given = Given(config, section, None, model, layout_of(config, plan.num_stages, way.num_replicas))
+    return build_engine(given, plan, loader, num_steps), loader
 
 
 def train_in_turn(model: VisionLanguageModel, found: Sequence[Way], *, rounds: int, minutes: float) -> None:

@@ -121,9 +121,10 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
     }  # fmt: skip
     torch.set_num_threads(1)
 
-    from omnibal.config import complete_deepspeed_config, read_config
+    from omnibal.config import layout_of, read_config
     from omnibal.engine.distributed import meet
     from omnibal.engine.initialize import build_engine
+    from omnibal.engine.resolve import Given
 
     meet("gloo")
     content = {
@@ -135,8 +136,8 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
     }
     config, section = read_config(content)
     plan = Plan.load(plan_path)
-    config = complete_deepspeed_config(config, num_stages=2, num_replicas=1, total_steps=2, schedule=plan.schedule)
-    engine = build_engine(config, section, model(), plan, SamePack(), None)
+    given = Given(config, section, None, model(), layout_of(config, 2, 1))
+    engine = build_engine(given, plan, SamePack(), 2)
     engine.train_batch()
     before = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
     with PeakMeter() as meter:

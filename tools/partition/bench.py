@@ -13,7 +13,7 @@ from models import make_sample
 from quiet import MOST_FOREIGN, Instant, foreign_share, wait_until_quiet
 from transformers import InternVLConfig
 
-from omnibal.config import complete_deepspeed_config, read_config
+from omnibal.config import layout_of, read_config
 from omnibal.cost import CostModel, Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
@@ -21,6 +21,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.loader import Step
+from omnibal.engine.resolve import Given
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
@@ -215,11 +216,9 @@ def make_engine(model: VisionLanguageModel, case: Case) -> OmnibalEngine:
     """This rank's engine, which trains a case again and again."""
     micro_batches, num_stages = len(case.packs.packs), case.partition.num_stages
     omnibal = {"model": {"weights": "random", "frozen": list(case.frozen)}}
-    deepspeed_config, section = read_config(
-        SETTINGS | {"gradient_accumulation_steps": micro_batches, "omnibal": omnibal}
-    )
-    config = complete_deepspeed_config(deepspeed_config, num_stages=num_stages, num_replicas=1, total_steps=100)
+    config, section = read_config(SETTINGS | {"gradient_accumulation_steps": micro_batches, "omnibal": omnibal})
     load = case.packs.load
     largest = PackLimits(int(load.vision_units.max()), int(load.llm_tokens.max()))  # a larger pack would recompute
     plan = Plan(largest, micro_batches, case.partition, case.recompute or ("none",) * len(model.records))
-    return build_engine(config, section, model, plan, _SamePacks(case.packs, model), None)
+    given = Given(config, section, None, model, layout_of(config, num_stages, 1))
+    return build_engine(given, plan, _SamePacks(case.packs, model), 100)

@@ -93,8 +93,9 @@ def _steps(case: dict[str, Plan]) -> dict[str, Any]:
 
 
 def _engine(plan: Plan) -> Any:
-    from omnibal.config import complete_deepspeed_config, read_config
+    from omnibal.config import layout_of, read_config
     from omnibal.engine.initialize import build_engine
+    from omnibal.engine.resolve import Given
 
     content = {
         "gradient_accumulation_steps": plan.micro_batches,
@@ -104,9 +105,8 @@ def _engine(plan: Plan) -> Any:
         "omnibal": {"model": {"weights": "random"}},
     }
     config, section = read_config(content)
-    config = complete_deepspeed_config(config, num_stages=STAGES, num_replicas=1, total_steps=1, schedule=plan.schedule)
     loader: Any = Packs(plan.micro_batches)
-    return build_engine(config, section, model(), plan, loader, None)
+    return build_engine(Given(config, section, None, model(), layout_of(config, STAGES, 1)), plan, loader, 1)
 
 
 def main() -> None:
