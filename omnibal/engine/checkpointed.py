@@ -16,7 +16,7 @@ from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
 from omnibal.engine.distributed import gather, rank_zero_first, together
 from omnibal.engine.saved_files import SavedFile
-from omnibal.engine.skipping import SkippingEngine
+from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.vlm.weights import SINGLE_FILE
 
@@ -24,7 +24,7 @@ LOG: Final = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class CheckpointedEngine(SkippingEngine):
+class CheckpointedEngine(TableEngine):
     """Saves and loads, all ranks together: a checkpoint gets its name when all of its files are on the disk.
 
     Ranks write into a folder beside, and wait for one another where nothing times out; what fails on one rank is

@@ -1,4 +1,4 @@
-"""What a dataset promises to training, checked as its samples are read: a broken promise names the sample."""
+"""What a dataset promises to training, checked as samples and steps are read: a broken promise names the sample."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,15 @@ from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from omnibal.data.collate import IGNORED
 from omnibal.data.lengths import SampleLengths
-from omnibal.engine.loader import Batch, VlmDataset
-from omnibal.errors import DataError, OmnibalError
+from omnibal.engine.distributed import gather, raise_on_all
+from omnibal.engine.loader import Batch, PackLoader, Step, Steps, VlmDataset
+from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.vlm.layer_run import image_tokens_per_tile
 from omnibal.vlm.layers import VisionLanguageModel
 
@@ -155,7 +157,82 @@ def _beyond(ids: Tensor, vocabulary: int) -> Iterator[int]:
         yield from (end for end in map(int, ids.aminmax()) if not 0 <= end < vocabulary)
 
 
-def digest(batches: Sequence[Batch]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class SharedReading:
+    """One rank's part in reading steps, which all ranks do together.
+
+    Attributes:
+        is_first: Whether this rank is in the first stage.
+        is_last: Whether it is in the last one.
+        replica: Its data-parallel rank.
+        num_replicas: Data-parallel ranks.
+        device: Where tensors are communicated from.
+        where: Its place in error messages.
+    """
+
+    is_first: bool
+    is_last: bool
+    replica: int
+    num_replicas: int
+    device: torch.device
+    where: str
+
+    def next_step(self, loader: PackLoader, steps: Steps | None = None) -> tuple[Step, list[Batch], int]:
+        """Read a step whole before it starts.
+
+        A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
+        must stop the others before they wait for it.
+
+        Args:
+            loader: This rank's packs.
+            steps: ``iter(loader)``, where the step is to come from that.
+
+        Returns:
+            The step, this rank's packs of it, and the target tokens in the packs of all ranks.
+
+        Raises:
+            OmnibalError: A rank could not read its samples, ``steps`` are at their end, or the first and the last stage
+                have read different samples; raised on all ranks.
+        """
+        failure: Exception | None = None
+        batches: list[Batch] = []
+        try:
+            step, batches = loader.next_step() if steps is None else next(steps)
+        except StopIteration:
+            failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
+        except Exception as error:  # any failure must reach the other ranks
+            failure = error
+        counts = torch.zeros(2 + self.num_replicas, dtype=torch.int64)
+        if self.is_last:
+            counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+        counts[1] = failure is not None
+        # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
+        sign = self.is_first - self.is_last
+        counts[2 + self.replica] = sign * _digest_of(batches) if sign else 0
+        counts = counts.to(self.device)
+        dist.all_reduce(counts)
+        targets, failures, *differences = counts.tolist()
+        if failures:
+            raise_on_all(failure, where=self.where)
+        if any(differences):
+            raise _disagreement(loader, step, batches)
+        return step, batches, targets
+
+
+def _disagreement(loader: PackLoader, step: Step, batches: list[Batch]) -> DataError:
+    """Name the sample that two stages read differently, all ranks together."""
+    packs = loader.sampler.step(step.index)
+    own = [packs.pack(loader.sampler.rank, number).tolist() for number in range(len(batches))]
+    seen: dict[int, int] = {}
+    read = [entry for found in gather(_digests(own, batches)) for entry in found.items()]
+    sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)
+    return DataError(
+        f"text({sample}) of the dataset must have the input_ids and labels of [{sample}], got others; "
+        "the last stage would train on another sample than the first one reads"
+    )
+
+
+def _digest_of(batches: Sequence[Batch]) -> int:
     """A number that tells the token ids and labels of packs from others."""
     number = 0
     for batch in batches:
@@ -163,8 +240,8 @@ def digest(batches: Sequence[Batch]) -> int:
     return number
 
 
-def digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[int, int]:
-    """As ``digest``, for each sample.
+def _digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[int, int]:
+    """As ``_digest_of``, for each sample.
 
     Args:
         packs: Sample indices of each pack.

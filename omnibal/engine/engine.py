@@ -1,10 +1,12 @@
-"""DeepSpeed's PipelineEngine fed with packs: safe buffers, a loss exact over the tokens of a step, honest counts."""
+"""DeepSpeed's PipelineEngine fed with packs: a loss exact over the tokens of a step, finite steps, honest counts."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -13,19 +15,20 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from omnibal.engine.checkpointed import CheckpointedEngine
-from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths, digest, digests
-from omnibal.engine.distributed import gather, raise_on_all, rank_zero_first
-from omnibal.engine.loader import Batch, PackLoader, Step, VlmDataset
+from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, checked_lengths
+from omnibal.engine.distributed import gather, rank_zero_first
+from omnibal.engine.loader import Batch, PackLoader, Step, Steps, VlmDataset
 from omnibal.engine.optimizer import OnGradient, gradients
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import OmnibalError
 from omnibal.plan import Plan
 from omnibal.vlm.loss import EVALUATION_STATISTICS, target_rows
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 from omnibal.vlm.storages import DevicePeak, overhead_bytes
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-Steps = Iterator[tuple[Step, list[Batch]]]
-"""What a PackLoader iterates over."""
+LOG: Final = logging.getLogger(__name__)
+MOST_SKIPPED = 5
+"""Steps in a row without finite gradients after which a run ends: one broken sample is survived, a diverged run not."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class OmnibalEngine(CheckpointedEngine):
         **deepspeed_arguments: As for DeepSpeed's engine.
     """
 
+    _skipped_in_a_row = 0
     _meter: DevicePeak | None = None
     """Of the step that is being measured."""
 
@@ -196,48 +200,19 @@ class OmnibalEngine(CheckpointedEngine):
         return totals
 
     def _next_step(self, loader: PackLoader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
-        """Read a step's micro-batches and learn how many target tokens the whole step has.
-
-        All of it before the step starts: a collective between the schedule's sends and receives would deadlock, and
-        a rank that cannot read its samples must stop the others before they wait for it.
-        """
-        failure: Exception | None = None
-        batches: list[Batch] = []
-        try:
-            step, batches = loader.next_step() if steps is None else next(steps)
-        except StopIteration:
-            failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
-        except Exception as error:  # any failure must reach the other ranks
-            failure = error
-        counts = torch.zeros(2 + self.dp_world_size, dtype=torch.int64)
-        if self.is_last_stage():
-            counts[0] = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-        counts[1] = failure is not None
-        # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
-        sign = self.is_first_stage() - self.is_last_stage()
-        counts[2 + self.grid.data_parallel_id] = sign * digest(batches) if sign else 0
-        counts = counts.to(self.device)
-        dist.all_reduce(counts)
-        targets, failures, *differences = counts.tolist()
-        if failures:
-            raise_on_all(failure, where=self.where)
-        if any(differences):
-            raise self._disagreement(loader, step, batches)
+        """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""
+        reading = SharedReading(
+            is_first=self.is_first_stage(),
+            is_last=self.is_last_stage(),
+            replica=self.grid.data_parallel_id,
+            num_replicas=self.dp_world_size,
+            device=self.device,
+            where=self.where,
+        )
+        step, batches, targets = reading.next_step(loader, steps)
         # The engine averages over micro-batches and replicas; this weight makes that an average over tokens.
         weight = self.micro_batches * self.dp_world_size / max(targets, 1)
         return step, [self._micro_batch(batch, weight) for batch in batches]
-
-    def _disagreement(self, loader: PackLoader, step: Step, batches: list[Batch]) -> DataError:
-        """Name the sample that two stages read differently, all ranks together."""
-        packs = loader.sampler.step(step.index)
-        own = [packs.pack(loader.sampler.rank, number).tolist() for number in range(len(batches))]
-        seen: dict[int, int] = {}
-        read = [entry for found in gather(digests(own, batches)) for entry in found.items()]
-        sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)
-        return DataError(
-            f"text({sample}) of the dataset must have the input_ids and labels of [{sample}], got others; "
-            "the last stage would train on another sample than the first one reads"
-        )
 
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
         inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self._compute_dtype))
@@ -285,7 +260,47 @@ class OmnibalEngine(CheckpointedEngine):
         if self._on_gradient is not None:
             for name, gradient in gradients(self.module):
                 self._on_gradient(name, gradient)
-        super()._exec_optimizer_step(lr_kwargs)
+        # Under ZeRO 1 or bf16 DeepSpeed itself leaves out steps whose gradients are not finite.
+        if self.optimizer is not self.basic_optimizer or self._gradients_are_finite():
+            super()._exec_optimizer_step(lr_kwargs)
+            return
+        self.zero_grad()
+        self.skipped_steps += 1
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+    def _gradients_are_finite(self) -> bool:
+        """Whether all gradients of all ranks are."""
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
+        finite = largest.isfinite().all().to(torch.int32)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
+
+    def _check_step(self, loss: Tensor, skipped: int) -> None:
+        """Say that the step was skipped, if it was; all ranks together.
+
+        Args:
+            loss: Of the step.
+            skipped: How many steps were skipped in it: 0 or 1.
+
+        Raises:
+            OmnibalError: It is the last of ``MOST_SKIPPED`` steps in a row that were skipped or have no finite loss.
+        """
+        value = loss.item()
+        if isfinite(value) and not skipped:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        last = self.global_steps
+        if self.global_rank == 0:
+            effect = "the step is skipped, weights stay" if skipped else "weights took it in"
+            LOG.warning("Loss and gradients must be finite, got others in step %d (loss %s); %s", last, value, effect)
+        if self._skipped_in_a_row == MOST_SKIPPED:
+            raise OmnibalError(
+                f"loss and gradients must be finite, got others in each of the last {MOST_SKIPPED} steps (loss {value} "
+                f"in step {last}); look for NaN in the samples, or lower the learning rate"
+            )
 
     # DeepSpeed looks for what an instruction runs in this mapping.
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {

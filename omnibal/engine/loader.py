@@ -85,6 +85,10 @@ def _evenness(values: object) -> float:
     return float(loads.mean() / largest) if largest > 0 else 1.0
 
 
+Steps = Iterator[tuple[Step, list[Batch]]]
+"""What a PackLoader iterates over."""
+
+
 def view_of(stage: int, num_stages: int) -> View:
     """What a stage reads: the first one images and text, the last one text (for its labels), others nothing."""
     if stage == 0:
