@@ -190,7 +190,7 @@ class OmnibalEngine(CheckpointedEngine):
         self.total_loss: Tensor | None = None
         self._compute_loss = True
         with torch.no_grad():
-            self._exec_schedule(self._inference_schedule(micro_batches))
+            self._exec_schedule(schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id))
         nothing = torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         return nothing if self.total_loss is None else self.total_loss.cpu()
 

@@ -86,10 +86,10 @@ class TableEngine(PipelineEngine):
             self._open_links()
             self._try_links()
 
-    def _train_schedule(self) -> Any:
-        return super()._train_schedule() if self.table is None else TableSchedule(self.table, self.stage_id)
-
     def _exec_schedule(self, pipe_schedule: Any) -> None:
+        # Here and not where DeepSpeed makes a schedule: before 0.19.8 it does so in the middle of train_batch.
+        if self.table is not None and isinstance(pipe_schedule, deepspeed_schedule.TrainSchedule):
+            pipe_schedule = TableSchedule(self.table, self.stage_id)
         super()._exec_schedule(pipe_schedule)
         for sender in self._senders:
             sender.settle(pipe_schedule.micro_batches)

@@ -119,9 +119,8 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine):
             network.enter(stage)
             engine = engine_class(plan=plan, loader=None, seed=0, model_source=None)
             for _ in range(steps):
-                engine._exec_schedule(
-                    engine._inference_schedule(plan.micro_batches) if forward_only else engine._train_schedule()
-                )
+                kind = schedule.InferenceSchedule if forward_only else schedule.TrainSchedule
+                engine._exec_schedule(kind(plan.micro_batches, plan.num_stages, stage))
             programs.append(network.program)
         return programs
 

@@ -33,7 +33,7 @@ for set in $sets; do
     echo "== $set"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || exit 1
     # DeepSpeed is built without its operators: on a CPU they are compiled when first used.
-    if ! DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${wheels[@]}" \
+    if ! DS_BUILD_OPS=0 "$venv/bin/python" -m pip --quiet --quiet install --disable-pip-version-check "${wheels[@]}" \
         --constraint "$here/$set.txt" --editable '.[test]'; then
         rows+="$set|not installed|||"$'\n' failed=1
         continue
