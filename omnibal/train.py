@@ -30,7 +30,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from omnibal.config import OmnibalSection, RunSection, read_config
-from omnibal.engine.checkpoint import export
+from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize, open_together
@@ -80,7 +80,7 @@ def train(
     meet(get_accelerator().communication_backend_name())
     where = f"rank {dist.get_rank()}"
     section = together(lambda: _read(config, resume=resume, restart=restart), where=where)
-    run, checkpoints = section.run, Path(section.run.output) / "checkpoints"
+    run, checkpoints = section.run, section.run.files.checkpoints
     if not resume and not restart:
         rank_zero_only(lambda: _check_no_checkpoints(run), doing="looks for checkpoints", where=where)
     engine, _, loader, _ = initialize(config, model, dataset, **others)
@@ -109,7 +109,7 @@ def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: V
 
 
 def _check_no_checkpoints(run: RunSection) -> None:
-    if (Path(run.output) / "checkpoints").exists():
+    if run.files.checkpoints.exists():
         raise ConfigError(
             f"run.output must be a folder without checkpoints, got {run.output}; "
             "resume (--resume) goes on from the newest one, restart (--restart) deletes them and begins anew"
@@ -126,7 +126,7 @@ def _begin(engine: OmnibalEngine, loader: PackLoader, run: RunSection) -> Metric
     if engine.global_rank != 0:
         return None
     Console().print(run_table(engine.plan, engine.module.vlm.records, loader.sampler))
-    return MetricsLog(Path(run.output) / "metrics.jsonl", first_step=engine.global_steps)
+    return MetricsLog(run.files.metrics, first_step=engine.global_steps)
 
 
 def _train(
@@ -167,7 +167,7 @@ def _train(
         if is_last or _due(engine.global_steps, run.evaluate_every):
             evaluate(bar)
         if is_last or _due(engine.global_steps, run.save_every):
-            engine.save_checkpoint(Path(run.output) / "checkpoints", keep=run.keep)
+            engine.save_checkpoint(run.files.checkpoints, keep=run.keep)
     bar.close()
 
 
@@ -189,17 +189,12 @@ def _evaluate(
 
 def _finish(run: RunSection) -> None:
     """Export the trained model, draw the loss curve, and say what is where."""
-    output = Path(run.output)
-    checkpoint = latest_checkpoint(output / "checkpoints")
-    export(checkpoint, output / "model")
-    metrics = read_metrics(output / "metrics.jsonl")
-    plot_training(metrics, output / "loss.png")
-    written = {
-        "metrics": output / "metrics.jsonl",
-        "loss curve": output / "loss.png",
-        "checkpoint": checkpoint,
-        "model": output / "model",
-    }
+    files = run.files
+    checkpoint = latest_checkpoint(files.checkpoints)
+    model = export_newest(files)
+    metrics = read_metrics(files.metrics)
+    plot_training(metrics, files.loss_curve)
+    written = {"metrics": files.metrics, "loss curve": files.loss_curve, "checkpoint": checkpoint, "model": model}
     Console().print(training_table(metrics, written))
 
 

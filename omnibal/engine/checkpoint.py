@@ -1,5 +1,6 @@
 """Checkpoints: what lies beside DeepSpeed's files, and the way back to a Hugging Face folder."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnibal.engine.saved_files import offer, problem_of, read_manifest
+from omnibal.config import RunFiles
+from omnibal.engine.saved_files import MANIFEST, latest_checkpoint, offer, problem_of, read_manifest
 from omnibal.errors import ConfigError, said
+from omnibal.records import load_json
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
 
@@ -90,6 +93,34 @@ def export(checkpoint: Path, folder: Path) -> None:
     if problem is not None:
         raise ConfigError(problem + offer(checkpoint.parent, without=checkpoint.name))
     join_layers(checkpoint, folder)
+
+
+def export_newest(files: RunFiles) -> Path:
+    """Write a run's newest checkpoint as a Hugging Face folder, unless it is there already.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: There is no checkpoint, or a file of it is not whole.
+    """
+    checkpoint = latest_checkpoint(files.checkpoints)
+    manifest = checkpoint / MANIFEST
+    # a run that began anew writes checkpoints of the same names
+    source = {"checkpoint": checkpoint.name, "written": manifest.stat().st_mtime_ns if manifest.is_file() else None}
+    if not files.model.is_dir() or _kept(files.exported) != source:
+        files.exported.unlink(missing_ok=True)
+        export(checkpoint, files.model)
+        files.exported.write_text(json.dumps(source) + "\n")
+    return files.model
+
+
+def _kept(file: Path) -> Any:
+    """What a JSON file holds; None where it cannot be read."""
+    try:
+        return load_json(file)
+    except (OSError, ValueError):
+        return None
 
 
 def join_layers(layers: Path, folder: Path) -> None:

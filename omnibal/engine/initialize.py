@@ -179,7 +179,7 @@ def _open(section: OmnibalSection, part: str, *, measured: bool) -> Conversation
         image_folder=section.data.images,
         max_tiles=section.data.max_tiles,
         broken=section.data.broken,
-        cache=Path(section.run.output) / "lengths",
+        cache=section.run.files.lengths,
         measured=measured,
     )
 

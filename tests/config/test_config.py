@@ -17,7 +17,7 @@ def complete(config, *, num_stages=2, num_replicas=3, total_steps=200, schedule=
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[1] / "ds_configs").glob("*.json")), ids=lambda p: p.name
+    "path", sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json")), ids=lambda p: p.name
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_the_files_to_copy_are_valid_under_both_schedules(path, schedule):
@@ -27,7 +27,7 @@ def test_the_files_to_copy_are_valid_under_both_schedules(path, schedule):
 
 
 def test_the_file_for_gpus_trains_in_bfloat16_and_sums_in_float32():
-    deepspeed_config, _ = read_config(Path(__file__).parents[1] / "ds_configs" / "gpu_bf16.json")
+    deepspeed_config, _ = read_config(Path(__file__).parents[2] / "ds_configs" / "gpu_bf16.json")
     assert dtype_of(deepspeed_config) == "bfloat16"
     assert complete(deepspeed_config, schedule="zero-bubble")["data_types"] == {"grad_accum_dtype": "fp32"}
     given = complete(deepspeed_config | {"data_types": {"grad_accum_dtype": "bf16"}})

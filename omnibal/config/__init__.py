@@ -1,0 +1,39 @@
+"""The ds_config: its "omnibal" section and its rules under a pipeline."""
+
+from omnibal.config.rules import (
+    check_learning_rates,
+    complete_deepspeed_config,
+    dtype_of,
+    layout_of,
+    micro_batches_of,
+    sums_in_float32,
+)
+from omnibal.config.section import (
+    LearningRates,
+    ModelSection,
+    OmnibalSection,
+    OptimizerSection,
+    PackingSection,
+    PipelineSection,
+    RunFiles,
+    RunSection,
+    read_config,
+)
+
+__all__ = [
+    "LearningRates",
+    "ModelSection",
+    "OmnibalSection",
+    "OptimizerSection",
+    "PackingSection",
+    "PipelineSection",
+    "RunFiles",
+    "RunSection",
+    "check_learning_rates",
+    "complete_deepspeed_config",
+    "dtype_of",
+    "layout_of",
+    "micro_batches_of",
+    "read_config",
+    "sums_in_float32",
+]

@@ -1,0 +1,217 @@
+"""The "omnibal" section of a ds_config: its keys, and how a ds_config is read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import Level
+from omnibal.pipeline.schedule import ScheduleName
+from omnibal.records import explain, read_json
+
+SECTIONS = ("bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "scheduler")
+"""Keys of a ds_config whose inner keys matter here."""
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which model is trained."""
+
+    path: str | None = None
+    """Hugging Face folder (config.json, weights, tokenizer, preprocessor)."""
+    weights: Literal["load", "random"] = "load"
+    """``load`` reads the folder's safetensors; ``random`` draws initial weights from ``seed``."""
+    seed: int = 0
+    """Seed of random initial weights and of dropout."""
+    frozen: list[str] = []
+    """Kinds of layers that are not trained, such as ``vision_block``."""
+
+
+class DataSection(Section):
+    """Which samples it is trained on: InternVL meta files, or annotations as LLaVA has them."""
+
+    train: str | None = None
+    held_out: str | None = None
+    images: str | None = None
+    """Folder that images of annotations are in, by default the annotations' own; meta files name theirs."""
+    max_tiles: Count = 12
+    """The most tiles an image is cut into (a thumbnail comes on top)."""
+    broken: Literal["error", "skip"] = "error"
+    """What to do with samples that cannot be read: stop, or leave them out and report each."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """DataLoader processes on each rank that decodes images; left out, as many as a step's images need, if there are
+    cores for them; 0: the rank's own process reads, and each step waits for its data."""
+
+
+class PackingSection(Section):
+    """Which samples share a micro-batch."""
+
+    vision_units: Count | None = None
+    llm_tokens: Count | None = None
+    """The most a pack may hold; left out, the paper's rule chooses from the lengths."""
+    full_vision_units: Count | None = None
+    full_llm_tokens: Count | None = None
+    """From where on a pack is full, for ``isf``: the paper's Q'v and Q't; by default its own."""
+    method: Literal["balanced", "isf", "random"] = "balanced"
+    iterations: Count = ITERATIONS
+    """Rounds of ``isf``: the paper's T."""
+    oversized: Literal["alone", "error", "drop"] = "alone"
+    exchange_steps: Count = EXCHANGE_STEPS
+    """Consecutive steps that may exchange samples for balance; 1 keeps every step exactly as it was drawn."""
+    seed: int = 0
+
+
+class PipelineSection(Section):
+    """Where the model is cut and what recomputes."""
+
+    num_stages: Count | Literal["auto"] = "auto"
+    """``auto``: all processes form one pipeline."""
+    partition: Literal["uniform", "parameters"] | list[int] = "parameters"
+    """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13."""
+    recompute: Level | list[Level] = "none"
+    """One level for all layers, or a list with one for each."""
+    schedule: ScheduleName | Literal["auto"] = "auto"
+    """``1f1b``, ``zero-bubble``, ``zero-bubble-lean``, or ``auto``: the plan's choice, ``1f1b`` without a plan."""
+    plan: str | None = None
+    """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits."""
+
+
+class LearningRates(Section):
+    """Learning rates of single modules; left out, that of the ds_config's "optimizer"."""
+
+    vision: Rate | None = None
+    """Of the patch embedding and the ViT's blocks."""
+    projector: Rate | None = None
+    language: Rate | None = None
+    """Of the language model, its embedding and its head."""
+
+
+class OptimizerSection(Section):
+    """Which parameters the optimizer treats in another way than the ds_config's "optimizer" says."""
+
+    weight_decay: Literal["all", "matrices"] = "all"
+    """``matrices``: none on parameters of one dimension, which are norms, biases and layer scales."""
+    learning_rates: LearningRates = LearningRates()
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run and the commands about it keep what they make: fixed names in ``run.output``."""
+
+    folder: Path
+
+    @property
+    def lengths(self) -> Path:
+        """Folder of the training samples' lengths, and of what was measured of any data."""
+        return self.folder / "lengths"
+
+    @property
+    def profile(self) -> Path:
+        """What each layer costs."""
+        return self.folder / "profile.json"
+
+    @property
+    def plan(self) -> Path:
+        """What `omnibal plan` chose."""
+        return self.folder / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line for each step and each evaluation."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def loss_curve(self) -> Path:
+        """Loss over samples."""
+        return self.folder / "loss.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The newest checkpoint as a Hugging Face folder."""
+        return self.folder / "model"
+
+    @property
+    def exported(self) -> Path:
+        """Which checkpoint that is of."""
+        return self.folder / "model.json"
+
+    @property
+    def report(self) -> Path:
+        """What `omnibal report` writes."""
+        return self.folder / "report.html"
+
+
+class RunSection(Section):
+    """How `omnibal.train` runs."""
+
+    output: str = "runs/train"
+    """Folder of all that the run and commands about it keep; all hosts share it."""
+    epochs: Count = 1
+    save_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: Count = 2
+    """How many of the newest checkpoints stay."""
+    evaluate_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations on the held-out data; 0: only at the end."""
+
+    @property
+    def files(self) -> RunFiles:
+        """What lies in the folder."""
+        return RunFiles(Path(self.output))
+
+
+class OmnibalSection(Section):
+    """The whole section."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    packing: PackingSection = PackingSection()
+    pipeline: PipelineSection = PipelineSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    run: RunSection = RunSection()
+
+
+def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], OmnibalSection]:
+    """Split a ds_config into what DeepSpeed reads and the validated "omnibal" section.
+
+    Args:
+        config: Path of a JSON file, or its content.
+
+    Returns:
+        The ds_config without the section, and the section (defaults where it is left out).
+
+    Raises:
+        ConfigError: The file is missing or no JSON object, or a key or value of the section is wrong; the message
+            names the key and the nearest known one.
+    """
+    content = config if isinstance(config, dict) else _read_json(Path(config))
+    deepspeed_config = {key: value for key, value in content.items() if key != "omnibal"}
+    for key in SECTIONS:
+        if not isinstance(deepspeed_config.get(key, {}), dict):
+            raise ConfigError(f"{key} of a ds_config must be an object, got {deepspeed_config[key]!r:.80}")
+    try:
+        return deepspeed_config, OmnibalSection.model_validate(content.get("omnibal", {}))
+    except ValidationError as error:
+        raise ConfigError(explain(OmnibalSection, error, "omnibal")) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = read_json(path, "ds_config")
+    if not isinstance(content, dict):
+        raise ConfigError(f"ds_config must be a JSON object, got {path} with a {type(content).__name__}")
+    return content
