@@ -37,9 +37,7 @@ from omnibal.engine.initialize import initialize, open_together
 from omnibal.engine.loader import PackLoader, VlmDataset
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
-from omnibal.report.metrics import MetricsLog, read_metrics
-from omnibal.report.run import peak_text, run_table
-from omnibal.report.training import plot_training, training_table
+from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
 
 OnEvaluation = Callable[[OmnibalEngine], object]
 
@@ -151,7 +149,7 @@ def _train(
         if log is not None:
             bar.set_postfix_str(
                 log.training_step(
-                    engine.global_steps,
+                    step=engine.global_steps,
                     epoch=step.epoch,
                     loss=loss,
                     learning_rate=engine.get_lr()[0],

@@ -20,12 +20,7 @@ from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.trace import chrome_trace
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
-from omnibal.report.emulation import (
-    EmulationFigures,
-    emulated_replicas_table,
-    emulated_stages_table,
-    emulated_steps_table,
-)
+from omnibal.report.emulation import EmulationFigures, emulation_tables
 from omnibal.report.stages import slowest_replica
 from omnibal.report.timeline import plot_timeline
 
@@ -146,10 +141,8 @@ class EmulationReport:
             lines.append(f"DeepSpeed's own work counts for more than a few percent; not so at {task.least_scale:.3g} s")
         for line in lines:
             console.print(line, highlight=False, markup=False)
-        console.print(emulated_steps_table(figures))
-        console.print(emulated_stages_table(figures.stages))
-        if len(figures.replicas) > 1:
-            console.print(emulated_replicas_table(figures.replicas))
+        for table in emulation_tables(figures):
+            console.print(table)
         summary = (
             f"median step {median(figures.step_seconds):.3f} s, {figures.over_prediction:+.1%} over the prediction"
         )

@@ -56,7 +56,7 @@ def lengths(
     (out / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
     plots = [plot / "lengths.png"] if plot else []
     for path in plots:
-        from omnibal.report.length_plots import plot_lengths
+        from omnibal.report.lengths import plot_lengths
 
         plot_lengths(named.lengths, named.names, path)
     if as_json:

@@ -19,11 +19,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
 from omnibal.profile.records import ModelProfile
-from omnibal.report.length_plots import plot_lengths
-from omnibal.report.pack_fill import plot_fill
-from omnibal.report.packing import PackingFigures, measure_packing
-from omnibal.report.packing_tables import limits_table, packing_table
-from omnibal.report.rank_loads import Arranged, plot_rank_loads
+from omnibal.report.lengths import plot_lengths
+from omnibal.report.pack_plots import Arranged, plot_fill, plot_rank_loads
+from omnibal.report.packing import PackingFigures, limits_table, measure_packing, packing_table
 
 BEFORE: Final[Method] = "random"
 """What pictures set a method against."""

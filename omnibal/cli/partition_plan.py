@@ -12,7 +12,8 @@ from omnibal.errors import InfeasibleError
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import Candidate
 from omnibal.plan import Plan, Prediction, StagePrediction
-from omnibal.report.partitions import TrialFigures
+from omnibal.report.stages import cut_of
+from omnibal.report.trials import TrialFigures
 
 
 def plan_of(task: StepTask, partition: Partition, method: str) -> Plan:
@@ -65,29 +66,22 @@ def try_candidates(
     from omnibal.trials.run import Trial, run_trials
 
     console = Console(stderr=True)
-    predicted = {candidate.partition: candidate.step_seconds for candidate in candidates}
     num_processes = len(task.packs.loads) * candidates[0].partition.num_stages
     options = shlex.split(launcher) if launcher is not None else ["--num_gpus", str(num_processes)]
     done: list[TrialFigures] = []
 
     def figures_of(trial: Trial) -> TrialFigures:
-        return TrialFigures(
-            boundaries=trial.plan.partition.boundaries,
-            predicted_seconds=predicted[trial.plan.partition],
-            measured_seconds=None if trial.error else trial.median_seconds,
-            peak_bytes=trial.peak_bytes,
-            error=trial.error,
-        )
+        return TrialFigures.of(cut_of(trial.plan.partition.boundaries), trial)
 
     def show(trial: Trial) -> None:
         done.append(figures_of(trial))
-        console.print(f"trial {len(done)} of {len(candidates)}: {done[-1]}", highlight=False, markup=False)
+        console.print(f"trial {len(done)} of {len(candidates)}: {done[-1]}", highlight=False, markup=False, soft_wrap=True)
 
     plans = [plan_of(task, candidate.partition, method) for candidate in candidates]
-    trials = [figures_of(trial) for trial in run_trials(config, plans, launcher_options=options, on_trial=show)]
+    trials = run_trials(config, plans, launcher_options=options, on_trial=show)
     if trials[0].error is not None:
         raise InfeasibleError(f"a candidate must run, got {len(trials)} failures; the first: {trials[0].error}")
-    return trials
+    return [figures_of(trial) for trial in trials]
 
 
 def save_plan(plan: Plan, path: Path) -> None:

@@ -11,9 +11,17 @@ from omnibal.cli.partition_plan import plan_of, save_plan
 from omnibal.cli.steps import StepTask
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import PartitionSearch
-from omnibal.report.partitions import TrialFigures, candidates_table, cut_of, methods_table, trials_table
-from omnibal.report.stage_plots import plot_stages
-from omnibal.report.stages import PartitionFigures, stage_table
+from omnibal.pipeline.simulate import Simulation
+from omnibal.report.stages import (
+    PartitionFigures,
+    candidates_table,
+    cut_of,
+    methods_table,
+    slowest_replica,
+    stage_table,
+)
+from omnibal.report.timeline import plot_timeline
+from omnibal.report.trials import TrialFigures, trials_table
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,19 @@ class PartitionReport:
         if plan is not None:
             save_plan(plan_of(self.task, self.chosen, self.method), plan)
         if plot is not None:
-            plot_stages(self.figures, self.search.lower_bound_seconds, plot)
+            plot_timeline(self._timelines(), plot)
         return [path for path in (plan, plot) if path is not None]
+
+    def _timelines(self) -> dict[str, Simulation]:
+        """The slowest replica under the best partition of each method; methods that agree share a title."""
+        methods: dict[Partition, list[str]] = {}
+        for name, result in self.found.items():
+            methods.setdefault(result.best.partition, []).append(name)
+        steps = {cut: self.task.simulate(cut) for cut in methods}
+        return {
+            f"{', '.join(names)} ({cut_of(cut.boundaries)})": steps[cut].replicas[slowest_replica(steps[cut])]
+            for cut, names in methods.items()
+        }
 
     def to_record(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -94,7 +113,7 @@ class PartitionReport:
         if self.tried:
             say(console, "tried on the real engine, medians of 3 steps")
             console.print(trials_table(self.tried))
-            say(console, *(str(trial) for trial in self.tried if trial.error))
+            say(console, *(str(trial) for trial in self.tried if trial.measured_seconds is None))
         say(console, f"chosen: {cut_of(self.chosen.boundaries)}, bubble ratio {best.bubble_ratio:.1%}")
         console.print(stage_table(best.stages))
         say(

@@ -2,7 +2,7 @@
 
 import itertools
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,10 @@ from rich.console import Console
 
 from omnibal.config import read_config
 from omnibal.errors import InfeasibleError
-from omnibal.memory.recompute import in_words
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
-from omnibal.report.trials import PlanTrial
+from omnibal.report.trials import TrialFigures
 from omnibal.trials.four_steps import take_four_steps
 from omnibal.trials.run import Trial, run_trials
 
@@ -35,7 +34,7 @@ class Engine:
         self.result = result
         request = result.choice.model.request
         self._options = shlex.split(launcher) if launcher else ["--num_gpus", str(request.num_devices)]
-        self.trials: list[PlanTrial] = []
+        self.trials: list[TrialFigures] = []
         self._console = Console(stderr=True)
 
     def try_best(self, count: int) -> PlanResult:
@@ -89,10 +88,8 @@ class Engine:
         left = iter(names)
 
         def show(trial: Trial) -> None:
-            seconds = None if trial.error else trial.median_seconds
-            done = PlanTrial.of(next(left), trial.plan, seconds, trial.peak_bytes, outcome_of(trial))
-            self.trials.append(done)
-            self._console.print(f"{done.name}: {done.outcome}", highlight=False, markup=False)
+            self.trials.append(TrialFigures.of(next(left), trial))
+            self._console.print(str(self.trials[-1]), highlight=False, markup=False, soft_wrap=True)
 
         return show
 
@@ -116,15 +113,3 @@ class _Retreat:
         except InfeasibleError:
             return None
         return self.result.plan_of(self.choice)
-
-
-def outcome_of(trial: Trial) -> str:
-    """What came of a trial, in words."""
-    before = f"after a retreat by {_by_stage(trial.retreat_bytes)}: " if trial.retreat_bytes else ""
-    if trial.missing_bytes:
-        return f"{before}out of memory, {_by_stage(trial.missing_bytes)} missing"
-    return before + (f"failed: {trial.error}" if trial.error else "fits")
-
-
-def _by_stage(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size} bytes ({in_words(size)}) on stage {stage}" for stage, size in enumerate(sizes) if size)

@@ -19,10 +19,10 @@ from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import simulate_choice
 from omnibal.profile.records import ModelProfile
-from omnibal.report.memory import memory_table, plot_memory, stage_plan_table
-from omnibal.report.stages import slowest_replica
+from omnibal.report.memory import memory_table, plot_memory
+from omnibal.report.stages import slowest_replica, stage_plan_table
 from omnibal.report.timeline import plot_timeline
-from omnibal.report.trials import PlanTrial, plan_trials_table
+from omnibal.report.trials import TrialFigures, trials_table
 
 GIB: Final = 2**30
 
@@ -146,7 +146,7 @@ def check_trials(
 
 def try_on_engine(
     result: PlanResult, *, trials: int, four_steps: bool, config: Path | None, launcher: str | None
-) -> tuple[PlanResult, Plan, tuple[PlanTrial, ...]]:
+) -> tuple[PlanResult, Plan, tuple[TrialFigures, ...]]:
     """The result after the trials that were asked for, the plan to keep, and the trials.
 
     Raises:
@@ -181,7 +181,7 @@ class PlanReport:
     kept: Plan
     out: Path
     folder: Path | None
-    trials: tuple[PlanTrial, ...] = ()
+    trials: tuple[TrialFigures, ...] = ()
 
     def draw(self) -> None:
         """Draw memory and timeline."""
@@ -232,7 +232,7 @@ class PlanReport:
         for line in lines:
             console.print(line, highlight=False, markup=False)
         if self.trials:
-            console.print(plan_trials_table(self.trials))
+            console.print(trials_table(self.trials))
             for trial in self.trials:
                 console.print(f"{trial.name}: {trial.outcome}", highlight=False, markup=False)
         if self.kept is not result.plan:

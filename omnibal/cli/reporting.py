@@ -12,8 +12,8 @@ from omnibal.memory.state import TrainingSetup
 from omnibal.plan import Plan
 from omnibal.planner.ladder import plan_ladder
 from omnibal.profile.records import ModelProfile
-from omnibal.report.metrics import Metrics, read_metrics
 from omnibal.report.page import PlanPart
+from omnibal.report.training import Metrics, read_metrics
 
 
 def plan_part(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
 from omnibal.cost import FloatArray
 from omnibal.pipeline.simulate import StepSimulation
 from omnibal.report.stages import slowest_replica
+from omnibal.report.style import GIB, Figures, make_table
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class EmulatedReplica:
 
 
 @dataclass(frozen=True)
-class EmulationFigures:
+class EmulationFigures(Figures):
     """An emulated run in figures, in the cluster's time.
 
     Attributes:
@@ -102,7 +102,7 @@ class EmulationFigures:
 
     def to_record(self) -> dict[str, Any]:
         """The figures as JSON values."""
-        return asdict(self) | {"over_prediction": self.over_prediction}
+        return super().to_record() | {"over_prediction": self.over_prediction}
 
 
 def _busy(steps: Sequence[StepSimulation]) -> list[float]:
@@ -123,41 +123,37 @@ def _waiting(steps: Sequence[StepSimulation]) -> list[float]:
     ]
 
 
-def emulated_steps_table(figures: EmulationFigures) -> Table:
-    """A row per step: seconds beside the simulator's."""
-    table = _table("step", "emulated s", "predicted s", "more")
-    for number, (ran, said) in enumerate(zip(figures.step_seconds, figures.predicted_seconds, strict=True)):
-        table.add_row(f"{number}", f"{ran:.3f}", f"{said:.3f}", f"{ran / said - 1:+.1%}")
-    return table
+def emulation_tables(figures: EmulationFigures) -> list[Table]:
+    """A row per step, per stage and, where they are several, per replica; each beside the simulator's prediction."""
+    tables = [_steps_table(figures), _stages_table(figures.stages)]
+    return tables if len(figures.replicas) == 1 else [*tables, _replicas_table(figures.replicas)]
 
 
-def emulated_stages_table(stages: Sequence[EmulatedStage]) -> Table:
-    """A row per stage: busy and idle beside the simulator's, memory beside prediction and budget."""
-    table = _table("stage", "busy s", "predicted", "idle", "predicted", "peak GiB", "predicted", "budget")
-    for number, stage in enumerate(stages):
-        sizes = (stage.peak_bytes, stage.predicted_peak_bytes, stage.budget_bytes)
-        table.add_row(
+def _steps_table(figures: EmulationFigures) -> Table:
+    seconds = enumerate(zip(figures.step_seconds, figures.predicted_seconds, strict=True))
+    rows = ((f"{number}", f"{ran:.3f}", f"{said:.3f}", f"{ran / said - 1:+.1%}") for number, (ran, said) in seconds)
+    return make_table(("step", "emulated s", "predicted s", "more"), rows)
+
+
+def _stages_table(stages: Sequence[EmulatedStage]) -> Table:
+    heads = ("stage", "busy s", "predicted", "idle", "predicted", "peak GiB", "predicted", "budget")
+    rows = (
+        (
             f"{number}",
             f"{stage.busy_seconds:.3f}",
             f"{stage.predicted_busy_seconds:.3f}",
             f"{stage.idle_ratio:.1%}",
             f"{stage.predicted_idle_ratio:.1%}",
-            *(f"{size / 2**30:,.1f}" for size in sizes),
+            *(f"{size / GIB:,.1f}" for size in (stage.peak_bytes, stage.predicted_peak_bytes, stage.budget_bytes)),
         )
-    return table
+        for number, stage in enumerate(stages)
+    )
+    return make_table(heads, rows)
 
 
-def emulated_replicas_table(replicas: Sequence[EmulatedReplica]) -> Table:
-    """A row per replica: how long it waits for the slowest one."""
-    table = _table("replica", "waits for the slowest", "predicted", "slowest in steps")
-    for number, replica in enumerate(replicas):
-        shares = (replica.waiting_ratio, replica.predicted_waiting_ratio)
-        table.add_row(f"{number}", *(f"{share:.1%}" for share in shares), f"{replica.times_slowest}")
-    return table
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right")
-    return table
+def _replicas_table(replicas: Sequence[EmulatedReplica]) -> Table:
+    rows = (
+        (f"{number}", f"{row.waiting_ratio:.1%}", f"{row.predicted_waiting_ratio:.1%}", f"{row.times_slowest}")
+        for number, row in enumerate(replicas)
+    )
+    return make_table(("replica", "waits for the slowest", "predicted", "slowest in steps"), rows)

@@ -16,7 +16,7 @@ from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import Schedule
 from omnibal.profile.records import ModelProfile
-from omnibal.report.style import SERIES, new_figure, save, styled
+from omnibal.report.style import SERIES, drawing, legend_below
 
 SHOWN: Final = 48
 """Micro-batches that are looked at, of the first replica."""
@@ -76,8 +76,7 @@ def plot_imbalance(variants: Mapping[str, Imbalance], path: Path) -> None:
         variants: By title; drawn from left to right.
         path: The PNG.
     """
-    with styled():
-        figure = new_figure(4.9 * len(variants), 3.2)
+    with drawing(path, 4.9 * len(variants), 3.2) as figure:
         axes = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
         for panel, (title, imbalance) in zip(axes, variants.items(), strict=True):
             for stage, seconds in enumerate(1e3 * imbalance.forward_seconds.T):
@@ -87,6 +86,4 @@ def plot_imbalance(variants: Mapping[str, Imbalance], path: Path) -> None:
             panel.set_xlabel("micro-batch of a replica")
             panel.set_ylim(bottom=0)
         axes[0].set_ylabel("forward pass, milliseconds")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 8))
-        save(figure, path)
+        legend_below(figure, axes[0])

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from omnibal.cost import CostModel, Load
 from omnibal.profile.records import LayerCost, ModelProfile
-
-MEBI = 2**20
+from omnibal.report.style import MIB, Figures, make_table
 
 
 @dataclass(frozen=True)
-class LayerFigures:
+class LayerFigures(Figures):
     """Layers of equal cost that follow one another, in figures for one micro-batch.
 
     Attributes:
@@ -45,10 +42,6 @@ class LayerFigures:
     parameter_bytes: int
     trainable: bool
     spread: float
-
-    def to_record(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return asdict(self)
 
 
 def layer_figures(profile: ModelProfile, load: Load) -> list[LayerFigures]:
@@ -81,32 +74,35 @@ def _figures(group: Sequence[LayerCost], load: Load, total: float) -> LayerFigur
 
 def time_table(rows: Sequence[LayerFigures]) -> Table:
     """Milliseconds of one layer of each kind, and the share of the model's time that all of them take."""
-    measured = any(row.spread for row in rows)
-    names = ("layers", "forward ms", "backward", "weights", "of all", *(["spread"] if measured else []))
-    table = _table(names)
-    for row in rows:
-        seconds = row.forward_seconds, row.backward_seconds, row.weight_seconds
-        cells = [f"{row.layers}", *(f"{1e3 * part:,.3g}" for part in seconds), f"{row.share:.0%}"]
-        table.add_row(_name(row), *cells, *([f"{row.spread:.1%}"] if measured else []))
-    return table
+    spread = ("spread",) if any(row.spread for row in rows) else ()
+    heads = ("kind", "layers", "forward ms", "backward", "weights", "of all", *spread)
+    cells = (
+        (
+            _name(row),
+            f"{row.layers}",
+            *(f"{1e3 * part:,.3g}" for part in (row.forward_seconds, row.backward_seconds, row.weight_seconds)),
+            f"{row.share:.0%}",
+            *(f"{row.spread:.1%}" for _ in spread),
+        )
+        for row in rows
+    )
+    return make_table(heads, cells)
 
 
 def bytes_table(rows: Sequence[LayerFigures]) -> Table:
     """MiB that one layer of each kind sends on, keeps for its backward pass at each level, and holds in weights."""
     levels = list(dict.fromkeys(level for row in rows for level in row.saved_bytes))
-    table = _table(("sends\nMiB", *(f"keeps MiB\n({level})" for level in levels), "weights\nMiB"))
-    for row in rows:
-        kept = (_mebi(row.saved_bytes[level]) if level in row.saved_bytes else "–" for level in levels)
-        table.add_row(_name(row), _mebi(row.output_bytes), *kept, _mebi(row.parameter_bytes))
-    return table
-
-
-def _table(names: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    table.add_column("kind", overflow="fold", min_width=15)
-    for name in names:
-        table.add_column(name, justify="right")
-    return table
+    heads = ("kind", "sends\nMiB", *(f"keeps MiB\n({level})" for level in levels), "weights\nMiB")
+    cells = (
+        (
+            _name(row),
+            _mebi(row.output_bytes),
+            *(_mebi(row.saved_bytes[level]) if level in row.saved_bytes else "–" for level in levels),
+            _mebi(row.parameter_bytes),
+        )
+        for row in rows
+    )
+    return make_table(heads, cells)
 
 
 def _name(row: LayerFigures) -> str:
@@ -114,4 +110,4 @@ def _name(row: LayerFigures) -> str:
 
 
 def _mebi(size: float) -> str:
-    return f"{size / MEBI:,.0f}" if size >= 10 * MEBI else f"{size / MEBI:.1f}"
+    return f"{size / MIB:,.0f}" if size >= 10 * MIB else f"{size / MIB:.1f}"

@@ -1,14 +1,26 @@
-"""What a dataset's samples are like, source by source: statistics and their table."""
+"""What a dataset's samples are like, source by source: statistics, their table, and a picture."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from rich import box
+import numpy.typing as npt
 from rich.table import Table
 
 from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.report.style import SERIES, Figures, drawing, make_table, whole_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TOKEN_BINS: Final = 80
+MOST_BARS: Final = 40
+WIDE: Final = 10
+"""From this ratio of the longest sample to the shortest on, the axis of tokens is logarithmic."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +34,20 @@ class Statistics:
     max: int
 
     @classmethod
-    def of(cls, values: IntArray) -> "Statistics":
+    def of(cls, values: IntArray) -> Statistics:
         """Statistics of some values; zeros where there are none."""
         if len(values) == 0:
             return cls(0, 0.0, 0.0, 0.0, 0)
         p50, p99 = np.percentile(values, (50, 99)).tolist()
         return cls(int(values.sum(dtype=np.int64)), float(values.mean()), p50, p99, int(values.max()))
 
+    def cells(self) -> tuple[str, ...]:
+        """Of a table's row."""
+        return f"{self.mean:,.1f}", f"{self.p50:,.0f}", f"{self.p99:,.0f}", f"{self.max:,}"
+
 
 @dataclass(frozen=True)
-class SourceStatistics:
+class SourceStatistics(Figures):
     """The samples of one source, or of all.
 
     Attributes:
@@ -51,7 +67,7 @@ class SourceStatistics:
     target_tokens: Statistics | None
 
     @classmethod
-    def of(cls, name: str, lengths: SampleLengths) -> "SourceStatistics":
+    def of(cls, name: str, lengths: SampleLengths) -> SourceStatistics:
         """Statistics of all samples of some lengths."""
         targets = lengths.target_tokens
         return cls(
@@ -63,38 +79,102 @@ class SourceStatistics:
             target_tokens=None if targets is None else Statistics.of(targets),
         )
 
-    def to_record(self) -> dict[str, Any]:
-        """The statistics as JSON values."""
-        return asdict(self)
-
 
 def source_statistics(lengths: SampleLengths, names: Sequence[str]) -> list[SourceStatistics]:
     """Statistics of every source, in the order of ``names``, which stand for the numbers in ``lengths.source``."""
-    if lengths.source is None:
-        return [SourceStatistics.of(names[0], lengths)]
-    order = np.argsort(lengths.source, kind="stable")
-    bounds = np.searchsorted(lengths.source[order], np.arange(1, len(names)))
-    return [
-        SourceStatistics.of(name, lengths.take(samples))
-        for name, samples in zip(names, np.split(order, bounds), strict=True)
-    ]
+    members = _members(lengths, len(names))
+    return [SourceStatistics.of(name, lengths.take(samples)) for name, samples in zip(names, members, strict=True)]
+
+
+def _members(lengths: SampleLengths, num_sources: int) -> list[npt.NDArray[np.int64]]:
+    """The samples of every source."""
+    source = np.zeros(len(lengths), dtype=np.int64) if lengths.source is None else lengths.source
+    order = np.argsort(source, kind="stable")
+    return np.split(order, np.searchsorted(source[order], np.arange(1, num_sources)))
 
 
 def lengths_table(lengths: SampleLengths, names: Sequence[str]) -> Table:
     """A section per source, and one for all where there are several; a row per load."""
-    rows = source_statistics(lengths, names)
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("source", overflow="fold")
-    for name in ("", "mean", "median", "99 %", "largest"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for row in [*rows, *([SourceStatistics.of("all", lengths)] if len(rows) > 1 else [])]:
-        table.add_row(row.name, "vision units", *_cells(row.vision_units))
-        table.add_row(f"  {row.samples:,} samples", "LLM tokens", *_cells(row.llm_tokens))
-        targets = () if row.target_tokens is None else ("target tokens", *_cells(row.target_tokens))
-        table.add_row(f"  {row.with_image / max(row.samples, 1):.1%} with image", *targets)
-        table.add_section()
-    return table
+    entries = source_statistics(lengths, names)
+    rows: list[tuple[str, ...]] = []
+    for entry in [*entries, *([SourceStatistics.of("all", lengths)] if len(entries) > 1 else [])]:
+        targets = () if entry.target_tokens is None else ("target tokens", *entry.target_tokens.cells())
+        rows += [
+            (entry.name, "vision units", *entry.vision_units.cells()),
+            (f"  {entry.samples:,} samples", "LLM tokens", *entry.llm_tokens.cells()),
+            (f"  {entry.with_image / max(entry.samples, 1):.1%} with image", *targets),
+            (),
+        ]
+    return make_table(("source", "", "mean", "median", "99 %", "largest"), rows, words=2)
 
 
-def _cells(load: Statistics) -> tuple[str, ...]:
-    return f"{load.mean:,.1f}", f"{load.p50:,.0f}", f"{load.p99:,.0f}", f"{load.max:,}"
+def plot_lengths(lengths: SampleLengths, names: Sequence[str], path: Path) -> None:
+    """Draw histograms of LLM tokens and vision units, stacked by source, the largest source at the bottom.
+
+    Args:
+        lengths: Loads of every sample, at least one.
+        names: One per source; where there are more than ten, the smallest are drawn together.
+        path: The PNG.
+    """
+    parts = _drawn(_members(lengths, len(names)), names)
+    with drawing(path, 10, 3.9) as figure:
+        tokens, vision = figure.subplots(1, 2)
+        _draw_tokens(tokens, [np.maximum(lengths.llm_tokens[samples], 1) for samples in parts.values()])
+        _draw_vision(vision, [lengths.vision_units[samples] for samples in parts.values()])
+        for axes in (tokens, vision):
+            axes.set_ylabel("samples")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        labels = [f"{name} ({len(samples):,})" for name, samples in parts.items()]
+        figure.legend(tokens.patches, labels, loc="outside right upper")
+
+
+def _drawn(members: list[npt.NDArray[np.int64]], names: Sequence[str]) -> dict[str, npt.NDArray[np.int64]]:
+    """Samples by source, the largest first; the smallest together where there are more than colours."""
+    order = sorted(range(len(names)), key=lambda number: -len(members[number]))
+    kept = order if len(order) <= len(SERIES) else order[: len(SERIES) - 1]
+    parts = {names[number]: members[number] for number in kept}
+    if len(kept) < len(order):
+        parts[f"{len(order) - len(kept)} others"] = np.concatenate([members[n] for n in order[len(kept) :]])
+    return parts
+
+
+def _draw_tokens(axes: Axes, parts: Sequence[IntArray]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    values = np.concatenate(parts)
+    least, most = int(values.min()), int(values.max())
+    wide = most > WIDE * least
+    edges = token_edges(least, most, wide=wide)
+    below = np.zeros(len(edges) - 1)
+    for part, colour in zip(parts, SERIES, strict=False):
+        above = below + np.histogram(part, edges)[0]
+        axes.stairs(above, edges, baseline=below, fill=True, color=colour)
+        below = above
+    axes.set(xscale="log" if wide else "linear", xlabel="LLM tokens in a sample", xlim=(edges[0], edges[-1]))
+    whole_numbers(axes.xaxis)
+    if wide:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def token_edges(least: int, most: int, *, wide: bool) -> npt.NDArray[np.float64]:
+    """Edges of at most 80 bins that hold whole numbers, equally many or, if ``wide``, in about equal ratios."""
+    if wide:
+        return np.asarray(np.unique(np.geomspace(least, most + 1, TOKEN_BINS + 1).round()) - 0.5, dtype=np.float64)
+    width = -(-(most + 1 - least) // TOKEN_BINS)
+    bins = -(-(most + 1 - least) // width)
+    return np.asarray(least - 0.5 + width * np.arange(bins + 1), dtype=np.float64)
+
+
+def _draw_vision(axes: Axes, parts: Sequence[IntArray]) -> None:
+    """A bar for each number of tiles, or for a range of numbers where there are many."""
+    most = max(int(part.max(initial=0)) for part in parts)
+    width = -(-(most + 1) // MOST_BARS)
+    edges = np.arange(0, most + 1 + width, width)
+    below = np.zeros(len(edges) - 1)
+    for part, colour in zip(parts, SERIES, strict=False):
+        counts = np.histogram(part, edges)[0]
+        axes.bar(edges[:-1] + (width - 1) / 2, counts, 0.8 * width, bottom=below, color=colour)
+        below = below + counts
+    axes.set_xlabel("vision units in a sample")
+    whole_numbers(axes.xaxis, 8)

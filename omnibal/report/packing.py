@@ -1,19 +1,24 @@
-"""How full packs are and how alike the ranks' loads: an arrangement in figures."""
+"""How full packs are and how alike the ranks' loads: an arrangement in figures, and methods side by side."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from rich.table import Table
 
-from omnibal.cost import CostModel, Load
+from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limit_search import ScoredLimits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, pad_ratio, source_mix, step_randomness
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
+from omnibal.report.style import GIB, make_table
 
 LENGTH_CLASSES: Final = 8
 """Classes of token lengths that stand for sources where there is but one."""
@@ -27,6 +32,13 @@ class RankMeans:
     llm_tokens: tuple[float, ...]
     llm_cost: tuple[float, ...]
 
+    @classmethod
+    def of(cls, vision: FloatArray, tokens: FloatArray, cost: FloatArray) -> RankMeans:
+        """Of loads by (step, rank, micro-batch)."""
+        means = [values.mean(axis=(0, 2)) for values in (vision, tokens, cost)]
+        means[2] /= max(means[2].mean(), np.finfo(float).tiny)
+        return cls(*(tuple(values.tolist()) for values in means))
+
 
 @dataclass(frozen=True)
 class Largest:
@@ -35,6 +47,12 @@ class Largest:
     vision_units: int
     llm_tokens: int
     llm_tokens_squared: int
+
+    @classmethod
+    def of(cls, load: Load) -> Largest:
+        """Of some micro-batches; zeros where there are none."""
+        columns = (load.vision_units, load.llm_tokens, load.llm_tokens_squared)
+        return cls(*(int(column.max(initial=0)) for column in columns))
 
 
 @dataclass(frozen=True)
@@ -96,11 +114,11 @@ class PackingFigures:
 
     def to_record(self) -> dict[str, Any]:
         """All figures as JSON values, a missing one as None."""
-        record = asdict(self) | {
+        return asdict(self) | {
             "packs_over_fewest": self.packs_over_fewest,
             "samples_per_pack": self.samples_per_pack,
+            "randomness": None if math.isnan(self.randomness) else self.randomness,
         }
-        return record | {"randomness": None if math.isnan(self.randomness) else self.randomness}
 
 
 def measure_packing(
@@ -149,9 +167,9 @@ def measure_packing(
         dist_ratio_tokens=dist_ratio(by_rank["tokens"]),
         dist_ratio_cost=dist_ratio(by_rank["cost"]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
-        largest=Largest(*(int(column.max(initial=0)) for column in _memory_columns(load))),
+        largest=Largest.of(load),
         largest_bytes=None if bytes_of is None else float(bytes_of(load).max(initial=0)),
-        rank_means=_rank_means(**by_rank),
+        rank_means=RankMeans.of(**by_rank),
         lost=int((times == 0).sum()) - left_out,
         repeated=int(np.maximum(times - 1, 0).sum()),
         over_limit=int((over & (packs.sizes > 1)).sum()),
@@ -167,13 +185,71 @@ def mix_labels(lengths: SampleLengths) -> IntArray:
     return np.searchsorted(bounds, lengths.llm_tokens, side="right")
 
 
-def _memory_columns(load: Load) -> Sequence[npt.NDArray[np.float64]]:
-    return load.vision_units, load.llm_tokens, load.llm_tokens_squared
+def _largest_bytes(entry: PackingFigures) -> str:
+    return "" if entry.largest_bytes is None else f"{entry.largest_bytes / GIB:.2f} GiB"
 
 
-def _rank_means(
-    vision: npt.NDArray[np.float64], tokens: npt.NDArray[np.float64], cost: npt.NDArray[np.float64]
-) -> RankMeans:
-    means = [values.mean(axis=(0, 2)) for values in (vision, tokens, cost)]
-    relative = means[2] / max(means[2].mean(), np.finfo(float).tiny)
-    return RankMeans(tuple(means[0].tolist()), tuple(means[1].tolist()), tuple(relative.tolist()))
+def _number(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else format(value, form)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return f"{min(values, default=0):{form}} – {max(values, default=0):{form}}"
+
+
+_SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
+    {
+        "packs": lambda entry: f"{entry.packs:,}",
+        "  fewest possible": lambda entry: f"{entry.fewest_packs:,}",
+        "  over the fewest": lambda entry: f"{entry.packs_over_fewest:+.2%}",
+        "  empty": lambda entry: f"{entry.empty_packs:,}",
+        "steps": lambda entry: f"{entry.steps:,}",
+        "samples per pack": lambda entry: f"{entry.samples_per_pack:.2f}",
+        "Pad Ratio": lambda entry: f"{entry.pad_ratio:.2g}",
+        "  if packs were padded": lambda entry: f"{entry.pad_ratio_if_padded:.3f}",
+    },
+    {
+        "Dist Ratio, vision units": lambda entry: f"{entry.dist_ratio_vision:.4f}",
+        "Dist Ratio, LLM tokens": lambda entry: f"{entry.dist_ratio_tokens:.4f}",
+        "Dist Ratio, LLM cost": lambda entry: f"{entry.dist_ratio_cost:.4f}",
+        "χ² of steps (1: shuffled)": lambda entry: _number(entry.randomness, ".2f"),
+    },
+    {
+        "rank means, vision units": lambda entry: _spread(entry.rank_means.vision_units, ",.2f"),
+        "rank means, LLM tokens": lambda entry: _spread(entry.rank_means.llm_tokens, ",.0f"),
+        "rank means, LLM cost": lambda entry: _spread(entry.rank_means.llm_cost, ".3f"),
+        "largest, vision units": lambda entry: f"{entry.largest.vision_units:,}",
+        "largest, LLM tokens": lambda entry: f"{entry.largest.llm_tokens:,}",
+        "largest, memory kept": _largest_bytes,
+    },
+    {
+        "lost, repeated, over limit": lambda entry: f"{entry.lost}, {entry.repeated}, {entry.over_limit}",
+        "seconds": lambda entry: f"{entry.seconds:.2f}",
+    },
+)
+
+
+def packing_table(figures: Sequence[PackingFigures]) -> Table:
+    """Figures row by row, methods side by side; a figure that no method has is left out."""
+    rows: list[tuple[str, ...]] = []
+    for section in _SECTIONS:
+        cells = {name: [cell(entry) for entry in figures] for name, cell in section.items()}
+        rows += [*((name, *row) for name, row in cells.items() if any(row)), ()]
+    return make_table(("", *(entry.method for entry in figures)), rows)
+
+
+def limits_table(scored: Sequence[ScoredLimits]) -> Table:
+    """Limits that a search tried, one row each."""
+    heads = ("limits", "packs over\nvolume", "Dist Ratio\nvision", "LLM cost", "samples\nper pack", "trap")
+    rows = (
+        (
+            f"{entry.limits.vision_units} / {entry.limits.llm_tokens}",
+            f"+{entry.packs_over_volume:.2%}",
+            f"{entry.dist_ratio_vision:.4f}",
+            f"{entry.dist_ratio_cost:.4f}",
+            f"{entry.samples_per_pack:.2f}",
+            "yes" if entry.trap else "",
+        )
+        for entry in scored
+    )
+    return make_table(heads, rows)

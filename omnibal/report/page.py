@@ -15,12 +15,12 @@ from omnibal.plan import Plan
 from omnibal.planner.ladder import Rung
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance, plot_imbalance
-from omnibal.report.memory import GIB, plot_memory
-from omnibal.report.metrics import Metrics
-from omnibal.report.rank_loads import Arranged, plot_rank_loads
+from omnibal.report.memory import plot_memory
+from omnibal.report.pack_plots import Arranged, plot_rank_loads
 from omnibal.report.stages import slowest_replica
+from omnibal.report.style import GIB
 from omnibal.report.timeline import plot_timeline
-from omnibal.report.training import plot_training
+from omnibal.report.training import Metrics, plot_training, training_rows
 
 
 @dataclass(frozen=True)
@@ -202,26 +202,8 @@ def _gain(part: PlanPart) -> str:
 
 def _measured(run: Metrics, folder: Path) -> str:
     plot_training(run, folder / "training.png")
-    seconds, samples, tokens = (
-        np.array([record[name] for record in run.steps]) for name in ("seconds", "samples", "llm_tokens")
-    )
-    rows = [
-        ("steps", f"{run.steps[-1]['step']:,}"),
-        ("loss, first → last step", f"{run.steps[0]['loss']:.3f} → {run.steps[-1]['loss']:.3f}"),
-        ("step, median s", f"{np.median(seconds):.3f}"),
-        ("step, 10 % … 90 %", f"{np.quantile(seconds, 0.1):.3f} … {np.quantile(seconds, 0.9):.3f}"),
-        ("samples/s", f"{samples.sum() / seconds.sum():,.1f}"),
-        ("LLM tokens/s", f"{tokens.sum() / seconds.sum():,.0f}"),
-    ]
-    rows += [
-        (f"balance, {name}", f"{np.mean([record['balance'][name] for record in run.steps]):.3f}")
-        for name in run.steps[-1]["balance"]
-    ]
-    if run.evaluations:
-        last = run.evaluations[-1]
-        rows.append(("held-out answers right", f"{last['held_out_accuracy']:.1%} of {last['held_out_samples']:,}"))
     return section(
         "Measured",
-        table(("", "this run"), rows),
-        picture(folder / "training.png", "Loss over steps."),
+        table(("", "this run"), [*training_rows(run).items()]),
+        picture(folder / "training.png", "Loss over steps: each step and the mean of the last 20; on a log scale."),
     )

@@ -1,20 +1,20 @@
-"""What each stage of a pipeline holds and does in a simulated step."""
+"""What each stage of a pipeline holds and does in a step: figures, and tables of stages and of partitions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
+from omnibal.families.base import Module
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Simulation, StepSimulation
+from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
-from omnibal.report.memory import unit_of
+from omnibal.report.style import Figures, make_table, milliseconds, unit_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StageFigures:
 
 
 @dataclass(frozen=True)
-class PartitionFigures:
+class PartitionFigures(Figures):
     """A simulated step under a partition, in figures.
 
     Attributes:
@@ -97,21 +97,10 @@ class PartitionFigures:
             stages=tuple(_figures(profile, partition, step, *entry) for entry in enumerate(memory_bytes)),
         )
 
-    def to_record(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return asdict(self)
-
 
 def slowest_replica(step: StepSimulation) -> int:
     """The replica whose pipeline is done last."""
     return int(np.argmax([replica.makespan_seconds for replica in step.replicas]))
-
-
-def operation_seconds(simulation: Simulation, stage: int, *operations: Operation) -> float:
-    """How long a stage runs some operations, in all."""
-    ran = np.isin(simulation.table.operations[stage], operations)
-    ran &= np.arange(len(ran)) < simulation.table.lengths[stage]
-    return float((simulation.ends[stage] - simulation.starts[stage])[ran].sum())
 
 
 def _figures(
@@ -130,10 +119,10 @@ def _figures(
         vision_layers=vision,
         language_layers=len(layers) - vision,
         memory_bytes=memory_bytes,
-        forward_seconds=operation_seconds(simulation, stage, Operation.F) / micro_batches,
-        backward_seconds=operation_seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
+        forward_seconds=_seconds(simulation, stage, Operation.F) / micro_batches,
+        backward_seconds=_seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
         busy_seconds=float(simulation.busy_seconds[stage]),
-        transfer_seconds=operation_seconds(simulation, stage, *transfers),
+        transfer_seconds=_seconds(simulation, stage, *transfers),
         idle_seconds=idle,
         idle_ratio=idle / makespan if makespan else 0.0,
         in_flight=simulation.in_flight[stage],
@@ -142,24 +131,98 @@ def _figures(
     )
 
 
+def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> float:
+    """How long a stage runs some operations, in all."""
+    ran = np.isin(simulation.table.operations[stage], operations)
+    ran &= np.arange(len(ran)) < simulation.table.lengths[stage]
+    return float((simulation.ends[stage] - simulation.starts[stage])[ran].sum())
+
+
 def stage_table(stages: Sequence[StageFigures]) -> Table:
     """A row per stage: its layers, its peak memory, its time for a micro-batch, and how much of the step it is idle."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    table.add_column("stage", justify="right")
-    table.add_column("first layer", no_wrap=True)
     unit, unit_name = unit_of(row.memory_bytes for row in stages)
-    for name in ("V+L", unit_name, "forward\nms", "backward\nms", "idle\nms", "idle", "in\nflight"):
-        table.add_column(name, justify="right")
-    for row in stages:
-        table.add_row(
+    heads = ("stage", "first layer", "V+L", unit_name, "forward\nms", "backward\nms", "idle\nms", "idle", "in\nflight")
+    rows = (
+        (
             f"{row.stage}",
             row.first_layer,
             f"{row.vision_layers}+{row.language_layers}",
             f"{row.memory_bytes / unit:,.1f}",
-            f"{1e3 * row.forward_seconds:,.1f}",
-            f"{1e3 * row.backward_seconds:,.1f}",
+            milliseconds(row.forward_seconds),
+            milliseconds(row.backward_seconds),
             f"{1e3 * row.idle_seconds:,.0f}",
             f"{row.idle_ratio:.1%}",
             f"{row.in_flight}",
         )
-    return table
+        for row in stages
+    )
+    return make_table(heads, rows, words=2)
+
+
+def stage_plan_table(plan: Plan, modules: Sequence[Module]) -> Table:
+    """A row per stage: its layers, how many recompute, its time for a micro-batch, how much of a step it is idle.
+
+    Args:
+        plan: With a prediction.
+        modules: Of the model's layers.
+    """
+    assert plan.predicted is not None
+    heads = ("stage", "V+L", "full", "selective", "forward ms", "backward ms", "recompute ms", "idle")
+    rows = []
+    for stage, row in enumerate(plan.predicted.stages):
+        layers = plan.partition.layers(stage)
+        counted = [layers, *([n for n in layers if plan.recompute[n] == level] for level in ("full", "selective"))]
+        seconds = row.forward_seconds, row.backward_seconds, row.recompute_seconds
+        rows.append((
+            f"{stage}",
+            *(_vision_and_language([modules[layer] for layer in part]) for part in counted),
+            *map(milliseconds, seconds),
+            f"{row.idle_ratio:.1%}",
+        ))  # fmt: skip
+    return make_table(heads, rows)
+
+
+def _vision_and_language(modules: Sequence[Module]) -> str:
+    language = modules.count("language")
+    return f"{len(modules) - language}+{language}"
+
+
+def cut_of(boundaries: Sequence[int]) -> str:
+    """Boundaries as people read them.
+
+    >>> cut_of((0, 5, 14))
+    '0 5 14'
+    """
+    return " ".join(map(str, boundaries))
+
+
+def methods_table(methods: Mapping[str, PartitionFigures], lower_bound_seconds: float) -> Table:
+    """The best partition of each method, and how far it is above what any partition can reach."""
+    rows: list[tuple[str, ...]] = []
+    for method, figures in methods.items():
+        busy = [stage.busy_seconds for stage in figures.stages]
+        rows.append((
+            method,
+            cut_of(figures.boundaries),
+            milliseconds(figures.step_seconds),
+            _over(figures.step_seconds, lower_bound_seconds),
+            f"{figures.bubble_ratio:.1%}",
+            f"{max(busy) / (sum(busy) / len(busy)):.2f}",
+        ))  # fmt: skip
+    bound = ("(lower bound)", "", milliseconds(lower_bound_seconds), "", "", "")
+    return make_table(
+        ("method", "boundaries", "step ms", "over bound", "bubble", "slowest / mean"), [*rows, (), bound], words=2
+    )
+
+
+def candidates_table(candidates: Sequence[tuple[tuple[int, ...], float]], lower_bound_seconds: float) -> Table:
+    """Boundaries and predicted seconds, in the order given."""
+    rows = (
+        (f"{place}", cut_of(boundaries), milliseconds(seconds), _over(seconds, lower_bound_seconds))
+        for place, (boundaries, seconds) in enumerate(candidates, start=1)
+    )
+    return make_table(("", "boundaries", "step ms", "over bound"), rows, words=2)
+
+
+def _over(seconds: float, bound: float) -> str:
+    return f"+{seconds / bound - 1:.2%}" if bound else "–"

@@ -1,32 +1,29 @@
-"""How all plots look: colours that the colour-blind can tell apart, quiet axes, one way to write a PNG."""
+"""How everything looks: tables, numbers and units, the colours and axes of pictures."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from rich import box
+from rich.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-
 
 BLUE: Final = "#0072B2"
 ORANGE: Final = "#E69F00"
+GREEN: Final = "#009E73"
+PINK: Final = "#CC79A7"
 VERMILION: Final = "#D55E00"
 GREY: Final = "#5F6368"
-SERIES: Final = (
-    BLUE,
-    ORANGE,
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    VERMILION,
-    "#F0E442",
-    "#8C6BB1",
-    "#7F7F7F",
-    "#A6761D",
-)
-"""Okabe and Ito's colours, and three more."""
+SERIES: Final = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", VERMILION, "#F0E442", "#8C6BB1", "#7F7F7F", "#A6761D")
+"""Okabe and Ito's colours, which the colour-blind can tell apart, and three more."""
 
 DOTS_PER_INCH: Final = 160
 _STYLE: Final[Any] = {
@@ -45,31 +42,101 @@ _STYLE: Final[Any] = {
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }
+GIB: Final = 2**30
+MIB: Final = 2**20
 
 
-def styled() -> Any:
-    """Return the context in which figures are drawn."""
+class Figures:
+    """A dataclass of figures that goes into JSON as it is."""
+
+    def to_record(self: Any) -> dict[str, Any]:
+        """The figures as JSON values."""
+        return asdict(self)
+
+
+def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
+    """A table as all commands print them: no lines but one under the heads, no cell cut short.
+
+    Args:
+        heads: Of the columns; a line break in one breaks it.
+        rows: Cells; an empty row ends a section.
+        words: Columns from the left that hold words, flush left; the others hold numbers, flush right.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for place, head in enumerate(heads):
+        least = max(map(len, head.split("\n")))
+        table.add_column(head, justify="left" if place < words else "right", overflow="fold", min_width=least)
+    for row in rows:
+        if row:
+            table.add_row(*row)
+        else:
+            table.add_section()
+    return table
+
+
+def unit_of(sizes: Iterable[int]) -> tuple[int, str]:
+    """Bytes and name of the unit to show sizes in, by the largest.
+
+    >>> unit_of([2**20, 2**31]), unit_of([2**20])
+    ((1073741824, 'GiB'), (1048576, 'MiB'))
+    """
+    return (GIB, "GiB") if max(sizes, default=0) >= GIB else (MIB, "MiB")
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds; a dash where they are not known.
+
+    >>> milliseconds(1.23456), milliseconds(None)
+    ('1,234.6', '–')
+    """
+    return "–" if seconds is None else f"{1e3 * seconds:,.1f}"
+
+
+def short(value: float) -> str:
+    """A number with three digits, or all before the point.
+
+    >>> short(0.01234), short(12.34), short(1234.5)
+    ('0.0123', '12.3', '1,234')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+@contextmanager
+def drawing(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """An empty figure to draw into, so many inches wide and high; in the end it is written as a PNG."""
     import matplotlib as mpl
-
-    return mpl.rc_context(_STYLE)
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of a size in inches, without a window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def subtitle(axes: Axes, text: str) -> None:
-    """Write a line above some axes; their title needs a ``pad`` of 18 to stand above it."""
-    axes.annotate(text, (0.5, 1.02), xycoords="axes fraction", ha="center", va="bottom", color=GREY, fontsize=8.5)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        save(figure, path)
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DOTS_PER_INCH, format="png")
+
+
+def titles(axes: Axes, title: str, subtitle: str) -> None:
+    """Write a title, which may be empty, and a quieter line under it above some axes."""
+    style: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
+    axes.annotate(subtitle, (0.5, 1.0), xytext=(0, 4), color=GREY, fontsize=8.5, **style)
+    axes.annotate(title, (0.5, 1.0), xytext=(0, 18), fontweight="bold", fontsize=11, **style)
+
+
+def whole_numbers(axis: Axis, bins: int | Literal["auto"] = "auto") -> None:
+    """Label an axis at whole numbers only, with commas in large ones."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=bins))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """What some axes name, in a line below all of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 8))

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Event, Simulation
-from omnibal.report.style import BLUE, GREY, ORANGE, SERIES, new_figure, save, styled
+from omnibal.report.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-GREEN: Final = SERIES[2]
-PINK: Final = SERIES[3]
 COLOURS: Final = {
     Operation.F: ("forward", BLUE),
     Operation.BW: ("backward", ORANGE),
@@ -46,8 +44,7 @@ def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
     end = max(simulation.makespan_seconds for simulation in simulations.values())
     unit, name = (1.0, "seconds") if end >= 10 else (1e3, "milliseconds")
     rows = [simulation.schedule.num_stages for simulation in simulations.values()]
-    with styled():
-        figure = new_figure(WIDTH, 0.9 + sum(0.34 * count + 0.45 for count in rows))
+    with drawing(path, WIDTH, 0.9 + sum(0.34 * count + 0.45 for count in rows)) as figure:
         axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
         for panel, (title, simulation) in zip(axes, simulations.items(), strict=True):
             _draw(panel, simulation, unit, unit * end)
@@ -55,16 +52,6 @@ def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
             panel.set_title(f"{title}: {bubble}" if title else bubble, loc="left")
         axes[-1].set_xlabel(f"{name} since the start of the step")
         figure.legend(handles=_legend(simulations), loc="outside lower center", ncols=4)
-        save(figure, path)
-
-
-def short(value: float) -> str:
-    """A number with three digits, or all before the point.
-
-    >>> short(0.01234), short(12.34), short(1234.5)
-    ('0.0123', '12.3', '1,234')
-    """
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _draw(axes: Axes, simulation: Simulation, unit: float, end: float) -> None:

@@ -1,56 +1,228 @@
-"""What a training run shows in the end: its loss curve and a short table."""
+"""A training run: what it is about to do, its log (a JSON line per step and per evaluation), what it did in the end."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
+from typing_extensions import TypedDict, Unpack  # pydantic needs it before Python 3.12
 
-from omnibal.report.metrics import Metrics
-from omnibal.report.style import new_figure
+from omnibal.cost import FloatArray
+from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.errors import DataError
+from omnibal.families.base import LayerRecord
+from omnibal.memory.footprint import StageMemory
+from omnibal.memory.recompute import in_words
+from omnibal.plan import Plan
+from omnibal.report.style import BLUE, GREEN, ORANGE, drawing, legend_below
+
+SMOOTHING = 0.9
+"""Weight of the past in the figures that are shown while training."""
 
 
-def plot_training(metrics: Metrics, path: Path) -> None:
-    """Draw loss, held-out loss and held-out accuracy over steps as a PNG."""
-    figure = new_figure(9, 5)
-    losses = figure.subplots()
-    steps = [record["step"] for record in metrics.steps]
-    values = np.array([record["loss"] for record in metrics.steps])
-    losses.plot(steps, values, color="tab:blue", alpha=0.25, linewidth=0.8)
-    losses.plot(steps, _moving_mean(values), color="tab:blue", label="training loss (mean of the last steps)")
-    losses.set(xlabel="step", ylabel="loss of a target token", yscale="log")
-    losses.grid(alpha=0.3, which="both")
+class StepRecord(TypedDict):
+    """A training step."""
+
+    step: int
+    """Steps done."""
+    epoch: int
+    """The epoch it lies in, from 0."""
+    loss: float
+    """Mean loss of a target token."""
+    learning_rate: float
+    """After the step."""
+    seconds: float
+    samples: int
+    """In all packs of the step."""
+    llm_tokens: int
+    """Likewise."""
+    balance: dict[str, float]
+    """Mean load over largest load, for each kind of load."""
+
+
+class EvaluationRecord(TypedDict):
+    """An evaluation on held-out samples."""
+
+    step: int
+    held_out_loss: float
+    held_out_accuracy: float
+    held_out_samples: int
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """A run's log, as it was read."""
+
+    steps: list[StepRecord]
+    evaluations: list[EvaluationRecord]
+
+
+_STEP, _EVALUATION = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord)
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a log; a line that a running or killed run has half written is left out.
+
+    Raises:
+        DataError: A line is no record of a step or an evaluation.
+    """
+    metrics = Metrics([], [])
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} must be a run's log, got a file that is no text: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            if "held_out_loss" in line:
+                metrics.evaluations.append(_EVALUATION.validate_json(line))
+            else:
+                metrics.steps.append(_STEP.validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "line"
+            raise DataError(f"{path}, line {number}: {place} must be as a run logs it, got: {first['msg']}") from error
+    return metrics
+
+
+class MetricsLog:
+    """Appends to the log, and renders the line a progress bar shows.
+
+    Args:
+        path: The JSON Lines file; its folder is made.
+        first_step: Steps that the run has done before; what the file says of later ones is dropped (they will be
+            trained again), and with 0 the file starts anew.
+    """
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        self._path = path
+        self._rates: dict[str, float] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        # A run that was killed may have left half a line.
+        whole = (line for line in lines if line.endswith("}\n"))
+        beside = path.with_suffix(".partial")  # a disk that is full must not cost the old lines
+        beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= first_step))
+        beside.replace(path)
+
+    def training_step(self, **record: Unpack[StepRecord]) -> str:
+        """Log a training step, and render it as a progress bar's line; rates are smoothed over the last steps."""
+        self._append(record)
+        loss, seconds, samples, tokens = (
+            self._smooth(name, float(record[name]))  # type: ignore[literal-required]
+            for name in ("loss", "seconds", "samples", "llm_tokens")
+        )
+        balances = " ".join(f"{name} {value:.2f}" for name, value in record["balance"].items())
+        return (
+            f"loss {loss:.3f}, {samples / seconds:.1f} samples/s, {tokens / seconds:,.0f} tokens/s, balance {balances}"
+        )
+
+    def evaluation(self, step: int, *, loss: float, accuracy: float, samples: int) -> str:
+        """Log an evaluation on held-out samples, and render it as a line."""
+        self._append(
+            EvaluationRecord(step=step, held_out_loss=loss, held_out_accuracy=accuracy, held_out_samples=samples)
+        )
+        return f"step {step}: held-out loss {loss:.3f}, answers right {accuracy:.1%} of {samples}"
+
+    def _append(self, record: StepRecord | EvaluationRecord) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _smooth(self, name: str, value: float) -> float:
+        before = self._rates.get(name, value)
+        self._rates[name] = SMOOTHING * before + (1 - SMOOTHING) * value
+        return self._rates[name]
+
+
+def run_table(plan: Plan, records: Sequence[LayerRecord], sampler: BalancedBatchSampler) -> Table:
+    """The data's arrangement, and the layers of each stage.
+
+    Args:
+        plan: What the run follows.
+        records: The model's layers.
+        sampler: Any rank's.
+    """
+    packs = sampler.num_replicas * sampler.micro_batches
+    return _titled(
+        "plan",
+        {
+            "samples": f"{len(sampler.lengths):,}; {sampler.oversized_report}",
+            "a pack holds at most": f"{plan.limits.vision_units} tiles, {plan.limits.llm_tokens} LLM tokens",
+            "a step": f"{packs} packs: {sampler.num_replicas} replicas × {sampler.micro_batches} micro-batches",
+            f"epoch {sampler.epoch}": f"{sampler.num_steps:,} steps",
+        }
+        | {f"stage {stage}": _stage(plan, records, stage) for stage in range(plan.num_stages)},
+    )
+
+
+def _stage(plan: Plan, records: Sequence[LayerRecord], stage: int) -> str:
+    layers = plan.partition.layers(stage)
+    kinds = Counter("language" if records[layer].module == "language" else "vision" for layer in layers)
+    parameters = sum(records[layer].sizes["parameters"] for layer in layers)
+    recomputed = sum(plan.recompute[layer] != "none" for layer in layers)
+    held = " + ".join(f"{kinds[kind]} {kind}" for kind in ("vision", "language") if kinds[kind])
+    return (
+        f"{records[layers[0]].name} … {records[layers[-1]].name}: {held} layers, {parameters / 1e6:,.1f} M parameters, "
+        f"{recomputed} recomputed"
+    )
+
+
+def peak_text(peak_bytes: Sequence[int], overhead_bytes: Sequence[int], plan: Plan) -> str:
+    """A line per stage: its measured peak beside the predicted one, of a step of the largest packs.
+
+    What a device holds beside the model is said apart: neither torch's allocator nor a count of tensors sees it.
+
+    Args:
+        peak_bytes: Of each stage.
+        overhead_bytes: Of each stage, beside it; zeros where nobody could measure.
+        plan: What the run follows, with or without a prediction.
+    """
+    predicted = [None] * plan.num_stages if plan.predicted is None else [s.memory for s in plan.predicted.stages]
+    lines = zip(peak_bytes, overhead_bytes, predicted, strict=True)
+    return "\n".join(f"stage {stage}: memory peak {_peak(*line)}" for stage, line in enumerate(lines))
+
+
+def _peak(peak: int, overhead: int, predicted: StageMemory | None) -> str:
+    most = 0 if predicted is None else predicted.total - predicted.overhead
+    words = [
+        f"{in_words(peak)}, {peak / most:.1%} of the {in_words(most)} predicted for the largest packs"
+        if most
+        else f"{in_words(peak)}; nothing predicted"
+    ]
+    if overhead:
+        words.append(f"{in_words(overhead)} beside the model")
+        if predicted is not None:
+            words[-1] += f", {in_words(predicted.overhead)} planned (--overhead)"
+    return "; ".join(words)
+
+
+def training_rows(metrics: Metrics) -> dict[str, str]:
+    """A run in figures, by name; at least one step."""
+    first, last = metrics.steps[0], metrics.steps[-1]
+    seconds, samples, tokens, losses = (
+        np.array([record[name] for record in metrics.steps])  # type: ignore[literal-required]
+        for name in ("seconds", "samples", "llm_tokens", "loss")
+    )
+    rows = {
+        "steps": f"{last['step']:,}, {last['epoch'] + 1} times through the data",
+        "loss": f"{first['loss']:.3f} → {_moving_mean(losses)[-1]:.3f} (mean of the last steps)",
+        "step": f"{np.median(seconds):.3f} s, 10 % … 90 %: {np.quantile(seconds, 0.1):.3f} … "
+        f"{np.quantile(seconds, 0.9):.3f} s",
+        "speed": f"{samples.sum() / seconds.sum():,.1f} samples/s, {tokens.sum() / seconds.sum():,.0f} LLM tokens/s",
+    }
+    for name in last["balance"]:
+        rows[f"balance, {name}"] = f"{np.mean([record['balance'][name] for record in metrics.steps]):.3f}"
     if metrics.evaluations:
-        at = [record["step"] for record in metrics.evaluations]
-        losses.plot(
-            at,
-            [record["held_out_loss"] for record in metrics.evaluations],
-            "o-",
-            color="tab:orange",
-            label="held-out loss",
-        )
-        accuracy = losses.twinx()
-        accuracy.plot(
-            at,
-            [100 * record["held_out_accuracy"] for record in metrics.evaluations],
-            "s--",
-            color="tab:green",
-            label="held-out answers right",
-        )
-        accuracy.set(ylabel="held-out answers right (%)", ylim=(0, 100))
-        accuracy.legend(loc="center right")
-    losses.legend(loc="upper right")
-    figure.savefig(path, dpi=120)
-
-
-def _moving_mean(values: npt.NDArray[np.float64], window: int = 20) -> npt.NDArray[np.float64]:
-    """Mean of up to ``window`` values that end at each position."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - window, 0)
-    means: npt.NDArray[np.float64] = (sums[ends] - sums[begins]) / (ends - begins)
-    return means
+        result = metrics.evaluations[-1]
+        rows["held-out answers right"] = f"{result['held_out_accuracy']:.1%} of {result['held_out_samples']:,}"
+    return rows
 
 
 def training_table(metrics: Metrics, written: Mapping[str, Path]) -> Table:
@@ -60,20 +232,43 @@ def training_table(metrics: Metrics, written: Mapping[str, Path]) -> Table:
         metrics: The run's log, with at least one step.
         written: Paths by name.
     """
-    table = Table(title="training", show_header=False, title_justify="left")
-    seconds = sum(record["seconds"] for record in metrics.steps)
-    samples = sum(record["samples"] for record in metrics.steps)
-    tokens = sum(record["llm_tokens"] for record in metrics.steps)
-    first, last = metrics.steps[0], metrics.steps[-1]
-    final_loss = _moving_mean(np.array([record["loss"] for record in metrics.steps]))[-1]
-    table.add_row("steps", f"{last['step']}, {last['epoch'] + 1} times through the data")
-    table.add_row("loss", f"{first['loss']:.3f} → {final_loss:.3f} (mean of the last steps)")
-    table.add_row("speed", f"{samples / seconds:.1f} samples/s, {tokens / seconds:,.0f} LLM tokens/s")
-    for name in last["balance"]:
-        table.add_row(f"balance, {name}", f"{np.mean([record['balance'][name] for record in metrics.steps]):.3f}")
-    if metrics.evaluations:
-        result = metrics.evaluations[-1]
-        table.add_row("held-out answers right", f"{result['held_out_accuracy']:.1%} of {result['held_out_samples']}")
-    for name, path in written.items():
-        table.add_row(name, str(path))
+    return _titled("training", training_rows(metrics) | {name: str(path) for name, path in written.items()})
+
+
+def _titled(title: str, rows: Mapping[str, str]) -> Table:
+    table = Table(title=title, show_header=False, title_justify="left")
+    for row in rows.items():
+        table.add_row(*row)
     return table
+
+
+def plot_training(metrics: Metrics, path: Path) -> None:
+    """Draw the loss over steps and, beside it, loss and right answers on held-out samples."""
+    losses = np.array([record["loss"] for record in metrics.steps])
+    steps = [record["step"] for record in metrics.steps]
+    at = [record["step"] for record in metrics.evaluations]
+    with drawing(path, 9, 3.6) as figure:
+        axes = figure.subplots()
+        axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _moving_mean(losses), color=BLUE, label="training loss, mean of the last 20 steps")
+        axes.set(xlabel="step", ylabel="loss of a target token", yscale="log")
+        if at:
+            held_out = [record["held_out_loss"] for record in metrics.evaluations]
+            right = [100 * record["held_out_accuracy"] for record in metrics.evaluations]
+            axes.plot(at, held_out, "o-", color=ORANGE, markersize=4, label="held-out loss")
+            answers = axes.twinx()
+            answers.plot(at, right, "s--", color=GREEN, markersize=4)
+            answers.set(ylabel="held-out answers right, %", ylim=(0, 100))
+            answers.spines["right"].set_visible(True)
+            answers.grid(False)
+            axes.plot([], [], "s--", color=GREEN, markersize=4, label="held-out answers right")
+        legend_below(figure, axes)
+
+
+def _moving_mean(values: FloatArray, window: int = 20) -> FloatArray:
+    """Mean of up to ``window`` values that end at each position."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - window, 0)
+    means: FloatArray = (sums[ends] - sums[begins]) / (ends - begins)
+    return means

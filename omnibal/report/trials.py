@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 
-from omnibal.plan import Plan
-from omnibal.report.memory import unit_of
+from omnibal.memory.recompute import in_words
+from omnibal.report.style import Figures, make_table, milliseconds, unit_of
+
+if TYPE_CHECKING:
+    from omnibal.trials.run import Trial
 
 
 @dataclass(frozen=True)
-class PlanTrial:
-    """A plan that was tried.
+class TrialFigures(Figures):
+    """A plan that was tried, in figures.
 
     Attributes:
         name: What it is.
+        boundaries: Of its partition.
         micro_batches: Per step and replica.
         recomputed: Layers of each stage that recompute.
         measured_seconds: Median of the timed steps; None where the trial failed.
         predicted_seconds: Of a step; None where nobody predicted.
         samples_per_step: Alike.
-        peak_bytes: What a device of each stage held at its peak; empty where the trial ended before.
+        peak_bytes: What a device of each stage held at its peak, zeros where the device does not count; empty where the
+            trial ended before.
         predicted_bytes: Of each stage, without the overhead; empty where nobody predicted.
-        outcome: Why it failed, and what followed.
+        outcome: Whether it fits or why it failed, and what it is a retreat from.
     """
 
     name: str
+    boundaries: tuple[int, ...]
     micro_batches: int
     recomputed: tuple[int, ...]
     measured_seconds: float | None
@@ -41,51 +46,67 @@ class PlanTrial:
     outcome: str
 
     @classmethod
-    def of(
-        cls, name: str, plan: Plan, measured_seconds: float | None, peak_bytes: Sequence[int], outcome: str
-    ) -> PlanTrial:
-        """From a plan and what was measured."""
-        predicted = plan.predicted
+    def of(cls, name: str, trial: Trial) -> TrialFigures:
+        """Of a trial, beside what its plan predicted."""
+        plan, predicted = trial.plan, trial.plan.predicted
         levels = (plan.recompute[a:b] for a, b in pairwise(plan.partition.boundaries))
         return cls(
             name=name,
+            boundaries=plan.partition.boundaries,
             micro_batches=plan.micro_batches,
             recomputed=tuple(sum(level != "none" for level in stage) for stage in levels),
-            measured_seconds=measured_seconds,
+            measured_seconds=None if trial.error else trial.median_seconds,
             predicted_seconds=None if predicted is None else predicted.step_seconds,
             samples_per_step=None if predicted is None else predicted.samples_per_step,
-            peak_bytes=tuple(peak_bytes),
+            peak_bytes=trial.peak_bytes,
             predicted_bytes=tuple(s.memory.total - s.memory.overhead for s in predicted.stages) if predicted else (),
-            outcome=outcome,
+            outcome=_outcome(trial),
         )
 
-    def to_record(self) -> dict[str, Any]:
-        """The trial as JSON values."""
-        return asdict(self)
+    def __str__(self) -> str:
+        """The trial in a line, as it is said when it is done."""
+        measured, predicted = self.measured_seconds, self.predicted_seconds
+        expected = "" if predicted is None else f"predicted {milliseconds(predicted)} ms, "
+        done = "" if measured is None else f"measured {milliseconds(measured)} ms: "
+        return f"{self.name}: {expected}{done}{self.outcome}"
 
 
-def plan_trials_table(trials: Sequence[PlanTrial]) -> Table:
+def _outcome(trial: Trial) -> str:
+    before = f"after a retreat by {_by_stage(trial.retreat_bytes)}: " if trial.retreat_bytes else ""
+    if trial.missing_bytes:
+        return f"{before}out of memory, {_by_stage(trial.missing_bytes)} missing"
+    return before + (f"failed: {trial.error}" if trial.error else "fits")
+
+
+def _by_stage(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{size} bytes ({in_words(size)}) on stage {stage}" for stage, size in enumerate(sizes) if size)
+
+
+def trials_table(trials: Sequence[TrialFigures]) -> Table:
     """A row per trial, in the order given: time and peak as measured, and as the plan predicted them."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    table.add_column("trial")
-    unit, unit_name = unit_of(size for trial in trials for size in (*trial.peak_bytes, *trial.predicted_bytes, 0))
-    names = ("packs", "recompute", "ms", "plan\nms", "samples\na second", unit_name, f"plan\n{unit_name}")
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold", min_width=max(map(len, name.split("\n"))))
-    for trial in trials:
-        seconds, samples = trial.measured_seconds, trial.samples_per_step
-        table.add_row(
+    unit, name = unit_of(size for trial in trials for size in (*trial.peak_bytes, *trial.predicted_bytes))
+    heads = ("trial", "packs", "recompute", "ms", "plan\nms", "samples\na second", name, f"plan\n{name}")
+    rows = (
+        (
             trial.name,
             f"{trial.micro_batches}",
             " ".join(map(str, trial.recomputed)),
-            "–" if seconds is None else f"{1e3 * seconds:,.1f}",
-            "–" if trial.predicted_seconds is None else f"{1e3 * trial.predicted_seconds:,.1f}",
-            "–" if seconds is None or samples is None else f"{samples / seconds:,.1f}",
+            milliseconds(trial.measured_seconds),
+            milliseconds(trial.predicted_seconds),
+            _rate(trial),
             _sizes(trial.peak_bytes, unit),
             _sizes(trial.predicted_bytes, unit),
         )
-    return table
+        for trial in trials
+    )
+    return make_table(heads, rows)
+
+
+def _rate(trial: TrialFigures) -> str:
+    if trial.measured_seconds is None or trial.samples_per_step is None:
+        return "–"
+    return f"{trial.samples_per_step / trial.measured_seconds:,.1f}"
 
 
 def _sizes(sizes: Sequence[int], unit: int) -> str:
-    return " ".join(f"{size / unit:.1f}" for size in sizes) or "–"
+    return " ".join(f"{size / unit:.1f}" for size in sizes) if any(sizes) else "–"

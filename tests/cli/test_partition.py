@@ -181,7 +181,7 @@ def test_trials_are_rows_of_the_record(omnibal, counted, ds_config, engine):
     assert engine.calls[0][2] == ["-H", "hosts"]
     assert record["chosen"] == [0, 3, 6]
     assert [row["measured_seconds"] for row in record["trials"]] == [1.0, 9.0, None]
-    assert record["trials"][2]["error"] == "OutOfMemoryError: no"
+    assert [row["outcome"] for row in record["trials"]] == ["fits", "fits", "failed: OutOfMemoryError: no"]
     assert record["trials"][0]["predicted_seconds"] == next(
         entry["step_seconds"] for entry in record["methods"]["search"]["candidates"] if entry["boundaries"] == [0, 3, 6]
     )

@@ -63,10 +63,8 @@ def test_the_real_engine_runs_out_of_memory_and_the_plan_retreats(omnibal, demo,
     assert short["predicted_bytes"][0] == held < budgets[0] < short["peak_bytes"][0]
     assert short["outcome"].startswith(f"out of memory, {missing} bytes (") and short["outcome"].endswith("missing")
     assert fits["outcome"].startswith(f"after a retreat by {missing} bytes (") and fits["outcome"].endswith(": fits")
-    assert result.stderr.splitlines()[-2:] == [
-        f"plan 1: {short['outcome']}",
-        f"plan 1, retreat 1: {fits['outcome']}",
-    ]
+    for line, trial in zip(result.stderr.splitlines()[-2:], (short, fits), strict=True):
+        assert line.startswith(f"{trial['name']}: predicted ") and line.endswith(trial["outcome"])
     assert short["measured_seconds"] is None and fits["measured_seconds"] > 0
     assert fits["peak_bytes"][0] <= budgets[0]
     assert fits["predicted_bytes"][0] <= held - missing
@@ -183,7 +181,8 @@ def test_the_four_steps_find_levels_from_measured_memory_alone(omnibal, argument
     last = trials[-2]
     assert [trial["name"] for trial in trials] == [*(f"paper's {n}" for n in range(1, len(trials))), "solver's"]
     assert last["outcome"].startswith("after a retreat by ") == (surplus > 0)
-    assert f"{last['name']}: {last['outcome']}" in result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith(f"{last['name']}: ")]
+    assert said[0].endswith(last["outcome"])
     plan = Plan.load(tmp_path / "plan.json")
     for stage in range(4):
         there = sum(blocks[i] for i in plan.partition.layers(stage))

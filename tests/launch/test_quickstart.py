@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from omnibal.cli.main import app
 from omnibal.engine.launch import free_port
 from omnibal.engine.saved_files import latest_checkpoint, newest_first
-from omnibal.report.metrics import read_metrics
+from omnibal.report.training import read_metrics
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]

@@ -1,19 +1,12 @@
 import numpy as np
 import pytest
-from rich.console import Console
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.report.lengths import SourceStatistics, Statistics, lengths_table, source_statistics
+from tests.report.printed import text_of
 
 LENGTHS = SampleLengths([1, 0, 5, 3], [300, 40, 1400, 900], target_tokens=[10, 20, 30, 40], source=[0, 2, 0, 0])
 NAMES = ("charts", "nothing", "text")
-
-
-def text_of(table):
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
 
 
 def test_statistics_of_each_source_in_the_order_of_names():

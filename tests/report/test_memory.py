@@ -2,14 +2,15 @@ from dataclasses import replace
 
 import matplotlib.image
 import numpy as np
-from rich.console import Console
 
 from omnibal.data.limits import PackLimits
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
-from omnibal.report.memory import memory_table, plot_memory, stage_plan_table, visible_terms
+from omnibal.report.memory import memory_table, plot_memory, visible_terms
+from omnibal.report.stages import stage_plan_table
 from omnibal.report.style import SERIES, VERMILION
+from tests.report.printed import rows_of, text_of
 
 GIB = 2**30
 MEMORY = [StageMemory(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 0, 5 * GIB, 6 * GIB, 7 * GIB, 2 * GIB) for _ in range(2)]
@@ -22,13 +23,6 @@ PLAN = Plan(
     ("full", "none", "selective", "full", "full"),
     Prediction(1.0, 8.0, 0.1, (StagePrediction(0.1234, 0.3, 0.05, 0.125, 0, MEMORY[0]),) * 2),
 )
-
-
-def rows_of(table):
-    console = Console(width=100)
-    with console.capture() as captured:
-        console.print(table)
-    return [line.split() for line in captured.get().splitlines()[3:] if line.split()]
 
 
 def test_stages_count_layers_by_part_and_level():
@@ -48,10 +42,8 @@ def test_memory_term_by_term():
 
 def test_tables_fit_a_terminal_of_80_columns():
     for table in (stage_plan_table(PLAN, MODULES), memory_table([MEMORY[0], WAITING], (60 * GIB, 40 * GIB))):
-        console = Console(width=80)
-        with console.capture() as captured:
-            console.print(table)
-        assert "…" not in captured.get()
+        assert "…" not in text_of(table)
+        assert len(rows_of(table, 80)) == 2
 
 
 def test_the_picture_shows_every_term_and_the_budget(tmp_path):

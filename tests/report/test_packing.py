@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
@@ -13,8 +12,8 @@ from omnibal.data.limit_search import ScoredLimits
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.report.packing import measure_packing, mix_labels
-from omnibal.report.packing_tables import limits_table, packing_table
+from omnibal.report.packing import limits_table, measure_packing, mix_labels, packing_table
+from tests.report.printed import text_of
 
 LENGTHS = SampleLengths([1, 2, 3, 4], [10, 20, 30, 40], source=[0, 1, 0, 1])
 LIMITS = PackLimits(5, 50)
@@ -24,13 +23,6 @@ STEPS = np.array([[[0], [1]], [[2], [3]]])
 
 def figures_of(packs=PACKS, steps=STEPS, **options):
     return measure_packing("isf", LENGTHS, LIMITS, packs, steps, seconds=0.5, **options)
-
-
-def text_of(table):
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
 
 
 def test_figures_of_two_packs_on_two_ranks():

@@ -4,7 +4,7 @@ from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance
-from omnibal.report.style import new_figure, save, styled
+from omnibal.report.style import drawing
 from tests.pipeline.profiles import fixed_profile
 
 
@@ -18,8 +18,8 @@ def test_code_stands_between_backticks():
 
 
 def test_pictures_are_as_large_as_they_were_drawn(tmp_path):
-    with styled():
-        save(new_figure(5, 2), tmp_path / "five_inches.png")
+    with drawing(tmp_path / "five_inches.png", 5, 2):
+        pass
     assert f'alt="five inches" width="{5 * 96}"' in picture(tmp_path / "five_inches.png", "five inches")
 
 
@@ -34,7 +34,7 @@ def test_imbalance_is_the_spread_over_stages_and_over_time():
 
 
 def test_what_is_wider_than_the_page_scrolls_by_itself(tmp_path):
-    with styled():
-        save(new_figure(5, 2), tmp_path / "five_inches.png")
+    with drawing(tmp_path / "five_inches.png", 5, 2):
+        pass
     for part in (table(["x"], [["1"]]), picture(tmp_path / "five_inches.png", "five inches")):
         assert part.count('<div class="scroll"><') == part.count("</div>") == 1

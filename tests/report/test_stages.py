@@ -1,19 +1,14 @@
 from dataclasses import replace
-from io import StringIO
 
-import numpy as np
 import pytest
-from PIL import Image
-from rich.console import Console
 
 from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.simulate import simulate_step
-from omnibal.report import stage_plots
-from omnibal.report.stage_plots import plot_stages
 from omnibal.report.stages import PartitionFigures, slowest_replica, stage_table
-from tests.pipeline.profiles import fixed_profile, layer, profile
+from tests.pipeline.profiles import layer, profile
+from tests.report.printed import rows_of
 
 
 @pytest.fixture
@@ -60,35 +55,9 @@ def test_figures_are_of_the_slowest_replica():
 
 
 def test_the_table_has_a_row_per_stage(model):
-    console = Console(width=100, file=StringIO(), record=True)
     figures, _ = figures_of(model, (0, 1, 3, 5))
-    console.print(stage_table(figures.stages))
-    rows = [line.split() for line in console.export_text().splitlines() if line.strip()[:1].isdecimal()]
-    assert [row[:4] for row in rows] == [
+    assert [row[:4] for row in rows_of(stage_table(figures.stages))] == [
         ["0", "vision_block.0", "1+0", "1.0"],
         ["1", "vision_block.1", "2+0", "1.0"],
         ["2", "decoder_block.0", "0+2", "1.0"],
     ]
-
-
-def test_bars_add_up_to_the_step(model, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(stage_plots, "save", lambda figure, path: drawn.append(figure))
-    ours, theirs = figures_of(model, (0, 2, 5))[0], figures_of(model, (0, 4, 5))[0]
-    plot_stages({"ours": ours, "theirs": theirs}, 20.0, "unused")
-    for panel, figures in zip(drawn[0].axes, (ours, theirs), strict=True):
-        ends = {}
-        for bar in panel.patches:
-            ends[bar.get_y()] = max(ends.get(bar.get_y(), 0), bar.get_x() + bar.get_width())
-        np.testing.assert_allclose([*ends.values()], figures.step_seconds)
-        assert panel.get_title(loc="left").startswith(("ours: ", "theirs: "))
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
-        "forward", "backward", "transfer", "waiting", "gradients and optimizer", "no partition is faster",
-    ]  # fmt: skip
-
-
-def test_the_picture_is_written(tmp_path):
-    figures, _ = figures_of(fixed_profile([1, 1, 1]), (0, 1, 3))
-    plot_stages({"a": figures}, 1.0, tmp_path / "new" / "stages.png")
-    with Image.open(tmp_path / "new" / "stages.png") as picture:
-        assert np.asarray(picture).std() > 0

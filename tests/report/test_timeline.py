@@ -5,8 +5,9 @@ from PIL import Image
 
 from omnibal.pipeline.schedule import Schedule, one_f_one_b
 from omnibal.pipeline.simulate import simulate
-from omnibal.report import timeline
-from omnibal.report.timeline import COLOURS, TRANSFER, plot_timeline, short
+from omnibal.report import style
+from omnibal.report.style import short
+from omnibal.report.timeline import COLOURS, TRANSFER, plot_timeline
 
 
 def simulation(num_stages=2, micro_batches=3, **options):
@@ -18,7 +19,7 @@ def simulation(num_stages=2, micro_batches=3, **options):
 def figures(monkeypatch):
     """Figures that were drawn, instead of written."""
     drawn = []
-    monkeypatch.setattr(timeline, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(style, "save", lambda figure, path: drawn.append(figure))
     return drawn
 
 

@@ -1,12 +1,18 @@
 import json
+from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
+from omnibal.data.limits import PackLimits
 from omnibal.errors import DataError
-from omnibal.report.metrics import MetricsLog, read_metrics
-from omnibal.report.training import plot_training, training_table
+from omnibal.memory.footprint import StageMemory
+from omnibal.pipeline.boundaries import Partition
+from omnibal.plan import Plan, Prediction, StagePrediction
+from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, training_table
+from tests.report.printed import text_of
 
+MIB = 2**20
+PLAN = Plan(PackLimits(9, 4096), 2, Partition((0, 1, 2)), ("none", "none"))
 BALANCE = {"vision": 0.5, "llm": 0.75}
 
 
@@ -14,7 +20,7 @@ def logged(path, steps, *, first_step=0):
     log = MetricsLog(path, first_step=first_step)
     for step in range(first_step + 1, steps + 1):
         line = log.training_step(
-            step,
+            step=step,
             epoch=step // 4,
             loss=4 / step,
             learning_rate=0.1,
@@ -83,12 +89,45 @@ def test_table_and_plot(tmp_path):
     path = tmp_path / "metrics.jsonl"
     logged(path, 4)
     metrics = read_metrics(path)
-    console = Console(record=True, width=120, file=(tmp_path / "out").open("w"))
-    console.print(training_table(metrics, {"model": tmp_path / "model"}))
-    text = console.export_text()
+    text = text_of(training_table(metrics, {"model": tmp_path / "model"}), width=120)
     assert "4.000 → 2.083" in text
     assert "4.0 samples/s, 300 LLM tokens/s" in text
     assert "25.0% of 40" in text
     assert "balance, vision" in text
     plot_training(metrics, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def stage(size):
+    """Of so many bytes and as many of overhead, which is no part of what is compared."""
+    terms = ("parameters", "gradients", "optimizer", "pending", "buffers", "transient", "logits")
+    memory = StageMemory(**dict.fromkeys(terms, 0), activations=size, overhead=size)
+    times = ("forward_seconds", "backward_seconds", "recompute_seconds", "idle_ratio")
+    return StagePrediction(**dict.fromkeys(times, 0.0), pending_bytes=0, memory=memory)
+
+
+def test_a_measured_peak_stands_beside_the_predicted_one():
+    plan = replace(PLAN, predicted=Prediction(1.0, 8.0, 0.0, (stage(200 * MIB), stage(4096 * MIB))))
+    assert peak_text((150 * MIB, 4300 * MIB), (0, 0), plan).splitlines() == [
+        "stage 0: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs",
+        "stage 1: memory peak 4.20 GiB, 105.0% of the 4.00 GiB predicted for the largest packs",
+    ]
+
+
+def test_a_peak_that_nobody_predicted_is_said_all_the_same():
+    assert peak_text((150 * MIB, MIB), (0, 0), PLAN).splitlines() == [
+        "stage 0: memory peak 150.00 MiB; nothing predicted",
+        "stage 1: memory peak 1.00 MiB; nothing predicted",
+    ]
+
+
+def test_what_a_device_held_beside_the_model_stands_beside_what_was_planned_for_it():
+    plan = replace(PLAN, predicted=Prediction(1.0, 8.0, 0.0, (stage(200 * MIB), stage(200 * MIB))))
+    first, second = peak_text((150 * MIB, 150 * MIB), (1536 * MIB, 0), plan).splitlines()
+    assert first == (
+        "stage 0: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs; 1.50 GiB beside the "
+        "model, 200.00 MiB planned (--overhead)"
+    )
+    assert second == "stage 1: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs"
+    unplanned, _ = peak_text((150 * MIB, MIB), (1536 * MIB, 0), PLAN).splitlines()
+    assert unplanned == "stage 0: memory peak 150.00 MiB; nothing predicted; 1.50 GiB beside the model"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.report.style import SERIES, new_figure, save, styled
+from omnibal.report.style import SERIES, drawing
 
 HERE = Path(__file__).parent
 
@@ -75,8 +75,7 @@ def _plan(plan: dict[str, Any]) -> str:
 
 
 def _draw(runs: list[dict[str, Any]], path: Path) -> None:
-    with styled():
-        figure = new_figure(9.5, 3.4 * len(runs))
+    with drawing(path, 9.5, 3.4 * len(runs)) as figure:
         axes = figure.subplots(len(runs), 2, squeeze=False)
         for (rates, losses), run in zip(axes, runs, strict=True):
             ways = run["ways"]
@@ -90,7 +89,6 @@ def _draw(runs: list[dict[str, Any]], path: Path) -> None:
                 losses.plot(way["seen"], way["losses"], color=colour, label=way["name"], linewidth=width)
             losses.set(xlabel="samples", ylabel="loss of a target token", ylim=(0, None))
             losses.legend()
-        save(figure, path)
 
 
 if __name__ == "__main__":

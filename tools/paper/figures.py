@@ -15,7 +15,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.memory.state import TrainingSetup
 from omnibal.report.imbalance import Imbalance, plot_imbalance
-from omnibal.report.style import SERIES, new_figure, save, styled
+from omnibal.report.style import SERIES, drawing
 
 HERE = Path(__file__).parent
 PUBLISHED = {"across stages": ("85 ± 93 ms", "39 ± 23 GB"), "in stage 0, over time": ("136 ± 155 ms", "73 ± 6 GB")}
@@ -52,8 +52,7 @@ def figure_4() -> None:
         for name, ratios in found.items()
     ]
     print(table(names, rows))
-    with styled():
-        figure = new_figure(9.5, 3.4)
+    with drawing(HERE / "figure_4.png", 9.5, 3.4) as figure:
         for number, (panel, kind) in enumerate(zip(figure.subplots(1, 2, sharey=True), ("ViT", "LLM"), strict=True)):
             for colour, (name, ratios) in zip(SERIES, found.items(), strict=False):
                 values = [ratio[number] for ratio in ratios]
@@ -61,7 +60,6 @@ def figure_4() -> None:
             panel.set(title=kind, xlabel="iterations of ISF")
         figure.axes[0].set(ylabel=f"Dist Ratio, {RANKS} ranks", ylim=(0, None))
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        save(figure, HERE / "figure_4.png")
 
 
 def _cases() -> dict[str, tuple[SampleLengths, PackLimits]]:

@@ -25,7 +25,7 @@ from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.demo import write_demo
 from omnibal.engine.launch import free_port
-from omnibal.report.metrics import read_metrics
+from omnibal.report.training import read_metrics
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
 

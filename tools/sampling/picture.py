@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.ticker import LogLocator, NullLocator
 
 from omnibal.report.packing import PackingFigures
-from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, new_figure, save, styled
+from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, drawing
 
 LEAST = 1e-4
 """Smaller Dist Ratios are drawn here."""
@@ -22,8 +22,7 @@ def draw_tradeoff(figures: Mapping[str, PackingFigures], title: str, path: Path)
     """
     rows = sorted(figures.items(), key=lambda item: item[1].dist_ratio_cost)
     places = range(len(rows))
-    with styled():
-        figure = new_figure(9.6, 0.3 * len(rows) + 1.3)
+    with drawing(path, 9.6, 0.3 * len(rows) + 1.3) as figure:
         waiting, randomness = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         for values, colour, label in (
             ([entry.dist_ratio_vision for _, entry in rows], BLUE, "vision units"),
@@ -42,4 +41,3 @@ def draw_tradeoff(figures: Mapping[str, PackingFigures], title: str, path: Path)
             tick.set_fontweight("bold" if label.startswith("**") else "normal")
         waiting.legend(loc="lower right")
         figure.suptitle(title, fontsize=10)
-        save(figure, path)

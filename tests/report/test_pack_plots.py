@@ -9,9 +9,8 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
-from omnibal.report.length_plots import TOKEN_BINS, plot_lengths, token_edges
-from omnibal.report.pack_fill import BINS, bin_edges, plot_fill
-from omnibal.report.rank_loads import Arranged, plot_rank_loads
+from omnibal.report.lengths import TOKEN_BINS, plot_lengths, token_edges
+from omnibal.report.pack_plots import BINS, Arranged, bin_edges, plot_fill, plot_rank_loads
 
 
 def arranged_of(lengths, limits, **options):
