@@ -4,7 +4,6 @@ from omnibal.errors import require
 
 require("tokenizers", "transformers", "PIL")
 
-from omnibal.demo.chance import majority_accuracy
-from omnibal.demo.write import DemoPaths, write_demo
+from omnibal.demo.write import DemoPaths, majority_accuracy, write_demo
 
 __all__ = ["DemoPaths", "majority_accuracy", "write_demo"]

@@ -1,4 +1,4 @@
-"""Questions about pictures of coloured shapes, each with the one answer it has."""
+"""Questions about pictures of coloured shapes, each with the one answer it has, and the datasets made of them."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnibal.demo.scenes import COLOURS, PLACES, SHAPES, Figure, Scene
+from omnibal.demo.scenes import COLOURS, PLACES, SHAPES, Scene, random_scene
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
 NAMES = ("Anna", "Tom", "Mia", "Ben")
@@ -22,24 +22,37 @@ class Exchange(NamedTuple):
     answer: str
 
 
-def ask_colour(rng: np.random.Generator, scene: Scene) -> Exchange | None:
-    """The colour of a shape that occurs once."""
-    figure = _pick(rng, _unique(scene, "shape"))
-    if figure is None:
-        return None
-    return _short_or_long(
-        rng, f"What colour is the {figure.shape}?", figure.colour, f"The {figure.shape} is {figure.colour}."
-    )
+Ask = Callable[[np.random.Generator, Scene], Exchange | None]
 
 
-def ask_shape(rng: np.random.Generator, scene: Scene) -> Exchange | None:
-    """The shape that has a colour which occurs once."""
-    figure = _pick(rng, _unique(scene, "colour"))
-    if figure is None:
-        return None
-    return _short_or_long(
-        rng, f"Which shape is {figure.colour}?", figure.shape, f"The {figure.colour} shape is a {figure.shape}."
-    )
+class Sample(NamedTuple):
+    """Pictures and a conversation about them; ``kinds`` names what is asked, joined by ``+``."""
+
+    kinds: str
+    scenes: list[Scene]
+    exchanges: list[Exchange]
+
+
+class Dataset(NamedTuple):
+    """How a dataset's samples are made (from a generator and the most turns), its part of all, and its repetitions."""
+
+    make: Callable[[np.random.Generator, int], Sample]
+    share: float
+    repeat: int = 1
+
+
+def _ask_about_one(known_by: str, asked: str, question: str, sentence: str) -> Ask:
+    """Ask for one attribute of a figure that another one tells apart from all others; both are named in the texts."""
+
+    def ask(rng: np.random.Generator, scene: Scene) -> Exchange | None:
+        counts = Counter(getattr(figure, known_by) for figure in scene.figures)
+        alone = [vars(figure) for figure in scene.figures if counts[getattr(figure, known_by)] == 1]
+        if not alone:
+            return None
+        words = alone[rng.integers(len(alone))]
+        return _short_or_long(rng, question.format(**words), words[asked], sentence.format(**words))
+
+    return ask
 
 
 def ask_count(rng: np.random.Generator, scene: Scene) -> Exchange:
@@ -48,24 +61,20 @@ def ask_count(rng: np.random.Generator, scene: Scene) -> Exchange:
     return _short_or_long(rng, "How many shapes are there?", count, f"The number of shapes is {count}.")
 
 
-def ask_place(rng: np.random.Generator, scene: Scene) -> Exchange | None:
-    """The quarter of the picture where a shape is that occurs once."""
-    figure = _pick(rng, _unique(scene, "shape"))
-    if figure is None:
-        return None
-    return _short_or_long(
-        rng, f"Where is the {figure.shape}?", figure.place, f"The {figure.shape} is at the {figure.place}."
-    )
-
-
 def ask_description(_: np.random.Generator, scene: Scene) -> Exchange:
     """All shapes in reading order: a long answer."""
     parts = [f"{_with_article(figure.colour)} {figure.shape} at the {figure.place}" for figure in scene.figures]
     return Exchange("Describe the image.", f"I see {' and '.join(parts)}.")
 
 
-ABOUT_ONE: Mapping[str, Callable[[np.random.Generator, Scene], Exchange | None]] = MappingProxyType(
-    {"colour": ask_colour, "shape": ask_shape, "count": ask_count, "place": ask_place, "description": ask_description}
+ABOUT_ONE: Mapping[str, Ask] = MappingProxyType(
+    {
+        "colour": _ask_about_one("shape", "colour", "What colour is the {shape}?", "The {shape} is {colour}."),
+        "shape": _ask_about_one("colour", "shape", "Which shape is {colour}?", "The {colour} shape is a {shape}."),
+        "count": ask_count,
+        "place": _ask_about_one("shape", "place", "Where is the {shape}?", "The {shape} is at the {place}."),
+        "description": ask_description,
+    }
 )
 """Questions about one picture by kind; None where the picture leaves the question without a clear answer."""
 
@@ -102,10 +111,42 @@ def _with_article(colour: str) -> str:
     return f"an {colour}" if colour[0] in "aeiou" else f"a {colour}"
 
 
-def _unique(scene: Scene, attribute: str) -> list[Figure]:
-    counts = Counter(getattr(figure, attribute) for figure in scene.figures)
-    return [figure for figure in scene.figures if counts[getattr(figure, attribute)] == 1]
+def shapes(rng: np.random.Generator, max_turns: int) -> Sample:
+    """Different questions about one picture."""
+    scene, turns = _scene(rng, (0.7, 0.2, 0.07, 0.03)), int(rng.integers(max_turns)) + 1
+    asked = {kind: ABOUT_ONE[kind](rng, scene) for kind in rng.permutation(list(ABOUT_ONE)).tolist()}
+    answered = {kind: exchange for kind, exchange in asked.items() if exchange is not None}
+    kinds = list(answered)[:turns]
+    return Sample("+".join(kinds), [scene], [answered[kind] for kind in kinds])
 
 
-def _pick(rng: np.random.Generator, figures: list[Figure]) -> Figure | None:
-    return figures[rng.integers(len(figures))] if figures else None
+def scenes(rng: np.random.Generator, _: int) -> Sample:
+    """Long answers about fuller pictures."""
+    scene = _scene(rng, (0.0, 0.5, 0.3, 0.2))
+    return Sample("description", [scene], [ask_description(rng, scene)])
+
+
+def pairs(rng: np.random.Generator, _: int) -> Sample:
+    """Two pictures and a question about one of them."""
+    first, second = random_scene(rng, 1), random_scene(rng, 1)
+    return Sample("pair", [first, second], [ask_pair(rng, first, second)])
+
+
+def stories(rng: np.random.Generator, _: int) -> Sample:
+    """No picture."""
+    return Sample("text", [], [ask_text(rng)])
+
+
+DATASETS = MappingProxyType(
+    {
+        "shapes": Dataset(shapes, share=0.6),
+        "scenes": Dataset(scenes, share=0.1, repeat=2),
+        "pairs": Dataset(pairs, share=0.12),
+        "stories": Dataset(stories, share=0.18),
+    }
+)
+
+
+def _scene(rng: np.random.Generator, chances: tuple[float, ...]) -> Scene:
+    """A picture with one, two, three or four figures."""
+    return random_scene(rng, int(rng.choice([1, 2, 3, 4], p=chances)))

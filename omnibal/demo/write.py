@@ -1,7 +1,8 @@
-"""The demo's data on disk, as a user of InternVL has it: image files, JSONL conversations and meta files."""
+"""The demo on disk as users of InternVL have their data: images, JSONL conversations, meta files; and its yardstick."""
 
 import json
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from omnibal.demo.model import write_model_folder
-from omnibal.demo.questions import Exchange, vocabulary
-from omnibal.demo.samples import DATASETS
+from omnibal.demo.questions import DATASETS, Exchange, vocabulary
 from omnibal.demo.scenes import Scene, draw_scene
 from omnibal.errors import ConfigError
 
@@ -111,3 +111,31 @@ def _save(rng: np.random.Generator, scene: Scene, folder: Path, name: str) -> st
     file = f"{name}.png" if rng.random() < 0.5 else f"{name}.jpg"
     draw_scene(rng, scene).save(folder / file, quality=92, compress_level=1)  # each format takes the one it knows
     return file
+
+
+def majority_accuracy(train: Iterable[Path], held_out: Iterable[Path]) -> float:
+    """What a model without eyes can score: always the training data's most frequent answer to a question.
+
+    Args:
+        train: JSONL files of conversations.
+        held_out: JSONL files of conversations, at least one answer in all.
+
+    Returns:
+        A share from 0 to 1, over all answers. A question never asked in training gets the most frequent answer of
+        all; of equally frequent answers the one that comes first in training is given.
+    """
+    answers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for question, answer in _exchanges(train):
+        answers[question][answer] += 1
+    most_frequent = {question: counts.most_common(1)[0][0] for question, counts in answers.items()}
+    fallback = sum(answers.values(), Counter()).most_common(1)[0][0]
+    hits = [most_frequent.get(question, fallback) == answer for question, answer in _exchanges(held_out)]
+    return sum(hits) / len(hits)
+
+
+def _exchanges(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    for file in files:
+        with file.open() as lines:
+            for line in lines:
+                turns = [turn for turn in json.loads(line)["conversations"] if turn["from"] != "system"]
+                yield from ((q["value"], a["value"]) for q, a in zip(turns[::2], turns[1::2], strict=True))

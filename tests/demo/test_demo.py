@@ -64,7 +64,7 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path):
 
 def test_tokenizer_holds_words_whole_and_knows_every_text(demo):
     tokenizer = AutoTokenizer.from_pretrained(demo.model)
-    assert tokenizer.tokenize("red Describe the image.") == ["red", "ĠDescribe", "Ġthe", "Ġimage", "."] or True
+    assert tokenizer.tokenize("Where is the red ring?") == ["Where", "Ġis", "Ġthe", "Ġred", "Ġring", "?"]
     text = "Größe: 7 ≠ 8\n\tend"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert [
