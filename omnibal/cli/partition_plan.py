@@ -75,7 +75,9 @@ def try_candidates(
 
     def show(trial: Trial) -> None:
         done.append(figures_of(trial))
-        console.print(f"trial {len(done)} of {len(candidates)}: {done[-1]}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"trial {len(done)} of {len(candidates)}: {done[-1]}", highlight=False, markup=False, soft_wrap=True
+        )
 
     plans = [plan_of(task, candidate.partition, method) for candidate in candidates]
     trials = run_trials(config, plans, launcher_options=options, on_trial=show)
