@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -71,6 +71,8 @@ class Layout:
         for name in ("num_stages", "num_replicas", "num_tensor"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.precision not in get_args(Precision):
+            raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
         check_zero_stage(self.zero_stage)
         if self.sums_float32 and self.zero_stage == 0:
             raise ConfigError("zero_stage must be 1 where 16-bit gradients are summed in float32, got 0")
@@ -355,6 +357,10 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
             min(self._memory_of(rank) for rank in range(start, start + size))
             for start in range(0, layout.num_devices, size)
         )
+
+    def allocatable_bytes(self, layout: Layout) -> tuple[int, ...]:
+        """What tensors may take of it; the same."""
+        return tuple(memory - self.overhead_bytes for memory in self.stage_memory_bytes(layout))
 
     def check(self, layout: Layout) -> None:
         """Refuse a layout of more devices.

@@ -13,6 +13,7 @@ from scipy.optimize import nnls
 from omnibal.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
 class Load:

@@ -1,4 +1,4 @@
-"""The plan: pack limits, partition and recompute levels as one small JSON file."""
+"""The plan: what a run does to data, model and memory, on which hardware, as one small JSON file."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,15 +9,19 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from omnibal.cluster import OVERHEAD_BYTES, Cluster, Layout, Links
+from omnibal.cost import Load
 from omnibal.data.checks import MOST_STEP_PACKS, integer, kind
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import LEVELS, Level, StageMemory
+from omnibal.memory.footprint import LEVELS, Footprint, Level, StageMemory
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
+from omnibal.profile.records import ModelProfile
 from omnibal.records import Record, read_record
 
-VERSION = 2
+VERSION = 3
 MOST_LAYERS = 10**6
 """No model has more: a number beyond it is a slip."""
 
@@ -63,10 +67,12 @@ class Plan:
         predicted: What the step will be like; None for a plan that nobody predicted.
         made_from: What the plan was made from: profile hash, versions, options.
         schedule: ``"1f1b"``, ``"zero-bubble"`` or ``"zero-bubble-lean"``.
+        layout: How the run is spread over devices; by default one replica of the partition's stages.
+        cluster: What it was planned for; None for a plan that nobody predicted.
 
     Raises:
-        ConfigError: A level or the schedule is unknown, there is not one level for each layer, or the prediction is of
-            other stages.
+        ConfigError: A level or the schedule is unknown, there is not one level for each layer, the prediction or the
+            layout is of other stages, or the cluster has too few devices.
 
     Example:
         >>> plan = Plan(PackLimits(9, 4096), 8, Partition((0, 3, 5)), ("full", "none", "none", "none", "none"))
@@ -81,6 +87,8 @@ class Plan:
     predicted: Prediction | None = None
     made_from: Mapping[str, Any] = field(default_factory=dict)
     schedule: ScheduleName = "1f1b"
+    layout: Layout = field(default=None)  # type: ignore[assignment]  # follows from the partition
+    cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         kind("limits", self.limits, PackLimits)
@@ -98,6 +106,12 @@ class Plan:
             raise ConfigError(
                 f"predicted must be of the plan's {self.num_stages} stages, got {len(self.predicted.stages)}"
             )
+        if self.layout is None:
+            object.__setattr__(self, "layout", Layout(self.num_stages))
+        if self.layout.num_stages != self.num_stages:
+            raise ConfigError(f"layout must be of the plan's {self.num_stages} stages, got {self.layout.num_stages}")
+        if self.cluster is not None:
+            self.cluster.check(self.layout)
 
     @property
     def num_stages(self) -> int:
@@ -105,14 +119,52 @@ class Plan:
         return self.partition.num_stages
 
     @property
-    def table(self) -> Schedule:
+    def links(self) -> Links:
+        """What stages and replicas reach.
+
+        Raises:
+            ConfigError: The plan has no cluster.
+        """
+        return self.known_cluster.links_of(self.layout)
+
+    @property
+    def known_cluster(self) -> Cluster:
+        """The cluster.
+
+        Raises:
+            ConfigError: The plan has none.
+        """
+        if self.cluster is None:
+            raise ConfigError("cluster of the plan must be known, got none; give one, such as 4x8xA100-80GB")
+        return self.cluster
+
+    def make_schedule(self) -> Schedule:
         """What every stage runs."""
         return SCHEDULES[self.schedule](self.num_stages, self.micro_batches)
+
+    def simulate(self, profile: ModelProfile, loads: Iterable[Load], *, mode: Mode = "rendezvous") -> StepSimulation:
+        """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`."""
+        return simulate_step(
+            profile, self.partition, loads, self.links, zero_stage=self.layout.zero_stage, recompute=self.recompute,
+            schedule=self.make_schedule(), mode=mode,
+        )  # fmt: skip
+
+    def footprint(self, profile: ModelProfile, load: Load, *, target_share: float = 1.0) -> Footprint:
+        """What stages hold for micro-batches of one size; arguments and errors as of ``Footprint``."""
+        overhead = OVERHEAD_BYTES if self.cluster is None else self.cluster.overhead_bytes
+        return Footprint(profile, load, self.make_schedule(), self.layout, overhead, target_share)
+
+    def memory(self, profile: ModelProfile, load: Load, *, target_share: float = 1.0) -> tuple[StageMemory, ...]:
+        """What a device of each stage holds at its peak; the same."""
+        footprint = self.footprint(profile, load, target_share=target_share)
+        return footprint.stages(self.partition, self.recompute)
 
     def to_record(self) -> dict[str, Any]:
         """The plan as JSON values."""
         return {
             "version": VERSION,
+            "cluster": None if self.cluster is None else asdict(self.cluster),
+            "layout": asdict(self.layout),
             "limits": asdict(self.limits),
             "micro_batches": self.micro_batches,
             "partition": list(self.partition.boundaries),
@@ -146,6 +198,8 @@ class Plan:
                 schedule=content.schedule,
                 predicted=content.predicted,
                 made_from=content.made_from,
+                layout=content.layout,
+                cluster=content.cluster,
             )
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
@@ -160,6 +214,8 @@ class _LimitsRecord(Record):
 
 class _PlanFile(Record):
     version: int
+    cluster: Cluster | None
+    layout: Layout
     limits: _LimitsRecord
     micro_batches: int
     partition: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...]

@@ -135,6 +135,7 @@ def test_a_layout_says_how_gradients_are_summed():
     [
         ({"num_stages": 0}, "num_stages must be positive, got 0"),
         ({"num_replicas": -1}, "num_replicas must be positive, got -1"),
+        ({"precision": "float16"}, "precision must be one of bfloat16, float32, got 'float16'"),
         ({"num_tensor": 0}, "num_tensor must be positive, got 0"),
         ({"zero_stage": 2}, "zero_stage must be 0 or 1 under a pipeline, got 2"),
         ({"zero_stage": 0, "accumulate_float32": True}, "zero_stage must be 1 where 16-bit gradients are summed in"),

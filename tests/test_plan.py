@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omnibal.cluster import Cluster, Device, Layout, Links
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import LEVELS, StageMemory
@@ -12,6 +13,10 @@ from omnibal.plan import Plan, Prediction, StagePrediction
 
 MEMORY = StageMemory(8, 16, 96, 1000, 0, 20, 30, 0, 7)
 STAGE = StagePrediction(0.1, 0.25, 0.05, 0.125, 9, MEMORY)
+CLUSTER = Cluster(
+    1, 4, Device("card", memory_bytes=2e9, link_bytes_per_second=1e9), memory_bytes=(1000, 2000, 3000, 4000),
+    overhead_bytes=7,
+)  # fmt: skip
 PLAN = Plan(
     PackLimits(9, 4096, full_llm_tokens=4000),
     16,
@@ -20,6 +25,8 @@ PLAN = Plan(
     Prediction(1.5, 70.5, 0.125, (STAGE, STAGE)),
     {"profile": "0123456789abcdef", "options": {"global_batch": 64, "budget_bytes": [10, 20]}},
     "zero-bubble",
+    Layout(2, 2, accumulate_float32=False),
+    CLUSTER,
 )
 
 
@@ -31,7 +38,20 @@ def test_a_plan_reads_well(tmp_path):
         '"pending": 0, "buffers": 20, "transient": 30, "logits": 0, "overhead": 7}}'
     )
     expected = f"""{{
-  "version": 2,
+  "version": 3,
+  "cluster": {{
+    "num_nodes": 1,
+    "devices_per_node": 4,
+    "device": {{"name": "card", "memory_bytes": 2000000000.0, "link_bytes_per_second": 1000000000.0, \
+"node_bytes_per_second": null, "flops_per_second": null, "fraction": 0.5, "memory_bytes_per_second": null}},
+    "node_bytes_per_second": null,
+    "latency_seconds": 0.0,
+    "memory_bytes": [1000, 2000, 3000, 4000],
+    "overhead_bytes": 7,
+    "links": null
+  }},
+  "layout": {{"num_stages": 2, "num_replicas": 2, "num_tensor": 1, "zero_stage": 1, "precision": "bfloat16", \
+"accumulate_float32": false}},
   "limits": {{"vision_units": 9, "llm_tokens": 4096, "full_vision_units": 9, "full_llm_tokens": 4000}},
   "micro_batches": 16,
   "partition": [0, 3, 5],
@@ -81,7 +101,11 @@ def test_any_levels_come_back(tmp_path_factory, stages):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "plan must be of version 2, got 1; make it again"),
+        ({"version": 1}, "plan must be of version 3, got 1; make it again"),
+        ({"layout": {"num_stages": 3}}, "layout must be of the plan's 2 stages, got 3"),
+        ({"layout": {"num_stages": 2, "num_replicas": 3}}, "layout must have at most the 4 devices of 4xcard, got 6"),
+        ({"layout": {"zero_stage": 3}}, "plan.layout: zero_stage must be 0 or 1 under a pipeline, got 3"),
+        ({"cluster": {"nodes": 3}}, "plan.cluster.nodes must be a known key"),
         ({"partition": None}, "plan.partition must be a valid array, got None"),
         ({"micro_batches": 2.5}, "plan.micro_batches must be a valid integer, got 2.5"),
         ({"scedule": "1f1b"}, "plan.scedule must be a known key, got 'scedule'; did you mean 'schedule'"),
@@ -105,7 +129,8 @@ def test_a_wrong_key_is_an_error_that_names_the_file(tmp_path, change, message):
 
 
 @pytest.mark.parametrize(
-    "key", ["version", "limits", "micro_batches", "partition", "recompute", "schedule", "predicted"]
+    "key",
+    ["version", "cluster", "layout", "limits", "micro_batches", "partition", "recompute", "schedule", "predicted"],
 )
 def test_a_missing_key_is_named(tmp_path, key):
     path = tmp_path / "plan.json"
@@ -123,6 +148,28 @@ def test_no_file_and_no_json(tmp_path):
     (tmp_path / "broken.json").write_text('{\n "version": }')
     with pytest.raises(ConfigError, match=r"plan must be JSON, got .*broken\.json, line 2"):
         Plan.load(tmp_path / "broken.json")
+
+
+def test_a_plan_of_an_older_version_is_refused_as_such(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    content = json.loads(path.read_text()) | {"version": 2}
+    del content["cluster"], content["layout"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="plan must be of version 3, got 2; make it again"):
+        Plan.load(path)
+    path.write_text(json.dumps({"version": 2, "layers": []}))
+    with pytest.raises(ConfigError, match="plan must have the key 'cluster', got none in"):
+        Plan.load(path)
+
+
+def test_links_and_memory_follow_from_cluster_and_layout():
+    assert PLAN.links == Links(1e9, reduce_bandwidth_bytes_per_second=1e9)
+    assert PLAN.known_cluster.stage_memory_bytes(PLAN.layout) == (1000, 3000)
+    unplanned = Plan(PackLimits(0, 7), 1, Partition((0, 1, 2)), ("full",) * 2)
+    assert unplanned.layout == Layout(2)
+    with pytest.raises(ConfigError, match="cluster of the plan must be known, got none; give one, such as 4x8xA100"):
+        unplanned.links  # noqa: B018
 
 
 @pytest.mark.parametrize(

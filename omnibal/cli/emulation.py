@@ -7,18 +7,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
-from omnibal.cli.planning import lengths_of, stage_budgets
+from omnibal.cli.planning import lengths_of, on_cluster
 from omnibal.cluster import Links
 from omnibal.cost import Load
+from omnibal.data.epoch import arrange_epoch
 from omnibal.data.policies import Method
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.emulator.run import Emulation, EmulationTask, run_emulation
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.trace import chrome_trace
 from omnibal.plan import Plan
+from omnibal.planner.steps import Packing, spread_steps
 from omnibal.profile.records import ModelProfile
 from omnibal.report.emulation import EmulationFigures, emulation_tables
 from omnibal.report.stages import slowest_replica
@@ -45,36 +44,19 @@ def emulation_task(
     Raises:
         ConfigError: Plan, profile, budget and lengths do not fit each other.
     """
-    plan = Plan.load(plan_path)
-    return EmulationTask(
-        profile=profile,
-        plan=plan,
-        steps=_sampled(plan, lengths, method, seed, num_replicas, steps) if lengths else _equal(plan, num_replicas),
-        links=links,
-        setup=TrainingSetup(num_replicas=num_replicas, zero_stage=zero_stage, overhead_bytes=overhead_bytes),
-        budget_bytes=stage_budgets(budget, profile, plan.num_stages),
-        time_scale=time_scale,
-    )
-
-
-def _sampled(
-    plan: Plan, paths: Sequence[Path], method: Method, seed: int, num_replicas: int, steps: int
-) -> tuple[tuple[Load, ...], ...]:
-    """Steps spread over the sampler's first epoch."""
-    lengths = lengths_of(paths)
-    sampler = BalancedBatchSampler(
-        lengths, plan.limits, num_replicas=num_replicas, rank=0, micro_batches=plan.micro_batches, method=method,
-        seed=seed,
+    plan = on_cluster(
+        Plan.load(plan_path), profile, links, num_replicas=num_replicas, zero_stage=zero_stage, budget=budget,
+        overhead_bytes=overhead_bytes,
     )  # fmt: skip
-    numbers = np.linspace(0, sampler.num_steps - 1, min(steps, sampler.num_steps)).astype(int)
-    return tuple(tuple(sampler.step(int(number)).load(lengths)) for number in numbers)
-
-
-def _equal(plan: Plan, num_replicas: int) -> tuple[tuple[Load, ...], ...]:
-    """One step of packs that are as large as the limits allow, each of one sample."""
-    limits = plan.limits
-    pack = Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens**2)
-    return ((Load.stack([pack] * plan.micro_batches),) * num_replicas,)
+    if lengths:
+        samples = lengths_of(lengths)
+        epoch = arrange_epoch(
+            samples, plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches, method=method, seed=seed
+        )
+        packing = Packing.of(epoch, samples, plan.limits, spread_steps(epoch.num_steps, steps))
+    else:
+        packing = Packing.alike(plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches)
+    return EmulationTask(profile, plan, packing.steps, time_scale)
 
 
 @dataclass(frozen=True)
@@ -123,7 +105,7 @@ class EmulationReport:
         """The report as JSON values."""
         return {
             "num_stages": self.task.plan.num_stages,
-            "num_replicas": self.task.setup.num_replicas,
+            "num_replicas": self.task.plan.layout.num_replicas,
             "micro_batches": self.task.plan.micro_batches,
             "time_scale": self.task.scale,
             "start_seconds": self.emulation.start_seconds,
@@ -134,7 +116,7 @@ class EmulationReport:
         """Print tables and a summary."""
         task, figures = self.task, self.figures
         lines = [
-            f"{task.plan.num_stages} stages × {task.setup.num_replicas} replicas, {task.plan.micro_batches} "
+            f"{task.plan.num_stages} stages × {task.plan.layout.num_replicas} replicas, {task.plan.micro_batches} "
             f"micro-batches; a second of the cluster took {task.scale:.3g} s",
         ]
         if task.scale < task.least_scale:

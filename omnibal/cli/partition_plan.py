@@ -24,6 +24,7 @@ def plan_of(task: StepTask, partition: Partition, method: str) -> Plan:
         partition=partition,
         recompute=task.recompute,
         predicted=_predict(task, partition),
+        layout=task.layout(partition),
         made_from={"method": method, "frozen": list(task.profile.frozen_kinds), **task.to_record()},
     )
 

@@ -28,6 +28,7 @@ from omnibal.cli.step_task import (
     ZeroStageOption,
     links_of,
 )
+from omnibal.cluster import Layout
 from omnibal.data.policies import Method
 
 
@@ -118,8 +119,8 @@ def plan(
     from omnibal.cli.outputs import check_file, check_folder
     from omnibal.cli.planning import (
         PlanReport,
-        budget_of,
         check_trials,
+        cluster_of,
         count_devices,
         fixed_limits,
         lengths_of,
@@ -140,18 +141,21 @@ def plan(
         zero_stage=zero_stage,
         float32_gradients=float32_gradients,
     )
+    ranks = count_devices(num_stages, num_replicas, num_devices, costs)
+    cluster = cluster_of(
+        costs, budget, links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency),
+        layout=Layout(num_stages or 1, ranks // (num_stages or 1), num_tensor=costs.tensor_parallel),
+        overhead_bytes=int(overhead * 2**30),
+    )  # fmt: skip
     request = PlanRequest(
-        num_devices=count_devices(num_stages, num_replicas, num_devices, costs),
+        cluster=cluster,
         num_stages=num_stages,
         global_batch=global_batch,
-        budget_bytes=budget_of(budget, costs),
         head_room=head_room,
-        overhead_bytes=int(overhead * 2**30),
         zero_stage=zero_stage,
         accumulate_float32=float32_gradients,
         limits=fixed_limits(vision_units, llm_tokens),
         method=method,
-        links=links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency),
         mode=mode,
         schedule=schedule,
         steps=steps,

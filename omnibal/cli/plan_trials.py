@@ -32,8 +32,8 @@ class Engine:
         deepspeed_config, section = read_config(config)
         self.config: dict[str, Any] = deepspeed_config | {"omnibal": section.model_dump()}
         self.result = result
-        request = result.choice.model.request
-        self._options = shlex.split(launcher) if launcher else ["--num_gpus", str(request.num_devices)]
+        layout = result.choice.model.layout
+        self._options = shlex.split(launcher) if launcher else ["--num_gpus", str(layout.num_devices)]
         self.trials: list[TrialFigures] = []
         self._console = Console(stderr=True)
 
@@ -72,7 +72,7 @@ class Engine:
         """
         model, plan = self.result.choice.model, self.result.plan
         kinds = [layer.kind for layer in model.profile.layers]
-        budgets = model.request.allocatable_bytes(model.num_stages)
+        budgets = model.request.cluster.allocatable_bytes(model.layout)
         show = self._shown_as(f"paper's {number}" for number in itertools.count(1))
         in_flight = model.footprint.schedule.in_flight
         found = take_four_steps(plan, kinds, in_flight, budgets, lambda tried: self._run(tried)[0], on_trial=show)
@@ -80,7 +80,7 @@ class Engine:
         return found.plan
 
     def _run(self, plan: Plan, **calls: Any) -> list[Trial]:
-        budgets = self.result.choice.model.request.allocatable_bytes(plan.num_stages)
+        budgets = plan.known_cluster.allocatable_bytes(plan.layout)
         return run_trials(self.config, [plan], launcher_options=self._options, budget_bytes=budgets, **calls)
 
     def _shown_as(self, names: Iterable[str]) -> Callable[[Trial], None]:

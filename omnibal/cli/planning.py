@@ -1,7 +1,8 @@
 """The parts of `omnibal plan`: read its options, show and draw what came of them."""
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,14 +11,13 @@ from rich.console import Console
 from omnibal.cli.costs import check_run
 from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.cli.weighed import record_of, weighed_table
-from omnibal.cluster import DEVICES
+from omnibal.cluster import DEVICES, Cluster, Device, Layout, Links
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Level, StageMemory
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
-from omnibal.planner.prediction import simulate_choice
 from omnibal.profile.records import ModelProfile
 from omnibal.report.memory import memory_table, plot_memory
 from omnibal.report.stages import slowest_replica, stage_plan_table
@@ -70,18 +70,43 @@ def budget_of(given: str | None, profile: ModelProfile) -> int | tuple[int, ...]
     return budgets[0] if len(budgets) == 1 else budgets
 
 
-def stage_budgets(given: str | None, profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
-    """Bytes of a device of each stage; the same.
+def cluster_of(
+    profile: ModelProfile, budget: str | None, links: Links, *, layout: Layout, overhead_bytes: int
+) -> Cluster:
+    """The hardware that the options describe, with as many devices as the layout needs.
 
     Raises:
-        ConfigError: As above, or there are more or fewer than stages.
+        ConfigError: The budget is not given and the device is unknown, or it is not one for each stage.
     """
-    budgets = budget_of(given, profile)
-    if isinstance(budgets, int):
-        return (budgets,) * num_stages
-    if len(budgets) != num_stages:
-        raise ConfigError(f"--budget must be one for each of {num_stages} stages, got {given!r}")
-    return budgets
+    budgets = budget_of(budget, profile)
+    devices_per_stage = layout.num_replicas * layout.num_tensor
+    if isinstance(budgets, tuple) and len(budgets) != layout.num_stages:
+        raise ConfigError(f"--budget must be one for each of {layout.num_stages} stages, got {budget!r}")
+    memory = budgets if isinstance(budgets, int) else tuple(size for size in budgets for _ in range(devices_per_stage))
+    device = DEVICES.get(profile.device) or Device(
+        profile.device, memory_bytes=memory if isinstance(memory, int) else max(memory),
+        link_bytes_per_second=min(links.bandwidth_bytes_per_second, sys.float_info.max),
+    )  # fmt: skip
+    return Cluster(1, layout.num_devices, device, memory_bytes=memory, overhead_bytes=overhead_bytes, links=links)
+
+
+def on_cluster(
+    plan: Plan,
+    profile: ModelProfile,
+    links: Links,
+    *,
+    num_replicas: int,
+    zero_stage: int,
+    budget: str | None,
+    overhead_bytes: int,
+) -> Plan:
+    """The plan on the hardware that the options describe."""
+    layout = Layout(
+        plan.num_stages, num_replicas, num_tensor=profile.tensor_parallel, zero_stage=zero_stage,
+        precision=profile.dtype,  # type: ignore[arg-type]  # a layout checks it
+    )  # fmt: skip
+    cluster = cluster_of(profile, budget, links, layout=layout, overhead_bytes=overhead_bytes)
+    return replace(plan, layout=layout, cluster=cluster)
 
 
 def fixed_limits(vision_units: int | None, llm_tokens: int | None) -> PackLimits | None:
@@ -188,7 +213,7 @@ class PlanReport:
         if self.folder is None:
             return
         choice = self.result.choice
-        step = simulate_choice(choice)[0]
+        step = choice.plan.simulate(choice.model.profile, choice.model.packing.steps[0], mode=choice.model.request.mode)
         slowest = slowest_replica(step)
         plot_memory(
             {"all recomputed": self._memory_at("full"), "plan": self._memory()}, self._budgets, self._pictures[0]
@@ -252,7 +277,7 @@ class PlanReport:
     def _budgets(self) -> tuple[int, ...]:
         """As the user gave them: after a retreat a plan was made for less."""
         model = self.result.choice.model
-        return model.request.budgets(model.num_stages)
+        return model.request.budgets(model.layout)
 
     def _memory(self) -> tuple[StageMemory, ...]:
         assert self.result.plan.predicted is not None

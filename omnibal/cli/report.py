@@ -81,8 +81,8 @@ def report(
         )  # fmt: skip
     write_page(out, title, plan=part, run=None if run is None else read_run(run))
     if as_json:
-        rungs = [] if part is None else part.rungs
-        rates = {rung.name: rung.samples_per_second for rung in rungs}
+        variants = [] if part is None else part.variants
+        rates = {variant.name: variant.samples_per_second for variant in variants}
         typer.echo(json.dumps({"written": str(out), "samples_per_second": rates}, indent=2))
     else:
         typer.echo(f"written: {out}")

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnibal.cli.planning import lengths_of, stage_budgets
+from omnibal.cli.planning import lengths_of, on_cluster
 from omnibal.cluster import Links
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Footprint, Level
-from omnibal.memory.state import TrainingSetup
+from omnibal.memory.footprint import Level
 from omnibal.plan import Plan
-from omnibal.planner.ladder import plan_ladder
+from omnibal.planner.gains import variants_up_to
 from omnibal.profile.records import ModelProfile
 from omnibal.report.page import PlanPart
 from omnibal.report.training import Metrics, read_metrics
@@ -35,21 +34,19 @@ def plan_part(
         ConfigError: Plan, profile, budget and lengths do not fit each other, or lengths are missing.
     """
     plan, samples = Plan.load(plan_path), lengths_of(lengths)
-    budgets = stage_budgets(budget, profile, plan.num_stages)
-    setup = TrainingSetup(num_replicas=num_replicas, zero_stage=zero_stage, overhead_bytes=overhead_bytes)
-    rungs = plan_ladder(
-        profile, plan, samples, num_replicas=num_replicas, batch_size=batch_size, steps=steps, links=links,
-        zero_stage=zero_stage,
+    plan = on_cluster(
+        plan, profile, links, num_replicas=num_replicas, zero_stage=zero_stage, budget=budget,
+        overhead_bytes=overhead_bytes,
     )  # fmt: skip
-    footprint = Footprint(profile, largest_load(samples, plan.limits), plan.table, setup)
+    variants = variants_up_to(plan, profile, samples, batch_size=batch_size, steps=steps)
+    footprint = plan.footprint(profile, largest_load(samples, plan.limits))
     everything: Level = "full"
     return PlanPart(
         plan=plan,
-        rungs=rungs,
-        setup=setup,
+        variants=variants,
         memory=footprint.stages(plan.partition, plan.recompute),
         recomputed_memory=footprint.stages(plan.partition, (everything,) * len(profile.layers)),
-        budget_bytes=budgets,
+        budget_bytes=plan.known_cluster.stage_memory_bytes(plan.layout),
     )
 
 

@@ -9,14 +9,13 @@ import numpy as np
 
 from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.cli.step_packs import LLM_TOKENS, VISION_UNITS
-from omnibal.cluster import Links
+from omnibal.cluster import Layout, Links
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits, largest_load
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, Level, StageMemory
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import PartitionSearch, search_partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
@@ -187,6 +186,13 @@ class StepTask:
             recompute=self.recompute, schedule=table, mode=self.mode,
         )  # fmt: skip
 
+    def layout(self, partition: Partition) -> Layout:
+        """How the step is spread over devices."""
+        return Layout(
+            partition.num_stages, len(self.packs.loads), num_tensor=self.profile.tensor_parallel,
+            zero_stage=self.zero_stage, precision=self.profile.dtype,  # type: ignore[arg-type]  # a layout checks it
+        )  # fmt: skip
+
     def table(self, partition: Partition) -> Schedule:
         """What every stage runs."""
         return SCHEDULES[self.schedule](partition.num_stages, self.packs.micro_batches)
@@ -214,8 +220,7 @@ class StepTask:
 
     def memory(self, partition: Partition) -> tuple[StageMemory, ...]:
         """What a device of each stage holds at its peak, if a pack is as large as the limits allow."""
-        setup = TrainingSetup(num_replicas=len(self.packs.loads), zero_stage=self.zero_stage)
-        footprint = Footprint(self.profile, self.packs.largest, self.table(partition), setup)
+        footprint = Footprint(self.profile, self.packs.largest, self.table(partition), self.layout(partition))
         return footprint.stages(partition, self.recompute)
 
     def __str__(self) -> str:

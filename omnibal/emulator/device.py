@@ -113,7 +113,7 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
     own, first, last = loads[replica], layers.start, layers.stop
     exceeds = _exceeds(task, own)
     planned, full = (
-        step_times(task.profile, loads, task.links, zero_stage=task.setup.zero_stage, recompute=levels)
+        step_times(task.profile, loads, task.plan.links, zero_stage=task.plan.layout.zero_stage, recompute=levels)
         for levels in _levels(task)
     )
 

@@ -263,15 +263,16 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
         "gradient_accumulation_steps": task.plan.micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": task.setup.zero_stage},
+        "zero_optimization": {"stage": task.plan.layout.zero_stage},
         "gradient_clipping": 1.0,
     }
     config = complete_deepspeed_config(
-        config, num_stages=task.plan.num_stages, num_replicas=task.setup.num_replicas, total_steps=len(task.steps),
+        config, num_stages=task.plan.num_stages, num_replicas=task.plan.layout.num_replicas,
+        total_steps=len(task.steps),
         schedule=task.plan.schedule,
     )  # fmt: skip
     model: Any = EmulatedModel(task, device)
-    module = EmulatedModule(model, task.plan, num_replicas=task.setup.num_replicas, dtype=torch.bfloat16)
+    module = EmulatedModule(model, task.plan, num_replicas=task.plan.layout.num_replicas, dtype=torch.bfloat16)
     return make_engine(
         EmulatedEngine, module, config,
         device=device, plan=task.plan, loader=EmulatedLoader(task, device), seed=0, model_source=None,
@@ -280,7 +281,7 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
 
 def _emulate(task: EmulationTask, rank: int, started: float, arrivals: FloatArray) -> DeviceReport:
     """One device: build the engine, run the steps."""
-    stage, replica = divmod(rank, task.setup.num_replicas)
+    stage, replica = divmod(rank, task.plan.layout.num_replicas)
     device = Device(task, stage, replica, f"rank {rank}, stage {stage}", arrivals)
     engine = _build(task, device)
     engine.train_batch()
@@ -313,7 +314,7 @@ def main() -> None:
     """Fork the processes; if one fails, all end."""
     started, folder = perf_counter(), Path(sys.argv[1])
     task = pickle.loads((folder / TASK_FILE).read_bytes())
-    shape = (2, task.plan.num_stages, task.setup.num_replicas, task.plan.micro_batches)
+    shape = (2, task.plan.num_stages, task.plan.layout.num_replicas, task.plan.micro_batches)
     shared = mmap(-1, 8 * prod(shape))
     arrivals = np.frombuffer(shared, dtype=np.float64).reshape(shape)
     processes = start_processes(

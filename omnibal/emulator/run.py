@@ -14,15 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.emulator.device import DeviceReport, StepLog
 from omnibal.engine.launch import reason_of
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.schedule import Schedule
-from omnibal.pipeline.simulate import Simulation, StepSimulation, simulate_step
+from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 
@@ -44,36 +42,27 @@ class EmulationTask:
 
     Args:
         profile: What the layers cost.
-        plan: Partition, recompute levels, micro-batches and pack limits.
+        plan: With the cluster that is emulated.
         steps: For each step a Load per replica with an entry per micro-batch, as a sampler yields them.
-        links: How fast data moves.
-        setup: The rest of what decides about time and memory.
-        budget_bytes: The most that a device of each stage may hold.
         time_scale: Seconds slept for each second of the cluster; None chooses.
 
     Raises:
-        ConfigError: Steps, budgets or scale do not fit the plan.
+        ConfigError: The plan has no cluster, or steps or scale do not fit it.
     """
 
     profile: ModelProfile
     plan: Plan
     steps: tuple[tuple[Load, ...], ...]
-    links: Links
-    setup: TrainingSetup
-    budget_bytes: tuple[int, ...]
     time_scale: float | None = None
 
     def __post_init__(self) -> None:
         shapes = {Load.stack(step).shape for step in self.steps}
-        wanted = (self.setup.num_replicas, self.plan.micro_batches)
+        wanted = (self.plan.layout.num_replicas, self.plan.micro_batches)
         if shapes != {wanted}:
             raise ConfigError(
                 f"steps must be at least one, of {wanted} replicas and micro-batches, got {sorted(shapes)}"
             )
-        if len(self.budget_bytes) != self.plan.num_stages:
-            raise ConfigError(
-                f"budget_bytes must be one for each of {self.plan.num_stages} stages, got {len(self.budget_bytes)}"
-            )
+        self.plan.known_cluster.check(self.plan.layout)
         if self.num_processes > MOST_PROCESSES:
             raise ConfigError(
                 f"stages x replicas must be at most {MOST_PROCESSES} processes of one machine, got {self.num_processes}"
@@ -84,23 +73,22 @@ class EmulationTask:
     @property
     def num_processes(self) -> int:
         """Stages × replicas."""
-        return self.plan.num_stages * self.setup.num_replicas
+        return self.plan.num_stages * self.plan.layout.num_replicas
+
+    @property
+    def budget_bytes(self) -> tuple[int, ...]:
+        """The most that a device of each stage may hold."""
+        return self.plan.known_cluster.stage_memory_bytes(self.plan.layout)
 
     @property
     def schedule(self) -> Schedule:
         """What every replica's stages run."""
-        return self.plan.table
+        return self.plan.make_schedule()
 
     @cached_property
     def predicted(self) -> tuple[StepSimulation, ...]:
         """What the simulator says of each step."""
-        return tuple(
-            simulate_step(
-                self.profile, self.plan.partition, loads, self.links, zero_stage=self.setup.zero_stage,
-                recompute=self.plan.recompute, schedule=self.schedule,
-            )
-            for loads in self.steps
-        )  # fmt: skip
+        return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
 
     @property
     def scale(self) -> float:
@@ -122,7 +110,7 @@ class EmulationTask:
 
     def footprint(self, load: Load) -> Footprint:
         """The memory of stages for micro-batches of one size."""
-        return Footprint(self.profile, load, self.schedule, self.setup)
+        return self.plan.footprint(self.profile, load)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +165,8 @@ def report_file(folder: Path, rank: int) -> Path:
 def _gather(task: EmulationTask, reports: Sequence[DeviceReport]) -> Emulation:
     """Put the processes' logs together; ranks count replicas first, as DeepSpeed's pipelines do."""
     stages = [
-        reports[start : start + task.setup.num_replicas] for start in range(0, len(reports), task.setup.num_replicas)
+        reports[start : start + task.plan.layout.num_replicas]
+        for start in range(0, len(reports), task.plan.layout.num_replicas)
     ]
     steps = []
     for number in range(len(task.steps)):
@@ -198,7 +187,8 @@ def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulat
         return (wall - start) / task.scale
 
     pipelines = tuple(
-        _pipeline(task, [replicas[replica] for replicas in logs], start) for replica in range(task.setup.num_replicas)
+        _pipeline(task, [replicas[replica] for replicas in logs], start)
+        for replica in range(task.plan.layout.num_replicas)
     )
     finish = np.max([pipeline.finish_seconds for pipeline in pipelines], axis=0)
     reduced = np.array([max(seconds(log.reduced) for log in replicas) for replicas in logs])

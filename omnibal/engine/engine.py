@@ -92,7 +92,7 @@ class OmnibalEngine(CheckpointedEngine):
         **deepspeed_arguments: Any,
     ) -> None:
         super().__init__(
-            table=None if plan.schedule == "1f1b" else plan.table,
+            table=None if plan.schedule == "1f1b" else plan.make_schedule(),
             pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
             **deepspeed_arguments,
         )

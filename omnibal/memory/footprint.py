@@ -11,10 +11,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from omnibal.cluster import OVERHEAD_BYTES, Layout
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.memory.frontier import NOT_OFFERED
-from omnibal.memory.state import ELEMENT_BYTES, TrainingSetup, TrainingState
+from omnibal.memory.state import ELEMENT_BYTES, TrainingState
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import Schedule
 from omnibal.profile.records import LayerCost, ModelProfile
@@ -77,24 +78,31 @@ class Footprint:
         profile: What the layers hold.
         load: One micro-batch, the largest there can be.
         schedule: Decides how many micro-batches a stage holds at a time.
-        setup: The rest.
+        layout: Replicas, ZeRO stage and precision.
+        overhead_bytes: What a device holds beside the model.
+        target_share: The largest share of a micro-batch's tokens that carry loss; only their logits go through the
+            softmax.
 
     Raises:
-        ConfigError: The load is not of a single micro-batch, logits have an unknown dtype, or DeepSpeed cannot sum
-            gradients in float32.
+        ConfigError: The load is not of a single micro-batch, the layout's precision is not the profile's, or the
+            share lies outside 0 to 1.
     """
 
     profile: ModelProfile
     load: Load
     schedule: Schedule
-    setup: TrainingSetup
+    layout: Layout
+    overhead_bytes: int = OVERHEAD_BYTES
+    target_share: float = 1.0
     state: TrainingState = field(init=False)
     """What does not depend on micro-batches."""
 
     def __post_init__(self) -> None:
         if self.load.shape != ():
             raise ConfigError(f"load must be of a single micro-batch, got shape {self.load.shape}")
-        object.__setattr__(self, "state", TrainingState(self.profile, self.setup))
+        if not 0 <= self.target_share <= 1:
+            raise ConfigError(f"target_share must lie in [0, 1], got {self.target_share}")
+        object.__setattr__(self, "state", TrainingState(self.profile, self.layout))
 
     def kept_bytes(self, stage: int) -> IntArray:
         """What a layer keeps of one micro-batch at each level, shape (layers, levels).
@@ -130,7 +138,7 @@ class Footprint:
     @property
     def loss_bytes(self) -> int:
         """What the loss needs at its peak, on the last stage, beside the logits."""
-        element_bytes, share = ELEMENT_BYTES[self.profile.dtype], self.setup.target_share
+        element_bytes, share = ELEMENT_BYTES[self.profile.dtype], self.target_share
         cast_bytes = 4 + (element_bytes if element_bytes < 4 else 0)
         behind = _GRADIENTS_OF_LOGITS * element_bytes + share * cast_bytes
         return int(self._sent[-1] / element_bytes * max(share * _SOFTMAX_BYTES, behind))
@@ -142,7 +150,7 @@ class Footprint:
     def fixed_bytes(self, stage: int) -> IntArray:
         """What every possible stage in this place holds whatever its levels: all but activations and transient."""
         buffers, logits = self._buffers(stage), self._logits(stage)
-        return self.state.whole + self._waiting(stage) + buffers + logits + self.setup.overhead_bytes
+        return self.state.whole + self._waiting(stage) + buffers + logits + self.overhead_bytes
 
     def update_bytes(self, stage: int) -> IntArray:
         """What the end of a step needs beyond the fixed bytes of every possible stage: at least so much its peak is.
@@ -184,7 +192,7 @@ class Footprint:
             buffers=int(self._buffers(stage)[a, b]),
             transient=max(int((transient - freed).max()), self.least_transient(stage), update),
             logits=self._logits(stage),
-            overhead=self.setup.overhead_bytes,
+            overhead=self.overhead_bytes,
         )
 
     def stages(self, partition: Partition, levels: Sequence[Level]) -> tuple[StageMemory, ...]:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from omnibal.cluster import OVERHEAD_BYTES, check_zero_stage
+from omnibal.cluster import Layout
 from omnibal.errors import ConfigError
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -24,41 +24,6 @@ _REDUCED_AT_ONCE = 500_000_000
 """Gradients that DeepSpeed copies into one buffer to reduce them over the replicas, at most."""
 
 
-@dataclass(frozen=True)
-class TrainingSetup:
-    """What decides about memory beside model and pipeline.
-
-    Args:
-        num_replicas: Data-parallel ranks.
-        zero_stage: 0, or 1: each replica holds its share of the optimizer's state. In 16 bits DeepSpeed shares it under
-            0 too, and keeps a second copy of the gradients.
-        overhead_bytes: What a device holds beside the model; a run on CUDA says what it was.
-        accumulate_float32: Whether gradients are summed up in float32 beside those in the forward pass's 16 bits
-            (DeepSpeed's ``data_types.grad_accum_dtype``), for 4 bytes more a trained parameter; None for what the
-            engine does unless told otherwise: under ZeRO stage 1.
-        target_share: The largest share of a micro-batch's tokens that carry loss; only their logits go through the
-            softmax.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    num_replicas: int = 1
-    zero_stage: int = 1
-    overhead_bytes: int = OVERHEAD_BYTES
-    accumulate_float32: bool | None = None
-    target_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.num_replicas < 1:
-            raise ConfigError(f"num_replicas must be positive, got {self.num_replicas}")
-        check_zero_stage(self.zero_stage)
-        if self.overhead_bytes < 0:
-            raise ConfigError(f"overhead_bytes must not be negative, got {self.overhead_bytes}")
-        if not 0 <= self.target_share <= 1:
-            raise ConfigError(f"target_share must lie in [0, 1], got {self.target_share}")
-
-
 @dataclass(frozen=True, eq=False)
 class TrainingState:
     """Bytes of every possible stage of a model, as one replica holds them.
@@ -68,21 +33,20 @@ class TrainingState:
 
     Args:
         profile: What the layers hold.
-        setup: Precision and replicas.
+        layout: Replicas, ZeRO stage and precision.
 
     Raises:
-        ConfigError: The profile's dtype is unknown, or DeepSpeed cannot sum its gradients in float32.
+        ConfigError: The layout's precision is not the profile's.
     """
 
     profile: ModelProfile
-    setup: TrainingSetup
+    layout: Layout
 
     def __post_init__(self) -> None:
-        if self.profile.dtype not in ELEMENT_BYTES:
-            known = ", ".join(ELEMENT_BYTES)
-            raise ConfigError(f"dtype of the profile must be one of {known}, got {self.profile.dtype!r}")
-        if self._sums_float32 and self.setup.zero_stage == 0:
-            raise ConfigError("zero_stage must be 1 where 16-bit gradients are summed in float32, got 0")
+        if self.profile.dtype != self.layout.precision:
+            raise ConfigError(
+                f"precision of the layout must be the profile's {self.profile.dtype}, got {self.layout.precision}"
+            )
 
     @property
     def whole(self) -> IntArray:
@@ -98,11 +62,6 @@ class TrainingState:
     def _is_float32(self) -> bool:
         return ELEMENT_BYTES[self.profile.dtype] == _FLOAT32
 
-    @property
-    def _sums_float32(self) -> bool:
-        wanted = self.setup.accumulate_float32
-        return not self._is_float32 and (self.setup.zero_stage == 1 if wanted is None else wanted)
-
     @cached_property
     def _trained(self) -> IntArray:
         """Bytes of one gradient of each trained parameter, in the dtype of the forward pass."""
@@ -116,15 +75,15 @@ class TrainingState:
     @cached_property
     def gradients(self) -> IntArray:
         """Whole on every replica; and once more where DeepSpeed sums 16-bit ones up in a buffer of its own."""
-        if self._sums_float32:
+        if self.layout.sums_float32:
             return self._trained + self._trained_float32
-        return self._trained * (1 if self._is_float32 or self.setup.zero_stage else 2)
+        return self._trained * (1 if self._is_float32 or self.layout.zero_stage else 2)
 
     @cached_property
     def optimizer(self) -> IntArray:
         """State, and master weights: of 16-bit parameters they belong to the state; ZeRO clones those in float32."""
         state = self._between(lambda layer: layer.optimizer_bytes)
-        if self._is_float32 and self.setup.zero_stage == 0:
+        if self._is_float32 and self.layout.zero_stage == 0:
             return state
         return self._share(state + self._trained if self._is_float32 else state)
 
@@ -135,17 +94,17 @@ class TrainingState:
         It runs on one flat gradient in float32, which is copied together where it is not summed up as such. ZeRO then
         lets go of the gradients of the parameters.
         """
-        if self._is_float32 and self.setup.zero_stage == 0:
+        if self._is_float32 and self.layout.zero_stage == 0:
             return self._trained
-        copies = _ADAM_TEMPORARIES + (0 if self._sums_float32 else 1)
+        copies = _ADAM_TEMPORARIES + (0 if self.layout.sums_float32 else 1)
         computed = self._share(copies * self._trained_float32)
-        if self.setup.zero_stage and not self._sums_float32:
+        if self.layout.zero_stage and not self.layout.sums_float32:
             computed = computed - self._trained
         return np.maximum(computed, np.minimum(self._trained, _REDUCED_AT_ONCE * ELEMENT_BYTES[self.profile.dtype]))
 
     def _share(self, sizes: IntArray) -> IntArray:
         """What one of the replicas holds of what they share."""
-        return -(-sizes // self.setup.num_replicas)
+        return -(-sizes // self.layout.num_replicas)
 
     def _between(self, bytes_of: Callable[[LayerCost], int]) -> IntArray:
         """Sums over the layers of every possible stage; layers tied to another one of the same stage are free."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.cost import Load
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import search_limits
 from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.errors import ConfigError
 from omnibal.planner.request import PlanRequest
+from omnibal.planner.steps import Packing, largest_target_share, samples_per_pack, spread_steps
 
 LEAST_SAMPLES = 8192
 """As many samples at least are packed to learn what packs are like."""
@@ -25,28 +25,6 @@ FEWEST_SIMULATED = 4
 """Steps that it is judged by at least."""
 MOST_PACKINGS = 40
 """Numbers of micro-batches that are tried, in about equal ratios."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """What micro-batches are like under some limits."""
-
-    limits: PackLimits
-    micro_batches: int
-    """Per step and replica."""
-    samples_per_step: float
-    """Mean over an epoch, all replicas."""
-    steps: tuple[tuple[Load, ...], ...]
-    """Steps spread over an epoch: for each replica its micro-batches."""
-    largest: Load
-    """A micro-batch that none within the limits exceeds."""
-    target_share: float
-    """The largest share of a micro-batch's tokens that can carry loss."""
-
-    @property
-    def all_loads(self) -> Load:
-        """Every micro-batch of the steps, shape (steps, replicas, micro-batches)."""
-        return Load.stack(Load.stack(step) for step in self.steps)
 
 
 def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) -> list[Packing]:
@@ -74,13 +52,6 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
     return found
 
 
-def largest_target_share(lengths: SampleLengths) -> float:
-    """The largest share of a pack's tokens that can carry loss: 1 where nothing is known."""
-    if lengths.target_tokens is None:
-        return 1.0
-    return float((lengths.target_tokens / np.maximum(lengths.llm_tokens, 1)).max(initial=0))
-
-
 @dataclass(frozen=True)
 class _Task:
     lengths: SampleLengths
@@ -91,17 +62,12 @@ class _Task:
 
     def pack(self, limits: PackLimits) -> Packing:
         """Pack with the number of micro-batches that comes nearest to the global batch."""
-        micro_batches = self._micro_batches(self._samples_per_pack(self._arrange(limits, micro_batches=1)))
+        micro_batches = self._micro_batches(samples_per_pack(self._arrange(limits, micro_batches=1)))
         epoch = self._arrange(limits, micro_batches)
-        load = epoch.packs.load(self.part)
-        whole = max(epoch.num_steps - 1, 1)  # only the last step may be short of samples
         steps = self.request.steps or max(FEWEST_SIMULATED, SIMULATED // (self.num_replicas * micro_batches))
-        numbers = np.unique(np.linspace(0, whole - 1, steps).round().astype(int))
-        return Packing(
-            limits=limits,
-            micro_batches=micro_batches,
-            samples_per_step=self._samples_per_pack(epoch) * self.num_replicas * micro_batches,
-            steps=tuple(tuple(load[packs] for packs in epoch.steps[number]) for number in numbers),
+        packing = Packing.of(epoch, self.part, limits, spread_steps(epoch.num_steps, steps))
+        return replace(
+            packing,
             largest=largest_load(self.lengths, limits),
             target_share=largest_target_share(self.lengths),
         )
@@ -126,9 +92,6 @@ class _Task:
             self.part, limits, num_replicas=self.num_replicas, micro_batches=micro_batches,
             method=self.request.method, seed=self.request.seed,
         )  # fmt: skip
-
-    def _samples_per_pack(self, epoch: Epoch) -> float:
-        return len(self.part) / int((epoch.packs.sizes > 0).sum())
 
     def _micro_batches(self, samples_per_pack: float) -> int:
         return max(1, round(self.request.global_batch / (samples_per_pack * self.num_replicas)))

@@ -11,6 +11,7 @@ from omnibal.cost import FloatArray
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.dynamic import Boundaries, model_optima
 from omnibal.pipeline.local_search import Evaluate, descend
+from omnibal.plan import Plan
 from omnibal.planner.step_model import StepModel
 
 _FAR = 1e3
@@ -31,6 +32,20 @@ class Choice:
     def partition(self) -> Partition:
         """The boundaries as a record."""
         return Partition(self.boundaries)
+
+    @property
+    def plan(self) -> Plan:
+        """The choice as a plan, without a prediction."""
+        model = self.model
+        return Plan(
+            limits=model.packing.limits,
+            micro_batches=model.packing.micro_batches,
+            partition=self.partition,
+            recompute=model.levels(self.boundaries),
+            schedule=model.schedule_name,
+            layout=model.layout,
+            cluster=model.request.cluster,
+        )
 
     @property
     def sample_seconds(self) -> float:
@@ -96,7 +111,7 @@ def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
         stage.total - missing if missing else budget
         for stage, missing, budget in zip(held, missing_bytes, model.budgets, strict=True)
     )
-    smaller = StepModel(model.profile, model.packing, model.num_stages, model.request, model.schedule_name, budgets)
+    smaller = StepModel(model.profile, model.packing, model.layout, model.request, model.schedule_name, budgets)
     smaller.levels(choice.boundaries)  # says what is missing
     return Choice(smaller, choice.boundaries, float(smaller.step_seconds(np.array([choice.boundaries]))[0]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omnibal.data.lengths import SampleLengths
@@ -71,11 +71,11 @@ def make_plan(
         InfeasibleError: Nothing fits; the message says how many bytes are missing.
     """
     models, first_models = [], []
-    for num_stages in request.stage_counts(len(profile.layers)):
-        report(f"packing for {num_stages} stages")
-        found = packings(lengths, request, request.num_devices // num_stages)
+    for layout in request.layouts(profile):
+        report(f"packing for {layout}")
+        found = packings(lengths, request, layout.num_replicas)
         new = [
-            StepModel(profile, packing, num_stages, request, schedule)
+            StepModel(profile, packing, layout, request, schedule)
             for packing in found
             for schedule in request.schedules
         ]
@@ -142,12 +142,5 @@ def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
 
 def _plan(choice: Choice, made_from: Mapping[str, Any]) -> Plan:
     model = choice.model
-    return Plan(
-        limits=model.packing.limits,
-        micro_batches=model.packing.micro_batches,
-        partition=choice.partition,
-        recompute=model.levels(choice.boundaries),
-        schedule=model.schedule_name,
-        predicted=predict(choice),
-        made_from=made_from,
-    )
+    plan = replace(choice.plan, made_from=made_from)
+    return replace(plan, predicted=predict(model.profile, plan, model.packing, mode=model.request.mode))

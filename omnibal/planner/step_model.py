@@ -10,6 +10,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from omnibal.cluster import Layout
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import LEVELS, Footprint, Level
@@ -20,8 +21,8 @@ from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.times import step_times, summed
-from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest
+from omnibal.planner.steps import Packing
 from omnibal.profile.records import ModelProfile
 
 IntArray = NDArray[np.int64]
@@ -33,7 +34,7 @@ class StepModel:
     Args:
         profile: What the layers cost.
         packing: What the micro-batches hold.
-        num_stages: At most the number of layers.
+        layout: Of at most as many stages as there are layers.
         request: Hardware.
         schedule: What its stages run.
         budgets: What a device of each stage may hold; by default what the request says.
@@ -43,17 +44,18 @@ class StepModel:
         self,
         profile: ModelProfile,
         packing: Packing,
-        num_stages: int,
+        layout: Layout,
         request: PlanRequest,
         schedule: ScheduleName = "1f1b",
         budgets: tuple[int, ...] | None = None,
     ) -> None:
-        self.profile, self.packing, self.num_stages, self.request = profile, packing, num_stages, request
-        self.schedule_name, self.schedule = schedule, SCHEDULES[schedule](num_stages, packing.micro_batches)
-        self.budgets = budgets or request.budgets(num_stages)
-        num_replicas = len(packing.steps[0])
-        setup = request.setup(num_replicas, packing.target_share)
-        self.footprint = Footprint(profile, packing.largest, self.schedule, setup)
+        self.profile, self.packing, self.layout, self.request = profile, packing, layout, request
+        self.num_stages, self.links = layout.num_stages, request.cluster.links_of(layout)
+        self.schedule_name, self.schedule = schedule, SCHEDULES[schedule](self.num_stages, packing.micro_batches)
+        self.budgets = budgets or request.budgets(layout)
+        self.footprint = Footprint(
+            profile, packing.largest, self.schedule, layout, request.cluster.overhead_bytes, packing.target_share
+        )
         self._loads = [load for step in packing.steps for load in step]
         self.average = self._problem(self._loads)
         """All steps at once, as if they were replicas: for means over micro-batches."""
@@ -61,13 +63,13 @@ class StepModel:
         """A problem per step of the packing, without recomputation."""
         loads = packing.all_loads
         first, later = (recompute_seconds(profile, loads, stage) for stage in (0, 1))
-        self.recompute_seconds = [first] + [later] * (num_stages - 1)
+        self.recompute_seconds = [first] + [later] * (self.num_stages - 1)
         self._chosen: dict[tuple[int, int, int], tuple[Level, ...]] = {}
 
     def __str__(self) -> str:
-        limits, replicas = self.packing.limits, len(self.packing.steps[0])
+        limits = self.packing.limits
         return (
-            f"{self.num_stages} stages × {replicas} replica{'s' * (replicas > 1)}, {self.schedule_name}, "
+            f"{self.layout}, {self.schedule_name}, "
             f"{self.packing.micro_batches} micro-batches of at most {limits.vision_units} vision units and "
             f"{limits.llm_tokens} tokens"
         )
@@ -156,7 +158,7 @@ class StepModel:
             step_times(
                 self.profile,
                 self._loads,
-                self.request.links,
+                self.links,
                 recompute=[level if level in layer.saved_bytes else "none" for layer in layers],
             )
             for level in LEVELS
@@ -165,7 +167,7 @@ class StepModel:
         return np.moveaxis(np.diff(sums, axis=-1), -1, 2)
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
-        times = step_times(self.profile, loads, self.request.links, zero_stage=self.request.zero_stage)
+        times = step_times(self.profile, loads, self.links, zero_stage=self.layout.zero_stage)
         return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, self.request.mode))
 
     def _split(self, all_steps: PartitionProblem) -> list[PartitionProblem]:

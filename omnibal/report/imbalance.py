@@ -11,10 +11,7 @@ from typing import Final
 import numpy as np
 
 from omnibal.cost import FloatArray, Load
-from omnibal.memory.footprint import Footprint, Level
-from omnibal.memory.state import TrainingSetup
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.schedule import Schedule
+from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from omnibal.report.style import SERIES, drawing, legend_below
 
@@ -35,23 +32,12 @@ class Imbalance:
     memory_bytes: FloatArray
 
     @classmethod
-    def of(
-        cls,
-        profile: ModelProfile,
-        loads: Load,
-        partition: Partition,
-        recompute: tuple[Level, ...],
-        setup: TrainingSetup,
-        schedule: Schedule,
-    ) -> Imbalance:
-        """Of micro-batches, shape (steps, replicas, micro-batches), under a partition and its levels."""
+    def of(cls, profile: ModelProfile, loads: Load, plan: Plan) -> Imbalance:
+        """Of micro-batches, shape (steps, replicas, micro-batches), under a plan."""
         shown = loads[:, 0].ravel()[:SHOWN]
         forward = np.stack([layer.forward_seconds(shown) for layer in profile.layers], axis=1)
-        stages = [forward[:, a:b].sum(axis=1) for a, b in pairwise(partition.boundaries)]
-        memory = [
-            [stage.total for stage in Footprint(profile, one, schedule, setup).stages(partition, recompute)]
-            for one in shown
-        ]
+        stages = [forward[:, a:b].sum(axis=1) for a, b in pairwise(plan.partition.boundaries)]
+        memory = [[stage.total for stage in plan.memory(profile, one)] for one in shown]
         return cls(np.stack(stages, axis=1), np.array(memory, dtype=np.float64))
 
     def rows(self) -> list[tuple[str, str, str]]:

@@ -10,9 +10,8 @@ import numpy as np
 
 from omnibal.data.metrics import dist_ratio
 from omnibal.memory.footprint import StageMemory
-from omnibal.memory.state import TrainingSetup
 from omnibal.plan import Plan
-from omnibal.planner.ladder import Rung
+from omnibal.planner.gains import Variant
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance, plot_imbalance
 from omnibal.report.memory import plot_memory
@@ -29,16 +28,14 @@ class PlanPart:
 
     Attributes:
         plan: It.
-        rungs: From present batching to the plan.
-        setup: What decides about memory.
+        variants: From present batching to the plan.
         memory: What a device of each stage holds at its peak, under the plan.
         recomputed_memory: The same with everything recomputed.
         budget_bytes: What a device of each stage may hold.
     """
 
     plan: Plan
-    rungs: tuple[Rung, ...]
-    setup: TrainingSetup
+    variants: tuple[Variant, ...]
     memory: tuple[StageMemory, ...]
     recomputed_memory: tuple[StageMemory, ...]
     budget_bytes: tuple[int, ...]
@@ -65,11 +62,11 @@ def write_page(path: Path, title: str, *, plan: PlanPart | None, run: Metrics | 
 def _lead(plan: PlanPart | None, run: Metrics | None) -> str:
     parts = []
     if plan is not None:
-        first, last = plan.rungs[0], plan.rungs[-1]
+        first, last = plan.variants[0], plan.variants[-1]
         parts.append(
             f"{last.samples_per_second / first.samples_per_second:.2f} times the throughput of present batching is "
             f"predicted: {first.samples_per_second:,.1f} → {last.samples_per_second:,.1f} samples/s on "
-            f"{plan.plan.num_stages} stages × {plan.setup.num_replicas} replicas."
+            f"{plan.plan.num_stages} stages × {plan.plan.layout.num_replicas} replicas."
         )
     if run is not None:
         parts.append(f"{len(run.steps):,} steps were measured.")
@@ -87,10 +84,10 @@ def _plan_sections(part: PlanPart, folder: Path) -> list[str]:
 
 
 def _imbalance(part: PlanPart, folder: Path) -> str:
-    first, last = part.rungs[0], part.rungs[-1]
+    first, last = part.variants[0], part.variants[-1]
     variants = {
-        title: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, part.setup, rung.table)
-        for title, rung in (("as today", first), ("with the plan", last))
+        title: Imbalance.of(variant.profile, variant.load, variant.plan)
+        for title, variant in (("as today", first), ("with the plan", last))
     }
     plot_imbalance(variants, folder / "imbalance.png")
     rows = [(f"{title}, {where}", *cells) for title, entry in variants.items() for where, *cells in entry.rows()]
@@ -107,7 +104,7 @@ def _imbalance(part: PlanPart, folder: Path) -> str:
 
 
 def _data(part: PlanPart, folder: Path) -> str:
-    first, last = part.rungs[0], part.rungs[-1]
+    first, last = part.variants[0], part.variants[-1]
     rows = [_data_row("as today", first), _data_row("with the plan", last)]
     plot_rank_loads({"as today": _arranged(first), "with the plan": _arranged(last)}, folder / "ranks.png")
     limits = part.plan.limits
@@ -123,19 +120,19 @@ def _data(part: PlanPart, folder: Path) -> str:
     )
 
 
-def _data_row(name: str, rung: Rung) -> tuple[str, ...]:
-    load = rung.load
+def _data_row(name: str, variant: Variant) -> tuple[str, ...]:
+    load = variant.load
     columns = load.vision_units, load.llm_tokens
     # what ranks run at the same time, side by side
     ratios = [dist_ratio(values.transpose(0, 2, 1).reshape(-1, values.shape[1])) for values in columns]
-    samples = rung.samples_per_step / (load.shape[1] * load.shape[2])
+    samples = variant.samples_per_step / (load.shape[1] * load.shape[2])
     spreads = [f"{values.mean():,.1f} ± {values.std():,.1f}" for values in columns]
     return (name, f"{samples:.2f}", *spreads, *(f"{ratio:.3f}" for ratio in ratios))
 
 
-def _arranged(rung: Rung) -> Arranged:
-    flat = rung.load.ravel()
-    return Arranged(flat, np.arange(len(flat)).reshape(rung.load.shape))
+def _arranged(variant: Variant) -> Arranged:
+    flat = variant.load.ravel()
+    return Arranged(flat, np.arange(len(flat)).reshape(variant.load.shape))
 
 
 def _stages(part: PlanPart, folder: Path) -> str:
@@ -151,14 +148,14 @@ def _stages(part: PlanPart, folder: Path) -> str:
 
 
 def _stage_row(part: PlanPart, stage: int) -> tuple[str, ...]:
-    rung, layers = part.rungs[-1], part.plan.partition.layers(stage)
-    vision = sum(rung.profile.layers[layer].module != "language" for layer in layers)
+    variant, layers = part.variants[-1], part.plan.partition.layers(stage)
+    vision = sum(variant.profile.layers[layer].module != "language" for layer in layers)
     recomputed = sum(part.plan.recompute[layer] != "none" for layer in layers)
     busy = np.mean([
-        replica.busy_seconds[stage] / step.pipeline_seconds for step in rung.simulated for replica in step.replicas
+        replica.busy_seconds[stage] / step.pipeline_seconds for step in variant.simulated for replica in step.replicas
     ])  # fmt: skip
     memory, budget = part.memory[stage].total, part.budget_bytes[stage]
-    first, last = rung.profile.layers[layers[0]].name, rung.profile.layers[layers[-1]].name
+    first, last = variant.profile.layers[layers[0]].name, variant.profile.layers[layers[-1]].name
     return (
         f"{stage}", f"{first} … {last}", f"{vision} + {len(layers) - vision}", f"{recomputed}", f"{busy:.0%}",
         f"{memory / GIB:,.1f}", f"{memory / budget:.0%}",
@@ -167,8 +164,8 @@ def _stage_row(part: PlanPart, stage: int) -> tuple[str, ...]:
 
 def _timeline(part: PlanPart, folder: Path) -> str:
     panels = {}
-    for title, rung in (("as today", part.rungs[0]), ("with the plan", part.rungs[-1])):
-        step = rung.simulated[0]
+    for title, variant in (("as today", part.variants[0]), ("with the plan", part.variants[-1])):
+        step = variant.simulated[0]
         panels[f"{title}, slowest replica"] = step.replicas[slowest_replica(step)]
     plot_timeline(panels, folder / "timeline.png")
     return section(
@@ -178,17 +175,17 @@ def _timeline(part: PlanPart, folder: Path) -> str:
 
 
 def _gain(part: PlanPart) -> str:
-    first = part.rungs[0]
+    first = part.variants[0]
     rows = [
         (
-            rung.name,
-            f"{rung.step_seconds:.3f}",
-            f"{rung.samples_per_step:,.0f}",
-            f"{rung.samples_per_second:,.1f}",
-            f"{rung.bubble_ratio:.0%}",
-            f"{rung.samples_per_second / first.samples_per_second:.2f} ×",
+            variant.name,
+            f"{variant.step_seconds:.3f}",
+            f"{variant.samples_per_step:,.0f}",
+            f"{variant.samples_per_second:,.1f}",
+            f"{variant.bubble_ratio:.0%}",
+            f"{variant.samples_per_second / first.samples_per_second:.2f} ×",
         )
-        for rung in part.rungs
+        for variant in part.variants
     ]
     return section(
         "What it gains, one idea after the other",

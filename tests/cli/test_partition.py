@@ -10,12 +10,11 @@ from PIL import Image
 
 from omnibal import vlm
 from omnibal.cli.partition import Method
-from omnibal.cluster import Links
+from omnibal.cluster import Layout, Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord
 from omnibal.memory.footprint import Footprint
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import METHODS, search_partition
 from omnibal.pipeline.schedule import one_f_one_b
@@ -147,7 +146,7 @@ def test_a_plan_and_a_picture_are_written(omnibal, saved, tmp_path):
     assert [stage.recompute_seconds for stage in predicted.stages] == [10, 11]
     profile = ModelProfile.load(saved)
     pack = Load(5, 4096, 4096**2)
-    footprint = Footprint(profile, pack, one_f_one_b(2, 4), TrainingSetup(num_replicas=2))
+    footprint = Footprint(profile, pack, one_f_one_b(2, 4), Layout(2, 2, precision="float32"))
     memory = footprint.stages(plan.partition, plan.recompute)
     assert tuple(stage.memory for stage in predicted.stages) == memory
     assert [row["memory_bytes"] for row in record["methods"]["search"]["stages"]] == [m.total for m in memory]

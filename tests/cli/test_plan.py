@@ -1,12 +1,11 @@
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
-from omnibal.cluster import DEVICES, Links
+from omnibal.cluster import DEVICES
 from omnibal.data.lengths import SampleLengths
 from omnibal.pipeline.schedule import SCHEDULES
-from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
 from tests.planner.test_solve import PROFILE
@@ -63,7 +62,7 @@ def test_budgets_may_differ_by_stage(omnibal, arguments, tmp_path):
     omnibal("plan", *arguments, "--budget", "2.6,6,6,6")
     plan = Plan.load(tmp_path / "out" / "plan.json")
     assert plan.predicted.stages[0].memory.total <= 2.6 * 2**30
-    assert plan.made_from["request"]["budget_bytes"] == [int(2.6 * 2**30), *[6 * 2**30] * 3]
+    assert plan.cluster.stage_memory_bytes(plan.layout) == (int(2.6 * 2**30), *[6 * 2**30] * 3)
 
 
 def test_what_does_not_fit_is_one_line_with_the_bytes(omnibal, arguments):
@@ -86,12 +85,15 @@ def test_limits_can_be_fixed(omnibal, arguments, tmp_path):
         (["--budget", "3", "--vision-units", 9], "limits must be given as both"),
         (["--budget", "3", "--num-devices", 8], "--num-replicas must be left out beside --num-devices, got 2"),
         (["--budget", "inf"], "--budget must be GiB such as 80 or 80,80,40, got 'inf'"),
-        (["--budget", "3", "--overhead", 3], "overhead_bytes must be less than a budget without its head room"),
+        (
+            ["--budget", "3", "--overhead", 3],
+            "memory_bytes must be finite and more than the 3221225472 bytes that a device holds",
+        ),
         (["--budget", "3", "--tensor-parallel", 2], "--tensor-parallel must be left out where a profile is given"),
         (["--budget", "3", "--frozen", "head"], "frozen kinds [] where the run has ['head']"),
         (["--budget", "3", "--trials", 2], "--config must name a ds_config for --trials and --four-steps, got none"),
         (["--budget", "3", "--config", "c.json"], "--config must come with --trials or --four-steps, got c.json alone"),
-        (["--budget", "3,3"], "budget_bytes must be one for each of 4 stages, got 2"),
+        (["--budget", "3,3"], "--budget must be one for each of 4 stages, got '3,3'"),
     ],
 )
 def test_wrong_options(omnibal, arguments, options, message):
@@ -119,28 +121,20 @@ def test_devices_that_share_layers_count_as_one(omnibal, arguments, tmp_path):
     replace(PROFILE, device="A100-80GB", tensor_parallel=2).save(tmp_path / "shared.json")
     options = ["--num-devices", 16, "--num-stages", 4, "--method", "isf", "--json"]
     given = [tmp_path / "shared.json", *arguments[1 : -len(OPTIONS)], *options]
-    made_from = json.loads(omnibal("plan", *given).stdout)["plan"]["made_from"]
-    request = made_from["request"]
-    assert made_from["device"] == "2 x A100-80GB"
-    assert request["num_devices"] == 8
-    assert request["budget_bytes"] == int(DEVICES["A100-80GB"].memory_bytes) < 80 * 2**30
-    assert request["bandwidth_bytes_per_second"] == 300e9
+    plan = json.loads(omnibal("plan", *given).stdout)["plan"]
+    assert plan["made_from"]["device"] == "2 x A100-80GB"
+    assert (plan["layout"]["num_stages"], plan["layout"]["num_replicas"], plan["layout"]["num_tensor"]) == (4, 2, 2)
+    assert plan["cluster"]["memory_bytes"] == int(DEVICES["A100-80GB"].memory_bytes) < 80 * 2**30
+    assert plan["cluster"]["links"]["bandwidth_bytes_per_second"] == 300e9
 
 
 def test_a_plan_says_which_step_it_predicts(omnibal, arguments, tmp_path):
     """Its prediction comes back from the public simulator on the same packs."""
     omnibal("plan", *arguments, "--budget", "3.0")
     plan = Plan.load(tmp_path / "out" / "plan.json")
-    record = dict(plan.made_from["request"])
-    links = Links(**{field.name: record.pop(field.name) for field in fields(Links)})
-    request = PlanRequest(**record, links=links)
+    request = PlanRequest(**plan.made_from["request"], cluster=plan.cluster)
     lengths = SampleLengths.from_token_lengths([arguments[i + 1] for i, a in enumerate(arguments) if a == "--lengths"])
     again = make_plan(PROFILE, lengths, request)
     assert again.plan.predicted == plan.predicted
-    steps = [
-        simulate_step(
-            PROFILE, plan.partition, loads, links, zero_stage=request.zero_stage, recompute=plan.recompute
-        ).step_seconds
-        for loads in again.choice.model.packing.steps
-    ]
+    steps = [plan.simulate(PROFILE, loads).step_seconds for loads in again.choice.model.packing.steps]
     assert sum(steps) / len(steps) == pytest.approx(plan.predicted.step_seconds, rel=1e-5)

@@ -62,7 +62,7 @@ def test_a_schedule_is_that_of_the_plan_or_the_one_named(omnibal, saved, tmp_pat
     assert (split["schedule"], named["schedule"]) == ("zero-bubble", "1f1b")
     costs = fixed_profile([1, 2, 3, 4, 5, 6], output=[1e9] * 6)
     loads = [Load([9] * 3, [4096] * 3)]
-    expected = simulate_step(costs, plan.partition, loads, Links(5e9), schedule=plan.table, mode="overlap")
+    expected = simulate_step(costs, plan.partition, loads, Links(5e9), schedule=plan.make_schedule(), mode="overlap")
     assert split["step_seconds"] == pytest.approx(expected.step_seconds)
     assert split["step_seconds"] < named["step_seconds"]
 

@@ -10,10 +10,10 @@ from omnibal.emulator import device as emulated_device
 from omnibal.emulator.device import DOWN, Device, stage_work
 from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask
 from omnibal.errors import ConfigError, InfeasibleError
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import Operation
 from omnibal.plan import Plan
+from tests.clusters import on_cluster
 from tests.pipeline.profiles import layer, profile
 
 LIMITS = PackLimits(4, 10)
@@ -36,8 +36,8 @@ def task(*tokens, budget=10**6, recompute="none", plan=None, **options):
     plan = plan or Plan(LIMITS, len(tokens[0]), Partition((0, 2, 4)), (recompute,) * 4)
     layers = [token_layer(number, pending_bytes=CostModel(fixed=60)) for number in range(4)]
     return EmulationTask(
-        profile(layers), plan, (tuple(Load(0, entry) for entry in tokens),),
-        Links(50.0), TrainingSetup(num_replicas=len(tokens), zero_stage=0, overhead_bytes=0), (budget,) * 2, **options,
+        profile(layers), on_cluster(plan, len(tokens), budget, Links(50.0), zero_stage=0),
+        (tuple(Load(0, entry) for entry in tokens),), **options,
     )  # fmt: skip
 
 
@@ -151,9 +151,9 @@ def test_a_task_must_fit_its_plan():
         task([1, 2], time_scale=0)
     plan = Plan(LIMITS, 3, Partition((0, 2, 4)), ("none",) * 4)
     with pytest.raises(ConfigError, match=r"steps must be at least one, of \(1, 3\) replicas and micro-batches, got"):
-        EmulationTask(task([1, 2]).profile, plan, task([1, 2]).steps, {}, TrainingSetup(), (1, 1))
-    with pytest.raises(ConfigError, match="budget_bytes must be one for each of 2 stages, got 1"):
-        EmulationTask(task([1, 2]).profile, task([1, 2]).plan, task([1, 2]).steps, {}, TrainingSetup(), (1,))
+        EmulationTask(task([1, 2]).profile, on_cluster(plan), task([1, 2]).steps)
+    with pytest.raises(ConfigError, match="cluster of the plan must be known, got none; give one, such as"):
+        EmulationTask(task([1, 2]).profile, replace(task([1, 2]).plan, cluster=None), task([1, 2]).steps)
 
 
 def test_time_is_scaled_to_sleeps_that_outweigh_the_engines_own_work():

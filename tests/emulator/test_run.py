@@ -15,9 +15,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import EmulationTask, run_emulation
 from omnibal.engine.distributed import SHARED_MEMORY
 from omnibal.errors import InfeasibleError
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.plan import Plan
+from tests.clusters import on_cluster
 from tests.emulator.test_device import token_layer
 from tests.pipeline.profiles import profile
 
@@ -34,9 +34,8 @@ def task():
     ]
     plan = Plan(PackLimits(4, 10), 3, Partition((0, 2, 4)), ("none", "full", "none", "full"))
     return EmulationTask(
-        profile(layers), plan, (LOADS, LOADS[::-1]),
-        Links(50.0), TrainingSetup(num_replicas=2, overhead_bytes=0), (10**6,) * 2, time_scale=0.01,
-    )  # fmt: skip
+        profile(layers), on_cluster(plan, 2, 10**6, Links(50.0)), (LOADS, LOADS[::-1]), time_scale=0.01
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +72,7 @@ def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule):
 
 def test_memory_that_runs_out_ends_all_processes(task):
     with pytest.raises(InfeasibleError, match=r"^rank [23], stage 1: out of emulated memory in step 0, micro-batch 0"):
-        run_emulation(replace(task, budget_bytes=(10**6, 1)))
+        run_emulation(replace(task, plan=on_cluster(task.plan, 2, (10**6, 10**6, 1, 1), Links(50.0))))
 
 
 def test_a_killed_caller_takes_all_processes_along(task, tmp_path):

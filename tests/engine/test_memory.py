@@ -2,8 +2,8 @@
 
 import pytest
 
-from omnibal.cluster import DEVICES
-from omnibal.memory.state import TrainingSetup, TrainingState
+from omnibal.cluster import DEVICES, Layout
+from omnibal.memory.state import TrainingState
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model
 from tests.engine.launch import launch
@@ -39,8 +39,8 @@ def test_state_and_update_are_as_predicted(tmp_path):
     expected = [(len(packs), boundaries, mode) for boundaries, packs in SHAPES for mode in MODES]
     for rank in results:
         for found, (num_replicas, boundaries, (dtype, zero_stage, sums, _)) in zip(rank, expected, strict=True):
-            setup = TrainingSetup(num_replicas=num_replicas, zero_stage=zero_stage, accumulate_float32=sums)
-            state = TrainingState(analytic_profile(records, DEVICES["A100-80GB"], dtype=dtype), setup)
+            layout = Layout(num_replicas=num_replicas, zero_stage=zero_stage, precision=dtype, accumulate_float32=sums)
+            state = TrainingState(analytic_profile(records, DEVICES["A100-80GB"], dtype=dtype), layout)
             stage = tuple(boundaries[found["stage"] : found["stage"] + 2])
             case = (dtype, zero_stage, sums, num_replicas)
             gone = state.parameters[stage]  # between steps, the parameters' own gradients: they are all trained

@@ -1,8 +1,9 @@
 """Slow, obvious solvers of recompute problems."""
 
+from dataclasses import replace
 from itertools import product
 
-from omnibal.memory.footprint import LEVELS, Footprint
+from omnibal.memory.footprint import LEVELS
 from omnibal.memory.frontier import NOT_OFFERED
 from omnibal.pipeline.schedule import Operation, one_f_one_b
 
@@ -33,7 +34,7 @@ def total_seconds(seconds, layers, levels):
 
 def run_table(footprint, stage, layers, levels):
     """The most that a stage holds of activations and gradients, by running its table layer by layer."""
-    plain = Footprint(footprint.profile, footprint.load, one_f_one_b(1, 1), footprint.setup)
+    plain = replace(footprint, schedule=one_f_one_b(1, 1))
     rows = [(layer, LEVELS.index(levels[layer])) for layer in layers]
     kept = [int(footprint.kept_bytes(stage)[row]) for row in rows]
     transient = [int(plain.transient_bytes(0, layers.stop)[row]) for row in rows]

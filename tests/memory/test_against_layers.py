@@ -5,10 +5,10 @@ from itertools import cycle, islice
 
 import pytest
 
+from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.memory.footprint import LEVELS, Footprint
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import measure_profile
@@ -44,7 +44,7 @@ def test_kept_bytes_of_a_stage_are_predicted_within_a_per_cent(stage, mix):
     model, profile = measured()
     a, b = stage
     pack = make_pack(SAMPLES)
-    footprint = Footprint(profile, load_of(pack), one_f_one_b(1, 1), TrainingSetup())
+    footprint = Footprint(profile, load_of(pack), one_f_one_b(1, 1), Layout(precision="float32"))
     levels = list(islice(cycle(LEVELS if mix == "mixed" else [mix]), b - a))
     layers = build_layers(model)
     payload = Payload.of_pack(pack)

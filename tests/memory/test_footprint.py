@@ -3,21 +3,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnibal.cluster import Layout
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, StageMemory
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
 from tests.memory.models import block, generator, model, random_model, random_schedule
 from tests.memory.oracles import run_table
 
 LOAD = Load(9, 4096)
-PLAIN = TrainingSetup(overhead_bytes=0)
 
 
-def footprint(layers, schedule, *, setup=PLAIN, **options):
-    return Footprint(model(layers, **options), LOAD, schedule, setup)
+def footprint(layers, schedule, *, overhead_bytes=0, target_share=1.0, **layout):
+    layout = Layout(schedule.num_stages, **layout)
+    return Footprint(model(layers, dtype=layout.precision), LOAD, schedule, layout, overhead_bytes, target_share)
 
 
 def four_blocks(**options):
@@ -27,8 +27,7 @@ def four_blocks(**options):
 def test_each_term_by_hand():
     weights = {"parameter_bytes": 20, "gradient_bytes": 40, "optimizer_bytes": 120}
     layers = four_blocks(none=100, full=16, output=8, **weights)
-    setup = TrainingSetup(num_replicas=2, overhead_bytes=7, target_share=0.5)
-    found = footprint(layers, one_f_one_b(2, 8), setup=setup).stages(
+    found = footprint(layers, one_f_one_b(2, 8), num_replicas=2, overhead_bytes=7, target_share=0.5).stages(
         Partition((0, 2, 4)), ["full", "none", "none", "none"]
     )
     gradients = 2 * (40 + 2 * 40)  # of two layers, in 16 bits and summed in 32
@@ -53,9 +52,7 @@ def test_each_term_by_hand():
 )
 def test_the_loss_needs_most_in_the_softmax_or_behind_it(dtype, share, bytes_per_logit):
     element_bytes = {"bfloat16": 2, "float32": 4}[dtype]
-    memory = footprint(
-        [block("head", output=80)], one_f_one_b(1, 1), setup=TrainingSetup(target_share=share), dtype=dtype
-    )
+    memory = footprint([block("head", output=80)], one_f_one_b(1, 1), target_share=share, precision=dtype)
     assert memory.loss_bytes == 80 / element_bytes * bytes_per_logit
     assert memory.stage(0, range(1), ["none"]).transient == max(memory.loss_bytes, 80)
 
@@ -77,7 +74,7 @@ def test_a_stage_holds_what_running_its_table_holds(seed):
     rng = generator(seed)
     profile, num_stages = random_model(rng), int(rng.integers(1, 5))
     schedule = random_schedule(rng, num_stages)
-    memory = Footprint(profile, LOAD, schedule, TrainingSetup(target_share=0.1))
+    memory = Footprint(profile, LOAD, schedule, Layout(num_stages), target_share=0.1)
     stage, levels = int(rng.integers(num_stages)), rng.choice(["none", "full"], len(profile.layers)).tolist()
     layers = range(int(rng.integers(len(profile.layers) - 1)) if stage else 0, len(profile.layers))
     found = memory.stage(stage, layers, levels[layers.start :])
@@ -91,7 +88,7 @@ def test_a_stage_holds_what_running_its_table_holds(seed):
 def test_bytes_grow_with_the_load():
     layer = block("block.0", saved={"none": 0, "full": 0})
     object.__setattr__(layer, "saved_bytes", {"none": CostModel(llm_tokens=3.5), "full": CostModel(vision_units=2)})
-    memory = Footprint(model([layer, block("head")]), LOAD, one_f_one_b(1, 1), PLAIN)
+    memory = footprint([layer, block("head")], one_f_one_b(1, 1))
     assert memory.stage(0, range(1), ["none"]).activations == 4096 * 3.5
     assert memory.stage(0, range(1), ["full"]).activations == 18
 
@@ -119,7 +116,7 @@ def test_frozen_layers_at_the_start_of_the_pipeline_keep_nothing():
 
 def test_the_optimizers_step_may_need_more_than_any_backward_pass():
     layers = [block("block.0", none=4, full=2, output=3, parameter_bytes=20, gradient_bytes=20, optimizer_bytes=120)]
-    memory = footprint(layers, one_f_one_b(1, 1), setup=TrainingSetup(accumulate_float32=False))
+    memory = footprint(layers, one_f_one_b(1, 1), accumulate_float32=False)
     assert memory.state.update[0, 1] == 3 * 40 - 20
     stage = memory.stage(0, range(1), ["none"])
     # pixels (2) stand for the input; at the end of the step activations, input and logits are gone
@@ -130,7 +127,7 @@ def test_the_optimizers_step_may_need_more_than_any_backward_pass():
 
 def test_matrices_over_stages_agree_with_each_stage():
     layers = [block(f"block.{i}", output=3 + i, parameter_bytes=i, optimizer_bytes=7 * i) for i in range(5)]
-    memory = footprint(layers, one_f_one_b(3, 4), setup=TrainingSetup(num_replicas=2, overhead_bytes=11))
+    memory = footprint(layers, one_f_one_b(3, 4), num_replicas=2, overhead_bytes=11)
     for stage, (a, b) in enumerate([(0, 2), (1, 4), (2, 5)]):
         found = memory.stage(stage, range(a, b), ["full"] * (b - a))
         assert memory.fixed_bytes(stage)[a, b] == found.total - found.activations - found.transient
@@ -140,9 +137,13 @@ def test_matrices_over_stages_agree_with_each_stage():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: footprint(four_blocks(), one_f_one_b(1, 1), dtype="int8"), "dtype of the profile must be one of"),
         (
-            lambda: Footprint(model(four_blocks()), Load([1, 2], [3, 4]), one_f_one_b(1, 1), PLAIN),
+            lambda: Footprint(model(four_blocks()), LOAD, one_f_one_b(1, 1), Layout(precision="float32")),
+            "precision of the layout must be the profile's bfloat16, got float32",
+        ),
+        (lambda: footprint(four_blocks(), one_f_one_b(1, 1), target_share=1.5), "target_share must lie in"),
+        (
+            lambda: Footprint(model(four_blocks()), Load([1, 2], [3, 4]), one_f_one_b(1, 1), Layout()),
             "load must be of a single micro-batch",
         ),
         (

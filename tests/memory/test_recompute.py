@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnibal.cluster import Layout
 from omnibal.cost import CostModel, Load
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import LEVELS, Footprint
 from omnibal.memory.frontier import NOT_OFFERED
 from omnibal.memory.recompute import choose_levels, least_bytes, least_recompute, recompute_seconds
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.schedule import one_f_one_b
 from tests.memory.models import block, generator, model, random_model, random_schedule
 from tests.memory.oracles import fastest_columns, fastest_levels, least_total, peak_bytes, total_seconds
@@ -21,8 +21,8 @@ def problem(seed):
     profile = random_model(rng, max_blocks=3)
     num_stages = int(rng.integers(1, 4))
     schedule = random_schedule(rng, num_stages)
-    setup = TrainingSetup(num_replicas=int(rng.integers(1, 4)), target_share=0.1, overhead_bytes=0)
-    footprint = Footprint(profile, LOADS[1], schedule, setup)
+    layout = Layout(num_stages, int(rng.integers(1, 4)))
+    footprint = Footprint(profile, LOADS[1], schedule, layout, overhead_bytes=0, target_share=0.1)
     stage = int(rng.integers(num_stages))
     a = 0 if stage == 0 else int(rng.integers(stage, len(profile.layers) - 1))
     b = len(profile.layers) if stage == num_stages - 1 else int(rng.integers(a + 1, len(profile.layers) + 1))
@@ -76,7 +76,7 @@ def test_columns_against_brute_force(seed):
 
 def test_nothing_recomputes_where_everything_fits():
     footprint = Footprint(
-        model([block(f"block.{i}") for i in range(4)]), LOADS[0], one_f_one_b(1, 1), TrainingSetup(overhead_bytes=0)
+        model([block(f"block.{i}") for i in range(4)]), LOADS[0], one_f_one_b(1, 1), Layout(), overhead_bytes=0
     )
     seconds = recompute_seconds(footprint.profile, LOADS, 0)
     assert choose_levels(footprint, 0, range(4), seconds, 10**6) == ("none",) * 4
@@ -85,7 +85,7 @@ def test_nothing_recomputes_where_everything_fits():
 def four_blocks_and_a_head(**options):
     layers = [block(f"block.{i}", none=99, full=9, output=0, **options) for i in range(4)]
     layers.append(block("head", none=0, full=0, output=0))
-    return Footprint(model(layers), LOADS[0], one_f_one_b(1, 1), TrainingSetup(overhead_bytes=0))
+    return Footprint(model(layers), LOADS[0], one_f_one_b(1, 1), Layout(), overhead_bytes=0)
 
 
 @pytest.mark.parametrize("count", range(4))  # the last one alone would bring back what it saves
@@ -112,7 +112,7 @@ def test_what_the_first_layers_bring_back_finds_room_that_the_last_ones_have_fre
 def test_a_transient_that_does_not_fit_forbids_its_level():
     # Recomputing the wide layer, the last one, would need 800 bytes at once; the narrow ones give way instead.
     layers = [*(block(f"narrow.{i}", output=0) for i in range(3)), block("wide", none=1000, full=200, output=0)]
-    footprint = Footprint(model(layers), LOADS[0], one_f_one_b(1, 1), TrainingSetup(overhead_bytes=0))
+    footprint = Footprint(model(layers), LOADS[0], one_f_one_b(1, 1), Layout(), overhead_bytes=0)
     seconds = np.array([[0.0, 0.0, 1.1]] * 3 + [[0.0, 0.0, 2.0]])
     budget = footprint.stage(0, range(4), ["full", "full", "none", "none"]).total
     assert footprint.stage(0, range(4), ["none", "none", "none", "full"]).total > budget

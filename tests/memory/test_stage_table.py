@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.memory.footprint import Footprint
 from omnibal.memory.recompute import recompute_seconds
 from omnibal.memory.stage_table import StageTable
-from omnibal.memory.state import TrainingSetup
 from tests.memory.models import generator, random_model, random_schedule
 from tests.memory.oracles import fastest_levels, least_total
 
@@ -31,7 +31,7 @@ def test_every_entry_is_that_of_its_stage_alone(seed):
     profile = random_model(rng, max_blocks=3)
     num_stages = int(rng.integers(1, 4))
     schedule = random_schedule(rng, num_stages)
-    footprint = Footprint(profile, LOADS[1], schedule, TrainingSetup(target_share=0.1))
+    footprint = Footprint(profile, LOADS[1], schedule, Layout(num_stages), target_share=0.1)
     budgets = rng.integers(200, 1500, num_stages).tolist()
     seconds = [recompute_seconds(profile, LOADS, stage) for stage in range(num_stages)]
     table = StageTable(footprint, budgets)

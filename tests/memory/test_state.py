@@ -1,14 +1,13 @@
 """Bytes of parameters, gradients and optimizer state by hand; tests/engine/test_memory.py has those of DeepSpeed."""
 
-import numpy as np
 import pytest
 
-from omnibal.errors import ConfigError
-from omnibal.memory.state import TrainingSetup, TrainingState
+from omnibal.cluster import Layout
+from omnibal.memory.state import TrainingState
 from tests.memory.models import block, model
 
 
-def state_of(*, dtype, numbers=120, frozen=0, **setup):
+def state_of(*, dtype, numbers=120, frozen=0, **layout):
     """Of a layer with so many trained parameters and a frozen one."""
     size = {"bfloat16": 2, "float32": 4}[dtype]
     optimizer = numbers * (8 if size == 4 else 12)  # two moments, and master weights
@@ -16,7 +15,7 @@ def state_of(*, dtype, numbers=120, frozen=0, **setup):
         block("block.0", parameter_bytes=size * numbers, gradient_bytes=size * numbers, optimizer_bytes=optimizer),
         block("block.1", parameter_bytes=size * frozen, trainable=False),
     ]
-    return TrainingState(model(layers, dtype=dtype), TrainingSetup(**setup))
+    return TrainingState(model(layers, dtype=dtype), Layout(precision=dtype, **layout))
 
 
 @pytest.mark.parametrize(
@@ -47,25 +46,3 @@ def test_bytes_of_a_trained_parameter(dtype, setup, parameters, gradients, optim
 def test_deepspeed_reduces_so_many_gradients_at_once():
     state = state_of(dtype="bfloat16", numbers=2 * 10**9, num_replicas=64)
     assert state.update[0, 1] == 10**9
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda: TrainingSetup(zero_stage=2), "zero_stage must be 0 or 1 under a pipeline, got 2"),
-        (lambda: TrainingSetup(num_replicas=0), "num_replicas must be positive, got 0"),
-        (lambda: TrainingSetup(target_share=1.5), "target_share must lie in"),
-        (lambda: TrainingSetup(overhead_bytes=-1), "overhead_bytes must not be negative, got -1"),
-        (
-            lambda: state_of(dtype="bfloat16", zero_stage=0, accumulate_float32=True),
-            "zero_stage must be 1 where 16-bit gradients are summed in float32, got 0",
-        ),
-    ],
-)
-def test_refusals(wrong, message):
-    with pytest.raises(ConfigError, match=message):
-        wrong()
-
-
-def test_entries_are_of_integers():
-    assert state_of(dtype="float32", num_replicas=7).optimizer.dtype == np.int64

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
-from omnibal.cluster import Links
+from omnibal.cluster import Layout, Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.pipeline.boundaries import Partition
@@ -13,6 +13,7 @@ from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest
 from omnibal.planner.step_model import StepModel
+from tests.clusters import cluster
 from tests.memory.models import random_model
 
 LIMITS = PackLimits(9, 300)
@@ -34,26 +35,24 @@ def random_step_model(seed, *, max_blocks=4, tightness=None):
     num_stages = int(rng.integers(2, 4))
     packing = random_packing(rng, num_replicas=int(rng.integers(1, 3)), micro_batches=int(rng.choice([1, 4, 7])))
     request = PlanRequest(
-        num_devices=num_stages * len(packing.steps[0]),
+        cluster=cluster(num_stages * len(packing.steps[0]), 1, Links(float(rng.choice([1, 10])))),
         num_stages=num_stages,
         global_batch=8,
-        budget_bytes=1,
         head_room=0.0,
-        links=Links(float(rng.choice([1, 10]))),
         mode=("rendezvous", "overlap")[rng.integers(2)],
         zero_stage=int(rng.integers(2)),
-        overhead_bytes=0,
     )
     schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
-    tight = StepModel(profile, packing, num_stages, request, schedule)
+    layout = Layout(num_stages, len(packing.steps[0]), zero_stage=request.zero_stage)
+    tight = StepModel(profile, packing, layout, request, schedule)
     least = 1 + tight.missing[0]
     most = max(
         max(stage.total for stage in tight.footprint.stages(partition, ("none",) * len(profile.layers)))
         for partition in partitions(len(profile.layers), num_stages)
     )
     share = rng.random() if tightness is None else tightness
-    budget = int(least + share * (most - least))
-    return StepModel(profile, packing, num_stages, replace(request, budget_bytes=budget), schedule)
+    roomy = replace(request.cluster, memory_bytes=int(least + share * (most - least)))
+    return StepModel(profile, packing, layout, replace(request, cluster=roomy), schedule)
 
 
 def partitions(num_layers, num_stages):

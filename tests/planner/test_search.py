@@ -22,7 +22,7 @@ def everything(model):
             continue
         steps = [
             simulate_step(
-                model.profile, partition, loads, model.request.links, zero_stage=model.request.zero_stage,
+                model.profile, partition, loads, model.links, zero_stage=model.layout.zero_stage,
                 recompute=levels, schedule=model.schedule, mode=model.request.mode,
             )
             for loads in model.packing.steps

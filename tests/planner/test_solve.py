@@ -13,8 +13,8 @@ from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
-from omnibal.planner.prediction import simulate_choice
 from omnibal.profile.records import LayerCost, ModelProfile
+from tests.clusters import cluster
 
 LENGTHS = tiled_lengths(6000, seed=5)
 MIB = 2**20
@@ -53,17 +53,14 @@ def vision_language_model(vision_blocks=8, decoder_blocks=8, block_parameters=50
 PROFILE = vision_language_model()
 
 
-def request(budget, **changes):
+def request(budget, *, num_devices=8, **changes):
     given = {
-        "num_devices": 8,
+        "cluster": cluster(num_devices, budget, Links(1e11)),
         "num_stages": 4,
         "global_batch": 128,
-        "budget_bytes": budget,
-        "links": Links(1e11),
         "head_room": 0.0,
         "method": "isf",
         "steps": 2,
-        "overhead_bytes": 0,
         "accumulate_float32": False,
     }
     return PlanRequest(**given | changes)
@@ -151,7 +148,8 @@ def test_the_number_of_stages_is_chosen_among_divisors():
 
 def test_the_prediction_is_the_simulators(tmp_path):
     result = planned(2800 * MIB)
-    plan, steps = result.plan, simulate_choice(result.choice)
+    plan = result.plan
+    steps = [plan.simulate(PROFILE, loads) for loads in result.choice.model.packing.steps]
     predicted = plan.predicted
     assert predicted.step_seconds == pytest.approx(np.mean([step.step_seconds for step in steps]), rel=1e-5)
     assert predicted.step_seconds == pytest.approx(result.choice.step_seconds, rel=1e-5)
@@ -170,7 +168,7 @@ def test_equal_requests_make_equal_plans():
 
 def test_a_budget_for_each_stage():
     roomy = planned(6000 * MIB, limits=PackLimits(9, 4096)).plan.predicted
-    budgets = (2500 * MIB, *(6000 * MIB,) * 3)
+    budgets = (*(2500 * MIB,) * 2, *(6000 * MIB,) * 6)
     assert roomy.stages[0].memory.total > budgets[0]
     stages = planned(budgets, limits=PackLimits(9, 4096)).plan.predicted.stages
     assert stages[0].memory.total <= budgets[0]

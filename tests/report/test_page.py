@@ -1,10 +1,11 @@
 from omnibal.cost import Load
-from omnibal.memory.state import TrainingSetup
+from omnibal.data.limits import PackLimits
 from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.plan import Plan
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance
 from omnibal.report.style import drawing
+from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile
 
 
@@ -26,7 +27,7 @@ def test_pictures_are_as_large_as_they_were_drawn(tmp_path):
 def test_imbalance_is_the_spread_over_stages_and_over_time():
     profile = fixed_profile([1, 2, 3])
     loads = Load([[[9, 9]]], [[[10, 10]]])
-    found = Imbalance.of(profile, loads, Partition((0, 2, 3)), ("none",) * 3, TrainingSetup(), one_f_one_b(2, 2))
+    found = Imbalance.of(profile, loads, on_cluster(Plan(PackLimits(9, 10), 2, Partition((0, 2, 3)), ("none",) * 3)))
     assert found.forward_seconds.tolist() == [[3, 3], [3, 3]]
     # two micro-batches in flight in stage 0, one in stage 1; 100 bytes a layer each
     assert [row - found.memory_bytes[0][0] for row in found.memory_bytes[:, 0]] == [0, 0]

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from samples import LIMITS, sample_lengths
 
-from omnibal.cluster import Links
+from omnibal.cluster import Cluster, Device, Layout, Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.memory.footprint import Footprint
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.balanced import parameter_cut
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.partition import search_partition
@@ -92,7 +91,8 @@ class Way:
         _, *timed = self.loads(1 + len(self.seconds))
         steps = (
             simulate_step(
-                profile, self.plan.partition, loads, LINKS, recompute=self.plan.recompute, schedule=self.plan.table
+                profile, self.plan.partition, loads, LINKS, recompute=self.plan.recompute,
+                schedule=self.plan.make_schedule(),
             )
             for loads in timed
         )  # fmt: skip
@@ -101,8 +101,8 @@ class Way:
     def stage_bytes(self, profile: ModelProfile) -> list[int]:
         """What each stage would hold at its peak, by our footprint, with the largest micro-batch of 64 steps."""
         largest = Load.stack(Load.stack(step) for step in self.loads(64)).max()
-        setup = TrainingSetup(num_replicas=self.num_replicas, zero_stage=0, overhead_bytes=0)
-        footprint = Footprint(profile, largest, self.plan.table, setup)
+        layout = Layout(self.plan.num_stages, self.num_replicas, zero_stage=0, precision=profile.dtype)
+        footprint = Footprint(profile, largest, self.plan.make_schedule(), layout, overhead_bytes=0)
         return [stage.total for stage in footprint.stages(self.plan.partition, self.plan.recompute)]
 
 
@@ -137,14 +137,14 @@ def joint_plan(profile: ModelProfile, way: Way) -> Plan:
     num_stages = way.plan.num_stages
     samples = [len(group) for replica in range(way.num_replicas) for step in way.groups(64, replica) for group in step]
     request = PlanRequest(
-        num_devices=PROCESSES,
+        cluster=Cluster(
+            1, PROCESSES, Device("process", memory_bytes=BUDGET_BYTES[num_stages], link_bytes_per_second=2e9),
+            overhead_bytes=0,
+        ),
         num_stages=num_stages,
         global_batch=round(sum(samples) / 64),
-        budget_bytes=BUDGET_BYTES[num_stages],
         head_room=0.0,
-        links=LINKS,
         zero_stage=0,
-        overhead_bytes=0,
         schedule="auto",
-    )
+    )  # fmt: skip
     return make_plan(profile, sample_lengths(), request).plan

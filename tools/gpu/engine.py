@@ -19,8 +19,7 @@ from report import Row
 from omnibal.cluster import Device
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.memory.footprint import LEVELS, Footprint, Level
-from omnibal.memory.state import TrainingSetup
+from omnibal.memory.footprint import LEVELS, Level
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
@@ -110,8 +109,7 @@ class Runs:
         if any(level not in layer.saved_bytes for layer, level in zip(profile.layers, plan.recompute, strict=True)):
             return []
         share = 1 - self.tiles * image_tokens_per_tile(self.model) / self.tokens
-        setup = TrainingSetup(zero_stage=1, accumulate_float32=True, target_share=share)
-        memory = Footprint(profile, load, plan.table, setup).stages(plan.partition, plan.recompute)
+        memory = plan.memory(profile, load, target_share=share)
         return [stage.total - stage.overhead for stage in memory]
 
     def _run(self, plan: Plan, processes: int, staged: bool) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from omnibal.cluster import Links
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
@@ -19,7 +18,7 @@ from omnibal.planner.search import Choice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
 from markdown import table
-from paper_models import BASELINE, LIMITS, NETWORK, OVERHEAD
+from paper_models import BASELINE, LIMITS, cluster_of
 from selective import profile_of
 
 GIB = 2**30
@@ -72,8 +71,8 @@ def rows(models: Sequence[str], stages_list: Sequence[int], limit_sets: Sequence
     for model, stages, budget, levels, limits in tqdm(problems):
         profile = profile_of(MODELS[model], selective=levels == "all three")
         request = PlanRequest(
-            num_devices=stages * REPLICAS, num_stages=stages, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
-            overhead_bytes=OVERHEAD, accumulate_float32=False, links=Links(NETWORK), head_room=0.0, limits=limits,
+            cluster=cluster_of(stages * REPLICAS * profile.tensor_parallel, budget * GIB), num_stages=stages,
+            global_batch=GLOBAL_BATCH, accumulate_float32=False, head_room=0.0, limits=limits,
         )  # fmt: skip
         started = time.perf_counter()
         result: PlanResult | InfeasibleError

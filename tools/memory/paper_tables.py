@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.cluster import Links
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Level
@@ -23,11 +22,10 @@ from paper_models import (
     BASELINE,
     LIMITS,
     MICRO_BATCHES,
-    NETWORK,
-    OVERHEAD,
     SAMPLES_PER_PACK,
     TABLE_9,
     Published,
+    cluster_of,
 )
 from selective import profile_of
 
@@ -80,9 +78,10 @@ def step_model(row: Published, *, budget: int = MEMORY, selective: bool = False)
 def request_of(row: Published, budget: int = MEMORY) -> PlanRequest:
     """Its cluster."""
     return PlanRequest(
-        num_devices=len(row.blocks) * row.num_replicas, num_stages=len(row.blocks),
-        global_batch=round(MICRO_BATCHES * row.num_replicas * SAMPLES_PER_PACK), budget_bytes=budget, head_room=0.0,
-        overhead_bytes=OVERHEAD, accumulate_float32=False, links=Links(NETWORK), limits=LIMITS,
+        cluster=cluster_of(len(row.blocks) * row.num_replicas * row.tensor_parallel, budget),
+        num_stages=len(row.blocks),
+        global_batch=round(MICRO_BATCHES * row.num_replicas * SAMPLES_PER_PACK), head_room=0.0,
+        accumulate_float32=False, limits=LIMITS,
     )  # fmt: skip
 
 

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import InternVLConfig
 
+from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Footprint, Level, StageMemory
 from omnibal.memory.recompute import choose_levels, recompute_seconds
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
@@ -186,12 +186,12 @@ def main() -> None:
     profile = measure_profile(model(), PackLimits(TILES, SAMPLES * TOKENS), max_spread=float("inf"))
     load = Load(TILES, SAMPLES * TOKENS, SAMPLES * TOKENS**2)
     targets = 1 - TILES * TOKENS_PER_TILE / (SAMPLES * TOKENS)
-    setup = TrainingSetup(zero_stage=0, target_share=targets)
+    layout = Layout(2, zero_stage=0, precision=profile.dtype)
     print("| schedule | cut | levels | stage | predicted MiB | measured MiB | error |\n|---|---|---|---|---|---|---|")
     errors = []
     for schedule, boundaries in [(name, cut) for name in schedules for cut in CUTS[name]]:
         partition = Partition(boundaries)
-        footprint = Footprint(profile, load, SCHEDULES[schedule](2, MICRO_BATCHES), setup)
+        footprint = Footprint(profile, load, SCHEDULES[schedule](2, MICRO_BATCHES), layout, target_share=targets)
         for name, levels in variants(footprint, profile, partition):
             plan = Plan(PackLimits(TILES, SAMPLES * TOKENS), MICRO_BATCHES, partition, levels, schedule=schedule)
             predicted = [dynamic(memory) for memory in footprint.stages(partition, levels)]

@@ -15,15 +15,16 @@ from markdown import table
 from models import MODELS
 from reality import LIMITS, MINUTES, heading, links_of, make_parser, sampled, start
 
+from omnibal.cluster import Cluster, Device
 from omnibal.cost import CostModel, Load
 from omnibal.engine.engine import StagePeaks
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.partition import search_partition
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
-from omnibal.planner.packings import Packing
 from omnibal.planner.search import improve
 from omnibal.planner.step_model import StepModel
+from omnibal.planner.steps import Packing
 from omnibal.profile.records import ModelProfile
 from omnibal.trials.four_steps import take_four_steps
 from omnibal.trials.run import Trial, within_budget
@@ -66,11 +67,12 @@ def _step_model(profile: ModelProfile, load: Load, link: CostModel, budget_bytes
     sizes = (load.vision_units, load.llm_tokens, load.llm_tokens_squared)
     largest = Load(*(float(size.max()) for size in sizes))
     packing = Packing(LIMITS, len(load), float(len(load)), ((load,),), largest, 1.0)
+    device = Device("process", memory_bytes=budget_bytes, link_bytes_per_second=1e9)
     request = PlanRequest(
-        num_devices=2, num_stages=2, global_batch=len(load), budget_bytes=budget_bytes, head_room=0.0, zero_stage=0,
-        links=links_of(link), overhead_bytes=0,
+        cluster=Cluster(1, 2, device, overhead_bytes=0, links=links_of(link)), num_stages=2, global_batch=len(load),
+        head_room=0.0, zero_stage=0,
     )  # fmt: skip
-    return StepModel(profile, packing, 2, request)
+    return StepModel(profile, packing, request.layouts(profile)[0], request)
 
 
 def _four_steps(vlm: VisionLanguageModel, profile: ModelProfile, case: Case, model: StepModel) -> tuple[Level, ...]:

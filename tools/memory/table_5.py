@@ -11,9 +11,9 @@ from markdown import table
 from paper_models import BASELINE
 from selective import profile_of
 
+from omnibal.cluster import Layout
 from omnibal.cost import CostModel, Load
 from omnibal.memory.footprint import Footprint, StageMemory
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.profile.records import LayerCost
@@ -47,8 +47,8 @@ def stages(*, is_fused: bool, recomputed: tuple[int, ...]) -> tuple[StageMemory,
     partition = Partition(boundaries_of(profile, BASELINE.blocks))
     load = Load(LIMITS.vision_units, LIMITS.llm_tokens, LIMITS.llm_tokens**2)
     schedule = one_f_one_b(len(BASELINE.blocks), MICRO_BATCHES)
-    setup = TrainingSetup(num_replicas=BASELINE.num_replicas, accumulate_float32=False, overhead_bytes=0)
-    footprint = Footprint(profile, load, schedule, setup)
+    layout = Layout(len(BASELINE.blocks), BASELINE.num_replicas, accumulate_float32=False)
+    footprint = Footprint(profile, load, schedule, layout, overhead_bytes=0)
     return footprint.stages(partition, paper_levels(profile, partition, recomputed))
 
 

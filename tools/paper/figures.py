@@ -7,13 +7,12 @@ import typer
 from datasets import captions, cut_into, llava
 from ladder import ladder
 from markdown import table
-from setting import LIMITS, OVERHEAD, Setting
+from setting import LIMITS, Setting
 
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
-from omnibal.memory.state import TrainingSetup
 from omnibal.report.imbalance import Imbalance, plot_imbalance
 from omnibal.report.style import SERIES, drawing
 
@@ -27,12 +26,8 @@ app = typer.Typer(help=__doc__)
 def table_1() -> None:
     """Print Table 1 and draw Figure 2: the baseline, and our plan."""
     setting = Setting()
-    setup = TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD, accumulate_float32=False)
     rungs = ladder(setting)
-    found = {
-        rung.name: Imbalance.of(rung.profile, rung.load, rung.partition, rung.recompute, setup, rung.table)
-        for rung in (rungs[0], rungs[-1])
-    }
+    found = {rung.name: Imbalance.of(rung.profile, rung.load, rung.plan) for rung in (rungs[0], rungs[-1])}
     rows = [(f"{name}, {where}", *cells) for name, entry in found.items() for where, *cells in entry.rows()]
     paper = [(f"the paper, {where}", *cells) for where, cells in PUBLISHED.items()]
     print(table(("", "forward pass of a micro-batch", "memory of a device"), [*paper, *rows]))

@@ -20,7 +20,7 @@ from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner import make_plan
-from omnibal.planner.ladder import Rung
+from omnibal.planner.gains import Variant
 from omnibal.planner.packings import packings
 from omnibal.planner.step_model import StepModel
 
@@ -28,7 +28,7 @@ DAY_SECONDS = 86_400
 """Of a Load, in the order in which it takes them."""
 
 
-def ladder(setting: Setting, *, ours: bool = True) -> list[Rung]:
+def ladder(setting: Setting, *, ours: bool = True) -> list[Variant]:
     """The rungs, the baseline first; ours last."""
     full: tuple[Level, ...] = ("full",) * len(setting.profile.layers)
     by_parameters = parameter_cut(setting.profile, setting.num_stages)
@@ -42,20 +42,22 @@ def ladder(setting: Setting, *, ours: bool = True) -> list[Rung]:
     return [*rungs, best(setting)] if ours else rungs
 
 
-def rung(setting: Setting, name: str, batches: Batches, partition: Partition, recompute: tuple[Level, ...]) -> Rung:
+def rung(setting: Setting, name: str, batches: Batches, partition: Partition, recompute: tuple[Level, ...]) -> Variant:
     """One way to train in a setting."""
-    return Rung(
-        name, setting.profile, batches.steps, batches.samples_per_step, partition, recompute, setting.links,
-        zero_stage=1,
-    )  # fmt: skip
+    load = Load.stack(Load.stack(step) for step in batches.steps)
+    plan = setting.plan(load, partition, recompute)
+    return Variant(name, setting.profile, plan, batches.steps, batches.samples_per_step)
 
 
-def best(setting: Setting, schedule: ScheduleName | Literal["auto"] = "1f1b", limits: PackLimits | None = None) -> Rung:
+def best(
+    setting: Setting, schedule: ScheduleName | Literal["auto"] = "1f1b", limits: PackLimits | None = None
+) -> Variant:
     """Our joint plan: limits if none are given, cut and recomputation together, packs by our planner."""
     request = replace(setting.request, schedule=schedule, limits=limits)
     plan = make_plan(setting.profile, setting.drawn, request).plan
     batches = setting.balanced(plan.limits, plan.micro_batches)
-    return replace(rung(setting, "ours", batches, plan.partition, plan.recompute), schedule=plan.schedule)
+    ours = rung(setting, "ours", batches, plan.partition, plan.recompute)
+    return replace(ours, plan=replace(ours.plan, schedule=plan.schedule))
 
 
 def paper_cut(setting: Setting, batches: Batches) -> Partition:
@@ -71,18 +73,18 @@ def paper_levels(setting: Setting, cut: Partition) -> tuple[Level, ...]:
     request = replace(setting.request, limits=setting.limits, method="isf", steps=1)
     (packing,) = packings(setting.drawn, request, setting.row.num_replicas)
     try:
-        return four_steps(StepModel(setting.profile, packing, setting.num_stages, request), cut)
+        return four_steps(StepModel(setting.profile, packing, setting.layout, request), cut)
     except InfeasibleError:
         return ("full",) * len(setting.profile.layers)
 
 
-def gpu_days(setting: Setting, of: Rung, step_seconds: float | None = None) -> float:
+def gpu_days(setting: Setting, of: Variant, step_seconds: float | None = None) -> float:
     """Of the whole dataset, from a step's seconds."""
     seconds = of.step_seconds if step_seconds is None else step_seconds
     return seconds * setting.samples / of.samples_per_step * setting.num_gpus / DAY_SECONDS
 
 
-def limits_days(setting: Setting, of: Rung) -> tuple[float, float]:
+def limits_days(setting: Setting, of: Variant) -> tuple[float, float]:
     """GPU days if all micro-batches and stages were alike and nothing recomputed: under 1F1B, and all busy."""
     whole = sum(
         float((layer.forward_seconds + layer.backward_seconds + layer.weight_seconds)(of.load).mean())
@@ -92,18 +94,21 @@ def limits_days(setting: Setting, of: Rung) -> tuple[float, float]:
     return gpu_days(setting, of, whole + (count - 1) * stage), gpu_days(setting, of, count * stage)
 
 
-def above_limit(setting: Setting, of: Rung) -> dict[str, float]:
+def above_limit(setting: Setting, of: Variant) -> dict[str, float]:
     """Why a step takes longer than 1F1B's limit: the share of the limit that each reason adds."""
     days, load = limits_days(setting, of)[0], of.load
     alike = (Load.stack([load.mean()] * load.shape[-1]),) * load.shape[1]
 
     def simulated(links: Links) -> float:
-        step = simulate_step(of.profile, of.partition, alike, links, recompute=of.recompute, schedule=of.table)
+        plan = of.plan
+        step = simulate_step(
+            of.profile, plan.partition, alike, links, recompute=plan.recompute, schedule=plan.make_schedule()
+        )
         return gpu_days(setting, of, step.pipeline_seconds)
 
     reached = {
         "stages unlike (whole layers)": simulated(Links(np.inf)),
-        "transfers": simulated(of.links),
+        "transfers": simulated(of.plan.links),
         "micro-batches unlike": gpu_days(setting, of, fmean(step.pipeline_seconds for step in of.simulated)),
         "all-reduce, optimizer": gpu_days(setting, of),
     }

@@ -13,7 +13,8 @@ from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import IntArray
 from omnibal.memory.footprint import Level
 from omnibal.pipeline.boundaries import Partition
-from omnibal.planner.ladder import Rung, Steps
+from omnibal.planner.gains import Variant
+from omnibal.planner.steps import Steps
 
 RANKS: Final = (64, 512, 2560)
 BATCH: Final = 15
@@ -120,7 +121,7 @@ def disaggregated() -> str:
     return table(("", "GPU days", "gain", "idle"), cells)
 
 
-def _rung(setting: Setting, steps: Steps, share: float) -> Rung:
+def _rung(setting: Setting, steps: Steps, share: float) -> Variant:
     """The ViT in the first stage, which has so many times the devices of another; the LLM in equal stages.
 
     All stages together keep their devices, so that each has fewer, the more the first one has.
@@ -136,7 +137,8 @@ def _rung(setting: Setting, steps: Steps, share: float) -> Rung:
     cut = Partition((0, *(vision + boundary for boundary in rest)))
     everything: Level = "full"
     samples = float(setting.row.num_replicas * setting.micro_batches * setting.batch)
-    return Rung("", profile, steps, samples, cut, (everything,) * len(layers), setting.links, zero_stage=1)
+    load = Load.stack(Load.stack(step) for step in steps)
+    return Variant("", profile, setting.plan(load, cut, (everything,) * len(layers)), steps, samples)
 
 
 def _steps(setting: Setting, *, spread: bool) -> Steps:

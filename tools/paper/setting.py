@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from omnibal.cluster import Device, Links
+from omnibal.cluster import Cluster, Device, Layout, Links
 from omnibal.cost import Load
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
@@ -16,8 +16,12 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
+from omnibal.memory.footprint import Level
+from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.schedule import ScheduleName
+from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
-from omnibal.planner.ladder import Steps
+from omnibal.planner.steps import Steps
 from omnibal.profile.records import ModelProfile
 
 TOOLS = Path(__file__).parents[1]
@@ -86,9 +90,25 @@ class Setting:
         return self.row.tensor_parallel * self.num_stages * self.row.num_replicas
 
     @property
-    def links(self) -> Links:
+    def layout(self) -> Layout:
+        """As the paper trained: gradients are summed in 16 bits."""
+        return Layout(
+            self.num_stages, self.row.num_replicas, num_tensor=self.row.tensor_parallel, accumulate_float32=False
+        )
+
+    @property
+    def cluster(self) -> Cluster:
         """Replicas and stages talk over the network."""
-        return Links(self.network)
+        return Cluster(1, self.num_gpus, self.device, overhead_bytes=OVERHEAD, links=Links(self.network))
+
+    def plan(
+        self, load: Load, partition: Partition, recompute: tuple[Level, ...], schedule: ScheduleName = "1f1b"
+    ) -> Plan:
+        """A plan for micro-batches of any size, shape (steps, replicas, micro-batches)."""
+        limits = PackLimits(int(load.vision_units.max()), int(load.llm_tokens.max()))
+        return Plan(
+            limits, load.shape[-1], partition, recompute, schedule=schedule, layout=self.layout, cluster=self.cluster
+        )
 
     @cached_property
     def profile(self) -> ModelProfile:
@@ -102,14 +122,11 @@ class Setting:
     def request(self) -> PlanRequest:
         """What our planner is asked for: as many samples a step as the paper's packs bring."""
         return PlanRequest(
-            num_devices=self.num_stages * self.row.num_replicas,
+            cluster=self.cluster,
             num_stages=self.num_stages,
             global_batch=round(self.packed.samples_per_step),
-            budget_bytes=int(self.device.memory_bytes),
-            overhead_bytes=OVERHEAD,
             accumulate_float32=False,  # as the paper trained
             head_room=0.0,  # the paper's method fills a device by trial
-            links=self.links,
         )
 
     @cached_property

@@ -9,15 +9,13 @@ from typing import Annotated
 import typer
 from ladder import above_limit, best, fitted, gpu_days, ladder, limits_days
 from markdown import table
-from setting import OVERHEAD, Setting
+from setting import Setting
 
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import EmulationTask, run_emulation
-from omnibal.memory.state import TrainingSetup
-from omnibal.plan import Plan
-from omnibal.planner.ladder import Rung
+from omnibal.planner.gains import Variant
 
 PUBLISHED = {"baseline": 61.8, "+ data": 51.9, "+ model": 29.0, "+ memory": 21.3}
 COUNTED = Setting(micro_batches=8, vision_factor=1.0)
@@ -99,20 +97,20 @@ def longer() -> None:
     print(f"\n{_limits(tops)}")
 
 
-def _rungs(setting: Setting) -> list[Rung]:
+def _rungs(setting: Setting) -> list[Variant]:
     """The ladder, and our plan under the fastest schedule that fits."""
     return [*ladder(setting), replace(best(setting, "auto"), name="ours, any schedule")]
 
 
-def _ladder(setting: Setting, rungs: list[Rung]) -> str:
+def _ladder(setting: Setting, rungs: list[Variant]) -> str:
     rows = []
     for rung in rungs:
         published, days = PUBLISHED.get(rung.name), gpu_days(setting, rung)
         said = (f"{published:.1f}", f"{PUBLISHED['baseline'] / published:.2f}") if published else ("", "")
         gain, idle = f"{gpu_days(setting, rungs[0]) / days:.2f}", f"{rung.bubble_ratio:.0%}"
-        cut = " ".join(map(str, rung.partition.boundaries))
+        cut = " ".join(map(str, rung.plan.partition.boundaries))
         size = f"{rung.load.shape[-1]} × {rung.samples_per_step:.0f}"
-        rows.append((rung.name, said[0], f"{days:.1f}", said[1], gain, idle, cut, size, rung.schedule))
+        rows.append((rung.name, said[0], f"{days:.1f}", said[1], gain, idle, cut, size, rung.plan.schedule))
     names = (
         "",
         "paper",
@@ -127,17 +125,9 @@ def _ladder(setting: Setting, rungs: list[Rung]) -> str:
     return table(names, rows)
 
 
-def _emulated(setting: Setting, rung: Rung, count: int, slower: float) -> tuple[float, float]:
+def _emulated(setting: Setting, rung: Variant, count: int, slower: float) -> tuple[float, float]:
     """Mean seconds of a row's first steps on the real engine, by the median step, and as simulated."""
-    load = rung.load
-    task = EmulationTask(
-        profile=setting.profile,
-        plan=Plan(_largest(load), load.shape[-1], rung.partition, rung.recompute, schedule=rung.schedule),
-        steps=rung.steps[:count],
-        links=setting.links,
-        setup=TrainingSetup(num_replicas=setting.row.num_replicas, overhead_bytes=OVERHEAD, accumulate_float32=False),
-        budget_bytes=(int(setting.device.memory_bytes),) * setting.num_stages,
-    )
+    task = EmulationTask(setting.profile, rung.plan, rung.steps[:count])
     task = replace(task, time_scale=slower * task.least_scale)
     pairs = zip(run_emulation(task).steps, task.predicted, strict=True)
     over = median(emulated.step_seconds / predicted.step_seconds for emulated, predicted in pairs)
@@ -150,7 +140,7 @@ def _largest(load: Load) -> PackLimits:
     return PackLimits(int(load.vision_units.max()), int(load.llm_tokens.max()))
 
 
-def _limits(tops: dict[str, tuple[Setting, Rung]]) -> str:
+def _limits(tops: dict[str, tuple[Setting, Variant]]) -> str:
     rows, reasons = [], {}
     for name, (setting, rung) in tops.items():
         alike, busy = limits_days(setting, rung)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from omnibal.cluster import DEVICES, Device
+from omnibal.cluster import DEVICES, Cluster, Device, Links
 from omnibal.data.limits import PackLimits
 from omnibal.families.internvl import layer_records
 from omnibal.profile.counted import analytic_profile
@@ -27,6 +27,11 @@ SAMPLES_PER_PACK = 4.65
 """Of the made-up mix, under the limits."""
 OVERHEAD = 2 * 2**30
 """What a device holds beside the model; it is filled to its last byte otherwise, without head room."""
+
+
+def cluster_of(num_devices: int, memory_bytes: int) -> Cluster:
+    """So many devices, all of which talk over the network."""
+    return Cluster(1, num_devices, DEVICE, memory_bytes=memory_bytes, overhead_bytes=OVERHEAD, links=Links(NETWORK))
 
 
 def _vision(hidden: int, layers: int, heads: int, intermediate: int, **others: Any) -> dict[str, Any]:

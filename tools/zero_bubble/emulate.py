@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.cluster import Links
+from omnibal.cluster import Cluster, Device, Layout
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.boundaries import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation
@@ -54,15 +53,14 @@ def task_of(num_stages: int, micro_batches: int, schedule: ScheduleName, costs: 
     rng = np.random.default_rng(0)
     equal = np.full(micro_batches, TOKENS)
     varied = [TOKENS * (1 + SPREAD * rng.standard_normal(micro_batches)) for _ in range(REPETITIONS)]
+    device = Device("emulated", memory_bytes=2**40, link_bytes_per_second=1.0)
+    cluster = Cluster(1, num_stages, device, overhead_bytes=0)
     plan = Plan(
         PackLimits(1, 2 * TOKENS), micro_batches, Partition.uniform(num_stages, num_stages), ("none",) * num_stages,
-        schedule=schedule,
+        schedule=schedule, layout=Layout(num_stages), cluster=cluster,
     )  # fmt: skip
     steps = tuple((Load(0, tokens),) for tokens in (equal, equal, *varied))
-    setup = TrainingSetup(overhead_bytes=0)
-    return EmulationTask(
-        profile(num_stages, costs), plan, steps, Links(1.0), setup, (2**40,) * num_stages, time_scale=1.0
-    )
+    return EmulationTask(profile(num_stages, costs), plan, steps, time_scale=1.0)
 
 
 def ratio(ran: Simulation, predicted: Simulation) -> float:

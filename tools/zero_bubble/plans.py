@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omnibal.cluster import Links
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES
@@ -14,7 +13,7 @@ from omnibal.planner import PlanRequest, make_plan
 from omnibal.profile.records import ModelProfile
 
 sys.path += [str(Path(__file__).parents[1] / tool) for tool in ("memory", "partition")]
-from paper_models import BASELINE, LIMITS, NETWORK, OVERHEAD
+from paper_models import BASELINE, LIMITS, cluster_of
 from selective import profile_of
 
 GIB = 2**30
@@ -39,9 +38,8 @@ def main() -> None:
 def plan(profile: ModelProfile, budget: int, schedule: Any) -> dict[str, float] | None:
     """Seconds of a step, layers that recompute, GiB of weight gradients that wait; None where nothing fits."""
     request = PlanRequest(
-        num_devices=STAGES * REPLICAS, num_stages=STAGES, global_batch=GLOBAL_BATCH, budget_bytes=budget * GIB,
-        overhead_bytes=OVERHEAD, accumulate_float32=False, head_room=0.0, links=Links(NETWORK), limits=LIMITS,
-        schedule=schedule,
+        cluster=cluster_of(STAGES * REPLICAS * profile.tensor_parallel, budget * GIB), num_stages=STAGES,
+        global_batch=GLOBAL_BATCH, accumulate_float32=False, head_room=0.0, limits=LIMITS, schedule=schedule,
     )  # fmt: skip
     try:
         found = make_plan(profile, LENGTHS, request).plan

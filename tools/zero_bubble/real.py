@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from small import LIMITS, LOAD, model, pack
 
-from omnibal.cluster import Links
+from omnibal.cluster import Layout, Links
 from omnibal.engine.distributed import meet
 from omnibal.engine.launch import free_port
 from omnibal.memory.footprint import Footprint, Level
-from omnibal.memory.state import TrainingSetup
 from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.simulate import simulate_step
@@ -129,11 +128,13 @@ def main() -> None:
 
 def _row(profile: ModelProfile, case: dict[str, Plan], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     split = case["zero-bubble"]
-    footprint = Footprint(profile, LOAD, split.table, TrainingSetup(zero_stage=0, overhead_bytes=0))
+    footprint = Footprint(
+        profile, LOAD, split.make_schedule(), Layout(STAGES, zero_stage=0, precision=profile.dtype), 0
+    )
     loads = [type(LOAD).stack([LOAD] * split.micro_batches)]
     predicted = {
         schedule: simulate_step(
-            profile, plan.partition, loads, LINKS, recompute=plan.recompute, schedule=plan.table
+            profile, plan.partition, loads, LINKS, recompute=plan.recompute, schedule=plan.make_schedule()
         ).step_seconds
         for schedule, plan in case.items()
     }  # fmt: skip
