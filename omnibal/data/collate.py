@@ -32,7 +32,7 @@ def pack_samples(
 
     Returns:
         ``input_ids``, ``labels``, ``position_ids`` (1, L) int64; ``cu_seq_lens`` (n + 1,) int32;
-        ``pixel_values`` (tiles, *pixel_shape), tiles possibly 0. Labels are not shifted; each sample's first
+        ``pixel_values`` ``(tiles, *pixel_shape)``, tiles possibly 0. Labels are not shifted; each sample's first
         one is -100, so that no token is predicted from the sample before it.
     """
     ids = [item["input_ids"] for item in items] or [torch.tensor([pad_token_id])]

@@ -1,0 +1,123 @@
+"""Draws the pictures of start.md: python docs/pictures/draw.py."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from PIL import Image
+
+from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.pipeline.simulate import simulate
+from omnibal.report.style import BLUE, GREEN, GREY, ORANGE, PINK, SERIES, VERMILION, drawing, legend_below
+from omnibal.report.timeline import plot_timeline
+
+HERE = Path(__file__).parent
+TOKENS = (900, 2600, 400, 1700, 700, 3100, 1300, 600)
+LIMIT = 4096
+WAITING: Any = {"facecolor": "none", "edgecolor": GREY, "hatch": "////", "linewidth": 0.6}
+
+
+def main() -> None:
+    """Draw all of them, in few colours: small files."""
+    draw_packs()
+    draw_step()
+    draw_pipeline()
+    draw_recompute()
+    for path in HERE.glob("*.png"):
+        Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
+
+
+def draw_packs() -> None:
+    """The same eight samples as two padded batches and as packs."""
+    packs = ((1, 2, 4), (5, 0), (3, 6, 7))
+    with drawing(HERE / "packs.png", 9, 2.9) as figure:
+        padded, packed = figure.subplots(1, 2, sharex=True)
+        for row, tokens in enumerate(TOKENS):
+            place, longest = row + row // 4, max(TOKENS[4 * (row // 4) :][:4])
+            padded.barh(place, tokens, color=SERIES[row], edgecolor="white")
+            if tokens < longest:
+                padded.barh(place, longest - tokens, left=tokens, **WAITING)
+        for row, pack in enumerate(packs):
+            start = 0
+            for sample in pack:
+                packed.barh(row, TOKENS[sample], left=start, color=SERIES[sample], edgecolor="white", height=0.55)
+                start += TOKENS[sample]
+        packed.axvline(LIMIT, color=VERMILION)
+        packed.annotate(f"limit: {LIMIT:,} ", (LIMIT, 2.45), ha="right", color=VERMILION)
+        used = sum(TOKENS) / sum(4 * max(TOKENS[start : start + 4]) for start in (0, 4))
+        padded.set(title=f"two padded batches: {1 - used:.0%} is padding", yticks=[1.5, 6.5])
+        padded.set_yticklabels(["batch 0", "batch 1"])
+        packed.set(title="three packs: no padding", yticks=range(3), ylim=(2.6, -0.6))
+        packed.set_yticklabels([f"pack {number}" for number in range(3)])
+        padded.invert_yaxis()
+        for axes in (padded, packed):
+            axes.set_xlabel("LLM tokens")
+            axes.grid(False, axis="y")
+
+
+def draw_step() -> None:
+    """A step of two replicas and four micro-batches, once as it comes and once balanced."""
+    uneven = np.array([[3.0, 1.0, 2.2, 1.4], [1.2, 2.8, 1.0, 0.8]])
+    even = np.array([[1.7, 1.6, 1.7, 1.7], [1.7, 1.7, 1.6, 1.7]])
+    with drawing(HERE / "step.png", 9, 2.5) as figure:
+        for axes, seconds, title in zip(
+            figure.subplots(1, 2, sharey=True), (uneven, even), ("as it comes", "balanced"), strict=True
+        ):
+            _draw_replicas(axes, seconds)
+            slowest = seconds.max(axis=0)
+            ratio = ((slowest - seconds) / (2 * slowest)).sum(axis=0).mean()
+            axes.set_title(f"{title}: Dist Ratio {ratio:.2f}", loc="left")
+
+
+def _draw_replicas(axes: Axes, seconds: np.ndarray) -> None:
+    """Bars of work and of waiting: all ranks wait for the slowest at every micro-batch."""
+    slowest = seconds.max(axis=0)
+    starts = np.concatenate([[0], np.cumsum(slowest)])[:-1]
+    for replica, row in enumerate(seconds):
+        axes.barh([replica] * len(row), row, left=starts, color=BLUE, edgecolor="white")
+        waits = row < slowest
+        axes.barh([replica] * waits.sum(), (slowest - row)[waits], left=(starts + row)[waits], **WAITING)
+        for number, start in enumerate(starts):
+            axes.text(start + 0.12, replica, f"{number}", color="white", va="center", fontsize=8)
+    axes.set(yticks=[0, 1], ylim=(1.6, -0.6), xlabel="seconds", xlim=(0, 10.5))
+    axes.set_yticklabels(["replica 0", "replica 1"])
+    axes.grid(False, axis="y")
+
+
+def draw_pipeline() -> None:
+    """One step of four stages: even ones, and a third stage that is half as slow again."""
+    forward = np.ones((8, 4))
+    uneven = forward * np.array([0.8, 0.8, 1.6, 0.8])
+    schedule = one_f_one_b(4, 8)
+    panels = {
+        "even stages": simulate(schedule, forward, 2 * forward),
+        "the same work, unevenly cut": simulate(schedule, uneven, 2 * uneven),
+    }
+    plot_timeline(panels, HERE / "pipeline.png")
+
+
+def draw_recompute() -> None:
+    """What a decoder block keeps and how long it takes, recomputed or not.
+
+    As `omnibal profile` counts them for one of Qwen2-7B on an A100-80GB, 4,096 tokens: 13.0 ms forward, 26.4 ms
+    backward; it keeps 880 MiB, or 28 MiB, its input alone, where it recomputes.
+    """
+    levels = ("kept", "recomputed")
+    parts = {"forward": (13.0, 13.0), "forward again": (0.0, 13.0), "backward": (26.4, 26.4)}
+    with drawing(HERE / "recompute.png", 9, 1.9) as figure:
+        time, memory = figure.subplots(1, 2, sharey=True)
+        left = np.zeros(2)
+        for (name, milliseconds), colour in zip(parts.items(), (BLUE, PINK, ORANGE), strict=True):
+            time.barh(levels, milliseconds, left=left, color=colour, label=name)
+            left += milliseconds
+        memory.barh(levels, (880, 28), color=GREEN)
+        time.set(xlabel="milliseconds of a layer", ylim=(1.6, -0.6))
+        memory.set(xlabel="MiB that it holds until its backward pass, for each micro-batch in flight")
+        for axes in (time, memory):
+            axes.grid(False, axis="y")
+        legend_below(figure, time)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The parts of the site that are generated: the keys of a ds_config, and the commands.
+
+Each takes the place of a comment in a page, so that the page reads well where no site is built.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+
+from omnibal.config import OmnibalSection
+
+KEYS: Final = "<!-- generated: keys -->"
+COMMANDS: Final = "<!-- generated: commands -->"
+OUTSIDE: Final = re.compile(r"\]\((\.\./[^)#]+\.md)\)")
+"""Links to reports outside docs/: pages where no site is built, files beside the site."""
+
+
+def keys() -> str:
+    """Every key of the "omnibal" section as Markdown: its type, its default, and what the code says of it."""
+    return "\n".join(_section(OmnibalSection, "omnibal"))
+
+
+def _section(section: type[BaseModel], name: str) -> Iterator[str]:
+    documented = ModuleAnalyzer.for_module(section.__module__).find_attr_docs()
+    schema = section.model_json_schema()
+    parts = {key: field.annotation for key, field in section.model_fields.items()}
+    plain = [key for key, kind in parts.items() if not _is_section(kind)]
+    if plain:
+        yield f"### `{name}`\n\n{_text(section.__doc__ or '')}\n"
+        yield "| key | value | left out | meaning |\n|---|---|---|---|"
+        for key in plain:
+            entry = schema["properties"][key]
+            default = "" if entry.get("default") is None else f"`{_json(entry['default'])}`"
+            meaning = " ".join(documented.get((section.__name__, key), []))
+            yield f"| `{key}` | {_values(entry, schema)} | {default} | {_text(meaning)} |"
+        yield ""
+    for key, kind in parts.items():
+        if _is_section(kind):
+            yield from _section(kind, key if name == "omnibal" else f"{name}.{key}")  # type: ignore[arg-type]
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _values(entry: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """What a key may be, in words, from its JSON schema."""
+    if "$ref" in entry:
+        named = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+        return "record" if "properties" in named else _values(named, schema)
+    if "anyOf" in entry:
+        return " or ".join(dict.fromkeys(_values(e, schema) for e in entry["anyOf"] if e.get("type") != "null"))
+    if "enum" in entry or "const" in entry:
+        return ", ".join(f"`{_json(value)}`" for value in entry.get("enum", [entry.get("const")]))
+    if entry.get("type") == "array":
+        return f"list of {_values(entry['items'], schema)}"
+    bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = [f" {sign} {entry[bound]}" for bound, sign in bounds.items() if bound in entry]
+    words = {"string": "text", "boolean": "`true` or `false`", "object": "record", None: "any"}
+    return words.get(entry.get("type"), str(entry.get("type"))) + " and".join(limits)
+
+
+def _json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"
+
+
+def _text(text: str) -> str:
+    """A docstring as a cell of Markdown."""
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+
+
+def commands() -> str:
+    """Every command as Markdown, as typer tells it."""
+    tell = [sys.executable, "-m", "typer", "omnibal.cli.main", "utils", "docs", "--name", "omnibal"]
+    text = subprocess.run(tell, capture_output=True, text=True, check=True).stdout
+    return text[text.index("## ") :]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Fill in what is generated and link what lies outside when a page is read; keep docstrings as they are."""
+
+    def fill(_: Sphinx, page: str, source: list[str]) -> None:
+        for mark, text in ((KEYS, keys), (COMMANDS, commands)):
+            if mark in source[0]:
+                source[0] = source[0].replace(mark, text())
+        source[0] = OUTSIDE.sub(r"](path:\1)", source[0])
+
+    def keep_colon(_: Sphinx, what: str, *given: Any) -> None:
+        lines = given[-1]
+        if what in ("attribute", "property", "data") and lines:  # napoleon would take what stands before it for a type
+            lines[0] = lines[0].replace(": ", " – ", 1)
+
+    app.connect("source-read", fill)
+    app.connect("autodoc-process-docstring", keep_colon, priority=400)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,57 @@
+"""The site is built, its pictures are small, and what is generated in it is whole."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from omnibal.cli.main import app
+from omnibal.config import OmnibalSection
+
+DOCS = Path(__file__).parents[2] / "docs"
+MOST_BYTES = 60_000
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages' text by name; every warning of Sphinx is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {path.stem: path.read_text() for path in folder.glob("*.html")}
+
+
+def test_every_page_is_built_and_every_picture_is_there(site):
+    assert {path.stem for path in DOCS.glob("*.md")} < set(site)
+    for name in ("packs", "step", "pipeline", "recompute"):
+        assert f'src="_images/{name}.png"' in site["start"]
+
+
+def test_every_key_of_a_ds_config_is_told(site):
+    def keys(section):
+        for name, field in section.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from keys(kind)
+            else:
+                yield name
+
+    told = re.findall(
+        '<td><p><code class="docutils literal notranslate"><span class="pre">(.*?)</span>', site["running"]
+    )
+    assert [*keys(OmnibalSection)] == [name for name in told if name in {*keys(OmnibalSection)}]
+
+
+def test_every_command_is_told(site):
+    headings = re.findall('<h2><code class="docutils literal notranslate"><span class="pre">omnibal</span> '
+                          '<span class="pre">(.*?)</span>', site["cli"])  # fmt: skip
+    assert headings == [command.callback.__name__ for command in app.registered_commands]
+
+
+def test_pictures_are_small():
+    for path in (DOCS / "pictures").glob("*.png"):
+        assert path.stat().st_size < MOST_BYTES, path
