@@ -88,7 +88,7 @@ def initialize(
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
     own = Own(optimizer, lr_scheduler, on_gradient)
-    given = together(lambda: read(config, model, num_processes, own), where=where)
+    given = together(lambda: own.checked(read(config, model, num_processes)), where=where)
     samples: VlmDataset = open_together(given.section, "train", where=where) if dataset is None else dataset
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
     stage, replica = divmod(rank, given.layout.num_replicas)

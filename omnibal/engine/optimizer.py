@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from omnibal.config import OptimizerSection
 from omnibal.engine.distributed import gather
 from omnibal.engine.module import VlmPipelineModule
+from omnibal.engine.resolve import Given
 from omnibal.errors import ConfigError
 from omnibal.families.base import Module
 
@@ -31,11 +32,11 @@ class Own:
     lr_scheduler: MakeScheduler | None = None
     on_gradient: OnGradient | None = None
 
-    def check(self, config: dict[str, Any]) -> None:
-        """Refuse what is made already, or named twice.
+    def checked(self, given: Given) -> Given:
+        """What else is given, if nothing of this is made already, or named there too.
 
         Raises:
-            ConfigError: See above.
+            ConfigError: Something is.
         """
         remedies = {
             "optimizer": "each stage makes one of its own parameters: pass partial(AdamW, lr=...)",
@@ -48,8 +49,9 @@ class Own:
                 continue
             if not callable(value):
                 raise ConfigError(f"{name} must be a callable, got an instance of {type(value).__name__}; {remedy}")
-            if key in config:
+            if key in given.config:
                 raise ConfigError(f"{name} must be given once, got one beside the ds_config's {key}; leave one out")
+        return given
 
     def over(self, total_steps: int) -> "Own":
         """The same; a scheduler that asks for the steps of the run has them."""

@@ -19,7 +19,6 @@ from omnibal.config import (
 )
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import choose_limits
-from omnibal.engine.optimizer import Own
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.memory.footprint import Level
@@ -46,14 +45,13 @@ class Given:
     """All of the model's, by name, where they are in memory."""
 
 
-def read(config: Any, model: Any, num_processes: int, own: Own) -> Given:
+def read(config: Any, model: Any, num_processes: int) -> Given:
     """Read and check ``initialize``'s config and model, for so many processes.
 
     Raises:
         ConfigError: As of ``initialize``, but for what the lengths of samples decide.
     """
     deepspeed_config, section = read_config(config)
-    own.check(deepspeed_config)
     check_learning_rates(deepspeed_config, section.optimizer.learning_rates)
     source = named(model, section.model.path, "model", "omnibal.model.path")
     if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):

@@ -29,7 +29,7 @@ COLLECTIVES = (
 )
 
 ROOT = Path(__file__).parents[2]
-KEPT_GROUPS = 2
+KEPT_GROUPS = 3
 """Each process holds some hundred megabytes."""
 
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import isnan
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_what_initialize_does_not_take_is_refused(argument, remedy):
 )
 def test_what_is_made_already_or_named_twice_is_refused(own, message):
     with pytest.raises(ConfigError, match=message):
-        Own(**own).check({"optimizer": {}, "scheduler": {}})
+        Own(**own).checked(SimpleNamespace(config={"optimizer": {}, "scheduler": {}}))
 
 
 def test_a_schedule_has_the_steps_of_the_run_where_it_asks_for_them():
@@ -163,12 +164,12 @@ def test_a_schedule_has_the_steps_of_the_run_where_it_asks_for_them():
 
 def test_a_model_in_memory_must_be_what_is_trained(model):
     instance, config = InternVLForConditionalGeneration(small_config()), settings(model, num_stages=1)
-    assert read(config, instance, 1, Own()).weights.keys() == instance.state_dict().keys()
+    assert read(config, instance, 1).weights.keys() == instance.state_dict().keys()
     with pytest.raises(ConfigError, match="weights must be 'load' with a model that has weights, got 'random'"):
-        read(changed(config, "model", weights="random"), instance, 1, Own())
+        read(changed(config, "model", weights="random"), instance, 1)
     with pytest.raises(ConfigError, match="model or configuration, got an instance of Linear"):
-        read(config, torch.nn.Linear(1, 1), 1, Own())
+        read(config, torch.nn.Linear(1, 1), 1)
     instance.model.vision_tower.embeddings.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"parameters of model must be trained but .* got model\.vision_tower"):
-        read(config, instance, 1, Own())
-    assert read(changed(config, "model", frozen=["patch_embedding"]), instance, 1, Own())
+        read(config, instance, 1)
+    assert read(changed(config, "model", frozen=["patch_embedding"]), instance, 1)

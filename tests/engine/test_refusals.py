@@ -7,7 +7,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from omnibal.data.limits import PackLimits
-from omnibal.engine.optimizer import Own
 from omnibal.engine.resolve import read
 from omnibal.errors import ConfigError
 from omnibal.pipeline.boundaries import Partition
@@ -74,8 +73,8 @@ def test_a_configuration_has_no_weights_to_load(model):
     for path in (str(model), None):  # the folder of the section is not the model that is trained
         config = changed(settings(model, num_stages=1), "model", path=path)
         with pytest.raises(ConfigError, match="weights must be 'random' with a configuration as model, got 'load'"):
-            read(config, small_config(), 1, Own())
-    assert read(changed(config, "model", weights="random"), small_config(), 1, Own()).folder is None
+            read(config, small_config(), 1)
+    assert read(changed(config, "model", weights="random"), small_config(), 1).folder is None
 
 
 def test_a_sample_that_is_not_as_promised_stops_all_ranks(model):
