@@ -304,6 +304,17 @@ def _full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def train_under(configs, steps):
+    """Boundaries in use, losses and final weights of this stage, for each configuration."""
+    return [_train_under(config, steps) for config in configs]
+
+
+def _train_under(config, steps):
+    engine, *_ = initialize(config=config, dataset=SmallDataset())
+    losses = [engine.train_batch().item() for _ in range(steps)]
+    return {"boundaries": tuple(engine.module.parts), "losses": losses, "weights": weights_of(engine)}
+
+
 def levels_used(config):
     """Which levels this rank's layers ran under in a step's packs, by the packs' tokens."""
     used, run_layer = {}, module_file.run_layer

@@ -1,4 +1,4 @@
-"""Where the pipeline is cut changes nothing that is learnt: a plan decides about time and memory alone."""
+"""A plan decides about time and memory alone: where the pipeline is cut changes nothing that is learnt."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
             configs[num_stages][tied, cut] = changed(config, "pipeline", plan=str(path), recompute="none")
     found = {}
     for num_stages, cases in configs.items():
-        by_rank = launch(num_stages, "tests.engine.cuts:train_under", [*cases.values()], STEPS)
+        by_rank = launch(num_stages, "tests.engine.cases:train_under", [*cases.values()], STEPS)
         found |= dict(zip(cases, zip(*by_rank, strict=True), strict=True))
     return {tied: [found[tied, cut] for cut in CUTS] for tied in (False, True)}
 
@@ -62,6 +62,15 @@ def test_all_cuts_of_a_tied_model_train_alike(runs):
         assert weights.keys() == whole["weights"].keys()
         for name, weight in weights.items():
             torch.testing.assert_close(weight, whole["weights"][name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_pack_beyond_the_plan_recomputes_everything(tmp_path):
+    save_small_model(tmp_path)
+    config = changed(settings(tmp_path, num_stages=2), "packing", llm_tokens=16, vision_units=4)
+    config = changed(config, "pipeline", recompute="none")
+    for used in launch(2, "tests.engine.cases:levels_used", config):
+        assert {tokens > 16 for tokens in used} == {False, True}
+        assert all(levels == ({"full"} if tokens > 16 else {"none"}) for tokens, levels in used.items())
 
 
 def weights_of_all(stages):

@@ -71,7 +71,7 @@ def test_a_stage_that_trains_nothing_changes_nothing(model):
             configs |= {
                 (name, precision, number): changed(config, "pipeline", partition=cut) for number, cut in enumerate(cuts)
             }
-    by_rank = launch(2, "tests.engine.cuts:train_under", [*configs.values()], STEPS)
+    by_rank = launch(2, "tests.engine.cases:train_under", [*configs.values()], STEPS)
     found = dict(zip(configs, zip(*by_rank, strict=True), strict=True))
     for name, precision, _ in configs:
         both, empty = found[name, precision, 0], found[name, precision, 1]
