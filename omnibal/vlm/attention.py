@@ -1,4 +1,4 @@
-"""Causal attention over packs, registered with transformers as ``"omnibal_packed"``.
+"""Attention over packs, registered with transformers as ``"omnibal_packed"``.
 
 A pack is one sequence of samples laid one after another; ``cu_seq_lens`` (int32, samples + 1) holds where each starts
 and the last ends. On CUDA torch's variable-length kernel sees these bounds; elsewhere, and for what the kernel lacks
@@ -13,7 +13,7 @@ attention does; batches, masks and caches take transformers' own "sdpa" path.
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,8 @@ def packed_attention(
         attention_mask: None for packs; anything else goes to transformers' "sdpa".
         dropout: Probability of dropping an attention weight.
         scaling: Factor before the softmax; None for ``head_dim ** -0.5``.
-        is_causal: Whether a token sees only itself and the tokens before it.
-        sliding_window: How many tokens a token sees, itself included; None for all.
+        is_causal: Whether a token sees only itself and the tokens before it, or all of its sample, as patches do.
+        sliding_window: How many tokens a token sees, itself included; None for all. For causal attention only.
         cu_seq_lens_q: Bounds of the samples; keys have the same ones.
         kwargs: ``position_ids`` gives the bounds where ``cu_seq_lens_q`` does not; the rest is for "sdpa".
 
@@ -114,9 +114,10 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
-    if not causal:
-        raise ConfigError("attention over packs must be causal, got is_causal=False")
-    return _attend(query, key, value, cu_seq_lens_q, dropout=dropout, scaling=scaling, window=sliding_window), None
+    if sliding_window is not None and not causal:
+        raise ConfigError(f"sliding_window must be None where attention is not causal, got {sliding_window}")
+    terms = _Terms(dropout, scaling, causal, sliding_window)
+    return _attend(query, key, value, cu_seq_lens_q, terms), None
 
 
 def _refuse_unknown_terms(kwargs: dict[str, Any]) -> None:
@@ -144,27 +145,28 @@ def _bounds_from_positions(
     return torch.cat((bounds[:1], breaks.to(torch.int32) + 1, bounds[1:]))
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    *,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
+class _Terms(NamedTuple):
+    """What attention within a sample is."""
+
+    dropout: float
+    scaling: float | None
+    causal: bool
+    window: int | None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, terms: _Terms) -> Tensor:
     lengths = sample_lengths(cu_seq_lens)
     if query.shape[0] != 1 or sum(lengths) != query.shape[2]:
         raise DataError(
             f"cu_seq_lens must end with the number of tokens of one sequence, got {sum(lengths)} "
             f"for {query.shape[0]} x {query.shape[2]} tokens"
         )
-    window = None if window is None or window >= max(lengths) else window
+    if terms.window is not None and terms.window >= max(lengths):
+        terms = terms._replace(window=None)
     with sdpa_kernel(_KERNELS):  # varlen_attn follows it, too
-        if _kernel_serves(query, dropout):
-            return _varlen(query, key, value, cu_seq_lens, longest=max(lengths), scaling=scaling, window=window)
-        return _per_sample(query, key, value, lengths, dropout=dropout, scaling=scaling, window=window)
+        if _kernel_serves(query, terms.dropout):
+            return _varlen(query, key, value, cu_seq_lens, max(lengths), terms)
+        return _per_sample(query, key, value, lengths, terms)
 
 
 def _kernel_serves(query: Tensor, dropout: float) -> bool:
@@ -172,16 +174,7 @@ def _kernel_serves(query: Tensor, dropout: float) -> bool:
     return query.is_cuda and half and dropout == 0 and head_dim <= 256 and head_dim % 8 == 0
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    *,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, longest: int, terms: _Terms) -> Tensor:
     groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_about_groups(varlen_attn) else {}
     mixed = varlen_attn(
         query[0].transpose(0, 1),
@@ -191,8 +184,8 @@ def _varlen(
         cu_seq_lens,
         longest,
         longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
+        scale=terms.scaling,
+        window_size=(-1 if terms.window is None else terms.window - 1, 0 if terms.causal else -1),
         **groups,
     )
     assert isinstance(mixed, Tensor)
@@ -205,26 +198,17 @@ def _asks_about_groups(kernel: Callable[..., object]) -> bool:
     return "enable_gqa" in signature(kernel).parameters
 
 
-def _per_sample(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: tuple[int, ...],
-    *,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
+def _per_sample(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], terms: _Terms) -> Tensor:
     queries, keys, values = (torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value))
     mixed = [
         functional.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if window is None else _band(q.shape[2], window, q.device),
-            dropout_p=dropout,
-            is_causal=window is None,
-            scale=scaling,
+            attn_mask=None if terms.window is None else _band(q.shape[2], terms.window, q.device),
+            dropout_p=terms.dropout,
+            is_causal=terms.causal and terms.window is None,
+            scale=terms.scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         for q, k, v in zip(queries, keys, values, strict=True)

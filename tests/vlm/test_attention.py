@@ -23,14 +23,14 @@ def bounds_of(lengths, device="cpu"):
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
-def dense_attention(query, key, value, lengths, *, window=None, scaling=None):
+def dense_attention(query, key, value, lengths, *, window=None, scaling=None, causal=True):
     """The oracle: every token against every other, then a mask of the pack's size squared."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(query.device)
     position = torch.arange(sum(lengths), device=query.device)
     behind = position[:, None] - position
-    seen = (sample[:, None] == sample) & (behind >= 0) & (behind < (window or sum(lengths)))
+    seen = (sample[:, None] == sample) & (behind < (window or sum(lengths))) & ((behind >= 0) | (not causal))
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
     return (weights @ value).transpose(1, 2)
@@ -43,12 +43,12 @@ def random_heads(seed, lengths, heads, kv_heads, head_dim=8, dtype=torch.float32
     return [tensor.to(device=device, dtype=dtype).requires_grad_() for tensor in drawn]
 
 
-def check_against_dense(inputs, lengths, window, **tolerance):
+def check_against_dense(inputs, lengths, window, *, causal=True, **tolerance):
     results = []
     kwargs = attention_kwargs(bounds_of(lengths, inputs[0].device))
     for attend in (
-        lambda *qkv: packed_attention(CAUSAL, *qkv, None, sliding_window=window, **kwargs)[0],
-        lambda *qkv: dense_attention(*qkv, lengths, window=window),
+        lambda *qkv: packed_attention(CAUSAL, *qkv, None, is_causal=causal, sliding_window=window, **kwargs)[0],
+        lambda *qkv: dense_attention(*qkv, lengths, window=window, causal=causal),
     ):
         leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
         mixed = attend(*leaves)
@@ -64,10 +64,12 @@ def check_against_dense(inputs, lengths, window, **tolerance):
     seed=st.integers(0, 99),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
-    window=st.sampled_from([None, 1, 3]),
+    window=st.sampled_from([None, 1, 3, "both ways"]),
 )
 def test_packed_attention_is_dense_attention_under_a_block_diagonal_mask(seed, lengths, heads, window):
-    check_against_dense(random_heads(seed, lengths, *heads), lengths, window, rtol=1e-5, atol=2e-6)
+    causal = window != "both ways"
+    window = window if causal else None
+    check_against_dense(random_heads(seed, lengths, *heads), lengths, window, causal=causal, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.gpu
@@ -101,15 +103,16 @@ def test_the_kernel_for_gpus_is_called_as_it_documents(monkeypatch, heads, windo
         assert varlen_attn(*real, bounds, bounds, max_q, max_k, **options).shape == query.shape
         lengths = cu_seq_q.diff().tolist()
         assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == max(lengths)
-        assert window_size[1] == 0
+        assert window_size[1] in (0, -1)
         before = None if window_size[0] == -1 else window_size[0] + 1
         batched = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        return dense_attention(*batched, lengths, window=before, scaling=scale)[0]
+        return dense_attention(*batched, lengths, window=before, scaling=scale, causal=window_size[1] == 0)[0]
 
     monkeypatch.setattr(attention, "varlen_attn", documented if asks_about_groups else ungrouped)
     monkeypatch.setattr(attention, "_kernel_serves", lambda query, dropout: True)
     lengths = [4, 1, 7]
-    check_against_dense(random_heads(0, lengths, *heads), lengths, window, rtol=1e-6, atol=1e-6)
+    for causal in (True, False) if window is None else (True,):
+        check_against_dense(random_heads(0, lengths, *heads), lengths, window, causal=causal, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel_serves", [True, False])
@@ -161,8 +164,8 @@ def test_wrong_calls_are_refused():
         packed_attention(CAUSAL, query, key, value, None, cu_seq_lens_q=bounds_of([3, 1]))
     with pytest.raises(ConfigError, match="attention_mask must be None"):
         packed_attention(CAUSAL, query, key, value, torch.ones(1, 1, 5, 5), cu_seq_lens_q=bounds)
-    with pytest.raises(ConfigError, match="must be causal"):
-        packed_attention(CAUSAL, query, key, value, None, is_causal=False, cu_seq_lens_q=bounds)
+    with pytest.raises(ConfigError, match="sliding_window must be None where attention is not causal, got 4"):
+        packed_attention(CAUSAL, query, key, value, None, is_causal=False, sliding_window=4, cu_seq_lens_q=bounds)
     with pytest.raises(ConfigError, match="got softcap"):
         packed_attention(CAUSAL, query, key, value, None, cu_seq_lens_q=bounds, softcap=30.0)
 
