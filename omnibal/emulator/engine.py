@@ -7,9 +7,8 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from mmap import mmap
 from multiprocessing import active_children
@@ -19,27 +18,22 @@ from time import perf_counter
 from typing import Any, ClassVar, Final
 
 import numpy as np
-import torch
 from deepspeed.runtime.pipe import schedule as pipe
-from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
-from omnibal.config import complete_deepspeed_config
-from omnibal.cost import FloatArray, Load
+from omnibal.config import ModelSection, OmnibalSection, layout_of
+from omnibal.cost import FloatArray
 from omnibal.emulator.device import DOWN, UP, Device, DeviceReport, StepLog
-from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, EmulationTask, report_file
+from omnibal.emulator.layers import EmulatedLoader, EmulatedModel, EmulatedModule
+from omnibal.emulator.run import FAILURE_FILE, TASK_FILE, EmulationTask, report_file
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.initialize import make_engine
-from omnibal.engine.loader import Batch, Step
-from omnibal.engine.module import VlmPipelineModule
+from omnibal.engine.initialize import build_engine
+from omnibal.engine.resolve import Given
 from omnibal.engine.table import RunEntry
 from omnibal.errors import OmnibalError
 from omnibal.pipeline.schedule import Operation
-from omnibal.vlm.payload import Layout, Payload
-from omnibal.vlm.weight_gradients import WeightGradients
 
-ELEMENT_BYTES: Final = 2
 TRANSFERS: Final = {
     pipe.SendActivation: Operation.SEND_ACTIVATION,
     pipe.RecvActivation: Operation.RECEIVE_ACTIVATION,
@@ -47,135 +41,6 @@ TRANSFERS: Final = {
     pipe.RecvGrad: Operation.RECEIVE_GRADIENT,
 }
 """Our operations by DeepSpeed's blocking instructions."""
-
-
-class _Inputs(torch.autograd.Function):
-    """A layer's way from input to output: sleeps, and puts out what a cut behind the layer would send.
-
-    It takes the weight too: a layer that is trained runs backward also where nothing before it is.
-    """
-
-    @staticmethod
-    def forward(context: Any, hidden: Tensor, weight: Tensor, layer: "EmulatedLayer", micro_batch: int) -> Tensor:
-        context.layer, context.micro_batch, context.shape = layer, micro_batch, hidden.shape
-        work, place = layer.device.work, layer.place
-        layer.device.compute(float(work.forward[micro_batch, place]))
-        elements = int(work.sent_bytes[micro_batch, place] * SIZE_SCALE / ELEMENT_BYTES)
-        return hidden.new_zeros(max(elements, 1))
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        layer = context.layer
-        layer.device.compute(layer.device.backward_seconds(context.micro_batch, layer.place))
-        return gradient.new_zeros(context.shape), None, None, None
-
-
-class _Weights(torch.autograd.Function):
-    """A layer's weights, apart from its input: a schedule may run their backward pass at another time."""
-
-    @staticmethod
-    def forward(context: Any, weight: Tensor, layer: "EmulatedLayer", micro_batch: int) -> Tensor:
-        context.layer, context.micro_batch = layer, micro_batch
-        return torch.zeros_like(weight)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        layer = context.layer
-        seconds = float(layer.device.work.weight[context.micro_batch, layer.place])
-        layer.weight_gradients.defer(partial(layer.device.compute, seconds), keeps=[gradient])
-        return gradient, None, None
-
-
-class EmulatedLayer(nn.Module):
-    """Takes as long as the layer is predicted to, for the micro-batch whose number the payload's tokens are.
-
-    Args:
-        device: This process's.
-        place: Of the layer in its stage.
-        trainable: Whether it has a weight that is trained; frozen layers get a frozen one.
-    """
-
-    def __init__(self, device: Device, place: int, *, trainable: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.device, self.place = device, place
-        self.weight_gradients = WeightGradients(budget_bytes=0)  # none waits
-        self.weight = nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=trainable)
-
-    def forward(self, payload: Payload) -> Payload:
-        """The output's bytes and time."""
-        micro_batch = int(payload.input_ids)
-        output = _Inputs.apply(payload.hidden, self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
-        if self.weight.requires_grad:
-            output = output + _Weights.apply(self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
-        return payload.replace(hidden=output)
-
-
-class EmulatedModel:
-    """The model as the pipeline module asks for it: records, and a layer by its index."""
-
-    def __init__(self, task: EmulationTask, device: Device) -> None:
-        self._device, self._layers = device, task.profile.layers
-        self._first = task.plan.partition.boundaries[device.stage]
-        self.records = [_Untied()] * len(self._layers)
-
-    def layout(self, boundary: int) -> Layout:
-        """The same at all cuts."""
-        return Layout()
-
-    def layer_class(self, index: int) -> type[nn.Module]:
-        """The same for all."""
-        return EmulatedLayer
-
-    def build_layer(self, index: int, *, seed: int | None, dtype: torch.dtype) -> nn.Module:
-        """A layer of this process's stage."""
-        return EmulatedLayer(self._device, index - self._first, trainable=self._layers[index].trainable, dtype=dtype)
-
-
-class _Untied:
-    kind, tied_key = "emulated", None
-
-
-class EmulatedModule(VlmPipelineModule):
-    """The pipeline module; recompute levels are in the layers' times."""
-
-    def _run_layers(self, payload: Payload) -> Payload:
-        for layer in self.forward_funcs:
-            payload = layer(payload)
-        return payload
-
-    def count(self, batch: Mapping[str, Tensor]) -> None:
-        """Nothing: there are no tokens."""
-
-    def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        hidden: Tensor = self.vlm.layout(self._local_stop).build(outputs).hidden
-        return hidden.float().sum()
-
-
-class EmulatedLoader:
-    """Yields the task's steps, the first one twice: to warm up, and to count."""
-
-    def __init__(self, task: EmulationTask, device: Device) -> None:
-        self._task, self._device = task, device
-        self._next = -1
-        self.micro_batches = task.plan.micro_batches
-
-    def next_step(self) -> tuple[Step, list[Batch]]:
-        """The next step; a micro-batch's number in the place of its tokens."""
-        number = max(self._next, 0)
-        self._next += 1
-        self._device.begin_step(number)
-        empty = torch.zeros(0, dtype=torch.int64)
-        batches = [
-            {
-                "pixel_values": torch.zeros(1),
-                "input_ids": torch.tensor([[micro_batch]]),
-                "position_ids": empty,
-                "cu_seq_lens": empty,
-                "labels": torch.ones(1, 1, dtype=torch.int64),
-            }
-            for micro_batch in range(self.micro_batches)
-        ]
-        return Step(0, number, self.micro_batches, Load.stack(self._task.steps[number])), batches
 
 
 def _timed(operation: Operation, run: Callable[..., None]) -> Callable[..., None]:
@@ -266,17 +131,13 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
         "zero_optimization": {"stage": task.plan.layout.zero_stage},
         "gradient_clipping": 1.0,
     }
-    config = complete_deepspeed_config(
-        config, num_stages=task.plan.num_stages, num_replicas=task.plan.layout.num_replicas,
-        total_steps=len(task.steps),
-        schedule=task.plan.schedule,
-    )  # fmt: skip
     model: Any = EmulatedModel(task, device)
-    module = EmulatedModule(model, task.plan, num_replicas=task.plan.layout.num_replicas, dtype=torch.bfloat16)
-    return make_engine(
-        EmulatedEngine, module, config,
-        device=device, plan=task.plan, loader=EmulatedLoader(task, device), seed=0, model_source=None,
-    )  # fmt: skip
+    loader: Any = EmulatedLoader(task, device)
+    section = OmnibalSection(model=ModelSection(weights="random"))
+    given = Given(config, section, None, model, layout_of(config, task.plan.num_stages, task.plan.layout.num_replicas))
+    classes: Any = {"module_class": EmulatedModule, "engine_class": EmulatedEngine}
+    engine: EmulatedEngine = build_engine(given, task.plan, loader, len(task.steps), **classes, device=device)
+    return engine
 
 
 def _emulate(task: EmulationTask, rank: int, started: float, arrivals: FloatArray) -> DeviceReport:

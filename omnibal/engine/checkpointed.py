@@ -15,9 +15,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
 from omnibal.engine.distributed import gather, rank_zero_first, together
+from omnibal.engine.loader import PackLoader
+from omnibal.engine.optimizer import grouping
+from omnibal.engine.resolve import Given
 from omnibal.engine.saved_files import SavedFile
 from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
+from omnibal.plan import Plan
 from omnibal.vlm.weights import SINGLE_FILE
 
 LOG: Final = logging.getLogger(__name__)
@@ -30,6 +34,10 @@ class CheckpointedEngine(TableEngine):
     Ranks write into a folder beside, and wait for one another where nothing times out; what fails on one rank is
     raised on all.
     """
+
+    given: Given
+    plan: Plan
+    loader: PackLoader
 
     @property
     def where(self) -> str:
@@ -106,7 +114,7 @@ class CheckpointedEngine(TableEngine):
 
     def _complete(self, unfinished: Path, files: dict[str, SavedFile], save_latest: bool) -> None:
         def complete() -> None:
-            own = write_model_files(unfinished, self._model_source, self.module.vlm.config)
+            own = write_model_files(unfinished, self.given.folder, self.given.vlm.config)
             for path in own:
                 saved_files.flush(path)
                 files[str(path.relative_to(unfinished))] = SavedFile.of(path, 0)
@@ -205,23 +213,23 @@ class CheckpointedEngine(TableEngine):
         return True
 
     def _join_layers(self, layers: Path, folder: Path) -> None:
-        write_model_files(layers, self._model_source, self.module.vlm.config)
+        write_model_files(layers, self.given.folder, self.given.vlm.config)
         join_layers(layers, folder)
         shutil.rmtree(layers)
 
     def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
         """What a run must share with a checkpoint to go on from it."""
         optimizer = {
-            "frozen": self.module.frozen,
+            "frozen": sorted(set(self.given.section.model.frozen)),
             "optimizer": type(self.basic_optimizer).__name__,
-            "parameter_groups": self._grouping,
+            "parameter_groups": grouping(self.given.section.optimizer),
         }
         schedule = {"scheduler": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__}
         weights = {
             "partition": list(self.plan.partition.boundaries),
             "num_replicas": self.dp_world_size,
             "zero_stage": int(self.zero_optimization_stage()),
-            "dtype": str(self._compute_dtype),
+            "dtype": str(self.given.dtype),
             # in which optimizer of DeepSpeed's the master weights are
             **({"grad_accum_dtype": str(self.get_data_types()[1])} if self.bfloat16_enabled() else {}),
         }

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -19,6 +18,7 @@ from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, 
 from omnibal.engine.distributed import gather, rank_zero_first
 from omnibal.engine.loader import Batch, PackLoader, Step, Steps, VlmDataset
 from omnibal.engine.optimizer import OnGradient, gradients
+from omnibal.engine.resolve import Given
 from omnibal.errors import OmnibalError
 from omnibal.plan import Plan
 from omnibal.vlm.loss import EVALUATION_STATISTICS, target_rows
@@ -66,12 +66,11 @@ class OmnibalEngine(CheckpointedEngine):
     packs and ranks they lie on. ``global_samples`` counts samples, not packs, so that DeepSpeed's monitor does too.
 
     Args:
+        given: The model, and how it is trained: dropout draws by ``model.seed``, every step of every rank from a stream
+            of its own, so that a resumed run draws the same.
         plan: What the run follows; ``module`` was built from its partition and recompute levels. Under ``"1f1b"``
             DeepSpeed's own schedule runs.
         loader: This rank's packs.
-        seed: Of dropout; every step of every rank draws from a stream of its own, so a resumed run draws the same.
-        model_source: Hugging Face folder whose tokenizer and preprocessor files go into checkpoints.
-        grouping: What its parameter groups keep apart, None for nothing: a checkpoint's must be alike.
         on_gradient: As of ``initialize``.
         **deepspeed_arguments: As for DeepSpeed's engine.
     """
@@ -83,11 +82,9 @@ class OmnibalEngine(CheckpointedEngine):
     def __init__(
         self,
         *,
+        given: Given,
         plan: Plan,
         loader: PackLoader,
-        seed: int,
-        model_source: Path | None,
-        grouping: str | None = None,
         on_gradient: OnGradient | None = None,
         **deepspeed_arguments: Any,
     ) -> None:
@@ -96,12 +93,10 @@ class OmnibalEngine(CheckpointedEngine):
             pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
             **deepspeed_arguments,
         )
+        self.given = given
         self.plan = plan
         self.loader = loader
         self.last_step: Step | None = None
-        self._seed = seed
-        self._model_source = model_source
-        self._grouping = grouping
         self._on_gradient = on_gradient
 
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:
@@ -151,7 +146,9 @@ class OmnibalEngine(CheckpointedEngine):
         self.last_step = step
         # Recomputed and resumed steps draw the same dropout masks without storing generator states.
         torch.manual_seed(
-            np.random.SeedSequence([self._seed, self.global_steps, self.global_rank]).generate_state(1)[0]
+            np.random.SeedSequence([self.given.section.model.seed, self.global_steps, self.global_rank]).generate_state(
+                1
+            )[0]
         )
         # DeepSpeed adds one a pack when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
@@ -215,13 +212,9 @@ class OmnibalEngine(CheckpointedEngine):
         return step, [self._micro_batch(batch, weight) for batch in batches]
 
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
-        inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self._compute_dtype))
+        inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self.given.dtype))
         note_counts(inputs, self.module.count(batch))
         return inputs, (batch["labels"], target_rows(batch["labels"]), torch.tensor(weight, dtype=torch.float32))
-
-    @property
-    def _compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.bfloat16_enabled() else torch.float32
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         # DeepSpeed would copy on the host first, into memory that a device is copied to only while the host waits.

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -23,7 +22,7 @@ from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.launch import explained_wait
 from omnibal.engine.loader import PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
-from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, Own, grouping, parameter_groups
+from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, Own, parameter_groups
 from omnibal.engine.resolve import Given, named, read, resolve_plan
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
@@ -101,13 +100,13 @@ def initialize(
         sampler,
         view=view_of(stage, given.layout.num_stages),
         pixel_shape=given.vlm.pixel_shape,
-        pixel_dtype=getattr(torch, given.layout.precision),
+        pixel_dtype=given.dtype,
         workers=given.section.data.workers,
         step_seconds=None if plan.predicted is None else plan.predicted.step_seconds,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
     total_steps = loader.steps_left(given.section.run.epochs)
-    engine = build_engine(given, plan, loader, total_steps, own)
+    engine: OmnibalEngine = build_engine(given, plan, loader, total_steps, own)
     given.weights.clear()  # DeepSpeed's module keeps what its layers were made of
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -185,9 +184,19 @@ def _open(section: OmnibalSection, part: str, *, measured: bool) -> Conversation
 
 
 def build_engine(
-    given: Given, plan: Plan, loader: PackLoader, total_steps: int, own: Own | None = None
-) -> OmnibalEngine:
+    given: Given,
+    plan: Plan,
+    loader: PackLoader,
+    total_steps: int,
+    own: Own | None = None,
+    *,
+    module_class: type[VlmPipelineModule] = VlmPipelineModule,
+    engine_class: type[E] = OmnibalEngine,  # type: ignore[assignment]  # mypy has no defaults for type variables
+    **others: Any,
+) -> E:
     """The engine of this process, for packs from any loader; all ranks together.
+
+    It does what deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
 
     Args:
         given: What is trained, and how.
@@ -195,11 +204,14 @@ def build_engine(
         loader: This rank's packs.
         total_steps: Optimizer steps of the whole run.
         own: What the caller makes itself.
+        module_class: What holds this process's layers.
+        engine_class: What is made.
+        **others: Further arguments of the engine class.
 
     Raises:
         ConfigError: The ds_config cannot be right under a pipeline, or weights do not fit.
     """
-    own, layout, section = (own or Own()).over(total_steps), given.layout, given.section
+    own, layout = (own or Own()).over(total_steps), given.layout
     config = together(
         lambda: complete_deepspeed_config(
             given.config,
@@ -210,50 +222,21 @@ def build_engine(
         ),
         where=f"rank {dist.get_rank()}",
     )
-    module = VlmPipelineModule(
-        given.vlm,
-        plan,
-        num_replicas=layout.num_replicas,
-        # Weights are built in the dtype they train in: a stage in float32 first would need twice its memory.
-        dtype=getattr(torch, layout.precision),
-        frozen=section.model.frozen,
-        seed=section.model.seed,
-        weights=given.weights or (given.folder if section.model.weights == "load" else None),
-    )
-    return make_engine(
-        OmnibalEngine,
-        module,
-        config,
-        optimizer=own.optimizer,
-        lr_scheduler=own.lr_scheduler,
-        model_parameters=parameter_groups(module, section.optimizer),
-        plan=plan,
-        loader=loader,
-        seed=section.model.seed,
-        model_source=given.folder,
-        grouping=grouping(section.optimizer),
-        on_gradient=own.on_gradient,
-    )
-
-
-def make_engine(engine_class: type[E], module: VlmPipelineModule, config: dict[str, Any], **arguments: Any) -> E:
-    """What deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
-
-    Args:
-        engine_class: What is made.
-        module: This process's stage.
-        config: Complete ds_config.
-        **arguments: The engine class's own, and what is to differ from DeepSpeed's.
-    """
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    own: dict[str, Any] = {"optimizer": None, "model_parameters": trained, **arguments}
+    module = module_class(given, plan)
     with explained_wait():  # for an optimizer that is compiled
         return engine_class(
-            **own,
+            given=given,
+            plan=plan,
+            loader=loader,
+            on_gradient=own.on_gradient,
+            optimizer=own.optimizer,
+            lr_scheduler=own.lr_scheduler,
+            model_parameters=parameter_groups(module, given.section.optimizer),
             args=None,
             model=module,
             mpu=module.mpu(),
             dist_init_required=False,
             config=config,
             config_class=DeepSpeedConfig(config, module.mpu()),
+            **others,
         )

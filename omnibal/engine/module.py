@@ -1,8 +1,7 @@
 """DeepSpeed's PipelineModule with an explicit partition, a recompute level per layer and a token-weighted loss."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from omnibal.engine.distributed import together
+from omnibal.engine.resolve import Given
 from omnibal.plan import Plan
 from omnibal.vlm.attention import sample_lengths
-from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.loss import evaluation_statistics, token_losses
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer
@@ -29,42 +28,23 @@ class VlmPipelineModule(PipelineModule):
     is made, sends them the first one's parameters, as it does in any case: no file is read once per replica.
 
     Args:
-        model: The layers, by index.
+        given: The model, and how it is trained.
         plan: Which layers each stage holds, a recompute level for each, and the pack limits that they count on.
-        num_replicas: Data-parallel ranks; ``num_stages × num_replicas`` processes take part.
-        dtype: Of parameters.
-        frozen: Kinds of layers that are not trained.
-        seed: Of initial weights.
-        weights: Hugging Face folder to read weights from, or all of them by name; None for initial weights.
     """
 
-    def __init__(
-        self,
-        model: VisionLanguageModel,
-        plan: Plan,
-        *,
-        num_replicas: int,
-        dtype: torch.dtype = torch.float32,
-        frozen: Collection[str] = (),
-        seed: int = 0,
-        weights: Path | Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, given: Given, plan: Plan) -> None:
         # DeepSpeed's constructor calls _partition_layers, when self is not yet an initialised nn.Module.
-        self.__dict__["vlm"] = model
+        self.__dict__["vlm"] = given.vlm
         self.__dict__["plan"] = plan
-        source = _LayerSource(
-            model, dtype=dtype, frozen=frozen, seed=seed, weights=weights, reads=dist.get_rank() % num_replicas == 0
-        )
         super().__init__(
-            layers=[_layer_spec(source, index) for index in range(len(model.records))],
-            topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=num_replicas),
+            layers=[_layer_spec(given, index) for index in range(len(given.vlm.records))],
+            topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=given.layout.num_replicas),
             loss_fn=self._loss,
             dynamic_shape=True,
         )
-        self.frozen = sorted(set(frozen))
         self.placeholders = nn.ParameterList()
         """Parameters of no effect: in no layer, so in no checkpoint's layer files."""
-        self._dtype = dtype
+        self._dtype = given.dtype
         if not _trains_its_own(self):
             self.add_placeholder()
         self.counts: PackCounts | None = None
@@ -168,58 +148,40 @@ class _Attach(torch.autograd.Function):
         return gradient, *(gradient.new_zeros(1) for _ in range(context.count))
 
 
-class _LayerSource:
-    """Builds the layers of a model one at a time, with initial weights or those of a folder."""
-
-    def __init__(
-        self,
-        model: VisionLanguageModel,
-        *,
-        dtype: torch.dtype,
-        frozen: Collection[str],
-        seed: int,
-        weights: Path | Mapping[str, Tensor] | None,
-        reads: bool,
-    ) -> None:
-        self.model = model
-        self._dtype = dtype
-        self._frozen = frozen
-        self._seed = seed
-        self._weights = weights
-        self._reads = reads
-
-    def build(self, index: int) -> nn.Module:
-        seed = self._seed if self._weights is None else None
-        module = self.model.build_layer(index, seed=seed, dtype=self._dtype)
-        if self._weights is not None and self._reads:
-            load_layer(self.model, index, module, self._weights)
-        assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
-        if self.model.records[index].kind in self._frozen:
-            module.requires_grad_(False)
-        return module
+def _layer_spec(given: Given, index: int) -> Any:
+    """What DeepSpeed builds a layer from, if it is in this process's stage."""
+    key = given.vlm.records[index].tied_key
+    return _Spec(given, index) if key is None else _TiedSpec(key, given, index)
 
 
 class _Spec(LayerSpec):
-    def __init__(self, source: _LayerSource, index: int) -> None:
-        super().__init__(source.model.layer_class(index))
-        self._source, self._index = source, index
+    def __init__(self, given: Given, index: int) -> None:
+        super().__init__(given.vlm.layer_class(index))
+        self._given, self._index = given, index
 
     def build(self, log: bool = False) -> nn.Module:
-        return self._source.build(self._index)
+        return _build(self._given, self._index)
 
 
 class _TiedSpec(TiedLayerSpec):
     # No forward_fn: DeepSpeed wraps the module in a partial for it, which has no state_dict, and the layer would be
     # missing from checkpoints. The module itself tells its two uses apart by what it receives.
-    def __init__(self, key: str, source: _LayerSource, index: int) -> None:
-        layer_class: Any = source.model.layer_class(index)  # families say which weights are tied
+    def __init__(self, key: str, given: Given, index: int) -> None:
+        layer_class: Any = given.vlm.layer_class(index)  # families say which weights are tied
         super().__init__(key, layer_class, tied_weight_attr=list(layer_class.tied_weights))
-        self._source, self._index = source, index
+        self._given, self._index = given, index
 
     def build(self, log: bool = False) -> nn.Module:
-        return self._source.build(self._index)
+        return _build(self._given, self._index)
 
 
-def _layer_spec(source: _LayerSource, index: int) -> Any:
-    key = source.model.records[index].tied_key
-    return _Spec(source, index) if key is None else _TiedSpec(key, source, index)
+def _build(given: Given, index: int) -> nn.Module:
+    """A layer with initial weights, or with those that the first replica of its stage reads."""
+    settings, source = given.section.model, given.source
+    module = given.vlm.build_layer(index, seed=settings.seed if source is None else None, dtype=given.dtype)
+    if source is not None and dist.get_rank() % given.layout.num_replicas == 0:
+        load_layer(given.vlm, index, module, source)
+    assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
+    if given.vlm.records[index].kind in settings.frozen:
+        module.requires_grad_(False)
+    return module

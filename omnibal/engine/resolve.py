@@ -1,10 +1,11 @@
 """What initialize is given, read and checked: the model's layers, the stages, and the plan that the run follows."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -43,6 +44,17 @@ class Given:
     """Of the processes at hand."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """All of the model's, by name, where they are in memory."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the forward pass."""
+        dtype: torch.dtype = getattr(torch, self.layout.precision)
+        return dtype
+
+    @property
+    def source(self) -> Path | Mapping[str, Tensor] | None:
+        """Where weights are read; None where initial ones are drawn."""
+        return self.weights or (self.folder if self.section.model.weights == "load" else None)
 
 
 def read(config: Any, model: Any, num_processes: int) -> Given:
@@ -134,8 +146,8 @@ def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
     """The plan file that the section names, or the plan that its keys spell out.
 
     Raises:
-        ConfigError: The plan does not fit the model, the number of stages, the micro-batches or the frozen layers of
-            the run; or what is frozen does not fit the model.
+        ConfigError: The plan does not fit the model, the layout, the micro-batches or the frozen layers of the run; or
+            what is frozen does not fit the model.
     """
     pipeline, packing, frozen = given.section.pipeline, given.section.packing, given.section.model.frozen
     records, num_stages, micro_batches = given.vlm.records, given.layout.num_stages, micro_batches_of(given.config)
@@ -147,6 +159,8 @@ def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
         if "frozen" in plan.made_from:  # times and memory are other ones where other layers are trained
             _check("frozen kinds of the plan", sorted(plan.made_from["frozen"]), sorted(set(frozen)))
         _check_partition(plan.partition, num_layers, num_stages)
+        if plan.cluster is not None:  # predicted for this layout; else it is a default that nobody chose
+            _check_layout(plan.layout, given.layout)
         schedule = plan.schedule if pipeline.schedule == "auto" else pipeline.schedule
         # a prediction holds for its schedule only
         return plan if schedule == plan.schedule else replace(plan, schedule=schedule, predicted=None)
@@ -167,6 +181,15 @@ def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
 def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> None:
     _check("layers of the partition", partition.num_layers, num_layers)
     _check("stages of the partition", partition.num_stages, num_stages)
+
+
+def _check_layout(planned: Layout, run: Layout) -> None:
+    """Refuse a plan whose predictions, of memory above all, are of another layout."""
+    names = ("num_replicas", "num_tensor", "zero_stage", "precision", "sums_float32")
+    differing = [name for name in names if getattr(planned, name) != getattr(run, name)]
+    if differing:
+        ours, theirs = (", ".join(f"{name} {getattr(layout, name)}" for name in differing) for layout in (run, planned))
+        raise ConfigError(f"layout of the plan must be that of the run, {ours}, got {theirs}; plan again for this run")
 
 
 def _check(name: str, got: object, expected: object) -> None:

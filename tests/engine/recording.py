@@ -117,7 +117,7 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine):
         programs = []
         for stage in range(plan.num_stages):
             network.enter(stage)
-            engine = engine_class(plan=plan, loader=None, seed=0, model_source=None)
+            engine = engine_class(given=None, plan=plan, loader=None)
             for _ in range(steps):
                 kind = schedule.InferenceSchedule if forward_only else schedule.TrainSchedule
                 engine._exec_schedule(kind(plan.micro_batches, plan.num_stages, stage))

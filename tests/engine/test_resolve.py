@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from omnibal.cluster import Cluster, Layout
 from omnibal.config import OmnibalSection, layout_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
@@ -86,6 +87,25 @@ def test_a_plan_for_other_frozen_layers_is_refused(vlm, tmp_path):
     with pytest.raises(ConfigError, match=r"frozen kinds of the plan must be \[\] as .*, got \['vision_block'\]"):
         plan_of(vlm, pipeline=named)
     assert plan_of(vlm, pipeline=named, model={"frozen": ["vision_block"]}).partition == plan.partition
+
+
+def test_a_plan_for_another_layout_is_refused_in_one_line(vlm, tmp_path):
+    plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS)
+    named = {"plan": str(tmp_path / "plan.json")}
+    for layout, cluster, message in (
+        (Layout(2, 1, zero_stage=0, precision="float32"), "2xA100-80GB", None),
+        (Layout(2, 4), None, None),  # nobody predicted it
+        (Layout(2, 2), "4xA100-80GB", "num_replicas 1, zero_stage 0, precision float32, sums_float32 False, got "
+         "num_replicas 2, zero_stage 1, precision bfloat16, sums_float32 True; plan again for this run"),
+        (Layout(2, 1, zero_stage=1, precision="float32"), "2xA100-80GB", "zero_stage 0, got zero_stage 1; plan again"),
+    ):  # fmt: skip
+        known = None if cluster is None else Cluster.parse(cluster)
+        replace(plan, layout=layout, cluster=known).save(tmp_path / "plan.json")
+        if message is None:
+            assert plan_of(vlm, pipeline=named).layout == layout
+        else:
+            with pytest.raises(ConfigError, match=f"layout of the plan must be that of the run, {message}"):
+                plan_of(vlm, pipeline=named)
 
 
 def test_a_plan_file_takes_the_place_of_all(vlm, tmp_path):

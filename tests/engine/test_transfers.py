@@ -67,7 +67,11 @@ def plan_of(table, num_stages, micro_batches):
     """What the engine asks a plan for; without a table it runs DeepSpeed's 1F1B."""
     schedule = "1f1b" if table is None else "a table"
     return SimpleNamespace(
-        schedule=schedule, table=table, predicted=None, num_stages=num_stages, micro_batches=micro_batches
+        schedule=schedule,
+        make_schedule=lambda: table,
+        predicted=None,
+        num_stages=num_stages,
+        micro_batches=micro_batches,
     )
 
 
