@@ -22,7 +22,7 @@ def test_a_launch_that_fails_is_a_row(tmp_path, monkeypatch):
     """tests/cli/test_plan_trials.py has launches that succeed, or run out of memory."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (trial,) = run_trials(demo_config(tmp_path), [plan(0, 5, 12)], launcher_options=["--num_gpus", "2"])
+    (trial,) = run_trials(demo_config(tmp_path), [plan(0, 12)], launcher_options=["--num_gpus", "1"])
     assert trial.median_seconds == float("inf")
     assert trial.missing_bytes == ()
     assert "layers of the partition must be 13" in trial.error
