@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,16 +14,15 @@ from omnibal.cost import Load
 from omnibal.data.checks import MOST_STEP_PACKS, integer, kind
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import LEVELS, Footprint, Level, StageMemory
-from omnibal.pipeline.boundaries import Partition
+from omnibal.memory.footprint import Footprint, StageMemory
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
+from omnibal.profile.levels import MOST_LAYERS, Level, check_levels, from_words, in_words
 from omnibal.profile.records import ModelProfile
 from omnibal.records import Record, read_record
 
 VERSION = 3
-MOST_LAYERS = 10**6
-"""No model has more: a number beyond it is a slip."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,7 @@ class Plan:
     def __post_init__(self) -> None:
         kind("limits", self.limits, PackLimits)
         integer("micro_batches", self.micro_batches, 1, MOST_STEP_PACKS)
-        if len(self.recompute) != self.partition.num_layers:
-            raise ConfigError(
-                f"recompute must have a level for each of {self.partition.num_layers} layers, got {len(self.recompute)}"
-            )
-        unknown = sorted(set(self.recompute) - set(LEVELS))
-        if unknown:
-            raise ConfigError(f"recompute must be one of {', '.join(LEVELS)} for each layer, got {unknown[0]!r}")
+        check_levels(self.recompute, self.partition.num_layers)
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if self.predicted is not None and len(self.predicted.stages) != self.num_stages:
@@ -168,7 +161,7 @@ class Plan:
             "limits": asdict(self.limits),
             "micro_batches": self.micro_batches,
             "partition": list(self.partition.boundaries),
-            "recompute": [_words(self.recompute[a:b]) for a, b in pairwise(self.partition.boundaries)],
+            "recompute": [in_words(self.recompute[a:b]) for a, b in pairwise(self.partition.boundaries)],
             "schedule": self.schedule,
             "predicted": None if self.predicted is None else asdict(self.predicted),
             "made_from": dict(self.made_from),
@@ -225,21 +218,12 @@ class _PlanFile(Record):
     made_from: dict[str, Any]
 
 
-def _words(levels: Iterable[Level]) -> str:
-    """A stage's levels as people read them.
-
-    >>> _words(("full", "full", "none"))
-    '2 full, 1 none'
-    """
-    return ", ".join(f"{len(list(group))} {level}" for level, group in groupby(levels))
-
-
 def _levels(stages: Sequence[str], partition: Partition) -> tuple[Level, ...]:
     if len(stages) != partition.num_stages:
         raise ConfigError(f"recompute must have an entry for each of {partition.num_stages} stages, got {len(stages)}")
     levels: list[Level] = []
     for stage, words in enumerate(stages):
-        found = [level for entry in words.split(",") for level in _repeated(entry)]
+        found = from_words(words)
         if len(found) != len(partition.layers(stage)):
             raise ConfigError(
                 f"recompute of stage {stage} must count its {len(partition.layers(stage))} layers, "
@@ -247,11 +231,6 @@ def _levels(stages: Sequence[str], partition: Partition) -> tuple[Level, ...]:
             )
         levels += found
     return tuple(levels)
-
-
-def _repeated(entry: str) -> list[Level]:
-    count, _, word = entry.strip().partition(" ")
-    return [level for level in LEVELS if level == word] * min(int(count), MOST_LAYERS) if count.isdecimal() else []
 
 
 def _readable(value: Any, indent: str = "") -> str:

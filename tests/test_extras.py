@@ -11,7 +11,7 @@ import pytest
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import _EXTRAS
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.pipeline.profiles import fixed_profile
 

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from omnibal.cluster import Cluster, Device, Layout, Links
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import LEVELS, StageMemory
-from omnibal.pipeline.boundaries import Partition
+from omnibal.memory.footprint import StageMemory
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
+from omnibal.profile.levels import LEVELS
 
 MEMORY = StageMemory(8, 16, 96, 1000, 0, 20, 30, 0, 7)
 STAGE = StagePrediction(0.1, 0.25, 0.05, 0.125, 9, MEMORY)

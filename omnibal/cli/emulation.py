@@ -15,9 +15,9 @@ from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.policies import Method
 from omnibal.emulator.run import Emulation, EmulationTask, run_emulation
-from omnibal.pipeline.trace import chrome_trace
+from omnibal.pipeline.simulate import chrome_trace
 from omnibal.plan import Plan
-from omnibal.planner.steps import Packing, spread_steps
+from omnibal.planner.packings import Packing, spread_steps
 from omnibal.profile.records import ModelProfile
 from omnibal.report.emulation import EmulationFigures, emulation_tables
 from omnibal.report.stages import slowest_replica

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from omnibal.cli.steps import StepTask
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.partition import Candidate
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.search import Candidate
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.report.stages import cut_of
 from omnibal.report.trials import TrialFigures

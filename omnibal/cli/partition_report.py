@@ -9,8 +9,8 @@ from rich.console import Console
 
 from omnibal.cli.partition_plan import plan_of, save_plan
 from omnibal.cli.steps import StepTask
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.partition import PartitionSearch
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.search import PartitionSearch
 from omnibal.pipeline.simulate import Simulation
 from omnibal.report.stages import (
     PartitionFigures,

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from omnibal.config import read_config
 from omnibal.errors import InfeasibleError
+from omnibal.memory.paper import block_modules
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
@@ -71,11 +72,11 @@ class Engine:
             InfeasibleError: A stage does not fit with every block recomputed.
         """
         model, plan = self.result.choice.model, self.result.plan
-        kinds = [layer.kind for layer in model.profile.layers]
+        modules = block_modules(model.profile.layers)
         budgets = model.request.cluster.allocatable_bytes(model.layout)
         show = self._shown_as(f"paper's {number}" for number in itertools.count(1))
         in_flight = model.footprint.schedule.in_flight
-        found = take_four_steps(plan, kinds, in_flight, budgets, lambda tried: self._run(tried)[0], on_trial=show)
+        found = take_four_steps(plan, modules, in_flight, budgets, lambda tried: self._run(tried)[0], on_trial=show)
         self._run(plan, on_trial=self._shown_as(["solver's"]))
         return found.plan
 

@@ -15,9 +15,10 @@ from omnibal.cluster import DEVICES, Cluster, Device, Layout, Links
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Level, StageMemory
+from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
+from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 from omnibal.report.memory import memory_table, plot_memory
 from omnibal.report.stages import slowest_replica, stage_plan_table

@@ -7,9 +7,9 @@ from omnibal.cli.planning import lengths_of, on_cluster
 from omnibal.cluster import Links
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Level
 from omnibal.plan import Plan
-from omnibal.planner.gains import variants_up_to
+from omnibal.planner.prediction import variants_up_to
+from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 from omnibal.report.page import PlanPart
 from omnibal.report.training import Metrics, read_metrics

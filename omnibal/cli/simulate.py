@@ -42,7 +42,7 @@ from omnibal.errors import ConfigError
 
 if TYPE_CHECKING:
     from omnibal.data.limits import PackLimits
-    from omnibal.pipeline.boundaries import Partition
+    from omnibal.pipeline.partition import Partition
     from omnibal.pipeline.simulate import Simulation, StepSimulation
     from omnibal.report.stages import PartitionFigures
 
@@ -139,7 +139,7 @@ class _Cut:
 
 
 def _read_cut(plan: Path | None, partition: str | None) -> _Cut:
-    from omnibal.pipeline.boundaries import Partition
+    from omnibal.pipeline.partition import Partition
     from omnibal.plan import Plan
 
     if (plan is None) == (partition is None):
@@ -157,7 +157,7 @@ def _read_cut(plan: Path | None, partition: str | None) -> _Cut:
 
 def _write(step: "StepSimulation", trace: Path | None, plot: Path | None) -> list[str]:
     """Write the timeline as asked; the paths."""
-    from omnibal.pipeline.trace import chrome_trace
+    from omnibal.pipeline.simulate import chrome_trace
     from omnibal.report.timeline import plot_timeline
 
     if trace is not None:

@@ -15,11 +15,12 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits, largest_load
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Footprint, Level, StageMemory
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.partition import PartitionSearch, search_partition
+from omnibal.memory.footprint import Footprint, StageMemory
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+from omnibal.pipeline.search import PartitionSearch, search_partition
 from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
+from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 from omnibal.report.stages import PartitionFigures
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Level
 from omnibal.pipeline.schedule import ScheduleName
+from omnibal.profile.levels import Level
 from omnibal.records import explain, read_json
 
 SECTIONS = ("bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "scheduler")

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import Level
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.times import step_times
+from omnibal.profile.levels import Level
 
 if TYPE_CHECKING:
     from omnibal.emulator.run import EmulationTask

@@ -22,10 +22,9 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import choose_limits
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
-from omnibal.memory.footprint import Level
-from omnibal.pipeline.balanced import balanced_boundaries
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition, balanced_boundaries
 from omnibal.plan import Plan
+from omnibal.profile.levels import Level
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 

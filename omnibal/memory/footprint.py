@@ -6,25 +6,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from omnibal.cluster import OVERHEAD_BYTES, Layout
-from omnibal.cost import CostModel, Load
+from omnibal.cost import CostModel, IntArray, Load
 from omnibal.errors import ConfigError
 from omnibal.memory.frontier import NOT_OFFERED
 from omnibal.memory.state import ELEMENT_BYTES, TrainingState
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Schedule
+from omnibal.profile.levels import LEVELS, Level
 from omnibal.profile.records import LayerCost, ModelProfile
-
-IntArray = NDArray[np.int64]
-
-Level = Literal["none", "selective", "full"]
-LEVELS: tuple[Level, ...] = ("none", "selective", "full")
-"""Recompute levels, from the one that keeps most to the one that keeps least."""
 
 _LOGITS_HELD = 2
 """Logits on the last stage: DeepSpeed drops those of a micro-batch only when the one after the next comes."""

@@ -16,11 +16,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from omnibal.compiled import compiled
-
-IntArray = NDArray[np.int64]
+from omnibal.cost import IntArray
 
 NOT_OFFERED = 2**62
 """Bytes of a level that a layer does not have."""

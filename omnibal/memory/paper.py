@@ -20,10 +20,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import Level
-from omnibal.pipeline.boundaries import Partition
-
-VISION_KIND, LLM_KIND = "vision_block", "decoder_block"
+from omnibal.families.base import LayerRecord, Module
+from omnibal.pipeline.partition import Partition
+from omnibal.profile.levels import Level
+from omnibal.profile.records import LayerCost
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,24 @@ class BlockBytes:
         return blocks.vision * self.vision + blocks.llm * self.llm
 
 
-def count_blocks(kinds: Sequence[str], partition: Partition) -> tuple[Blocks, ...]:
+def block_modules(layers: Iterable[LayerRecord | LayerCost]) -> tuple[Module | None, ...]:
+    """The module of every layer that is a block, None for others. Blocks are the layers that a model numbers."""
+    return tuple(layer.module if layer.name != layer.kind else None for layer in layers)
+
+
+def count_blocks(modules: Sequence[Module | None], partition: Partition) -> tuple[Blocks, ...]:
     """The blocks of every stage.
 
     Args:
-        kinds: Of the model's layers.
+        modules: Of the model's blocks, from :func:`block_modules`.
         partition: Of the same layers.
 
     Example:
-        >>> count_blocks(["vision_block", "vision_block", "decoder_block", "head"], Partition((0, 1, 4)))
+        >>> count_blocks(["vision", "vision", "language", None], Partition((0, 1, 4)))
         (Blocks(vision=1, llm=0), Blocks(vision=1, llm=1))
     """
-    stages = [list(kinds[a:b]) for a, b in pairwise(partition.boundaries)]
-    return tuple(Blocks(stage.count(VISION_KIND), stage.count(LLM_KIND)) for stage in stages)
+    stages = [list(modules[a:b]) for a, b in pairwise(partition.boundaries)]
+    return tuple(Blocks(stage.count("vision"), stage.count("language")) for stage in stages)
 
 
 def estimate_block_bytes(
@@ -143,19 +148,19 @@ def retreat(
     )
 
 
-def levels_of(kept: Sequence[Blocks], kinds: Sequence[str], partition: Partition) -> tuple[Level, ...]:
-    """A level for each layer: in every stage the first blocks of a kind recompute, the last ones keep.
+def levels_of(kept: Sequence[Blocks], modules: Sequence[Module | None], partition: Partition) -> tuple[Level, ...]:
+    """A level for each layer: in every stage the first blocks of a module recompute, the last ones keep.
 
     Layers that are no blocks keep their activations.
 
     Example:
-        >>> levels_of([Blocks(1, 0)], ["vision_block", "vision_block", "decoder_block", "head"], Partition((0, 4)))
+        >>> levels_of([Blocks(1, 0)], ["vision", "vision", "language", None], Partition((0, 4)))
         ('full', 'none', 'full', 'none')
     """
-    levels: list[Level] = ["none"] * len(kinds)
+    levels: list[Level] = ["none"] * len(modules)
     for blocks, (a, b) in zip(kept, pairwise(partition.boundaries), strict=True):
-        for kind, count in ((VISION_KIND, blocks.vision), (LLM_KIND, blocks.llm)):
-            places = [layer for layer in range(a, b) if kinds[layer] == kind]
+        for module, count in (("vision", blocks.vision), ("language", blocks.llm)):
+            places = [layer for layer in range(a, b) if modules[layer] == module]
             for layer in places[: len(places) - count]:
                 levels[layer] = "full"
     return tuple(levels)

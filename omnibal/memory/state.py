@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from omnibal.cluster import Layout
+from omnibal.cost import IntArray
 from omnibal.errors import ConfigError
 from omnibal.profile.records import LayerCost, ModelProfile
-
-IntArray = NDArray[np.int64]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 """By the dtype of the forward pass."""

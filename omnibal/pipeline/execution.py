@@ -11,12 +11,10 @@ they can: O(instructions) for pipelines that keep busy, O(instructions × stages
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from omnibal.compiled import compiled
+from omnibal.cost import FloatArray
 from omnibal.pipeline.schedule import Operation, Table
-
-FloatArray = NDArray[np.float64]
 
 _F, _BW, _B, _W = int(Operation.F), int(Operation.BW), int(Operation.B), int(Operation.W)
 _SEND_ACTIVATION, _RECEIVE_GRADIENT = int(Operation.SEND_ACTIVATION), int(Operation.RECEIVE_GRADIENT)

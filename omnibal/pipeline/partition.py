@@ -1,162 +1,144 @@
-"""Where to cut a model into pipeline stages: every method behind one function."""
+"""Where a pipeline is cut: the record that every part of the package shares, and DeepSpeed's own cuts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from itertools import pairwise
+from operator import index
 
 import numpy as np
 
-from omnibal.cluster import Links
-from omnibal.cost import Load
 from omnibal.errors import ConfigError
-from omnibal.pipeline.anchor import best_neighbours, greedy_anchor
-from omnibal.pipeline.balanced import parameter_cut
-from omnibal.pipeline.boundaries import Partition, check_num_stages
-from omnibal.pipeline.dynamic import Boundaries, least_maximum, model_optima
-from omnibal.pipeline.local_search import descend
-from omnibal.pipeline.problem import PartitionProblem
-from omnibal.pipeline.schedule import one_f_one_b
-from omnibal.pipeline.simulate import Mode
-from omnibal.pipeline.times import step_times
 from omnibal.profile.records import ModelProfile
 
-__all__ = ["METHODS", "Candidate", "Partition", "PartitionSearch", "search_partition"]
-
-_PAPER_RADIUS, _PAPER_TOP = 3, 15
-"""The paper finds the optimum within three layers of its anchor, and tries 10 to 15 candidates."""
-_MODEL_STARTS = 4
-"""Partitions of the makespan model that the search starts from."""
-
 
 @dataclass(frozen=True)
-class Candidate:
-    """A partition and its predicted step."""
-
-    partition: Partition
-    step_seconds: float
-
-
-@dataclass(frozen=True)
-class PartitionSearch:
-    """What a search found."""
-
-    method: str
-    """Which method of :func:`search_partition` it was."""
-    candidates: tuple[Candidate, ...]
-    """Best first, at least one."""
-    lower_bound_seconds: float
-    """No partition has a faster step."""
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest candidate."""
-        return self.candidates[0]
-
-    @property
-    def gap(self) -> float:
-        """How far the best candidate may be from the optimum at most, as a share of the lower bound."""
-        return self.best.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
-
-
-def search_partition(
-    profile: ModelProfile,
-    loads: Iterable[Load],
-    num_stages: int,
-    links: Links,
-    *,
-    method: str = "search",
-    mode: Mode = "rendezvous",
-    zero_stage: int = 0,
-    recompute: Sequence[str] | None = None,
-    top: int = 10,
-) -> PartitionSearch:
-    """Find the partition with the shortest 1F1B step.
+class Partition:
+    """The cut of a model's layers into pipeline stages.
 
     Args:
-        profile: What the layers cost.
-        loads: One Load per replica, each with one entry per micro-batch.
-        num_stages: At most the number of layers.
-        links: How fast data moves.
-        method: ``"uniform"`` and ``"parameters"``: DeepSpeed's. ``"paper"``: OmniBal's (``anchor.py``), its best
-            candidates tried in the simulator. ``"slowest_stage"``: the slowest stage's time is least, exactly.
-            ``"model"``: optima of a closed formula for the makespan (``dynamic.py``). ``"bound"``: the least lower
-            bound (``bound.py``). ``"search"``: the results of all others, improved by local search in the simulator;
-            so it is never worse than any of them.
-        mode: Transfers as in :func:`omnibal.pipeline.simulate.simulate`.
-        zero_stage: As in :func:`omnibal.pipeline.simulate.simulate_step`.
-        recompute: A level for each layer.
-        top: The most candidates to return.
+        boundaries: ``num_stages + 1`` layer indices: stage ``s`` holds layers ``boundaries[s] : boundaries[s + 1]``.
 
     Raises:
-        ConfigError: There are fewer layers than stages, the method is unknown, or the step cannot be simulated.
+        ConfigError: The boundaries do not start at 0 or do not increase (a stage without a layer).
+
+    Example:
+        >>> cut = Partition((0, 3, 4))
+        >>> cut.num_stages, cut.num_layers, cut.stage_of(2), list(cut.layers(1))
+        (2, 4, 0, [3])
     """
-    if method not in METHODS:
-        raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
-    check_num_stages(len(profile.layers), num_stages)
-    times = step_times(profile, loads, links, zero_stage=zero_stage, recompute=recompute)
-    schedule = one_f_one_b(num_stages, times.forward.shape[1])
-    problem = PartitionProblem(profile, times, schedule, mode)
-    seconds = _search(problem) if method == "search" else _simulate(problem, _PROPOSALS[method](problem))
-    ranking = sorted(seconds, key=lambda boundaries: (seconds[boundaries], boundaries))[: max(1, top)]
-    return PartitionSearch(
-        method=method,
-        candidates=tuple(Candidate(Partition(boundaries), seconds[boundaries]) for boundaries in ranking),
-        lower_bound_seconds=problem.lower_bound_seconds,
-    )
+
+    boundaries: tuple[int, ...]
+
+    def __init__(self, boundaries: Sequence[int]) -> None:
+        try:
+            cut = tuple(index(boundary) for boundary in boundaries)
+        except TypeError:
+            raise ConfigError(f"boundaries must be integers, got {boundaries!r:.80}") from None
+        if len(cut) < 2 or cut[0] != 0 or any(left >= right for left, right in pairwise(cut)):
+            raise ConfigError(f"boundaries must start at 0 and increase from stage to stage, got {cut}")
+        object.__setattr__(self, "boundaries", cut)
+
+    @classmethod
+    def uniform(cls, num_layers: int, num_stages: int) -> Partition:
+        """Stages of equally many layers, the first ones holding one more where that does not work out.
+
+        This is DeepSpeed's ``partition_method="uniform"``.
+
+        Raises:
+            ConfigError: There are fewer layers than stages, or no stage.
+
+        Example:
+            >>> Partition.uniform(num_layers=10, num_stages=4).boundaries
+            (0, 3, 6, 8, 10)
+        """
+        check_num_stages(num_layers, num_stages)
+        size, larger = divmod(num_layers, num_stages)
+        return cls([stage * size + min(stage, larger) for stage in range(num_stages + 1)])
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.boundaries) - 1
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the whole model."""
+        return self.boundaries[-1]
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage.
+
+        Raises:
+            ConfigError: There is no such stage.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise ConfigError(f"stage must lie in [0, {self.num_stages}), got {stage}")
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that holds a layer.
+
+        Raises:
+            ConfigError: There is no such layer.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ConfigError(f"layer must lie in [0, {self.num_layers}), got {layer}")
+        return bisect_right(self.boundaries, layer) - 1
 
 
-def _uniform(problem: PartitionProblem) -> list[Boundaries]:
-    return [Partition.uniform(len(problem.profile.layers), problem.num_stages).boundaries]
+def check_num_stages(num_layers: int, num_stages: int) -> None:
+    """Refuse a number of stages that cannot each hold a layer.
+
+    Raises:
+        ConfigError: ``num_stages`` is not in ``[1, num_layers]``.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ConfigError(f"num_stages must lie in [1, {num_layers}] (each stage holds a layer), got {num_stages}")
 
 
-def _parameters(problem: PartitionProblem) -> list[Boundaries]:
-    return [parameter_cut(problem.profile, problem.num_stages).boundaries]
+def parameter_cut(profile: ModelProfile, num_stages: int) -> Partition:
+    """DeepSpeed's ``partition_method="parameters"``: parameters that are trained count, as their gradients do."""
+    return Partition(balanced_boundaries([layer.gradient_bytes for layer in profile.layers], num_stages))
 
 
-def _paper(problem: PartitionProblem) -> list[Boundaries]:
-    anchor = greedy_anchor(problem.forward_seconds, problem.num_stages)
-    return best_neighbours(
-        anchor, problem.forward_seconds, problem.crossing_seconds, radius=_PAPER_RADIUS, top=_PAPER_TOP
-    )
+def balanced_boundaries(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """DeepSpeed's ``partition_balanced``, which ``partition_method="parameters"`` feeds with trainable parameters.
 
+    For each prefix of the layers and number of stages it keeps one cut, that with the least difference between the
+    heaviest and the lightest stage, of equal ones the last. Keeping one is greedy: another cut may have a smaller
+    difference, or a lighter heaviest stage.
 
-def _slowest_stage(problem: PartitionProblem) -> list[Boundaries]:
-    return [least_maximum(problem.stage_seconds)[1]]
+    Args:
+        weights: One per layer, at least ``num_stages``.
+        num_stages: At least 1.
 
+    Returns:
+        ``num_stages + 1`` layer indices. O(stages × layers²).
 
-def _model(problem: PartitionProblem) -> list[Boundaries]:
-    return model_optima(problem.pace_seconds, problem.passing_seconds, problem.micro_batches)
-
-
-def _bound(problem: PartitionProblem) -> list[Boundaries]:
-    return [problem.least_bound]
-
-
-_PROPOSALS: dict[str, Callable[[PartitionProblem], list[Boundaries]]] = {
-    "uniform": _uniform,
-    "parameters": _parameters,
-    "paper": _paper,
-    "slowest_stage": _slowest_stage,
-    "model": _model,
-    "bound": _bound,
-}
-METHODS = (*_PROPOSALS, "search")
-"""Names of the methods of :func:`search_partition`, from the simplest to the best."""
-
-
-def _simulate(problem: PartitionProblem, partitions: list[Boundaries]) -> dict[Boundaries, float]:
-    return dict(zip(partitions, problem.evaluate(np.array(partitions)).tolist(), strict=True))
-
-
-def _search(problem: PartitionProblem) -> dict[Boundaries, float]:
-    seconds: dict[Boundaries, float] = {}
-    starts: list[Boundaries] = []
-    for method, propose in _PROPOSALS.items():
-        proposed = _simulate(problem, propose(problem))
-        seconds |= proposed
-        starts += sorted(proposed, key=proposed.__getitem__)[: _MODEL_STARTS if method == "model" else 1]
-    return descend(starts, seconds, problem.evaluate, problem.bound)
+    Example:
+        >>> balanced_boundaries([1, 1, 1, 3], 2)
+        (0, 3, 4)
+    """
+    num_layers = len(weights)
+    if num_layers == num_stages:
+        return tuple(range(num_stages + 1))
+    sums = np.concatenate([[0.0], np.cumsum(weights)])
+    # The heaviest and the lightest stage of the cut that is kept for the first i layers.
+    heaviest, lightest = np.full(num_layers + 1, np.inf), np.full(num_layers + 1, np.inf)
+    heaviest[0] = 0
+    last_cut = np.zeros((num_stages + 1, num_layers + 1), dtype=int)
+    for stage in range(1, num_stages + 1):
+        before = heaviest, lightest
+        heaviest, lightest = np.full(num_layers + 1, np.inf), np.full(num_layers + 1, np.inf)
+        for i in range(stage, num_layers + 1):
+            most = np.maximum(before[0][:i], sums[i] - sums[:i])
+            least = np.minimum(before[1][:i], sums[i] - sums[:i])
+            kept = i - 1 - int(np.argmin((most - least)[::-1]))
+            last_cut[stage, i], heaviest[i], lightest[i] = kept, most[kept], least[kept]
+    boundaries = [num_layers]
+    for stage in range(num_stages, 0, -1):
+        boundaries.append(int(last_cut[stage, boundaries[-1]]))
+    return tuple(reversed(boundaries))

@@ -6,17 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from omnibal.cluster import Links, check_zero_stage
 from omnibal.compiled import compiled
-from omnibal.cost import CostModel, Load
+from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.errors import ConfigError
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.profile.records import ModelProfile
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 class StepTimes(NamedTuple):

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.cost import FloatArray
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.dynamic import Boundaries, model_optima
-from omnibal.pipeline.local_search import Evaluate, descend
+from omnibal.pipeline.optimize import Boundaries, Evaluate, descend, model_optima
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.planner.step_model import StepModel
 
@@ -57,7 +56,7 @@ def propose(model: StepModel) -> Choice:
     """The best of the partitions that a closed formula for the step finds, recomputation included.
 
     The formula's optima are found by dynamic programming over stages whose cost contains the least recompute that makes
-    them fit (:mod:`omnibal.pipeline.dynamic`).
+    them fit (:mod:`omnibal.pipeline.optimize`).
 
     Raises:
         InfeasibleError: No partition fits.

@@ -8,24 +8,21 @@ from functools import cached_property
 from statistics import fmean
 
 import numpy as np
-from numpy.typing import NDArray
 
 from omnibal.cluster import Layout
-from omnibal.cost import FloatArray, Load
+from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import LEVELS, Footprint, Level
-from omnibal.memory.recompute import choose_levels, recompute_seconds
-from omnibal.memory.stage_table import StageTable
-from omnibal.pipeline.dynamic import Boundaries, least_maximum
+from omnibal.memory.footprint import Footprint
+from omnibal.memory.recompute import StageTable, choose_levels, recompute_seconds
+from omnibal.pipeline.optimize import Boundaries, least_maximum
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.times import step_times, summed
+from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest
-from omnibal.planner.steps import Packing
+from omnibal.profile.levels import LEVELS, Level
 from omnibal.profile.records import ModelProfile
-
-IntArray = NDArray[np.int64]
 
 
 class StepModel:

@@ -11,7 +11,7 @@ import numpy as np
 from omnibal.data.metrics import dist_ratio
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
-from omnibal.planner.gains import Variant
+from omnibal.planner.prediction import Variant
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance, plot_imbalance
 from omnibal.report.memory import plot_memory

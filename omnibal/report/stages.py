@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from omnibal.families.base import Module
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan

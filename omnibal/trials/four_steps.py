@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from omnibal.errors import InfeasibleError, OmnibalError
+from omnibal.families.base import Module
 from omnibal.memory.paper import (
     BlockBytes,
     Blocks,
@@ -39,7 +40,7 @@ class FourSteps:
 
 def take_four_steps(
     plan: Plan,
-    kinds: Sequence[str],
+    modules: Sequence[Module | None],
     in_flight: Sequence[int],
     budget_bytes: Sequence[int],
     run: Run,
@@ -50,7 +51,7 @@ def take_four_steps(
 
     Args:
         plan: Limits, micro-batches and partition; its levels do not matter.
-        kinds: Of the model's layers.
+        modules: Of the model's blocks, from ``block_modules``.
         in_flight: Micro-batches that each stage holds.
         budget_bytes: What a device of each stage may hold.
         run: Trains a few steps under a plan and measures their memory.
@@ -62,11 +63,11 @@ def take_four_steps(
 
     Source: Yao et al., OmniBal, ICML 2025, section 4.3; deviations as in :mod:`omnibal.memory.paper`.
     """
-    blocks = count_blocks(kinds, plan.partition)
+    blocks = count_blocks(modules, plan.partition)
     trials: list[Trial] = []
 
     def keep(kept: Sequence[Blocks], *, retreat_bytes: tuple[int, ...] = ()) -> Trial:
-        trial = run(replace(plan, recompute=levels_of(kept, kinds, plan.partition), predicted=None))
+        trial = run(replace(plan, recompute=levels_of(kept, modules, plan.partition), predicted=None))
         trials.append(replace(trial, retreat_bytes=retreat_bytes))
         on_trial(trials[-1])
         if trials[-1].error is not None and not any(trials[-1].missing_bytes):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.memory.footprint import LEVELS, Level
+from omnibal.profile.levels import LEVELS, Level
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.loss import token_losses
 from omnibal.vlm.passes import Timing, kept_bytes, time_passes, time_split_backward

@@ -14,7 +14,7 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.collate import IGNORED
 from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord, check_frozen
-from omnibal.memory.footprint import LEVELS
+from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.vlm.layer_run import LayerOnPack, LayerRun, MadePack, made_packs
 from omnibal.vlm.layers import VisionLanguageModel

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from omnibal.memory.footprint import Level
+from omnibal.profile.levels import Level
 from omnibal.vlm.payload import Layout, Payload
 
 _EXPENSIVE = {

@@ -9,7 +9,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.emulator.run import Emulation
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.pipeline.profiles import layer, profile
 

@@ -15,9 +15,9 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord
 from omnibal.memory.footprint import Footprint
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.partition import METHODS, search_partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.pipeline.search import METHODS, search_partition
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from omnibal.trials import run as trials_module

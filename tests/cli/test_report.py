@@ -8,7 +8,7 @@ from PIL import Image
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.pipeline.profiles import fixed_profile
 

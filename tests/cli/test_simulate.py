@@ -15,7 +15,7 @@ from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.memory import footprint
 from omnibal.pipeline import schedule
 from omnibal.pipeline import simulate as simulate_module
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.report import timeline

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from omnibal.data.limits import PackLimits
 from omnibal.demo import write_demo
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model

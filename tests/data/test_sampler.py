@@ -15,7 +15,7 @@ from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.data.samplers import LENGTHS, LIMITS, methods, packs_of, policies, samplers, seen, shapes
 from tests.data.strategies import pack_limits, sample_lengths

@@ -10,7 +10,7 @@ from omnibal.emulator import device as emulated_device
 from omnibal.emulator.device import DOWN, Device, stage_work
 from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask
 from omnibal.errors import ConfigError, InfeasibleError
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Operation
 from omnibal.plan import Plan
 from tests.clusters import on_cluster

@@ -15,7 +15,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import EmulationTask, run_emulation
 from omnibal.engine.distributed import SHARED_MEMORY
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.clusters import on_cluster
 from tests.emulator.test_device import token_layer

@@ -24,7 +24,7 @@ from omnibal.engine.optimizer import Own
 from omnibal.engine.resolve import Given
 from omnibal.errors import DataError, OmnibalError
 from omnibal.memory.footprint import StageMemory
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
 from tests.engine.small import PIXEL_SHAPE, small_samples

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from omnibal.data.limits import PackLimits
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.engine.cases import changed, settings
 from tests.engine.launch import launch

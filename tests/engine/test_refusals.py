@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from omnibal.data.limits import PackLimits
 from omnibal.engine.resolve import read
 from omnibal.errors import ConfigError
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.engine.cases import changed, settings
 from tests.engine.launch import launch

@@ -9,7 +9,7 @@ from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.engine.resolve import Given, resolve_plan, stages_of
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import StageMemory
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
 from tests.engine.small import NUM_LAYERS, small_config

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from itertools import product
 
-from omnibal.memory.footprint import LEVELS
 from omnibal.memory.frontier import NOT_OFFERED
 from omnibal.pipeline.schedule import Operation, one_f_one_b
+from omnibal.profile.levels import LEVELS
 
 
 def all_levels(layers):

@@ -8,8 +8,9 @@ import pytest
 from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.memory.footprint import LEVELS, Footprint
+from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.profile.levels import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import kept_bytes

@@ -7,7 +7,7 @@ from omnibal.cluster import Layout
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, StageMemory
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b, zero_bubble
 from tests.memory.models import block, generator, model, random_model, random_schedule
 from tests.memory.oracles import run_table

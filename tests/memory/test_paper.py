@@ -1,19 +1,31 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omnibal.errors import ConfigError
-from omnibal.memory.paper import BlockBytes, Blocks, count_blocks, estimate_block_bytes, keep_most, levels_of, retreat
-from omnibal.pipeline.boundaries import Partition
+from omnibal.memory.paper import (
+    BlockBytes,
+    Blocks,
+    block_modules,
+    count_blocks,
+    estimate_block_bytes,
+    keep_most,
+    levels_of,
+    retreat,
+)
+from omnibal.pipeline.partition import Partition
+from tests.memory.models import block as layer
 
-KINDS = ["patch_embedding", *["vision_block"] * 3, "projector", *["decoder_block"] * 4, "head"]
+MODULES = [None, *["vision"] * 3, None, *["language"] * 4, None]
 COUNTS = st.builds(Blocks, st.integers(0, 6), st.integers(0, 6))
 BYTES = st.builds(BlockBytes, st.integers(1, 20).map(float), st.integers(1, 20).map(float))
 
 
 def test_the_four_steps_on_a_made_up_machine():
     partition = Partition((0, 5, 10))
-    blocks, in_flight, true = count_blocks(KINDS, partition), (2, 1), BlockBytes(7, 5)
+    blocks, in_flight, true = count_blocks(MODULES, partition), (2, 1), BlockBytes(7, 5)
     assert blocks == (Blocks(3, 0), Blocks(0, 4))
     free = [30.0, 12.0]
     trial = [Blocks(1, 0), Blocks(0, 2)]
@@ -22,11 +34,17 @@ def test_the_four_steps_on_a_made_up_machine():
     assert (estimate.vision, estimate.llm) == pytest.approx((7, 5))
     kept = keep_most(free, blocks, estimate, in_flight)
     assert kept == (Blocks(2, 0), Blocks(0, 2))
-    assert levels_of(kept, KINDS, partition) == (
+    assert levels_of(kept, MODULES, partition) == (
         *("none", "full", "none", "none", "none"),
         *("full", "full", "none", "none", "none"),
     )
     assert retreat(kept, [3.0, 0.0], estimate, in_flight) == (Blocks(1, 0), Blocks(0, 2))
+
+
+def test_blocks_are_the_numbered_layers():
+    layers = [layer(name) for name in ("patch_embedding", "vision_block.0", "projector", "decoder_block.0", "head")]
+    layers = [replace(one, module="vision") if place < 2 else one for place, one in enumerate(layers)]
+    assert block_modules(layers) == (None, "vision", None, "language", None)
 
 
 @given(st.lists(st.tuples(COUNTS, st.integers(1, 4)), min_size=1, max_size=5), BYTES)

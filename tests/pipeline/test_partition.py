@@ -1,130 +1,77 @@
-import numpy as np
+"""The record, and DeepSpeed's own cuts."""
+
 import pytest
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+from hypothesis import given
+from hypothesis import strategies as st
 
-from omnibal.cluster import Links
-from omnibal.cost import Load
 from omnibal.errors import ConfigError
-from omnibal.pipeline.partition import METHODS, Partition, search_partition
-from omnibal.pipeline.problem import PartitionProblem
-from omnibal.pipeline.simulate import simulate_step
-from tests.pipeline.profiles import fixed_profile, layer, profile
-from tests.pipeline.random_problems import all_partitions, problem_of, random_arguments, random_loads, random_profile
-
-PACKS = [Load(np.ones(8), np.ones(8))]
-FREE = {"links": Links(np.inf)}
+from omnibal.pipeline.partition import Partition, balanced_boundaries, parameter_cut
+from tests.pipeline.profiles import layer, profile
 
 
-@pytest.mark.parametrize("seed", range(80))
-def test_search_meets_the_optimum_of_all_partitions(seed):
-    arguments = random_arguments(seed)
-    problem = problem_of(arguments)
-    optimum = problem.evaluate(all_partitions(len(problem.profile.layers), problem.num_stages)).min()
-    found = search_partition(**arguments)
-    assert optimum * (1 - 1e-9) <= found.best.step_seconds <= 1.01 * optimum
-    assert found.lower_bound_seconds <= optimum * (1 + 1e-9)
-    assert found.gap == found.best.step_seconds / found.lower_bound_seconds - 1
+@pytest.mark.parametrize("boundaries", [(), (0,), (1, 2), (0, 2, 2), (0, 3, 1), (0, -1), (-1, 3)])
+def test_boundaries_that_do_not_increase_from_zero_are_refused(boundaries):
+    with pytest.raises(ConfigError, match="boundaries must start at 0 and increase"):
+        Partition(boundaries)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_search_is_never_worse_than_any_other_method(seed):
-    rng = np.random.default_rng(seed)
-    arguments = random_arguments(seed) | {"profile": random_profile(rng, 20, 30), "num_stages": 8}
-    results = {method: search_partition(**arguments, method=method) for method in METHODS}
-    for result in results.values():
-        assert results["search"].best.step_seconds <= result.best.step_seconds
-        assert result.lower_bound_seconds <= result.best.step_seconds * (1 + 1e-9)
-        seconds = [candidate.step_seconds for candidate in result.candidates]
-        assert seconds == sorted(seconds)
-        assert len(set(result.candidates)) == len(result.candidates) <= 10
+def test_boundaries_that_are_no_integers_are_refused():
+    with pytest.raises(ConfigError, match="boundaries must be integers"):
+        Partition((0, 1.5, 3))
 
 
-@pytest.mark.parametrize("mode", ["rendezvous", "overlap"])
-def test_candidates_have_the_seconds_of_a_simulated_step(mode):
-    rng = np.random.default_rng(3)
-    links = Links(30.0, reduce_bandwidth_bytes_per_second=10.0, latency_seconds=0.5)
-    arguments = {"links": links, "zero_stage": 1, "mode": mode}
-    model, loads = random_profile(rng, 4, 5), random_loads(rng, replicas=2, micro_batches=4)
-    levels = ["full", "none"] * (len(model.layers) // 2) + ["full"] * (len(model.layers) % 2)
-    for candidate in search_partition(model, loads, 3, recompute=levels, **arguments).candidates:
-        step = simulate_step(model, candidate.partition, loads, recompute=levels, **arguments)
-        assert candidate.step_seconds == pytest.approx(step.step_seconds)
+def test_every_layer_has_the_stage_that_holds_it():
+    cut = Partition([0, 1, 4, 9])
+    assert cut.boundaries == (0, 1, 4, 9)
+    assert [cut.stage_of(layer) for layer in range(9)] == [0, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert [layer for stage in range(cut.num_stages) for layer in cut.layers(stage)] == list(range(cut.num_layers))
 
 
-@pytest.mark.parametrize(
-    ("method", "boundaries"),
-    [
-        ("uniform", (0, 3, 6)),
-        ("parameters", (0, 5, 6)),
-        ("slowest_stage", (0, 1, 6)),
-        ("paper", (0, 1, 6)),
-        ("model", (0, 1, 6)),
-        ("search", (0, 1, 6)),
-    ],
-)
-def test_each_method_balances_what_it_is_named_for(method, boundaries):
-    seconds, parameters = [5, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 20]
-    model = profile(
-        layer(f"block.{i}", forward=s, parameter_bytes=p)
-        for i, (s, p) in enumerate(zip(seconds, parameters, strict=True))
-    )
-    assert search_partition(model, PACKS, 2, method=method, **FREE).best.partition == Partition(boundaries)
+def test_unknown_stages_and_layers_are_refused():
+    cut = Partition((0, 1, 4))
+    for stage in (-1, 2):
+        with pytest.raises(ConfigError, match=r"stage must lie in \[0, 2\)"):
+            cut.layers(stage)
+    for number in (-1, 4):
+        with pytest.raises(ConfigError, match=r"layer must lie in \[0, 4\)"):
+            cut.stage_of(number)
 
 
-def test_frozen_parameters_do_not_count_as_in_deepspeed():
-    model = profile(layer(f"block.{i}", parameter_bytes=10, trainable=i > 3, weight=float(i > 3)) for i in range(6))
-    assert search_partition(model, PACKS, 2, method="parameters", **FREE).best.partition == Partition((0, 5, 6))
+def test_partitions_compare_by_their_boundaries():
+    assert Partition([0, 2, 4]) == Partition((0, 2, 4))
+    assert len({Partition([0, 2, 4]), Partition((0, 2, 4)), Partition((0, 1, 4))}) == 2
 
 
-def test_a_cut_moves_to_where_little_is_sent():
-    model = fixed_profile([1.0] * 6, output=[50, 50, 50, 1, 50, 0])
-    result = search_partition(model, PACKS, 2, Links(10))
-    assert result.best.partition == Partition((0, 4, 6))
-    assert search_partition(model, PACKS, 2, **FREE).best.partition == Partition((0, 3, 6))
+@pytest.mark.parametrize("num_stages", range(1, 8))
+@pytest.mark.parametrize("num_layers", [8, 9, 15, 17, 48])
+def test_uniform_is_deepspeeds(num_layers, num_stages):
+    assert list(Partition.uniform(num_layers, num_stages).boundaries) == partition_uniform(num_layers, num_stages)
 
 
-def test_a_frozen_vit_belongs_to_the_first_stage():
-    vision = [layer(f"vision.{i}", weight=0.0, trainable=False) for i in range(6)]
-    model = profile([*vision, *(layer(f"text.{i}") for i in range(2))])
-    # forward alone in the first stage: 6 seconds, as many as the two trained layers take
-    assert search_partition(model, PACKS, 2, **FREE).best.partition == Partition((0, 6, 8))
+@pytest.mark.parametrize("num_stages", [0, 6])
+def test_each_stage_needs_a_layer(num_stages):
+    with pytest.raises(ConfigError, match=r"num_stages must lie in \[1, 5\]"):
+        Partition.uniform(5, num_stages)
 
 
-def test_one_stage_and_as_many_stages_as_layers_have_one_partition():
-    model = fixed_profile([1, 2, 3])
-    for num_stages, boundaries in ((1, (0, 3)), (3, (0, 1, 2, 3))):
-        for method in METHODS:
-            result = search_partition(model, PACKS, num_stages, method=method, **FREE)
-            assert [candidate.partition for candidate in result.candidates] == [Partition(boundaries)]
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=14), st.data())
+def test_parameters_are_cut_as_deepspeed_does(weights, data):
+    num_stages = data.draw(st.integers(1, len(weights)))
+    assert list(balanced_boundaries(weights, num_stages)) == list(partition_balanced(weights, num_stages))
 
 
-def test_searching_again_finds_the_same():
-    arguments = random_arguments(1)
-    assert search_partition(**arguments) == search_partition(**arguments)
+def test_it_minimises_a_difference_and_not_the_heaviest_stage():
+    # stages of 10, 4, 4 differ less than stages of 2, 8, 8, which would be faster
+    assert balanced_boundaries([2, 8, 2, 2, 4], 3) == (0, 2, 4, 5)
 
 
-def test_a_large_search_evaluates_few_partitions(monkeypatch):
-    rng = np.random.default_rng(0)
-    counted = []
-    evaluate = PartitionProblem.evaluate
-    monkeypatch.setattr(PartitionProblem, "evaluate", lambda self, p: counted.append(len(p)) or evaluate(self, p))
-    model = random_profile(rng, 60, 64)
-    result = search_partition(model, random_loads(rng, replicas=1, micro_batches=32), 16, Links(100))
-    assert sum(counted) < 10_000
-    assert result.gap < 0.1
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_stages_of_one_layer_or_all(num_stages):
+    assert balanced_boundaries([5, 1, 1], num_stages) == (0, *range(1, num_stages), 3)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_stages": 7}, r"num_stages must lie in \[1, 6\] \(each stage holds a layer\), got 7"),
-        ({"num_stages": 0}, "num_stages must lie in"),
-        ({"method": "magic"}, "method must be one of uniform, parameters, paper, .* got 'magic'"),
-        ({"mode": "magic"}, "mode must be one of rendezvous, overlap, got 'magic'"),
-        ({"loads": Load([1], [1])}, "loads must be one Load per replica"),
-        ({"zero_stage": 2}, "zero_stage must be 0 or 1 under a pipeline, got 2"),
-    ],
-)
-def test_wrong_arguments_are_refused(change, message):
-    arguments = {"loads": PACKS, "num_stages": 2, **FREE, **change}
-    with pytest.raises(ConfigError, match=message):
-        search_partition(fixed_profile([1] * 6), **arguments)
+def test_frozen_parameters_do_not_count():
+    first, second = (layer(name, parameter_bytes=1, gradient_bytes=1) for name in ("first", "second"))
+    frozen = layer("frozen", parameter_bytes=9)
+    assert parameter_cut(profile([frozen, first, second]), 2).boundaries == (0, 2, 3)

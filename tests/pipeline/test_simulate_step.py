@@ -8,8 +8,7 @@ from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
-from omnibal.pipeline.simulate import simulate, simulate_step
-from omnibal.pipeline.trace import chrome_trace
+from omnibal.pipeline.simulate import chrome_trace, simulate, simulate_step
 from tests.pipeline.profiles import fixed_profile, layer, profile
 
 FREE = {"links": Links(np.inf)}

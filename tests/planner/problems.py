@@ -8,7 +8,7 @@ import numpy as np
 from omnibal.cluster import Layout, Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest

@@ -9,8 +9,7 @@ from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packs import Packs
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError
-from omnibal.planner.packings import packings
-from omnibal.planner.steps import largest_target_share
+from omnibal.planner.packings import largest_target_share, packings
 from tests.planner.test_request import request
 
 LENGTHS = tiled_lengths(9000, seed=3)

@@ -5,7 +5,7 @@ import numpy as np
 
 from omnibal.data.limits import PackLimits
 from omnibal.memory.footprint import StageMemory
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.report.memory import memory_table, plot_memory, visible_terms
 from omnibal.report.stages import stage_plan_table

@@ -1,6 +1,6 @@
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance

@@ -4,7 +4,7 @@ import pytest
 
 from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.report.stages import PartitionFigures, slowest_replica, stage_table
 from tests.pipeline.profiles import layer, profile

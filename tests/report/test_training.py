@@ -6,7 +6,7 @@ import pytest
 from omnibal.data.limits import PackLimits
 from omnibal.errors import DataError
 from omnibal.memory.footprint import StageMemory
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, training_table
 from tests.report.printed import text_of

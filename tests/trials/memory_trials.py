@@ -17,7 +17,7 @@ from omnibal.trials.run import Trial, within_budget
 from tests.engine.cases import changed
 
 
-def memory_trials(config, plan, kinds, share, folder):
+def memory_trials(config, plan, modules, share, folder):
     """The paper's four steps, each trial with an engine; then a trial on devices whose allocators give up.
 
     The budget lies at a share of the way from the peaks with all blocks recomputed to those with none.
@@ -30,10 +30,10 @@ def memory_trials(config, plan, kinds, share, folder):
         seconds, peaks = trial.measure(engine, 1)
         return Trial(tried, tuple(seconds), peaks.step, peaks.passes)
 
-    blocks = tuple("full" if kind.endswith("_block") else "none" for kind in kinds)
-    ends = [run(replace(plan, recompute=levels)).peak_bytes for levels in (blocks, ("none",) * len(kinds))]
+    blocks = tuple("full" if module else "none" for module in modules)
+    ends = [run(replace(plan, recompute=levels)).peak_bytes for levels in (blocks, ("none",) * len(modules))]
     budgets = tuple(int(least + share * (most - least)) for least, most in zip(*ends, strict=True))
-    found = take_four_steps(plan, kinds, (2, 1), budgets, lambda tried: within_budget(run(tried), budgets))
+    found = take_four_steps(plan, modules, (2, 1), budgets, lambda tried: within_budget(run(tried), budgets))
     tried = path.with_suffix(".config.json")
     tried.write_text(json.dumps(changed(config, "pipeline", plan=str(path))))
     _run_out_of_memory(tried)

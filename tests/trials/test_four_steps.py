@@ -6,8 +6,8 @@ import pytest
 
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError, OmnibalError
-from omnibal.memory.paper import BlockBytes
-from omnibal.pipeline.boundaries import Partition
+from omnibal.memory.paper import BlockBytes, block_modules
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.trials.four_steps import take_four_steps
 from omnibal.trials.run import Trial, read_missing
@@ -15,11 +15,11 @@ from omnibal.vlm import load_model
 from tests.engine.demo import demo_config
 from tests.engine.launch import launch
 
-KINDS = ["patch_embedding", *["vision_block"] * 4, "projector", *["decoder_block"] * 5, "head"]
+MODULES = [None, *["vision"] * 4, None, *["language"] * 5, None]
 PARTITION = Partition((0, 4, 12))
 HELD = (2, 1)
 BASE = (100, 150)
-KEPT = {"vision_block": 7, "decoder_block": 11}
+KEPT = {"vision": 7, "language": 11}
 PLAN = Plan(PackLimits(4, 64), 4, PARTITION, ("none",) * 12)
 
 
@@ -32,8 +32,8 @@ def machine(budgets, *, surplus=0, crashes_above=None, tried=None, optimizer=(0,
     def run(plan):
         passes = []
         for stage, (base, held) in enumerate(zip(BASE, HELD, strict=True)):
-            kept = [KINDS[i] for i in PARTITION.layers(stage) if plan.recompute[i] == "none" and KINDS[i] in KEPT]
-            passes.append(base + held * sum(KEPT[kind] for kind in kept) + surplus * (len(kept) > 2 + stage))
+            kept = [MODULES[i] for i in PARTITION.layers(stage) if plan.recompute[i] == "none" and MODULES[i] in KEPT]
+            passes.append(base + held * sum(KEPT[module] for module in kept) + surplus * (len(kept) > 2 + stage))
         if tried is not None:
             tried.append(plan.recompute)
         peaks = tuple(max(sizes) for sizes in zip(passes, optimizer, strict=True))
@@ -49,16 +49,16 @@ def machine(budgets, *, surplus=0, crashes_above=None, tried=None, optimizer=(0,
 
 def kept(levels):
     return [
-        sum(levels[i] == "none" and KINDS[i] in KEPT for i in PARTITION.layers(stage)) for stage in range(len(HELD))
+        sum(levels[i] == "none" and MODULES[i] in KEPT for i in PARTITION.layers(stage)) for stage in range(len(HELD))
     ]
 
 
 @pytest.mark.distributed
 def test_on_the_real_engine(tmp_path):
     config = demo_config(tmp_path) | {"gradient_accumulation_steps": 4}
-    kinds = [record.kind for record in load_model(config["omnibal"]["model"]["path"]).records]
+    modules = block_modules(load_model(config["omnibal"]["model"]["path"]).records)
     plan = Plan(PackLimits(12, 256), 4, Partition((0, 7, 13)), ("none",) * 13)
-    arguments = config, plan, kinds, 0.8, str(tmp_path)
+    arguments = config, plan, modules, 0.8, str(tmp_path)
     (found, ends, budgets), other = launch(2, "tests.trials.memory_trials:memory_trials", *arguments)
     assert other[0].plan == found.plan
     recomputed, some, *others, fits = found.trials
@@ -80,7 +80,7 @@ def test_on_the_real_engine(tmp_path):
 
 @pytest.mark.parametrize(("budgets", "blocks"), [((1000, 1000), [3, 6]), ((131, 185), [2, 3]), ((100, 150), [0, 0])])
 def test_as_many_blocks_keep_as_fit(budgets, blocks):
-    result = take_four_steps(PLAN, KINDS, HELD, budgets, machine(budgets))
+    result = take_four_steps(PLAN, MODULES, HELD, budgets, machine(budgets))
     assert (result.block_bytes.vision, result.block_bytes.llm) == pytest.approx((7, 11))
     assert kept(result.plan.recompute) == blocks
     assert len(result.trials) == 3
@@ -89,7 +89,7 @@ def test_as_many_blocks_keep_as_fit(budgets, blocks):
 
 def test_a_failed_trial_retreats_until_it_fits():
     budgets = (142, 205)
-    result = take_four_steps(PLAN, KINDS, HELD, budgets, machine(budgets, surplus=9))
+    result = take_four_steps(PLAN, MODULES, HELD, budgets, machine(budgets, surplus=9))
     assert [trial.error for trial in result.trials[2:]] == ["out of memory", None]
     assert result.trials[2].missing_bytes == result.trials[3].retreat_bytes == (9, 5)
     assert kept(result.trials[2].plan.recompute) == [3, 5]
@@ -98,7 +98,7 @@ def test_a_failed_trial_retreats_until_it_fits():
 
 def test_an_optimizers_step_that_takes_the_most_hides_nothing():
     budgets = (131, 185)
-    result = take_four_steps(PLAN, KINDS, HELD, budgets, machine(budgets, optimizer=(130, 184)))
+    result = take_four_steps(PLAN, MODULES, HELD, budgets, machine(budgets, optimizer=(130, 184)))
     recomputed, some, fits = result.trials
     assert recomputed.peak_bytes == some.peak_bytes == (130, 184)
     assert (result.block_bytes.vision, result.block_bytes.llm) == pytest.approx((7, 11))
@@ -115,22 +115,22 @@ def test_a_stage_that_no_longer_fits_with_all_recomputed_is_an_error():
 
     calls = []
     with pytest.raises(InfeasibleError, match="every stage must fit with all blocks recomputed, got out of memory"):
-        take_four_steps(PLAN, KINDS, HELD, budgets, run)
+        take_four_steps(PLAN, MODULES, HELD, budgets, run)
 
 
 def test_a_crash_in_the_second_step_keeps_fewer():
     tried = []
     budgets = (115, 170)
-    result = take_four_steps(PLAN, KINDS, HELD, budgets, machine(budgets, crashes_above=120, tried=tried))
+    result = take_four_steps(PLAN, MODULES, HELD, budgets, machine(budgets, crashes_above=120, tried=tried))
     assert [kept(levels) for levels in tried] == [[0, 0], [2, 3], [1, 2], [1, 2]]
     assert result.block_bytes == BlockBytes(pytest.approx(7), pytest.approx(11))
     budgets = (101, 151)
-    result = take_four_steps(PLAN, KINDS, HELD, budgets, machine(budgets, crashes_above=0))
+    result = take_four_steps(PLAN, MODULES, HELD, budgets, machine(budgets, crashes_above=0))
     assert kept(result.plan.recompute) == [0, 0]
 
 
 def test_what_cannot_fit_or_fails_otherwise_is_an_error():
     with pytest.raises(InfeasibleError, match="every stage must fit with all blocks recomputed, got out of memory"):
-        take_four_steps(PLAN, KINDS, HELD, (99, 150), machine((99, 150)))
+        take_four_steps(PLAN, MODULES, HELD, (99, 150), machine((99, 150)))
     with pytest.raises(OmnibalError, match="a trial must run, got ValueError: no"):
-        take_four_steps(PLAN, KINDS, HELD, (1, 1), lambda plan: Trial(plan, error="ValueError: no"))
+        take_four_steps(PLAN, MODULES, HELD, (1, 1), lambda plan: Trial(plan, error="ValueError: no"))

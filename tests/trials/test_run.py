@@ -4,7 +4,7 @@ import pytest
 
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.trials import run as trials_module
 from omnibal.trials.run import Trial, missing_bytes, read_missing, run_trials, write_missing

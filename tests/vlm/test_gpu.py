@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from omnibal.data.limits import PackLimits
-from omnibal.memory.footprint import LEVELS
+from omnibal.profile.levels import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.layer_run import LayerRun, MadePack

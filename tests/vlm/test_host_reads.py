@@ -6,7 +6,7 @@ Tensors of torch's device "meta" have shapes but no values: whoever asks for one
 import pytest
 import torch
 
-from omnibal.memory.footprint import LEVELS
+from omnibal.profile.levels import LEVELS
 from omnibal.vlm import attention, load_model
 from omnibal.vlm.loss import target_rows, token_losses
 from omnibal.vlm.payload import PackCounts, Payload, note_counts

@@ -10,8 +10,8 @@ from omnibal.cluster import DEVICES
 from omnibal.cost import CostModel
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-from omnibal.memory.footprint import LEVELS
 from omnibal.profile.counted import analytic_profile
+from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import passes as measure

@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from omnibal.memory.footprint import LEVELS
+from omnibal.profile.levels import LEVELS
 from omnibal.vlm.layer_run import LayerRun
 from omnibal.vlm.payload import Layout, Payload
 from omnibal.vlm.recompute import run_layer

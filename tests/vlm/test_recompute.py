@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from omnibal.memory.footprint import LEVELS
+from omnibal.profile.levels import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer

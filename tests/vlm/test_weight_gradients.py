@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omnibal.memory.footprint import LEVELS
+from omnibal.profile.levels import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer

@@ -10,9 +10,8 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.memory.footprint import Footprint
-from omnibal.pipeline.balanced import parameter_cut
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.partition import search_partition
+from omnibal.pipeline.partition import Partition, parameter_cut
+from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan

@@ -19,11 +19,11 @@ from report import Row
 from omnibal.cluster import Device
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.memory.footprint import LEVELS, Level
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
+from omnibal.profile.levels import LEVELS, Level
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm.layer_run import image_tokens_per_tile
 

@@ -12,8 +12,8 @@ from report import Row
 
 from omnibal.cluster import DEVICES, Device
 from omnibal.cost import CostModel, Load
-from omnibal.memory.footprint import LEVELS
 from omnibal.profile.counted import analytic_profile
+from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import LayerCost
 from omnibal.vlm.layer_run import LayerRun, MadePack, image_tokens_per_tile
 from omnibal.vlm.passes import Timing, time_passes

@@ -2,10 +2,13 @@
 
 from dataclasses import fields
 
-from omnibal.memory.footprint import Footprint, IntArray, Level
-from omnibal.pipeline.boundaries import Partition
+from omnibal.cost import IntArray
+from omnibal.memory.footprint import Footprint
+from omnibal.memory.paper import block_modules
+from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.planner.step_model import StepModel
+from omnibal.profile.levels import Level
 from omnibal.trials.four_steps import take_four_steps
 from omnibal.trials.run import Trial, within_budget
 
@@ -35,5 +38,5 @@ def four_steps(model: StepModel, partition: Partition) -> tuple[Level, ...]:
 
     packing = model.packing
     plan = Plan(packing.limits, packing.micro_batches, partition, ("none",) * len(layers))
-    kinds = [layer.kind for layer in layers]
-    return take_four_steps(plan, kinds, footprint.schedule.in_flight, model.budgets, run).plan.recompute
+    in_flight = footprint.schedule.in_flight
+    return take_four_steps(plan, block_modules(layers), in_flight, model.budgets, run).plan.recompute

@@ -9,11 +9,11 @@ import numpy as np
 
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import Level
-from omnibal.memory.paper import count_blocks
-from omnibal.pipeline.boundaries import Partition
+from omnibal.memory.paper import block_modules, count_blocks
+from omnibal.pipeline.partition import Partition
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.step_model import StepModel
+from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
@@ -104,7 +104,7 @@ def counts(levels: tuple[Level, ...], boundaries: Sequence[int]) -> str:
 
 def blocks_text(profile: ModelProfile, boundaries: Sequence[int]) -> str:
     """Blocks of each stage as V+L."""
-    stages = count_blocks([layer.kind for layer in profile.layers], Partition(boundaries))
+    stages = count_blocks(block_modules(profile.layers), Partition(boundaries))
     return " ".join(f"{stage.vision}+{stage.llm}" if stage.vision and stage.llm else f"{stage.vision + stage.llm}"
                     for stage in stages)  # fmt: skip
 

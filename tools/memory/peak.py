@@ -19,11 +19,12 @@ from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import Footprint, Level, StageMemory
+from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.memory.recompute import choose_levels, recompute_seconds
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
+from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel

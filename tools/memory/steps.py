@@ -18,13 +18,14 @@ from reality import LIMITS, MINUTES, heading, links_of, make_parser, sampled, st
 from omnibal.cluster import Cluster, Device
 from omnibal.cost import CostModel, Load
 from omnibal.engine.engine import StagePeaks
-from omnibal.memory.footprint import Level
-from omnibal.pipeline.partition import search_partition
+from omnibal.memory.paper import block_modules
+from omnibal.pipeline.search import search_partition
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
+from omnibal.planner.packings import Packing
 from omnibal.planner.search import improve
 from omnibal.planner.step_model import StepModel
-from omnibal.planner.steps import Packing
+from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 from omnibal.trials.four_steps import take_four_steps
 from omnibal.trials.run import Trial, within_budget
@@ -83,8 +84,8 @@ def _four_steps(vlm: VisionLanguageModel, profile: ModelProfile, case: Case, mod
         peaks = _peaks(vlm, replace(case, recompute=tried.recompute))
         return within_budget(Trial(tried, peak_bytes=peaks.step, pass_bytes=peaks.passes), model.budgets)
 
-    kinds = [layer.kind for layer in profile.layers]
-    return take_four_steps(plan, kinds, model.footprint.schedule.in_flight, model.budgets, run).plan.recompute
+    modules = block_modules(profile.layers)
+    return take_four_steps(plan, modules, model.footprint.schedule.in_flight, model.budgets, run).plan.recompute
 
 
 def _peaks(vlm: VisionLanguageModel, case: Case) -> StagePeaks:

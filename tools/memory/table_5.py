@@ -14,7 +14,7 @@ from selective import profile_of
 from omnibal.cluster import Layout
 from omnibal.cost import CostModel, Load
 from omnibal.memory.footprint import Footprint, StageMemory
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.profile.records import LayerCost
 

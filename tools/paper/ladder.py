@@ -13,16 +13,15 @@ from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
-from omnibal.memory.footprint import Level
-from omnibal.pipeline.balanced import parameter_cut
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.partition import search_partition
+from omnibal.pipeline.partition import Partition, parameter_cut
 from omnibal.pipeline.schedule import ScheduleName
+from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.planner import make_plan
-from omnibal.planner.gains import Variant
 from omnibal.planner.packings import packings
+from omnibal.planner.prediction import Variant
 from omnibal.planner.step_model import StepModel
+from omnibal.profile.levels import Level
 
 DAY_SECONDS = 86_400
 """Of a Load, in the order in which it takes them."""

@@ -11,10 +11,10 @@ from setting import Setting
 
 from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import IntArray
-from omnibal.memory.footprint import Level
-from omnibal.pipeline.boundaries import Partition
-from omnibal.planner.gains import Variant
-from omnibal.planner.steps import Steps
+from omnibal.pipeline.partition import Partition
+from omnibal.planner.packings import Steps
+from omnibal.planner.prediction import Variant
+from omnibal.profile.levels import Level
 
 RANKS: Final = (64, 512, 2560)
 BATCH: Final = 15

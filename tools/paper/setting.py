@@ -16,12 +16,12 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.memory.footprint import Level
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
-from omnibal.planner.steps import Steps
+from omnibal.planner.packings import Steps
+from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 
 TOOLS = Path(__file__).parents[1]

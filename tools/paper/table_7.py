@@ -15,7 +15,7 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import EmulationTask, run_emulation
-from omnibal.planner.gains import Variant
+from omnibal.planner.prediction import Variant
 
 PUBLISHED = {"baseline": 61.8, "+ data": 51.9, "+ model": 29.0, "+ memory": 21.3}
 COUNTED = Setting(micro_batches=8, vision_factor=1.0)

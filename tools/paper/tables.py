@@ -18,11 +18,10 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.synthetic import patch_lengths
-from omnibal.pipeline.anchor import greedy_anchor
-from omnibal.pipeline.balanced import parameter_cut
-from omnibal.pipeline.partition import search_partition
+from omnibal.pipeline.partition import parameter_cut
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.pipeline.search import greedy_anchor, search_partition
 from omnibal.pipeline.times import step_times
 
 A100, H100 = (replace(DEVICES[name], memory_bytes=80 * 2**30) for name in ("A100-80GB", "H100-80GB"))

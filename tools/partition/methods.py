@@ -10,8 +10,8 @@ from reality import LIMITS, MINUTES, heading, links_of, make_parser, predict, sa
 from transformers import InternVLConfig
 
 from omnibal.cost import CostModel
-from omnibal.pipeline.boundaries import Partition
-from omnibal.pipeline.partition import PartitionSearch, search_partition
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.search import PartitionSearch, search_partition
 from omnibal.profile.records import ModelProfile
 
 METHODS = ("uniform", "parameters", "paper", "search")

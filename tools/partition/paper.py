@@ -25,7 +25,8 @@ from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.pipeline.partition import Partition, search_partition
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.profile.records import ModelProfile
 

@@ -13,8 +13,8 @@ from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.pipeline.partition import search_partition
 from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import Mode, simulate
 
 MICRO_BATCHES, STAGES = 64, 16

@@ -12,7 +12,7 @@ from omnibal.cluster import Cluster, Device, Layout
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation
 from omnibal.plan import Plan

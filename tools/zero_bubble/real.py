@@ -15,11 +15,12 @@ from small import LIMITS, LOAD, model, pack
 from omnibal.cluster import Layout, Links
 from omnibal.engine.distributed import meet
 from omnibal.engine.launch import free_port
-from omnibal.memory.footprint import Footprint, Level
-from omnibal.pipeline.partition import search_partition
+from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
+from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm.measure import measure_profile
 

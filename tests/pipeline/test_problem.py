@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from omnibal.pipeline.bound import stage_bounds
 from omnibal.pipeline.execution import run_overlapped
+from omnibal.pipeline.problem import stage_bounds
 from omnibal.pipeline.schedule import Schedule
 from omnibal.pipeline.times import durations_of, transfers_of
 from tests.pipeline.profiles import fixed_profile

@@ -8,11 +8,11 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import random_padded_steps
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.pipeline.boundaries import Partition
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import zero_bubble
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
-from omnibal.planner.gains import variants_up_to
+from omnibal.planner.prediction import variants_up_to
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import layer, profile
 
