@@ -63,10 +63,10 @@ def count_costs(
 ) -> "ModelProfile":
     """The profile of a model folder on a device, by counting."""
     from omnibal.profile.counted import analytic_profile
-    from omnibal.vlm import load_model
+    from omnibal.vlm.families import load_records
 
     return analytic_profile(
-        load_model(model).records, find_device(device), dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen
+        load_records(model), find_device(device), dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen
     )
 
 
@@ -99,9 +99,9 @@ def read_costs(
     if frozen:
         loaded.check_matches(frozen=frozen)
     if model is not None:
-        from omnibal.vlm import load_model
+        from omnibal.vlm.families import load_records
 
-        loaded.check_matches(records=load_model(model).records)
+        loaded.check_matches(records=load_records(model))
     return loaded
 
 
@@ -123,9 +123,9 @@ def check_run(
 
     here: dict[str, Any] = {"tensor_parallel": 1} if is_tried else {}
     if is_tried and model.path is not None:
-        from omnibal.vlm import load_model
+        from omnibal.vlm.families import load_records
 
-        here["records"] = load_model(model.path).records
+        here["records"] = load_records(model.path)
     if is_tried and profile.versions:
         from omnibal.vlm.measure import measured_versions
         from omnibal.vlm.passes import device_name, this_device

@@ -79,9 +79,9 @@ class Family:
     Attributes:
         model_types: Values of ``model_type`` in the configurations of such models.
         image_rule: Makes the rule of a model from its configuration and its image processor's.
+        layer_records: Lists a model's pipeline layers, first to last, from its configuration.
         tile_limits: Where an image may be cut into more or fewer tiles: from the image processor's configuration,
             ``max_tiles`` and ``min_tiles`` (None for what the processor says), what the processor is told with images.
-        layer_records: Lists a model's pipeline layers; None where only lengths are known, and models cannot be trained.
         disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
         image_tokens: Where conversations are ChatML: attributes of the tokenizer that name the token before an image,
             the one for a piece of it and the one after it, with the usual names. Empty where the chat template of the
@@ -90,8 +90,8 @@ class Family:
 
     model_types: tuple[str, ...]
     image_rule: Callable[[Config, Config], ImageRule]
+    layer_records: Callable[[Config], tuple[LayerRecord, ...]]
     tile_limits: Callable[[Config, int | None, int | None], dict[str, Any]] | None = None
-    layer_records: Callable[[Config], tuple[LayerRecord, ...]] | None = None
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
     image_tokens: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,88 +1,153 @@
-"""LLaVA-NeXT's any-resolution rule: into how many tiles an image is cut, and how many LLM tokens it becomes.
+"""LLaVA-NeXT and LLaVA-OneVision: images are cut into the tiles of the canvas that fits best, and end their rows.
 
-Source: Liu et al., "LLaVA-NeXT" (2024), https://llava-vl.github.io/blog/2024-01-30-llava-next/, as implemented by
-transformers (``select_best_resolution``, ``LlavaNextProcessor._get_number_of_features``), whose rounding is kept.
+Sources: Liu et al., "LLaVA-NeXT" (2024), https://llava-vl.github.io/blog/2024-01-30-llava-next/; Li et al.,
+"LLaVA-OneVision" (2024), section 3.2; as implemented by transformers (``select_best_resolution``,
+``LlavaNextProcessor._get_number_of_features``, and OneVision's), whose rounding is kept.
 """
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import Config, Family, ImageLoad, ImageRule, each, square
-from omnibal.families.llava import class_token, patch_size
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, Size, section
+from omnibal.families.llava import LANGUAGE_ON_DISK, either_ties
+from omnibal.families.text import text_records
+from omnibal.families.vit import image_tokens as tokens_of_tile
+from omnibal.families.vit import tile_size, tower_records
 
+LEAST_SHRINK = 1.1
+"""LLaVA-OneVision leaves canvases that would be shrunk by less as they are."""
 Resolution = tuple[int, int]
 """(height, width) in pixels, in the order of ``image_grid_pinpoints``."""
 
 
-def best_resolution(width: int, height: int, resolutions: Sequence[Resolution]) -> Resolution:
-    """The canvas that keeps most of an image's pixels and, among those, wastes least of itself.
+@dataclass(frozen=True)
+class Canvases:
+    """What images are fitted to and cut into.
 
-    Args:
-        width: Pixels of the image, at least 1.
-        height: Pixels of the image, at least 1.
-        resolutions: The canvases to choose from; the first of equally good ones is taken.
+    Attributes:
+        resolutions: The canvases to choose from, at least one.
+        tile: Side of a tile in pixels.
+        side: Patches along it.
+        most_tiles: Canvases are shrunk to about the tokens of so many tiles; None where they never are.
+    """
+
+    resolutions: tuple[Resolution, ...]
+    tile: int
+    side: int
+    most_tiles: int | None = None
+
+    def best(self, width: int, height: int) -> Resolution:
+        """The canvas that keeps most of an image's pixels and, among those, wastes least of itself.
+
+        The first of equally good ones is taken.
+
+        >>> Canvases(((336, 672), (672, 336), (672, 672)), 336, 24).best(1000, 500)
+        (336, 672)
+        """
+
+        def merit(resolution: Resolution) -> tuple[int, int]:
+            rows, columns = resolution
+            scale = min(columns / width, rows / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, -(rows * columns - kept)
+
+        return max(self.resolutions, key=merit)
+
+    def load(self, width: int, height: int) -> ImageLoad:
+        """What a lone image brings.
+
+        Tiles are those of its canvas, and the whole image once more. Tokens are those of the whole image; those of the
+        canvas without the rows or columns that only pad it; one for the end of each row.
+
+        >>> Canvases(((336, 672), (672, 672)), 336, 24).load(672, 336)
+        ImageLoad(vision_units=3, llm_tokens=1752, vision_squared=0)
+        """
+        canvas_height, canvas_width = self.best(width, height)
+        tiles = (canvas_height // self.tile) * (canvas_width // self.tile) + 1
+        rows, columns = canvas_height // self.tile * self.side, canvas_width // self.tile * self.side
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        if self.most_tiles is not None:
+            shrink = sqrt(rows * columns / (self.most_tiles * self.side**2))
+            if shrink > LEAST_SHRINK:
+                rows, columns = int(rows // shrink), int(columns // shrink)
+        return ImageLoad(tiles, self.side**2 + rows * columns + rows)
+
+
+def next_rule(config: Config, preprocessor: Config) -> ImageRule:
+    """Tiles and tokens by the canvases.
 
     Raises:
-        ConfigError: If there is none to choose from.
-
-    >>> best_resolution(1000, 500, [(336, 672), (672, 336), (672, 672)])
-    (336, 672)
+        ConfigError: If there is none, the model's are others than the preprocessor's, tiles are not what the ViT takes,
+            or the model keeps class tokens.
     """
-    if not resolutions:
+    return partial(_loads, _canvases(config, preprocessor, "default"), False)
+
+
+def onevision_rule(config: Config, preprocessor: Config) -> ImageRule:
+    """Likewise for the image of a sample that has one; of several each is a tile, and the end of its only row.
+
+    Raises:
+        ConfigError: As of ``next_rule``, or ``vision_aspect_ratio`` is none that is known.
+    """
+    aspect = config.get("vision_aspect_ratio", "anyres_max_9")
+    most_tiles = re.fullmatch(r"anyres_max_([1-9]\d*)", str(aspect))
+    if not most_tiles:
+        raise ConfigError(f"vision_aspect_ratio must be anyres_max_ and a number, got {aspect!r}")
+    return partial(_loads, _canvases(config, preprocessor, "full", int(most_tiles[1])), True)
+
+
+def _canvases(config: Config, preprocessor: Config, selected: str, most_tiles: int | None = None) -> Canvases:
+    strategy = config.get("vision_feature_select_strategy", selected)
+    if strategy != selected:
+        raise ConfigError(f"vision_feature_select_strategy must be {selected!r}, got {strategy!r}")
+    cut, known = (tuple((h, w) for h, w in side.get("image_grid_pinpoints", ())) for side in (preprocessor, config))
+    if not cut:
         raise ConfigError("image_grid_pinpoints must name at least one resolution, got none")
-
-    def merit(resolution: Resolution) -> tuple[int, int]:
-        rows, columns = resolution
-        scale = min(columns / width, rows / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, -(rows * columns - kept)
-
-    return max(resolutions, key=merit)
+    if known and known != cut:
+        raise ConfigError(f"image_grid_pinpoints of the preprocessor must be the model's, {known}, got {cut}")
+    tile = tile_size(config, preprocessor)
+    side = round(sqrt(tokens_of_tile(config, tile)))
+    return Canvases(cut, tile, side, most_tiles)
 
 
-def num_tiles(width: int, height: int, *, resolutions: Sequence[Resolution], tile_size: int) -> int:
-    """Tiles that an image brings to the ViT: those of its canvas, and the whole image once more.
-
-    >>> num_tiles(1000, 500, resolutions=[(336, 672), (672, 336), (672, 672)], tile_size=336)
-    3
-    """
-    rows, columns = best_resolution(width, height, resolutions)
-    return (rows // tile_size) * (columns // tile_size) + 1
+def _loads(canvases: Canvases, lone_only: bool, sizes: Sequence[Size]) -> tuple[ImageLoad, ...]:
+    if lone_only and len(sizes) > 1:
+        return (ImageLoad(1, canvases.side**2 + 1),) * len(sizes)
+    return tuple(canvases.load(width, height) for width, height in sizes)
 
 
-def num_image_tokens(
-    width: int, height: int, *, resolutions: Sequence[Resolution], tile_size: int, patch_size: int
-) -> int:
-    """Tokens that an image brings to the LLM.
-
-    Those of the whole image; those of the canvas without the rows or columns that only pad it; one for the end of each
-    row. No class token is counted (``vision_feature_select_strategy`` "default").
-
-    >>> num_image_tokens(672, 336, resolutions=[(336, 672), (672, 672)], tile_size=336, patch_size=14)
-    1752
-    """
-    side = tile_size // patch_size
-    canvas_rows, canvas_columns = best_resolution(width, height, resolutions)
-    rows, columns = canvas_rows // tile_size * side, canvas_columns // tile_size * side
-    if width / height > columns / rows:
-        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
-    else:
-        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-    return side * side + rows * columns + rows
+def next_records(config: Config) -> tuple[LayerRecord, ...]:
+    """LLaVA-NeXT's pipeline layers, first to last. The top level alone decides on ties."""
+    tied = bool(config.get("tie_word_embeddings"))
+    text = section(config, "text_config")
+    return (*tower_records(config, newline=True), *text_records(text, tied=tied))
 
 
-def image_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """Tiles and tokens by the preprocessor's canvases."""
-    resolutions = [(height, width) for height, width in preprocessor.get("image_grid_pinpoints", ())]
-    return each(_image_load, resolutions, square(preprocessor, "crop_size"), patch_size(config), class_token(config))
+def onevision_records(config: Config) -> tuple[LayerRecord, ...]:
+    """LLaVA-OneVision's pipeline layers, first to last."""
+    text = section(config, "text_config")
+    vision = tower_records({"vision_feature_layer": -1, **config}, newline=True)
+    return (*vision, *text_records(text, tied=either_ties(config)))
 
 
-def _image_load(
-    resolutions: Sequence[Resolution], tile: int, patch: int, extra: int, width: int, height: int
-) -> ImageLoad:
-    tiles = num_tiles(width, height, resolutions=resolutions, tile_size=tile)
-    tokens = num_image_tokens(width, height, resolutions=resolutions, tile_size=tile, patch_size=patch)
-    return ImageLoad(tiles, tokens + extra)
-
-
-FAMILY = Family(model_types=("llava_next",), image_rule=image_rule)
+_DISK_PREFIXES = {
+    "model.vision_tower.": "vision_tower.vision_model.",
+    "model.image_newline": "image_newline",
+    **LANGUAGE_ON_DISK,
+}
+NEXT = Family(
+    model_types=("llava_next",), image_rule=next_rule, layer_records=next_records, disk_prefixes=_DISK_PREFIXES
+)
+ONEVISION = Family(
+    model_types=("llava_onevision",),
+    image_rule=onevision_rule,
+    layer_records=onevision_records,
+    disk_prefixes=_DISK_PREFIXES,
+)

@@ -6,8 +6,11 @@ from typing import Any
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, size
 
-TEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of ``text_config.model_type`` with plain decoder layers and one rotary embedding."""
+TEXT_MODELS = {
+    **{name: name for name in ("llama", "mistral", "qwen2", "qwen3")},
+    **{"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"},
+}
+"""From values of ``text_config.model_type`` with plain decoder layers to whose layers they have."""
 
 TIED_KEY = "embedding"
 
@@ -57,7 +60,7 @@ def _block_sizes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
         "kv_heads": size(config, "num_key_value_heads", default=heads),
         "head_dim": size(config, "head_dim", default=hidden // heads),
         "rms_norms": 2,
-        "qk_norms": 2 if config["model_type"] == "qwen3" else 0,
+        "qk_norms": 2 if TEXT_MODELS[config["model_type"]] == "qwen3" else 0,
     }
     return sizes | {"parameters": _block_parameters(config, sizes)}
 
@@ -66,7 +69,7 @@ def _block_parameters(config: Mapping[str, Any], sizes: Mapping[str, int]) -> in
     hidden, intermediate, head_dim = sizes["hidden"], sizes["intermediate"], sizes["head_dim"]
     query, key_value = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
     total = 2 * hidden * (query + key_value) + 3 * hidden * intermediate + 2 * hidden
-    if config["model_type"] == "qwen2":
+    if TEXT_MODELS[config["model_type"]] == "qwen2":
         return total + query + 2 * key_value
     total += sizes["qk_norms"] * head_dim
     if config.get("attention_bias", False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from omnibal.cluster import Device
 from omnibal.cost import CostModel
@@ -116,7 +116,8 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         backward_seconds=backward if waits else backward + weights,
         weight_seconds=weights if waits else CostModel(),
         pending_bytes=element * work.pending if waits else CostModel(),
-        output_bytes=unit.element_bytes * work.output + CostModel(llm_tokens=record.token_bytes),
+        output_bytes=unit.element_bytes * (work.output + _carried(record.sizes))
+        + CostModel(llm_tokens=record.token_bytes),
         # a recomputed layer keeps its input; the first one keeps nothing else anyway
         saved_bytes={
             "none": element * work.saved + _FLOAT32_BYTES * unit.share * work.saved_float32,
@@ -133,6 +134,13 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
     )
 
 
+def _carried(sizes: Mapping[str, int]) -> CostModel:
+    """Elements that pass on beside hidden states."""
+    if not sizes.get("carried"):
+        return CostModel()
+    return CostModel(vision_units=sizes["carried"] * sizes["carried_hidden"] * _image_tokens(sizes))
+
+
 def _patch_embedding(sizes: Mapping[str, int]) -> _Work:
     values = sizes["patches_per_tile"] * sizes["values_per_patch"]
     return _Work(
@@ -144,30 +152,54 @@ def _patch_embedding(sizes: Mapping[str, int]) -> _Work:
 
 def _vision_block(sizes: Mapping[str, int]) -> _Work:
     tokens, hidden, intermediate = sizes["tokens_per_tile"], sizes["hidden"], sizes["intermediate"]
+    matrices, attended = sizes.get("mlp_matrices", 2), sizes.get("attended", tokens)
+    # each pair of tokens takes two products of two operations for each element; 0 stands for all patches of the image
+    pairs = CostModel(vision_units=tokens * attended) if attended else CostModel(vision_squared=1)
     return _Work(
-        products=CostModel(vision_units=2 * tokens * (4 * hidden**2 + 2 * hidden * intermediate)),
-        attention=CostModel(vision_units=4 * tokens**2 * hidden),
-        # of two norms the output, and the input or (RMS) what is multiplied by the weight; queries, keys, values,
-        # attention's output; the MLP's activation and its input; the two residual branches, which are scaled; of norms
-        # of queries and keys what is multiplied by the weight
+        products=CostModel(vision_units=2 * tokens * (4 * hidden**2 + matrices * hidden * intermediate)),
+        attention=4 * hidden * pairs,
+        # of two norms the output, and the input or (RMS) what is multiplied by the weight; queries, keys, values (where
+        # queries and keys are turned, with what they were), attention's output; the MLP's activation and its inputs;
+        # the residual branches that are scaled; of norms of queries and keys what is multiplied by the weight
         saved=CostModel(
-            vision_units=tokens * (4 * hidden + 4 * hidden + 2 * intermediate + 2 * hidden + sizes["qk_norms"] * hidden)
+            vision_units=tokens
+            * (
+                (4 + 4 + 2 * sizes.get("rotary", 0) + sizes.get("residual_scales", 2) + sizes["qk_norms"]) * hidden
+                + sizes.get("kept_in_mlp", 2) * intermediate
+            )
         ),
         saved_float32=CostModel(vision_units=tokens * (sizes["rms_norms"] + sizes["qk_norms"]) * hidden),
         # outputs of two norms and of attention, the MLP's activation; and the gradients of all products
-        pending=CostModel(vision_units=tokens * (3 * hidden + intermediate + 5 * hidden + intermediate)),
+        pending=CostModel(
+            vision_units=tokens * (3 * hidden + intermediate + 5 * hidden + (matrices - 1) * intermediate)
+        ),
         output=CostModel(vision_units=tokens * hidden),
     )
+
+
+def _deepstack_block(sizes: Mapping[str, int]) -> _Work:
+    """A block of the ViT, and what makes of its output something that a decoder layer reads."""
+    block = _vision_block(sizes)
+    merger = _projector({**sizes, "inner": sizes["shuffled"], "hidden": sizes["carried_hidden"]})
+    sums = {part.name: getattr(block, part.name) + getattr(merger, part.name) for part in fields(_Work)}
+    return replace(_Work(**sums), output=block.output)
 
 
 def _projector(sizes: Mapping[str, int]) -> _Work:
-    tokens, shuffled, hidden = sizes["image_tokens_per_tile"], sizes["shuffled"], sizes["hidden"]
+    tokens, shuffled, hidden = _image_tokens(sizes), sizes["shuffled"], sizes["hidden"]
+    inner = sizes.get("inner", hidden)
     return _Work(
-        products=CostModel(vision_units=2 * tokens * (shuffled * hidden + hidden**2)),
-        saved=CostModel(vision_units=tokens * (2 * shuffled + 2 * hidden)),
-        pending=CostModel(vision_units=tokens * (shuffled + 3 * hidden)),
+        products=CostModel(vision_units=2 * tokens * (shuffled * inner + inner * hidden)),
+        # inputs of the norm, of two products and of the activation
+        saved=CostModel(vision_units=tokens * ((1 + sizes.get("norms", 1)) * shuffled + 2 * inner)),
+        pending=CostModel(vision_units=tokens * (shuffled + 2 * inner + hidden)),
         output=CostModel(vision_units=tokens * hidden),
     )
+
+
+def _image_tokens(sizes: Mapping[str, int]) -> float:
+    """What a vision unit brings to the language model: a tile many tokens, a patch a part of one."""
+    return 1 / sizes["units_per_token"] if "units_per_token" in sizes else sizes["image_tokens_per_tile"]
 
 
 def _text_embedding(sizes: Mapping[str, int]) -> _Work:
@@ -220,6 +252,8 @@ def _head(sizes: Mapping[str, int]) -> _Work:
 _WORK: Mapping[str, Callable[[Mapping[str, int]], _Work]] = {
     "patch_embedding": _patch_embedding,
     "vision_block": _vision_block,
+    "window_block": _vision_block,
+    "deepstack_block": _deepstack_block,
     "projector": _projector,
     "text_embedding": _text_embedding,
     "decoder_block": _decoder_block,

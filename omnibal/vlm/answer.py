@@ -63,8 +63,8 @@ class Answerer:
         return str(self._format.tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
 
     def _prompt(self, question: str, images: tuple[Path, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Token ids (1, tokens) up to where the answer begins, and the images as the model takes them."""
-        conversation = Conversation((Turn("user", question), Turn("assistant", "")), images)
+        """Token ids (1, tokens) up to where the answer begins, and what else the model takes of images, by name."""
+        conversation = Conversation((Turn("user", question), Turn("assistant", "an answer")), images)
         self._format.refuse_image_tokens(conversation)
         asked = self._format.render(conversation)
         answer_begins = asked.targets[0][0]
@@ -72,7 +72,10 @@ class Answerer:
         pictures = [load_image(path) for path in images]
         loads = self._format.image_loads([picture.size for picture in pictures])
         ids = encoded.expanded(self._format.image_token_id, [load.llm_tokens for load in loads]).ids
-        return torch.from_numpy(ids)[None], self._format.pixels(pictures) if pictures else {}
+        prompt, pixels = torch.from_numpy(ids)[None], self._format.pixels(pictures) if pictures else {}
+        if "image_grid_thw" in pixels:  # without these, positions would be those of a text
+            pixels["mm_token_type_ids"] = (prompt == self._format.image_token_id).long()
+        return prompt, pixels
 
 
 def _as_model_takes(value: Tensor, model: Any) -> Tensor:

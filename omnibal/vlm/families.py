@@ -10,6 +10,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from omnibal.data.sources.formats import load_part
 from omnibal.errors import ConfigError
+from omnibal.families import layer_records
+from omnibal.families.base import LayerRecord
 from omnibal.records import read_json
 from omnibal.vlm.internvl import internvl
 from omnibal.vlm.layers import VisionLanguageModel
@@ -45,6 +47,17 @@ def load_model(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
 
 def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
     return LAYERS[_check_family(config.model_type)](config)
+
+
+def load_records(folder: str | Path) -> tuple[LayerRecord, ...]:
+    """The pipeline layers of a Hugging Face folder as records, of families that cannot be trained yet as well.
+
+    Raises:
+        ConfigError: As of ``load_model``.
+    """
+    if _model_type(Path(folder)) in LAYERS:
+        return load_model(folder).records  # weights may tell more of ties than the configuration
+    return layer_records(load_part(AutoConfig, Path(folder)).to_dict())
 
 
 def _check_family(model_type: str, where: str = "") -> str:

@@ -7,6 +7,7 @@ from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sources.conversations import open_dataset
 from omnibal.demo import write_demo
+from tests.families.models import TEMPLATES, save_folder
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,14 @@ def test_annotations_in_llavas_format_are_measured(omnibal, demo, tmp_path, as_a
     expected = open_dataset(annotations, demo.model, image_folder=root).lengths()
     assert record["content_hash"] == expected.content_hash
     assert [entry["name"] for entry in record["sources"]] == ["llava"]
+
+
+@pytest.mark.parametrize("model_type", TEMPLATES)
+def test_lengths_are_measured_for_every_family(omnibal, demo, tmp_path, model_type):
+    save_folder(model_type, tmp_path / "model", demo.model)
+    omnibal("lengths", demo.meta, tmp_path / "out", "--model", tmp_path / "model")
+    expected = open_dataset(demo.meta, tmp_path / "model").lengths()
+    assert SampleLengths.load(tmp_path / "out").content_hash == expected.content_hash
 
 
 def test_a_cache_answers_the_second_run(omnibal, demo, tmp_path):

@@ -6,12 +6,14 @@ import pytest
 
 from omnibal.cluster import DEVICES
 from omnibal.cost import Load
+from omnibal.families import FAMILIES, layer_records
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import measure as measure_module
 from omnibal.vlm.passes import MeasurementWarning
 from tests.engine.small import small_config
+from tests.families.models import small_config as families_config
 from tests.pipeline.profiles import fixed_profile
 
 KINDS = ["patch_embedding", "vision_block", "projector", "text_embedding", "decoder_block", "final_norm", "head"]
@@ -37,6 +39,16 @@ def test_costs_are_counted_for_a_device_that_is_not_there(omnibal, model, tmp_pa
     pack = Load(9, 4096, 4096**2)
     assert [row["forward_seconds"] for row in record["kinds"]][1] == expected.layers[1].forward_seconds(pack)
     assert record["pack"] == {"vision units": 9, "LLM tokens": 4096}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_costs_of_every_family_are_counted(omnibal, model_type, tmp_path):
+    config = families_config(model_type)
+    config.save_pretrained(tmp_path)
+    omnibal("profile", tmp_path, tmp_path / "p.json", "--device", "a100")
+    profile = ModelProfile.load(tmp_path / "p.json")
+    assert [layer.name for layer in profile.layers] == [record.name for record in layer_records(config.to_dict())]
+    assert all(layer.forward_seconds(Load(64, 99, 99**2, 64**2)) > 0 for layer in profile.layers)
 
 
 def test_the_table_has_a_row_for_each_kind(omnibal, model, tmp_path):

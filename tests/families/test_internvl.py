@@ -98,7 +98,7 @@ def test_internvl3_1b():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "internvl_chat"}, "model_type must be one of internvl, got 'internvl_chat'"),
+        ({"model_type": "internvl_chat"}, "model_type must be one of internvl, .* got 'internvl_chat'"),
         ({"vision_feature_layer": -2}, "vision_feature_layer must be -1"),
         ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy must be 'default'"),
         ({"downsample_ratio": 0.3}, "downsample_ratio must be 1/n"),

@@ -2,10 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
-    GotOcr2ImageProcessorPil,
-    get_optimal_tiled_canvas,
-)
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from omnibal.errors import ConfigError
 from omnibal.families.internvl import num_tiles, tile_grid
@@ -45,17 +42,6 @@ def test_equal_to_transformers_for_many_sizes(min_tiles, max_tiles):
     for width, height in [*ties, *halves, *rng.integers(1, 2000, size=(300, 2)).tolist()]:
         expected = get_optimal_tiled_canvas((height, width), (56, 56), min_tiles, max_tiles)
         assert tile_grid(width, height, min_tiles=min_tiles, max_tiles=max_tiles, tile_size=56) == expected
-
-
-def test_equal_to_the_tiles_that_the_processor_cuts():
-    processor = GotOcr2ImageProcessorPil(
-        crop_to_patches=True, min_patches=1, max_patches=6, size={"height": 16, "width": 16}
-    )
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(8, 80, size=(200, 2)).tolist()
-    images = [np.zeros((height, width, 3), dtype=np.uint8) for width, height in sizes]
-    cut = processor(images, return_tensors="np")["num_patches"].tolist()
-    assert cut == [num_tiles(*size, max_tiles=6, tile_size=16) for size in sizes]
 
 
 def test_a_limit_that_no_image_reaches_takes_no_time():

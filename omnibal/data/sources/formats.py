@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from omnibal.records import read_json
 
 SETTINGS = (".json", ".jinja", ".txt", ".model")
 """Endings of the files of a model's folder that are not weights."""
+PADDED_TILES = 5
+"""Dimensions of pixels where a processor pads every image to as many tiles."""
 
 
 def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
@@ -104,11 +107,17 @@ class ModelFormat:
     def pixels(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> dict[str, Tensor]:
         """The images of a sample as the model takes them, by the names of its arguments.
 
-        ``pixel_values`` are the tiles of all images one after another, (tiles, 3, height, width) float32, where the
-        family cuts images into tiles of one size that all count.
+        ``pixel_values`` are float32, those of all images one after another: tiles, (tiles, 3, height, width), or
+        patches, (patches, values).
         """
-        processed = self._processor(list(images), return_tensors="pt", **self._rule(max_tiles)[0])
-        return {name: processed[name] for name in self._processor.model_input_names if name in processed}
+        options, rule = self._rule(max_tiles)
+        processed = self._processor([list(images)], return_tensors="pt", **options)
+        found = {name: processed[name] for name in self._processor.model_input_names if name in processed}
+        if found["pixel_values"].ndim == PADDED_TILES:
+            loads = rule([image.size for image in images])
+            tiles = [padded[: load.vision_units] for padded, load in zip(found["pixel_values"], loads, strict=True)]
+            found["pixel_values"] = torch.cat(tiles)
+        return found
 
     def refuse_image_tokens(self, conversation: Conversation) -> None:
         """Refuses texts that hold by themselves what is to stand for images.

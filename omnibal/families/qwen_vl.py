@@ -1,0 +1,168 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images at their native resolution, as patches that attend to their whole image.
+
+Sources: Wang et al., "Qwen2-VL" (2024), section 2.1, as implemented by transformers (``smart_resize``), whose rounding
+is kept; Bai et al., "Qwen2.5-VL" (2025), section 2.1, for windows; Bai et al., "Qwen3-VL" (2025), for deep-stack.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import ceil, floor, sqrt
+
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, each, section, size
+from omnibal.families.llava import either_ties
+from omnibal.families.text import text_records
+from omnibal.families.vit import block_sizes
+
+PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}
+TOKEN_BYTES = 32
+"""A token's id, and its position in time, height and width."""
+MAX_ASPECT = 200
+"""The widest image, as a ratio of its sides, that the models accept."""
+
+
+def patch_grid(
+    width: int, height: int, *, patch_size: int, merge_size: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """The patches of an image after it is resized to whole blocks of merged patches.
+
+    Args:
+        width: Pixels of the image, at least 1.
+        height: Pixels of the image, at least 1.
+        patch_size: Side of a patch in pixels.
+        merge_size: Patches, in each direction, that become one LLM token.
+        min_pixels: Fewest pixels of the resized image.
+        max_pixels: Most pixels of the resized image (thin images may exceed it by the rounding to whole blocks).
+
+    Returns:
+        ``(columns, rows)``, both multiples of ``merge_size``.
+
+    Raises:
+        ValueError: If one side is more than 200 times the other: the models refuse such an image.
+
+    >>> patch_grid(100, 200, patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
+    (8, 14)
+    """
+    if max(width, height) / min(width, height) > MAX_ASPECT:
+        raise ValueError(f"image must be at most {MAX_ASPECT} times as long as wide, got {width} x {height} pixels")
+    block = patch_size * merge_size
+    columns, rows = round(width / block), round(height / block)
+    pixels = columns * rows * block * block
+    if pixels > max_pixels:
+        shrink = sqrt((height * width) / max_pixels)
+        columns, rows = max(1, floor(width / shrink / block)), max(1, floor(height / shrink / block))
+    elif pixels < min_pixels:
+        grow = sqrt(min_pixels / (height * width))
+        columns, rows = ceil(width * grow / block), ceil(height * grow / block)
+    return columns * merge_size, rows * merge_size
+
+
+def image_rule(config: Config, preprocessor: Config) -> ImageRule:
+    """Patches and tokens by the preprocessor's least and most pixels; the model's configuration adds nothing."""
+    pixels = section(preprocessor, "size")
+    sizes = {key: size(preprocessor, key) for key in ("patch_size", "merge_size")}
+    limits = {"min_pixels": size(pixels, "shortest_edge"), "max_pixels": size(pixels, "longest_edge")}
+    return each(_image_load, sizes | limits)
+
+
+def _image_load(sizes: Mapping[str, int], width: int, height: int) -> ImageLoad:
+    columns, rows = patch_grid(width, height, **sizes)
+    patches = columns * rows
+    return ImageLoad(patches, patches // sizes["merge_size"] ** 2, patches**2)
+
+
+def layer_records(config: Config) -> tuple[LayerRecord, ...]:
+    """The pipeline layers, first to last; a vision unit is a patch.
+
+    Returns:
+        Blocks of Qwen2.5-VL whose attention stays within windows are of the kind ``window_block``; blocks of Qwen3-VL
+        whose output a decoder layer reads as well are of the kind ``deepstack_block``, and ``carried`` says how many
+        such outputs a cut behind a layer sends along.
+
+    Raises:
+        ConfigError: For a missing or impossible size.
+    """
+    vision, text = section(config, "vision_config"), section(config, "text_config")
+    is_third = config["model_type"] == "qwen3_vl"
+    tied = bool(config.get("tie_word_embeddings")) if is_third else either_ties(config)
+    deepstack = sorted(set(vision.get("deepstack_visual_indexes", ()))) if is_third else []
+    records = (
+        _embedding(config, vision),
+        *_blocks(config, vision, deepstack),
+        LayerRecord("projector", "projector", _merger(config, vision, norm_of=1), module="projector"),
+        *text_records(text, tied=tied),
+    )
+    records = tuple(replace(record, token_bytes=TOKEN_BYTES) for record in records)
+    return _carrying(records, deepstack) if deepstack else records
+
+
+def _embedding(config: Config, vision: Config) -> LayerRecord:
+    hidden, is_third = _width(config, vision), config["model_type"] == "qwen3_vl"
+    values = size(vision, "patch_size") ** 2 * size(vision, "in_channels", default=3)
+    values *= size(vision, "temporal_patch_size", default=2)
+    tables = 1 + size(vision, "num_position_embeddings") if is_third else 0  # a bias, and positions
+    sizes = {"hidden": hidden, "values_per_patch": values, "parameters": (values + tables) * hidden}
+    return LayerRecord("patch_embedding", "patch_embedding", PATCH | sizes, module="vision")
+
+
+def _blocks(config: Config, vision: Config, deepstack: Sequence[int]) -> Iterator[LayerRecord]:
+    hidden, is_gated = _width(config, vision), config["model_type"] == "qwen2_5_vl"
+    ratio = vision.get("mlp_ratio", 4)
+    intermediate = size(vision, "intermediate_size", default=int(hidden * ratio))
+    sizes = PATCH | block_sizes(hidden, intermediate, vision) | {"attended": 0, "rotary": 1}
+    if is_gated:
+        matrices = 3 * hidden * intermediate + 2 * intermediate + hidden
+        attention = 4 * hidden * (hidden + 1)
+        sizes |= {"rms_norms": 2, "mlp_matrices": 3, "kept_in_mlp": 4, "parameters": attention + 2 * hidden + matrices}
+    window = {"attended": (size(vision, "window_size", default=112) // size(vision, "patch_size")) ** 2}
+    merger = _merger(config, vision, norm_of=size(vision, "spatial_merge_size", default=2) ** 2)
+    for number in range(size(vision, "depth")):
+        kind, own = "vision_block", sizes
+        if is_gated and number not in vision.get("fullatt_block_indexes", ()):
+            kind, own = "window_block", sizes | window
+        if number in deepstack:
+            total = {"parameters": sizes["parameters"] + merger["parameters"]}
+            kind, own = "deepstack_block", sizes | {"shuffled": merger["shuffled"]} | total
+        yield LayerRecord(f"vision_block.{number}", kind, own, module="vision")
+
+
+def _merger(config: Config, vision: Config, *, norm_of: int) -> dict[str, int]:
+    """Of the two matrices that make a token of a few patches, behind a norm as wide as ``norm_of`` patches."""
+    hidden, text_hidden = _width(config, vision), size(section(config, "text_config"), "hidden_size")
+    patches = size(vision, "spatial_merge_size", default=2) ** 2
+    merged = hidden * patches
+    norm = norm_of * hidden * (1 if config["model_type"] == "qwen2_5_vl" else 2)
+    return {
+        "units_per_token": patches,
+        "shuffled": merged,
+        "inner": merged,
+        "hidden": text_hidden,
+        "parameters": norm + (merged + 1) * (merged + text_hidden),
+    }
+
+
+def _width(config: Config, vision: Config) -> int:
+    return size(vision, "embed_dim" if config["model_type"] == "qwen2_vl" else "hidden_size")
+
+
+def _carrying(records: Sequence[LayerRecord], deepstack: Sequence[int]) -> tuple[LayerRecord, ...]:
+    """With what passes on beside hidden states: each output is added behind the next decoder layer, in their order."""
+    projector = next(record for record in records if record.kind == "projector").sizes
+    made = read = 0
+    found = []
+    for record in records:
+        made += record.kind == "deepstack_block"
+        read += record.kind == "decoder_block"
+        carried = {"carried": max(made - read, 0), "carried_hidden": projector["hidden"]}
+        found.append(
+            replace(record, sizes={**record.sizes, **carried, "units_per_token": projector["units_per_token"]})
+        )
+    return tuple(found)
+
+
+SECOND = Family(
+    model_types=("qwen2_vl", "qwen2_5_vl"),
+    image_rule=image_rule,
+    layer_records=layer_records,
+    disk_prefixes={"model.visual.": "visual.", "model.language_model.": "model."},
+)
+THIRD = Family(model_types=("qwen3_vl",), image_rule=image_rule, layer_records=layer_records)

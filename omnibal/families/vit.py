@@ -1,0 +1,119 @@
+"""Pipeline layers of CLIP and SigLIP over fixed tiles, and of the projector behind them: what LLaVA's kin share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from omnibal.errors import ConfigError
+from omnibal.families.base import Config, LayerRecord, section, size, square
+
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
+
+
+def tower_records(config: Config, *, newline: bool) -> tuple[LayerRecord, ...]:
+    """Patch embedding, the blocks up to the one whose output is read, projector.
+
+    Blocks and norms behind that output are not computed, and never get a gradient: no record has them.
+
+    Args:
+        config: The model's whole configuration as a dict.
+        newline: Whether the projector's features get an embedding at the end of each row.
+
+    Raises:
+        ConfigError: For a tower, a layer or a selection of features that the family does not have, or a missing size.
+    """
+    vision, text_hidden = section(config, "vision_config"), size(section(config, "text_config"), "hidden_size")
+    kind = vision.get("model_type")
+    if kind not in (CLIP, SIGLIP):
+        raise ConfigError(f"vision_config.model_type must be {CLIP} or {SIGLIP}, got {kind!r}")
+    patch = size(vision, "patch_size")
+    hidden, patches = size(vision, "hidden_size"), (size(vision, "image_size") // patch) ** 2
+    has_class_token = kind == CLIP
+    counts = {"patches_per_tile": patches, "tokens_per_tile": patches + has_class_token}
+    values = patch**2 * size(vision, "num_channels", default=3)
+    # CLIP has a class token, a norm before the blocks and no bias of patches; SigLIP the bias alone
+    embedding = (values + counts["tokens_per_tile"] + (3 if has_class_token else 1)) * hidden
+    block = counts | block_sizes(hidden, size(vision, "intermediate_size"), vision)
+    tokens = patches + _kept_class_tokens(config)
+    return (
+        LayerRecord(
+            "patch_embedding",
+            "patch_embedding",
+            counts | {"hidden": hidden, "values_per_patch": values, "parameters": embedding},
+            module="vision",
+        ),
+        *(
+            LayerRecord(f"vision_block.{i}", "vision_block", block, module="vision")
+            for i in range(read_blocks(config, vision))
+        ),
+        LayerRecord(
+            "projector",
+            "projector",
+            counts | projector_sizes(config, hidden, text_hidden, newline=newline) | {"image_tokens_per_tile": tokens},
+            module="projector",
+        ),
+    )
+
+
+def tile_size(config: Config, preprocessor: Config) -> int:
+    """Side of a tile in pixels.
+
+    Raises:
+        ConfigError: If the tiles that the preprocessor cuts are not those that the ViT takes.
+    """
+    cut = square(preprocessor, "crop_size" if preprocessor.get("crop_size") else "size")
+    taken = size(section(config, "vision_config"), "image_size", default=cut)
+    if cut != taken:
+        raise ConfigError(f"size of the preprocessor must be the vision_config's image_size {taken}, got {cut}")
+    return cut
+
+
+def image_tokens(config: Config, tile: int) -> int:
+    """What a tile brings to the LLM: its patches; CLIP's class token, too, where features are not selected."""
+    return (tile // size(section(config, "vision_config"), "patch_size")) ** 2 + _kept_class_tokens(config)
+
+
+def _kept_class_tokens(config: Config) -> int:
+    """Selecting features drops the first token, whatever it is: CLIP's class token."""
+    has_one = section(config, "vision_config").get("model_type", CLIP) == CLIP
+    return int(has_one) - int(config.get("vision_feature_select_strategy", "default") == "default")
+
+
+def read_blocks(config: Config, vision: Mapping[str, Any]) -> int:
+    """How many of the ViT's blocks are computed for the hidden state that is read.
+
+    >>> read_blocks({"vision_feature_layer": -2}, {"num_hidden_layers": 24})
+    23
+    """
+    layer, blocks = config.get("vision_feature_layer", -2), size(vision, "num_hidden_layers")
+    states = blocks + 1  # state 0 enters the first block
+    if isinstance(layer, bool) or not isinstance(layer, int) or not -states <= layer < states:
+        raise ConfigError(f"vision_feature_layer must be one of the {states} hidden states of the ViT, got {layer!r}")
+    return layer % states
+
+
+def block_sizes(hidden: int, intermediate: int, vision: Mapping[str, Any]) -> dict[str, int]:
+    """Of a block with two layer norms, biases everywhere and an MLP of two matrices."""
+    heads = size(vision, "num_heads" if "num_heads" in vision else "num_attention_heads")
+    return {
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "heads": heads,
+        "head_dim": hidden // heads,
+        "rms_norms": 0,
+        "qk_norms": 0,
+        "residual_scales": 0,
+        "kept_in_mlp": 3 if vision.get("hidden_act", "quick_gelu") == "quick_gelu" else 2,
+        "parameters": 4 * hidden * (hidden + 1) + 4 * hidden + 2 * hidden * intermediate + intermediate + hidden,
+    }
+
+
+def projector_sizes(config: Config, hidden: int, text_hidden: int, *, newline: bool) -> dict[str, int]:
+    """Of two matrices with an activation between."""
+    biases = 2 * text_hidden if config.get("multimodal_projector_bias", True) else 0
+    weights = (hidden + text_hidden) * text_hidden
+    return {
+        "norms": 0,
+        "shuffled": hidden,
+        "hidden": text_hidden,
+        "parameters": weights + biases + (text_hidden if newline else 0),
+    }

@@ -1,0 +1,188 @@
+"""A small model of each family: its transformers configuration and its image processor, neither with weights."""
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    InternVLConfig,
+    InternVLProcessor,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaNextProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLProcessor,
+    Qwen2VLConfig,
+    Qwen2VLProcessor,
+    Qwen3VLConfig,
+    Qwen3VLProcessor,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+# As in the folders that are published: LLaVA's kin put a turn's images before its text; LLaVA 1.5 ends no answer,
+# LLaVA-OneVision has a space in earlier turns that is not in its prompt; Qwen brackets images, its first ones add a
+# system message.
+PARTS = "{% for part in message['content'] if part['type'] == 'PART' %}"
+LLAVA = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    f"{PARTS.replace('PART', 'image')}<image>\n{{% endfor %}}"
+    f"{PARTS.replace('PART', 'text')}{{{{ part['text'] + ' ' }}}}{{% endfor %}}{{% endfor %}}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+NEXT = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}[INST] "
+    f"{PARTS.replace('PART', 'image')}<image>\n{{% endfor %}}"
+    f"{PARTS.replace('PART', 'text')}{{{{ part['text'] }}}}{{% endfor %}} [/INST]"
+    "{% else %} {{ message['content'][0]['text'] }}</s> {% endif %}{% endfor %}"
+)
+ONEVISION = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + ' ' }}"
+    f"{PARTS.replace('PART', 'image')}<image>{{% endfor %}}"
+    f"{PARTS.replace('PART', 'text')}{{{{ '\n' + part['text'] }}}}{{% endfor %}}<|im_end|>{{% endfor %}}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+QWEN = QWEN3.replace(
+    "messages %}", f"messages %}}{{% if loop.first and message['role'] != 'system' %}}{SYSTEM}{{% endif %}}", 1
+)
+TEMPLATES = {
+    "llava": LLAVA, "llava_next": NEXT, "llava_onevision": ONEVISION,
+    "qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN3,
+}  # fmt: skip
+BEGIN_TEXTS = ("llava", "llava_next")
+"""Whose tokenizers put a token before each text."""
+TILE, PATCH = 12, 4
+TEXT = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 640, "head_dim": 6,
+}  # fmt: skip
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1]}}
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "image_size": TILE, "patch_size": PATCH,
+}  # fmt: skip
+PINPOINTS = [[TILE * rows, TILE * columns] for rows in range(1, 7) for columns in range(1, 7)]
+
+
+CLIP = {"model_type": "clip_vision_model", **TOWER}
+SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER}
+TILES = TOWER | {"image_size": [16, 16]}
+NATIVE = {"depth": 4, "num_heads": 4, "patch_size": PATCH, "hidden_size": 32}
+NATIVE_MLP = NATIVE | {"intermediate_size": 48, "out_hidden_size": 24}
+DEEP = {"num_position_embeddings": 16, "deepstack_visual_indexes": [2, 0]}
+CONFIGS = {
+    "internvl": (InternVLConfig, TILES, {"model_type": "qwen2"}, {"tie_word_embeddings": False}),
+    "llava": (LlavaConfig, CLIP, {"model_type": "llama"}, {}),
+    "llava_next": (LlavaNextConfig, CLIP, {"model_type": "mistral"}, {"image_grid_pinpoints": PINPOINTS}),
+    "llava_onevision": (LlavaOnevisionConfig, SIGLIP, {"model_type": "qwen2"}, {"image_grid_pinpoints": PINPOINTS}),
+    "qwen2_vl": (Qwen2VLConfig, NATIVE | {"embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2}, MROPE, {}),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, NATIVE_MLP | {"window_size": 32, "fullatt_block_indexes": [1, 3]}, MROPE, {}),
+    "qwen3_vl": (Qwen3VLConfig, NATIVE_MLP | DEEP, MROPE, {}),
+}
+
+
+def small_config(model_type, *, image_token_id=600, text_tied=False, **options):
+    """The configuration of a small model."""
+    config_class, vision, text, further = CONFIGS[model_type]
+    text = TEXT | text | {"tie_word_embeddings": text_tied}
+    token = {"image_token_index" if "llava" in model_type else "image_token_id": image_token_id}
+    return config_class(vision_config=vision, text_config=text, **further | token | options)
+
+
+def image_processor(model_type):
+    """The processor that comes with such a model."""
+    square = {"height": TILE, "width": TILE}
+    match model_type:
+        case "internvl":
+            tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": 6}
+            return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, **tiles)
+        case "llava":
+            return CLIPImageProcessorPil(size={"shortest_edge": TILE}, crop_size=square)
+        case "llava_next":
+            return LlavaNextImageProcessorPil(
+                size={"shortest_edge": TILE}, crop_size=square, image_grid_pinpoints=PINPOINTS
+            )
+        case "llava_onevision":
+            return LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=PINPOINTS)
+    return Qwen2VLImageProcessorPil(patch_size=PATCH, size={"shortest_edge": 16 * 16, "longest_edge": 64 * 64})
+
+
+PROCESSORS = {
+    "internvl": InternVLProcessor,
+    "llava": LlavaProcessor,
+    "llava_next": LlavaNextProcessor,
+    "llava_onevision": LlavaOnevisionProcessor,
+    "qwen2_vl": Qwen2VLProcessor,
+    "qwen2_5_vl": Qwen2_5_VLProcessor,
+    "qwen3_vl": Qwen3VLProcessor,
+}
+
+
+def whole_processor(model_type, images, *, token="I"):
+    """The part of transformers' own processor that expands image tokens: most of them need torchvision to be made."""
+    processor = object.__new__(PROCESSORS[model_type])
+    vars(processor).update(image_processor=images, image_token=token)
+    if model_type == "internvl":
+        vars(processor).update(image_seq_length=4, start_image_token="", end_image_token="")
+    elif "llava" in model_type:
+        strategy = "full" if model_type == "llava_onevision" else "default"
+        vars(processor).update(
+            patch_size=PATCH,
+            num_additional_image_tokens=1,
+            vision_feature_select_strategy=strategy,
+            num_image_tokens=(TILE // PATCH) ** 2,
+            vision_aspect_ratio="anyres_max_9",
+        )
+    return processor
+
+
+def image_token(model_type):
+    """What stands for a piece of an image in a text."""
+    return "<|image_pad|>" if "qwen" in model_type else "<image>"
+
+
+def tokenizer_of(model_type, folder):
+    """The demo's tokenizer with a family's tokens and chat template."""
+    backend = Tokenizer.from_str(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
+    backend.add_special_tokens(["<s>", "</s>", "<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+    named = {"eos_token": "<|im_end|>"}
+    if model_type in BEGIN_TEXTS:
+        backend.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+        )
+        named = {"bos_token": "<s>", "eos_token": "</s>"}
+    template = TEMPLATES[model_type]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, pad_token="<|endoftext|>", **named)
+
+
+def save_folder(model_type, folder, demo, *, weights=False):
+    """Saves a small model as people have it, with random weights if asked for; returns its tokenizer.
+
+    ``demo`` is the demo's folder, whose tokenizer's words it gets.
+    """
+    tokenizer = tokenizer_of(model_type, demo)
+    config = small_config(model_type, image_token_id=tokenizer.convert_tokens_to_ids(image_token(model_type)))
+    config.text_config.vocab_size = len(tokenizer)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config.text_config, name, None)
+    config.text_config.initializer_range = 0.3  # with smaller weights, positions hardly matter to so small a model
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config) if weights else config
+    for part in (model, tokenizer, image_processor(model_type)):
+        part.save_pretrained(folder)
+    return tokenizer
