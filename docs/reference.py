@@ -17,6 +17,8 @@ from omnibal.config import OmnibalSection
 
 KEYS: Final = "<!-- generated: keys -->"
 COMMANDS: Final = "<!-- generated: commands -->"
+EXAMPLE: Final = re.compile(r"^((?:Example|Then)[^:\n]*): (omnibal (?:.+\n)+)", re.MULTILINE)
+"""A call within a command's help, broken into lines."""
 OUTSIDE: Final = re.compile(r"\]\((\.\./[^)#]+\.md)\)")
 """Links to reports outside docs/: pages where no site is built, files beside the site."""
 
@@ -79,7 +81,11 @@ def commands() -> str:
     """Every command as Markdown, as typer tells it."""
     tell = [sys.executable, "-m", "typer", "omnibal.cli.main", "utils", "docs", "--name", "omnibal"]
     text = subprocess.run(tell, capture_output=True, text=True, check=True).stdout
-    return text[text.index("## ") :]
+    return EXAMPLE.sub(_as_code, text[text.index("## ") :])
+
+
+def _as_code(example: re.Match[str]) -> str:
+    return f"{example[1]}:\n\n```console\n$ {' '.join(example[2].split())}\n```\n"
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
