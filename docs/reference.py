@@ -1,12 +1,13 @@
-"""The parts of the site that are generated: the keys of a ds_config, and the commands.
+"""The parts of the site that are generated: the keys of a ds_config, the commands, docstrings, the contents.
 
-Each takes the place of a comment in a page, so that the page reads well where no site is built.
+Each takes the place of a comment or a list in a page, so that the page reads well where no site is built.
 """
 
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -19,6 +20,8 @@ KEYS: Final = "<!-- generated: keys -->"
 COMMANDS: Final = "<!-- generated: commands -->"
 EXAMPLE: Final = re.compile(r"^((?:Example|Then)[^:\n]*): (omnibal (?:.+\n)+)", re.MULTILINE)
 """A call within a command's help, broken into lines."""
+NAME: Final = re.compile(r"^- `(omnibal[\w.]*)`: .*$", re.MULTILINE)
+"""An entry of the list of names."""
 OUTSIDE: Final = re.compile(r"\]\((\.\./[^)#]+\.md)\)")
 """Links to reports outside docs/: pages where no site is built, files beside the site."""
 
@@ -88,14 +91,32 @@ def _as_code(example: re.Match[str]) -> str:
     return f"{example[1]}:\n\n```console\n$ {' '.join(example[2].split())}\n```\n"
 
 
+def documented(entry: re.Match[str]) -> str:
+    """An entry of the list of names as what autodoc makes of its docstring."""
+    module, _, name = entry[1].rpartition(".")
+    kind = "autoclass" if isinstance(getattr(import_module(module), name), type) else "autofunction"
+    return f"```{{eval-rst}}\n.. {kind}:: {entry[1]}\n```\n"
+
+
+def contents(index: str) -> str:
+    """The pages that the index links to, in its order, as Sphinx wants to know them."""
+    return "\n```{toctree}\n:hidden:\n\n" + "\n".join(re.findall(r"\]\((\w+)\.md\)", index)) + "\n```\n"
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Fill in what is generated and link what lies outside when a page is read; keep docstrings as they are."""
 
     def fill(_: Sphinx, page: str, source: list[str]) -> None:
-        for mark, text in ((KEYS, keys), (COMMANDS, commands)):
-            if mark in source[0]:
-                source[0] = source[0].replace(mark, text())
-        source[0] = OUTSIDE.sub(r"](path:\1)", source[0])
+        text = source[0]
+        if page == "index":
+            text += contents(text)
+        elif page == "api":
+            text = NAME.sub(documented, text)
+        elif page == "running":
+            text = text.replace(KEYS, keys())
+        elif page == "cli":
+            text = text.replace(COMMANDS, commands())
+        source[0] = OUTSIDE.sub(r"](path:\1)", text)
 
     def keep_colon(_: Sphinx, what: str, *given: Any) -> None:
         lines = given[-1]

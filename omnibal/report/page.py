@@ -99,7 +99,11 @@ def _imbalance(part: PlanPart, folder: Path) -> str:
             "Means and standard deviations, predicted for your data and model:"
         ),
         table(("", "forward pass of a micro-batch", "memory of a device"), rows),
-        picture(folder / "imbalance.png", "Forward time of every stage, micro-batch by micro-batch."),
+        picture(
+            folder / "imbalance.png",
+            "Forward time of every stage, micro-batch by micro-batch, on the first replica. Even stages lie on one "
+            "line; even micro-batches make it level.",
+        ),
     )
 
 
@@ -116,7 +120,11 @@ def _data(part: PlanPart, folder: Path) -> str:
             "padding. The Dist Ratio is the share of time that ranks would wait for the one with the largest load."
         ),
         table(names, rows),
-        picture(folder / "ranks.png", "Loads of all ranks, micro-batch by micro-batch."),
+        picture(
+            folder / "ranks.png",
+            "Loads of all ranks, micro-batch by micro-batch: a dot for each rank, a line for the slowest one. Shaded "
+            "is how long the others wait on average.",
+        ),
     )
 
 
@@ -143,7 +151,11 @@ def _stages(part: PlanPart, folder: Path) -> str:
     return section(
         "Model and memory: what each stage holds",
         table(names, [_stage_row(part, stage) for stage in range(part.plan.num_stages)]),
-        picture(folder / "memory.png", "Memory of a device at its peak, with packs as large as the limits allow."),
+        picture(
+            folder / "memory.png",
+            "Memory of a device of each stage at its peak, with packs as large as the limits allow: if all layers "
+            "recompute, and under the plan. The line is what it may hold.",
+        ),
     )
 
 

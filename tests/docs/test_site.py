@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,21 @@ def test_every_command_is_told(site):
     headings = re.findall('<h2><code class="docutils literal notranslate"><span class="pre">omnibal</span> '
                           '<span class="pre">(.*?)</span>', site["cli"])  # fmt: skip
     assert headings == [command.callback.__name__ for command in app.registered_commands]
+
+
+NAMES = re.findall("^- `(omnibal.*?)`: ", (DOCS / "api.md").read_text(), re.MULTILINE)
+
+
+def test_every_name_of_the_reference_is_where_it_says():
+    assert len(NAMES) > 30
+    for name in NAMES:
+        module, _, last = name.rpartition(".")
+        assert getattr(import_module(module), last).__doc__, name
+
+
+def test_every_name_of_the_reference_has_its_docstring(site):
+    for name in NAMES:
+        assert f'id="{name}"' in site["api"], name
 
 
 def test_pictures_are_small():
