@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from omnibal.cli.main import app
 from omnibal.config import OmnibalSection
+from omnibal.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 MOST_BYTES = 60_000
@@ -66,6 +67,11 @@ def test_every_name_of_the_reference_is_where_it_says():
 def test_every_name_of_the_reference_has_its_docstring(site):
     for name in NAMES:
         assert f'id="{name}"' in site["api"], name
+
+
+def test_every_family_is_told():
+    text = (DOCS / "models.md").read_text()
+    assert [model_type for model_type in FAMILIES if f"`{model_type}`" not in text] == []
 
 
 def test_pictures_are_small():
