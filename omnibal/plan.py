@@ -18,7 +18,7 @@ from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
-from omnibal.profile.levels import MOST_LAYERS, Level, check_levels, from_words, in_words
+from omnibal.profile.levels import MOST_LAYERS, Level, check_levels, levels_from_words, levels_in_words
 from omnibal.profile.records import ModelProfile
 from omnibal.records import Record, read_record
 
@@ -161,7 +161,7 @@ class Plan:
             "limits": asdict(self.limits),
             "micro_batches": self.micro_batches,
             "partition": list(self.partition.boundaries),
-            "recompute": [in_words(self.recompute[a:b]) for a, b in pairwise(self.partition.boundaries)],
+            "recompute": [levels_in_words(self.recompute[a:b]) for a, b in pairwise(self.partition.boundaries)],
             "schedule": self.schedule,
             "predicted": None if self.predicted is None else asdict(self.predicted),
             "made_from": dict(self.made_from),
@@ -223,7 +223,7 @@ def _levels(stages: Sequence[str], partition: Partition) -> tuple[Level, ...]:
         raise ConfigError(f"recompute must have an entry for each of {partition.num_stages} stages, got {len(stages)}")
     levels: list[Level] = []
     for stage, words in enumerate(stages):
-        found = from_words(words)
+        found = levels_from_words(words)
         if len(found) != len(partition.layers(stage)):
             raise ConfigError(
                 f"recompute of stage {stage} must count its {len(partition.layers(stage))} layers, "

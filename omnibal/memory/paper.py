@@ -106,8 +106,6 @@ def keep_most(
     blocks: Sequence[Blocks],
     block_bytes: BlockBytes,
     in_flight: Sequence[int],
-    *,
-    reserve_bytes: float = 0,
 ) -> tuple[Blocks, ...]:
     """Step 4: the largest number of each stage's blocks that may keep their activations.
 
@@ -116,13 +114,12 @@ def keep_most(
         blocks: What each stage holds.
         block_bytes: ``M_v`` and ``M_t``.
         in_flight: Micro-batches that each stage holds.
-        reserve_bytes: What must stay free.
 
     Returns:
         Blocks that keep, of equally many those with the fewest bytes; all others recompute.
     """
     return tuple(
-        _most_within((free - reserve_bytes) / held, there, block_bytes)
+        _most_within(free / held, there, block_bytes)
         for free, there, held in zip(free_recomputed, blocks, in_flight, strict=True)
     )
 

@@ -125,7 +125,7 @@ def picoseconds(seconds: FloatArray) -> IntArray:
 
 
 def in_seconds(time: IntArray) -> FloatArray:
-    """And back; infinity for negative ones."""
+    """Picoseconds to seconds; -1 (does not fit) becomes infinity."""
     return np.where(time < 0, np.inf, time / _PICOSECONDS)
 
 

@@ -16,11 +16,15 @@ from omnibal.cost import FloatArray, IntArray
 from omnibal.errors import InfeasibleError
 
 Boundaries = tuple[int, ...]
+Evaluate = Callable[[IntArray], FloatArray]
+"""From partitions, shape (partitions, stages + 1), to their seconds."""
 _STEP = 1.01
 """Ratio of one limit on the slowest stage to the next: the model's optimum is met within 1 %."""
 _EVENNESS = 1e-3
 """Share of the passage that evener stages may cost: they decide among partitions that the model finds about equal."""
 _ROUNDING = 1 + 1e-12
+_AT_A_TIME = 16
+"""Neighbours that descent evaluates together, before it looks at the best of them."""
 
 
 def least_maximum(costs: FloatArray) -> tuple[float, Boundaries]:
@@ -129,13 +133,6 @@ def _follow(choices: NDArray[np.int_]) -> Boundaries:
     for choice in choices:
         boundaries.append(int(choice[boundaries[-1]]))
     return tuple(boundaries)
-
-
-Evaluate = Callable[[IntArray], FloatArray]
-"""From partitions, shape (partitions, stages + 1), to their seconds."""
-
-_AT_A_TIME = 16
-"""Neighbours evaluated together, before the best of them is looked at."""
 
 
 def descend(

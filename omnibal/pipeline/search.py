@@ -74,11 +74,10 @@ def search_partition(
         loads: One Load per replica, each with one entry per micro-batch.
         num_stages: At most the number of layers.
         links: How fast data moves.
-        method: ``"uniform"`` and ``"parameters"``: DeepSpeed's. ``"paper"``: OmniBal's (``anchor.py``), its best
-            candidates tried in the simulator. ``"slowest_stage"``: the slowest stage's time is least, exactly.
-            ``"model"``: optima of a closed formula for the makespan (``dynamic.py``). ``"bound"``: the least lower
-            bound (``bound.py``). ``"search"``: the results of all others, improved by local search in the simulator;
-            so it is never worse than any of them.
+        method: ``"uniform"`` and ``"parameters"``: DeepSpeed's. ``"paper"``: OmniBal's, its best candidates tried in
+            the simulator. ``"slowest_stage"``: the slowest stage's time is least, exactly. ``"model"``: optima of a
+            closed formula for the makespan. ``"bound"``: the least lower bound. ``"search"``: the results of all
+            others, improved by local search in the simulator; so it is never worse than any of them.
         mode: Transfers as in :func:`omnibal.pipeline.simulate.simulate`.
         zero_stage: As in :func:`omnibal.pipeline.simulate.simulate_step`.
         recompute: A level for each layer.

@@ -77,11 +77,6 @@ class Simulation:
         return float(self.idle_seconds.mean() / makespan) if makespan else 0.0
 
     @property
-    def in_flight(self) -> tuple[int, ...]:
-        """For each stage the most forward passes that await their backward at one time."""
-        return self.schedule.in_flight
-
-    @property
     def events(self) -> list[Event]:
         """Every instruction, stage by stage in the order in which it ran."""
         return [

@@ -102,12 +102,6 @@ class StepModel:
         """
         return tuple(level for stage in range(self.num_stages) for level in self._levels(stage, boundaries))
 
-    def recompute_of(self, stage: int, boundaries: Boundaries) -> float:
-        """What a stage recomputes in a backward pass at its levels, in mean seconds."""
-        layers = range(boundaries[stage], boundaries[stage + 1])
-        columns = [LEVELS.index(level) for level in self._levels(stage, boundaries)]
-        return float(self.recompute_seconds[stage][layers, columns].sum())
-
     def step_seconds(self, partitions: IntArray) -> FloatArray:
         """Mean seconds of a step under each partition and its levels, shape (partitions, stages + 1) -> (partitions,).
 

@@ -31,20 +31,22 @@ def check_levels(levels: Sequence[str], num_layers: int) -> None:
         raise ConfigError(f"recompute must be one of {', '.join(LEVELS)} for each layer, got {unknown[0]!r}")
 
 
-def in_words(levels: Iterable[Level]) -> str:
+def levels_in_words(levels: Iterable[Level]) -> str:
     """Levels of consecutive layers as people read them.
 
-    >>> in_words(("full", "full", "none"))
+    >>> levels_in_words(("full", "full", "none"))
     '2 full, 1 none'
     """
     return ", ".join(f"{len(list(group))} {level}" for level, group in groupby(levels))
 
 
-def from_words(words: str) -> tuple[Level, ...]:
+def levels_from_words(words: str) -> tuple[Level, ...]:
     """Back again; what is not understood is left out, so that the number of levels is wrong.
 
-    >>> from_words("2 full, 1 none"), from_words("2 full, none")
-    (('full', 'full', 'none'), ('full', 'full'))
+    >>> levels_from_words("2 full, 1 none")
+    ('full', 'full', 'none')
+    >>> levels_from_words("2 full, none")
+    ('full', 'full')
     """
     levels: list[Level] = []
     for entry in words.split(","):

@@ -125,7 +125,7 @@ def _figures(
         transfer_seconds=_seconds(simulation, stage, *transfers),
         idle_seconds=idle,
         idle_ratio=idle / makespan if makespan else 0.0,
-        in_flight=simulation.in_flight[stage],
+        in_flight=simulation.schedule.in_flight[stage],
         reduce_seconds=float(step.reduce_seconds[stage]),
         optimizer_seconds=float(step.optimizer_seconds[stage]),
     )

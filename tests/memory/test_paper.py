@@ -100,7 +100,3 @@ def test_what_was_never_kept_is_unknown_and_counts_nothing():
 def test_measurements_of_different_stages_are_refused():
     with pytest.raises(ConfigError, match="measurements must be of equally many stages, got 2, 2, 1 and 2"):
         estimate_block_bytes([1, 2], [1, 2], [Blocks(1, 1)], [2, 1])
-
-
-def test_a_reserve_stays_free():
-    assert keep_most([100], [Blocks(9, 9)], BlockBytes(10, 20), [1], reserve_bytes=45) == (Blocks(5, 0),)

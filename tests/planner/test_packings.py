@@ -1,15 +1,20 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnibal.cost import CostModel, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packs import Packs
+from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError
-from omnibal.planner.packings import largest_target_share, packings
+from omnibal.planner.packings import Packing, largest_target_share, packings
+from tests.pipeline.profiles import layer, profile
 from tests.planner.test_request import request
 
 LENGTHS = tiled_lengths(9000, seed=3)
@@ -59,6 +64,32 @@ def test_packs_of_a_large_batch_are_as_full_as_those_of_the_whole_epoch():
     whole = arrange_epoch(lengths, limits, num_replicas=4)
     samples = found.samples_per_step / (4 * found.micro_batches)
     assert samples == pytest.approx(len(lengths) / len(whole.packs), rel=0.04)
+
+
+def test_a_packing_holds_the_steps_that_were_named():
+    limits = PackLimits(9, 4096)
+    epoch = arrange_epoch(LENGTHS, limits, num_replicas=2, micro_batches=3)
+    packing = Packing.of(epoch, LENGTHS, limits, np.array([4, 1]))
+    assert packing.numbers == (4, 1)
+    sampler = BalancedBatchSampler(LENGTHS, limits, num_replicas=2, rank=0, micro_batches=3)
+    assert packing.steps == tuple(tuple(sampler.step(number).load(LENGTHS)) for number in (4, 1))
+    assert packing.samples_per_step == pytest.approx(len(LENGTHS) / len(epoch.packs) * 6)
+
+
+def test_the_median_step_is_by_its_slowest_replica():
+    tokens = [[[5, 5], [1, 9]], [[2, 2], [30, 1]], [[8, 8], [1, 1]]]  # slowest replicas: 10, 31 and 16 tokens
+    steps = tuple(tuple(Load(0, replica) for replica in step) for step in tokens)
+    packing = Packing(PackLimits(0, 40), 2, 4.0, steps, Load(0, 40), 1.0, (7, 8, 9))
+    costs = profile([replace(layer("block.0"), forward_seconds=CostModel(llm_tokens=1), recompute_seconds={})])
+    found = packing.median_step(costs)
+    assert (found.steps, found.numbers) == ((steps[2],), (9,))
+
+
+def test_packs_that_are_alike_are_as_large_as_the_limits_allow():
+    packing = Packing.alike(PackLimits(9, 4096), num_replicas=2, micro_batches=3)
+    assert packing.all_loads.shape == (1, 2, 3)
+    assert packing.all_loads.max() == packing.all_loads.mean() == packing.largest == Load(9, 4096, 4096**2)
+    assert (packing.samples_per_step, packing.micro_batches) == (6, 3)
 
 
 def test_given_limits_are_kept():
