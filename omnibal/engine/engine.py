@@ -17,8 +17,10 @@ from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, checked_lengths
 from omnibal.engine.distributed import gather, rank_zero_first
 from omnibal.engine.loader import Batch, PackLoader, Step, Steps, VlmDataset
+from omnibal.engine.module import joined
 from omnibal.engine.optimizer import OnGradient, gradients
 from omnibal.engine.resolve import Given
+from omnibal.engine.table import floats_of
 from omnibal.errors import OmnibalError
 from omnibal.plan import Plan
 from omnibal.vlm.loss import EVALUATION_STATISTICS, target_rows
@@ -233,6 +235,14 @@ class OmnibalEngine(CheckpointedEngine):
         self.module.counts = counts_of(self.pipe_buffers["inputs"][buffer_id])
         super()._exec_forward_pass(buffer_id)
 
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        # DeepSpeed would run the layers backward once for each tensor that they put out.
+        floats = [] if self.is_last_stage() else floats_of(self.pipe_buffers["outputs"][buffer_id])
+        if len(floats) > 1:
+            root = joined(floats, self.grad_layer)
+            self.pipe_buffers["outputs"][buffer_id], self.grad_layer = (root,), (torch.ones_like(root),)
+        super()._exec_backward_pass(buffer_id)
+
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> Tensor:
         # DeepSpeed reuses buffers by size alone, across dtypes and between activations and gradients, which breaks
         # tuples of mixed dtypes that change from micro-batch to micro-batch. A fresh tensor costs nothing.
@@ -264,8 +274,8 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _gradients_are_finite(self) -> bool:
         """Whether all gradients of all ranks are."""
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
+        found = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        largest = torch.stack(torch._foreach_norm(found, float("inf")))
         finite = largest.isfinite().all().to(torch.int32)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
@@ -300,6 +310,7 @@ class OmnibalEngine(CheckpointedEngine):
         **CheckpointedEngine._INSTRUCTION_MAP,
         schedule.LoadMicroBatch: _exec_load_micro_batch,
         schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.OptimizerStep: _exec_optimizer_step,

@@ -126,6 +126,28 @@ def _trains_its_own(module: nn.Module) -> bool:
     )
 
 
+def joined(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """One number whose backward pass is that of several outputs, all at once.
+
+    Args:
+        outputs: Of layers.
+        gradients: Theirs.
+    """
+    number: Tensor = _Join.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+    return number
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        context.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *context.gradients
+
+
 def _attached(sent: Tensor, placeholders: Sequence[nn.Parameter]) -> Tensor:
     attached: Tensor = _Attach.apply(sent, *placeholders)  # type: ignore[no-untyped-call]
     return attached

@@ -207,7 +207,7 @@ class TableEngine(PipelineEngine):
             self._exec_load_micro_batch(micro_batch)
         if not self.is_first_stage():
             received = self._activations_in.take_described()
-            for tensor in _floats(received):
+            for tensor in floats_of(received):
                 tensor.requires_grad_()
             self.pipe_buffers["inputs"][micro_batch] = received
         self._exec_forward_pass(micro_batch)
@@ -218,7 +218,7 @@ class TableEngine(PipelineEngine):
                 self._expect_gradients()
             outputs = self.pipe_buffers["outputs"][micro_batch]
             self._activations_out.send_described(micro_batch, outputs)
-            self._awaited.append([(tensor.dtype, tuple(tensor.shape)) for tensor in _floats(outputs)])
+            self._awaited.append([(tensor.dtype, tuple(tensor.shape)) for tensor in floats_of(outputs)])
 
     def _run_backward(self, micro_batch: int) -> None:
         if self.is_last_stage():
@@ -231,7 +231,7 @@ class TableEngine(PipelineEngine):
         self.weight_gradients.micro_batch = micro_batch
         self._exec_backward_pass(micro_batch)
         if not self.is_first_stage():
-            gradients = [tensor.grad for tensor in _floats(self.pipe_buffers["inputs"][micro_batch])]
+            gradients = [tensor.grad for tensor in floats_of(self.pipe_buffers["inputs"][micro_batch])]
             self._gradients_out.send(micro_batch, cast(list[Tensor], gradients))
             # So much earlier ones have been received, or the stage before could not have sent this micro-batch.
             self._gradients_out.settle(micro_batch - self._in_flight_before)
@@ -258,5 +258,6 @@ def _behind_first_gradient(order: Sequence[Instruction]) -> Instruction | None:
     return next((after for before, after in pairwise(order) if before.operation == gradient), None)
 
 
-def _floats(payload: Iterable[Tensor]) -> list[Tensor]:
+def floats_of(payload: Iterable[Tensor]) -> list[Tensor]:
+    """Those of a payload's tensors that have gradients."""
     return [tensor for tensor in payload if tensor.is_floating_point()]

@@ -27,6 +27,7 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
+from tests.engine.deep import DeepModel
 from tests.engine.small import PIXEL_SHAPE, small_samples
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -71,7 +72,7 @@ def engine_of(case):
         "omnibal": {"model": {"path": case.model, "frozen": list(case.frozen)}, "optimizer": case.grouped},
     } | case.extra
     config, section = read_config(content)
-    vlm = load_model(case.model)
+    vlm = DeepModel(case.model) if case.deep else load_model(case.model)
     given = Given(config, section, Path(case.model), vlm, layout_of(config, num_stages, num_replicas))
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
     predicted = None

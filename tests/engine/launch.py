@@ -101,7 +101,8 @@ class _Group:
         deadline = time.monotonic() + timeout_seconds
         while not all(path.exists() for path in results):
             # The first one that fails matters: the others then wait for it or complain about it.
-            failed = [rank for rank, process in enumerate(self._processes) if process.poll() not in (None, 0)]
+            ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
+            failed = [rank for rank in ended if not results[rank].exists()]
             assert not failed, self._output(failed[0])
             assert time.monotonic() < deadline, "processes hang:\n" + "\n".join(map(self._output, range(len(results))))
             time.sleep(0.02)

@@ -30,6 +30,7 @@ class Case:
     pending_bytes: int | None = None  # what the plan says each stage's weight gradients may keep
     own: dict = field(default_factory=dict)  # arguments of Own
     grouped: dict = field(default_factory=dict)  # "omnibal.optimizer"
+    deep: bool = False  # a feature of the ViT goes to a decoder block
     later_packs: list = field(default_factory=list)  # packs of the steps behind the first one; then all come again
 
 
