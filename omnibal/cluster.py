@@ -5,11 +5,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
+from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.records import explain
 
@@ -128,95 +128,6 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Device:
-    """An accelerator. What is None is not known of it: costs cannot be counted for it, or nodes of it joined.
-
-    Raises:
-        ConfigError: A number is not positive and finite, or the fraction is above 1.
-    """
-
-    name: str
-    _: KW_ONLY
-    memory_bytes: float
-    """All that processes may hold, contexts included: what the driver reports, which is not the data sheet's."""
-    link_bytes_per_second: float
-    """To another device of the same node, one direction."""
-    node_bytes_per_second: float | None = None
-    """To a device of another node, one direction, where each device has its share of the node's network."""
-    flops_per_second: float | None = None
-    """Peak of dense matrix products in 16 bits; half of it is reckoned with in 32 bits."""
-    fraction: float = 0.5
-    """Share of the peak that training reaches while it computes."""
-    memory_bytes_per_second: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name != "name" and value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} of device {self.name} must be positive and finite, got {value!r}")
-        if self.fraction > 1:
-            raise ConfigError(f"fraction of device {self.name} must be at most 1, got {self.fraction!r}")
-
-    @classmethod
-    def named(cls, name: str) -> "Device":
-        """The known device of this name, as torch calls it, or whose name starts so; of several the largest.
-
-        Raises:
-            ConfigError: There is none; the message names the nearest one, and says how to give numbers of one's own.
-
-        Example:
-            >>> Device.named("a100").name, Device.named("A100-40").name, Device.named("NVIDIA H200").name
-            ('A100-80GB', 'A100-40GB', 'H200-141GB')
-        """
-        wanted = _TORCH_NAMES.get(name, name).lower()
-        starts = re.compile(re.escape(wanted) + r"(?!\d)")  # an A10 is no A100
-        found = [device for known, device in DEVICES.items() if wanted and starts.match(known.lower())]
-        if found:
-            return max(found, key=lambda device: device.memory_bytes)
-        by_letters = {known.lower(): known for known in DEVICES}
-        nearest = get_close_matches(wanted, by_letters, n=1, cutoff=0.5)
-        hint = f"did you mean {by_letters[nearest[0]]!r}? " if nearest else ""
-        raise ConfigError(
-            f"device must be how one of {', '.join(DEVICES)} starts, got {name!r}; {hint}for another one give a record "
-            'with "name", "memory_bytes" and "link_bytes_per_second", for several nodes "node_bytes_per_second", and '
-            '"flops_per_second" and "memory_bytes_per_second" to count costs'
-        )
-
-
-DEVICES: Final[Mapping[str, Device]] = {
-    name: Device(
-        name, memory_bytes=memory_gib * 2**30, link_bytes_per_second=link, node_bytes_per_second=network,
-        flops_per_second=flops, fraction=fraction, memory_bytes_per_second=bandwidth,
-    )
-    for name, memory_gib, link, network, flops, fraction, bandwidth in (
-        ("A100-40GB", 39.38, 300e9, 25e9, 312e12, 0.5, 1.555e12),
-        ("A100-80GB", 79.25, 300e9, 25e9, 312e12, 0.5, 2.039e12),
-        ("H100-80GB", 79.1, 450e9, 50e9, 989e12, 0.45, 3.35e12),
-        ("H200-141GB", 139.8, 450e9, 50e9, 989e12, 0.45, 4.8e12),
-    )
-}  # fmt: skip
-"""SXM modules by their data sheets; the fractions are what published training runs commonly reach.
-
-Memory is the least that torch was seen to report in total (``torch.cuda.mem_get_info``), as drivers keep some tenths
-of a GiB more or less: 39.38 to 39.59 GiB of an A100-40GB (vllm-project/vllm#16570, raoyongming/DenseCLIP#52), 79.25 to
-79.35 of an A100-80GB (HiDream-ai/VAREdit#6, Instruction-Tuning-with-GPT-4/GPT-4-LLM#16), 79.10 of an H100
-(huggingface/trl#2688), 139.80 of an H200 (published logs; nvidia-smi says 143,771 MiB).
-
-Between nodes it is that of NVIDIA's own systems, a network card for each device: ConnectX-6 of 200 Gb/s (DGX A100 user
-guide), ConnectX-7 of 400 Gb/s (DGX H100 and H200, DGX BasePOD reference architecture). Rented machines often have less.
-"""
-_TORCH_NAMES: Final[Mapping[str, str]] = {
-    "NVIDIA A100-SXM4-40GB": "A100-40GB",
-    "NVIDIA A100-SXM4-80GB": "A100-80GB",
-    "NVIDIA H100 80GB HBM3": "H100-80GB",
-    "NVIDIA H200": "H200-141GB",
-}
-
-
-def _device(given: Any) -> Any:
-    return Device.named(given) if isinstance(given, str) else given
-
-
-@dataclass(frozen=True)
 class Cluster:
     """The machines of a run: equal nodes of equal devices.
 
@@ -234,7 +145,7 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of records
     num_nodes: int
     devices_per_node: int
-    device: Annotated[Device, BeforeValidator(_device)]
+    device: Annotated[Device, BeforeValidator(Device.of)]
     _: KW_ONLY
     node_bytes_per_second: float | None = None
     """From a device of one node to one of another; None: as the device's usual systems have."""

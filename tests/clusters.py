@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from omnibal.cluster import Cluster, Device, Layout, Links
+from omnibal.cluster import Cluster, Layout, Links
+from omnibal.device import Device
 
 DEVICE = Device("test", memory_bytes=80e9, link_bytes_per_second=1e9)
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from omnibal.cluster import DEVICES, OVERHEAD_BYTES, Cluster, ClusterValue, Device, Layout, Links
+from omnibal.cluster import OVERHEAD_BYTES, Cluster, ClusterValue, Layout, Links
+from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 
 CARD = {"name": "card", "memory_bytes": 24e9, "link_bytes_per_second": 16e9}

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.cluster import Cluster, Device, Layout, Links
+from omnibal.cluster import Cluster, Layout, Links
 from omnibal.data.limits import PackLimits
+from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition

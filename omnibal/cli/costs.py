@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from omnibal.cluster import DEVICES, Device
+from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from rich.console import Console
 from omnibal.cli.costs import check_run
 from omnibal.cli.inputs import Reading, read_lengths
 from omnibal.cli.weighed import record_of, weighed_table
-from omnibal.cluster import DEVICES, Cluster, Device, Layout, Links
+from omnibal.cluster import Cluster, Layout, Links
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,8 +25,8 @@ class Partition:
 
     Example:
         >>> cut = Partition((0, 3, 4))
-        >>> cut.num_stages, cut.num_layers, cut.stage_of(2), list(cut.layers(1))
-        (2, 4, 0, [3])
+        >>> cut.num_stages, cut.num_layers, list(cut.layers(1))
+        (2, 4, [3])
     """
 
     boundaries: tuple[int, ...]
@@ -77,16 +76,6 @@ class Partition:
         if not 0 <= stage < self.num_stages:
             raise ConfigError(f"stage must lie in [0, {self.num_stages}), got {stage}")
         return range(self.boundaries[stage], self.boundaries[stage + 1])
-
-    def stage_of(self, layer: int) -> int:
-        """The stage that holds a layer.
-
-        Raises:
-            ConfigError: There is no such layer.
-        """
-        if not 0 <= layer < self.num_layers:
-            raise ConfigError(f"layer must lie in [0, {self.num_layers}), got {layer}")
-        return bisect_right(self.boundaries, layer) - 1
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:

@@ -87,20 +87,6 @@ class Schedule:
         for stage, instructions in enumerate(tables):
             _check_stage(stage, instructions, self.micro_batches)
 
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Read a schedule from its letters, one line per stage.
-
-        Raises:
-            ConfigError: A word is no letter of an operation followed by a number, or the schedule is not valid.
-
-        Example:
-            >>> Schedule.parse("F0 F1 BW0 BW1").micro_batches
-            2
-        """
-        stages = tuple(tuple(_parse_word(word) for word in line.split()) for line in text.strip().splitlines())
-        return cls(stages, micro_batches=1 + max((i.micro_batch for stage in stages for i in stage), default=-1))
-
     def __str__(self) -> str:
         return "\n".join(" ".join(f"{i.operation.name}{i.micro_batch}" for i in stage) for stage in self.stages)
 
@@ -236,13 +222,6 @@ def _zero_bubble_stage(depth: int, micro_batches: int, lag: int) -> tuple[Instru
             instructions.append(Instruction(Operation.F, m + warm_up))
     instructions += [Instruction(Operation.W, m) for m in range(max(micro_batches - lag, 0), micro_batches)]
     return tuple(instructions)
-
-
-def _parse_word(word: str) -> Instruction:
-    letters = word.rstrip("0123456789")
-    if letters not in ("F", "BW", "B", "W") or letters == word:
-        raise ConfigError(f"an entry of a schedule must be F, BW, B or W and a micro-batch, got {word!r}")
-    return Instruction(Operation[letters], int(word[len(letters) :]))
 
 
 def _check_stage(stage: int, instructions: Sequence[Instruction], micro_batches: int) -> None:

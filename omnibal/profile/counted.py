@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from omnibal.cluster import Device
 from omnibal.cost import CostModel
+from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.profile.records import LayerCost, ModelProfile
@@ -38,7 +38,7 @@ def analytic_profile(
 
     Args:
         records: The layers, from ``omnibal.families``.
-        device: What they run on, such as one of ``omnibal.cluster.DEVICES``.
+        device: What they run on, such as one of ``omnibal.device.DEVICES``.
         dtype: ``"bfloat16"`` or ``"float32"``.
         tensor_parallel: Degree, a divisor of all costs but of what is sent; its own communication is not counted.
         frozen: Kinds of layers that are not trained.

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from omnibal.cluster import DEVICES
 from omnibal.data.lengths import SampleLengths
+from omnibal.device import DEVICES
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan

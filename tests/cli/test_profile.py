@@ -4,8 +4,8 @@ import warnings
 import numpy as np
 import pytest
 
-from omnibal.cluster import DEVICES
 from omnibal.cost import Load
+from omnibal.device import DEVICES
 from omnibal.families import FAMILIES, layer_records
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile

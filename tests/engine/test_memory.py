@@ -2,7 +2,8 @@
 
 import pytest
 
-from omnibal.cluster import DEVICES, Layout
+from omnibal.cluster import Layout
+from omnibal.device import DEVICES
 from omnibal.memory.state import TrainingState
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model

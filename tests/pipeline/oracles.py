@@ -1,8 +1,18 @@
-"""Slow, obvious twins of the compiled code."""
+"""Slow, obvious twins of the compiled code, and schedules from their letters."""
 
-from omnibal.pipeline.schedule import Operation
+from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 
 SENDS = {Operation.SEND_ACTIVATION: 1, Operation.SEND_GRADIENT: -1}
+
+
+def schedule_of(text):
+    """What ``str(schedule)`` writes, back again: a line per stage."""
+    words = [[(word.rstrip("0123456789"), word) for word in line.split()] for line in text.strip().splitlines()]
+    stages = tuple(
+        tuple(Instruction(Operation[letters], int(word.removeprefix(letters))) for letters, word in line)
+        for line in words
+    )
+    return Schedule(stages, micro_batches=1 + max((i.micro_batch for stage in stages for i in stage), default=-1))
 
 
 def longest_paths(edges, nodes):

@@ -21,21 +21,17 @@ def test_boundaries_that_are_no_integers_are_refused():
         Partition((0, 1.5, 3))
 
 
-def test_every_layer_has_the_stage_that_holds_it():
+def test_every_layer_is_in_one_stage():
     cut = Partition([0, 1, 4, 9])
     assert cut.boundaries == (0, 1, 4, 9)
-    assert [cut.stage_of(layer) for layer in range(9)] == [0, 1, 1, 1, 2, 2, 2, 2, 2]
     assert [layer for stage in range(cut.num_stages) for layer in cut.layers(stage)] == list(range(cut.num_layers))
 
 
-def test_unknown_stages_and_layers_are_refused():
+def test_unknown_stages_are_refused():
     cut = Partition((0, 1, 4))
     for stage in (-1, 2):
         with pytest.raises(ConfigError, match=r"stage must lie in \[0, 2\)"):
             cut.layers(stage)
-    for number in (-1, 4):
-        with pytest.raises(ConfigError, match=r"layer must lie in \[0, 4\)"):
-            cut.stage_of(number)
 
 
 def test_partitions_compare_by_their_boundaries():

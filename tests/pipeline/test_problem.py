@@ -3,8 +3,8 @@ import pytest
 
 from omnibal.pipeline.execution import run_overlapped
 from omnibal.pipeline.problem import stage_bounds
-from omnibal.pipeline.schedule import Schedule
 from omnibal.pipeline.times import durations_of, transfers_of
+from tests.pipeline.oracles import schedule_of
 from tests.pipeline.profiles import fixed_profile
 from tests.pipeline.random_problems import all_partitions, problem_of, random_arguments
 from tests.pipeline.test_schedule import ZERO_BUBBLE
@@ -38,7 +38,7 @@ def test_bounds_are_close():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_split_backward_is_bounded_too(seed):
-    schedule = Schedule.parse(ZERO_BUBBLE)
+    schedule = schedule_of(ZERO_BUBBLE)
     arguments = random_arguments(seed) | {"num_stages": 3}
     rng = np.random.default_rng(seed)
     arguments["loads"] = [load[rng.integers(len(load), size=3)] for load in arguments["loads"]]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import simulate
-from tests.pipeline.oracles import overlap_ends, rendezvous_ends
+from tests.pipeline.oracles import overlap_ends, rendezvous_ends, schedule_of
 from tests.pipeline.test_schedule import ZERO_BUBBLE
 
 MODES = ("rendezvous", "overlap")
@@ -174,11 +174,11 @@ def test_nothing_takes_no_time():
 
 def test_a_deadlock_is_an_error():
     ones = np.ones((2, 2))
-    stuck = Schedule.parse("F0 BW0 F1 BW1\nF0 F1 BW0 BW1")
+    stuck = schedule_of("F0 BW0 F1 BW1\nF0 F1 BW0 BW1")
     for mode in MODES:
         with pytest.raises(ConfigError, match="must come to an end, got one that deadlocks"):
             simulate(stuck, ones, ones, mode=mode)
-    moved = Schedule.parse("F0 F1 B0 W0 F2 B1 B2 W1 W2\nF0 B0 W0 F1 B1 W1 F2 B2 W2")
+    moved = schedule_of("F0 F1 B0 W0 F2 B1 B2 W1 W2\nF0 B0 W0 F1 B1 W1 F2 B2 W2")
     threes = np.ones((3, 2))
     simulate(moved, threes, threes, threes, mode="overlap")
 
@@ -206,4 +206,4 @@ def test_wrong_arguments_are_refused(change, message):
 def test_a_split_backward_needs_both_times():
     ones = np.ones((3, 3))
     with pytest.raises(ConfigError, match="weight_seconds must be given"):
-        simulate(Schedule.parse(ZERO_BUBBLE), ones, ones)
+        simulate(schedule_of(ZERO_BUBBLE), ones, ones)

@@ -7,8 +7,9 @@ from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import Operation, Schedule, one_f_one_b, zero_bubble
+from omnibal.pipeline.schedule import Operation, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import chrome_trace, simulate, simulate_step
+from tests.pipeline.oracles import schedule_of
 from tests.pipeline.profiles import fixed_profile, layer, profile
 
 FREE = {"links": Links(np.inf)}
@@ -109,7 +110,7 @@ def test_frozen_layers_without_backward_do_not_recompute():
 
 
 def test_any_schedule_can_be_simulated():
-    schedule = Schedule.parse("F0 F1 B0 W0 B1 W1\nF0 B0 F1 B1 W0 W1")
+    schedule = schedule_of("F0 F1 B0 W0 B1 W1\nF0 B0 F1 B1 W0 W1")
     step = simulate_step(
         fixed_profile([1, 1]), Partition((0, 1, 2)), packs(2), schedule=schedule, mode="overlap", **FREE
     )

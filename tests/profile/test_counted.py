@@ -4,8 +4,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from omnibal.cluster import DEVICES, Device
 from omnibal.cost import CostModel, Load
+from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord
 from omnibal.families.internvl import layer_records

@@ -3,11 +3,12 @@ import pytest
 from matplotlib.collections import PolyCollection
 from PIL import Image
 
-from omnibal.pipeline.schedule import Schedule, one_f_one_b
+from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import simulate
 from omnibal.report import style
 from omnibal.report.style import short
 from omnibal.report.timeline import COLOURS, TRANSFER, plot_timeline
+from tests.pipeline.oracles import schedule_of
 
 
 def simulation(num_stages=2, micro_batches=3, **options):
@@ -64,7 +65,7 @@ def test_the_legend_names_what_occurs(figures):
         plot_timeline({"": simulated}, "unused")
         return [text.get_text() for text in figures[-1].legends[0].get_texts()]
 
-    split = Schedule.parse("F0 F1 B0 W0 B1 W1\nF0 B0 F1 B1 W0 W1")
+    split = schedule_of("F0 F1 B0 W0 B1 W1\nF0 B0 F1 B1 W0 W1")
     ones = np.ones((2, 2))
     assert legend(simulation(mode="overlap")) == ["forward", "backward"]
     assert legend(simulation(transfer_seconds=np.ones((3, 1)))) == ["forward", "backward", "transfer"]

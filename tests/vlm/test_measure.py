@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from omnibal.cluster import DEVICES
 from omnibal.cost import CostModel
 from omnibal.data.limits import PackLimits
+from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from report import Row
 
-from omnibal.cluster import Device
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
+from omnibal.device import Device
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from report import Row
 
-from omnibal.cluster import DEVICES, Device
 from omnibal.cost import CostModel, Load
+from omnibal.device import DEVICES, Device
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import LayerCost

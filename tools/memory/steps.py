@@ -15,8 +15,9 @@ from markdown import table
 from models import MODELS
 from reality import LIMITS, MINUTES, heading, links_of, make_parser, sampled, start
 
-from omnibal.cluster import Cluster, Device
+from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
+from omnibal.device import Device
 from omnibal.engine.engine import StagePeaks
 from omnibal.memory.paper import block_modules
 from omnibal.pipeline.search import search_partition

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from omnibal.cluster import Cluster, Device, Layout, Links
+from omnibal.cluster import Cluster, Layout, Links
 from omnibal.cost import Load
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
@@ -16,6 +16,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
+from omnibal.device import Device
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan

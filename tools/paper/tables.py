@@ -13,11 +13,11 @@ from markdown import table
 from paper_models import TABLE_9, Published, factor_of
 from setting import Setting
 
-from omnibal.cluster import DEVICES
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.synthetic import patch_lengths
+from omnibal.device import DEVICES
 from omnibal.pipeline.partition import parameter_cut
 from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import one_f_one_b

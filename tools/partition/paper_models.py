@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from omnibal.cluster import DEVICES, Cluster, Device, Links
+from omnibal.cluster import Cluster, Links
 from omnibal.data.limits import PackLimits
+from omnibal.device import DEVICES, Device
 from omnibal.families.internvl import layer_records
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.cluster import Cluster, Device, Layout
+from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
+from omnibal.device import Device
 from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask, run_emulation
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
