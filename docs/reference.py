@@ -58,7 +58,7 @@ def _values(entry: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     """What a key may be, in words, from its JSON schema."""
     if "$ref" in entry:
         named = schema["$defs"][entry["$ref"].rpartition("/")[2]]
-        return "record" if "properties" in named else _values(named, schema)
+        return "text or record" if "properties" in named else _values(named, schema)
     if "anyOf" in entry:
         return " or ".join(dict.fromkeys(_values(e, schema) for e in entry["anyOf"] if e.get("type") != "null"))
     if "enum" in entry or "const" in entry:

@@ -41,7 +41,9 @@ class DataSection(Section):
     """Which samples it is trained on: InternVL meta files, or annotations as LLaVA has them."""
 
     train: str | None = None
+    """What is trained on: a meta file or annotations."""
     held_out: str | None = None
+    """What is evaluated on, alike; left out, nothing."""
     images: str | None = None
     """Folder that images of annotations are in, by default the annotations' own; meta files name theirs."""
     max_tiles: Count = 12
@@ -57,15 +59,19 @@ class PackingSection(Section):
     """Which samples share a micro-batch."""
 
     vision_units: Count | None = None
-    llm_tokens: Count | None = None
     """The most a pack may hold; left out, the paper's rule chooses from the lengths."""
+    llm_tokens: Count | None = None
+    """The same."""
     full_vision_units: Count | None = None
+    """From where on a pack is full, for ``isf``: the paper's Q'v; by default the most it may hold."""
     full_llm_tokens: Count | None = None
-    """From where on a pack is full, for ``isf``: the paper's Q'v and Q't; by default its own."""
+    """Likewise the paper's Q't; by default 128 below the most, or half of it where that is more."""
     method: Literal["balanced", "isf", "random"] = "balanced"
+    """``balanced``; ``isf``, the OmniBal paper's packing; or ``random``, samples as they are drawn."""
     iterations: Count = ITERATIONS
     """Rounds of ``isf``: the paper's T."""
     oversized: Literal["alone", "error", "drop"] = "alone"
+    """Samples that exceed a limit on their own: each in a pack of its own, refused, or left out and counted."""
     exchange_steps: Count = EXCHANGE_STEPS
     """Consecutive steps that may exchange samples for balance; 1 keeps every step exactly as it was drawn."""
     seed: int = 0
@@ -92,6 +98,7 @@ class LearningRates(Section):
     vision: Rate | None = None
     """Of the patch embedding and the ViT's blocks."""
     projector: Rate | None = None
+    """Of what takes the ViT's output to the language model."""
     language: Rate | None = None
     """Of the language model, its embedding and its head."""
 
@@ -162,6 +169,7 @@ class RunSection(Section):
     output: str = "runs/train"
     """Folder of all that the run and commands about it keep; all hosts share it."""
     epochs: Count = 1
+    """How often every sample is trained on."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0: only at the end."""
     keep: Count = 2
