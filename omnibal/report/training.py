@@ -199,7 +199,7 @@ def _peak(peak: int, overhead: int, predicted: StageMemory | None) -> str:
     if overhead:
         words.append(f"{in_words(overhead)} beside the model")
         if predicted is not None:
-            words[-1] += f", {in_words(predicted.overhead)} planned (--overhead)"
+            words[-1] += f", {in_words(predicted.overhead)} planned (overhead_bytes of the cluster)"
     return "; ".join(words)
 
 

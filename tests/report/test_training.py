@@ -126,7 +126,7 @@ def test_what_a_device_held_beside_the_model_stands_beside_what_was_planned_for_
     first, second = peak_text((150 * MIB, 150 * MIB), (1536 * MIB, 0), plan).splitlines()
     assert first == (
         "stage 0: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs; 1.50 GiB beside the "
-        "model, 200.00 MiB planned (--overhead)"
+        "model, 200.00 MiB planned (overhead_bytes of the cluster)"
     )
     assert second == "stage 1: memory peak 150.00 MiB, 75.0% of the 200.00 MiB predicted for the largest packs"
     unplanned, _ = peak_text((150 * MIB, MIB), (1536 * MIB, 0), PLAN).splitlines()
