@@ -35,16 +35,23 @@ for set in $sets; do
     # DeepSpeed is built without its operators: on a CPU they are compiled when first used.
     if ! DS_BUILD_OPS=0 "$venv/bin/python" -m pip --quiet --quiet install --disable-pip-version-check "${wheels[@]}" \
         --constraint "$here/$set.txt" --editable '.[test]'; then
-        rows+="$set|not installed|||"$'\n' failed=1
+        rows+="$set|not installed|-|-|-|-"$'\n' failed=1
         continue
     fi
-    log=$environments/$set.log
+    rm -f "$environments/$set.xml"
     PATH=$venv/bin:$PATH TORCH_EXTENSIONS_DIR=$venv/torch_extensions \
-        "$venv/bin/python" -m pytest -rfE -p no:cacheprovider "$@" 2>&1 | tee "$log"
-    [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
-    count() { grep -oE "[0-9]+ $1" "$log" | tail -1 | cut -d' ' -f1; }
-    names=$(sed -nE 's/^(FAILED|ERROR) ([^ ]+).*/\2/p' "$log" | tr '\n' ' ')
-    rows+="$set|$(count passed)|$(count failed)|$(count 'errors?')|$names"$'\n'
+        "$venv/bin/python" -m pytest -p no:cacheprovider --junit-xml="$environments/$set.xml" "$@" || failed=1
+    rows+="$set|$("$venv/bin/python" - "$environments/$set.xml" <<'PYTHON'
+import sys
+from xml.etree import ElementTree
+
+suite = ElementTree.parse(sys.argv[1]).getroot().find("testsuite")
+kinds = {kind: [case for case in suite if case.find(kind) is not None] for kind in ("skipped", "failure", "error")}
+counts = [len(suite.findall("testcase")) - sum(map(len, kinds.values())), *map(len, kinds.values())]
+wrong = [f"{case.get('classname')}.{case.get('name')}" for kind in ("failure", "error") for case in kinds[kind]]
+print(*counts, " ".join(wrong) or "-", sep="|")
+PYTHON
+)"$'\n'
 done
-printf 'set|passed|failed|errors|which\n%s' "$rows" | sed 's/||/|0|/g; s/||/|0|/g' | column -t -s '|'
+printf 'set|passed|skipped|failed|errors|which\n%s' "$rows" | column -t -s '|'
 exit $failed
