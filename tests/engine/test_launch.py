@@ -104,7 +104,7 @@ def said_after(seconds, capsys):
 def test_a_wait_for_a_lock_is_explained(folder, capsys):
     (folder / "some_op" / "lock").touch()
     said = said_after(0, capsys)
-    assert said.startswith("Waiting for DeepSpeed's extension some_op to be compiled")
+    assert "Waiting for DeepSpeed's extension some_op to be compiled" in said  # torch may have warned before
     assert said.endswith(f"delete {folder / 'some_op' / 'lock'}\n")
     assert "torch_adam" not in said
 
