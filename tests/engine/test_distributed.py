@@ -2,6 +2,7 @@
 
 import pytest
 
+from omnibal.engine.distributed import meet
 from omnibal.engine.hosts import Host, check_addresses, unreachable
 from omnibal.errors import ConfigError
 from tests.engine.launch import launch
@@ -32,6 +33,12 @@ def test_work_together(tmp_path):
         "ConfigError: rank 0: /dev/null/x must be a folder that can be written, got "
     )
     assert first["left"] == ["0", "shared"]
+
+
+def test_a_process_without_a_launcher_is_told_of_it(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ConfigError, match="processes must be started by a launcher, got no LOCAL_RANK"):
+        meet("gloo")
 
 
 HOSTS = [Host("node1", "10.0.0.1"), Host("node1", "10.0.0.1"), Host("node2", "10.0.0.2"), Host("node3", "10.0.0.3")]

@@ -105,28 +105,26 @@ def test_broken_data_is_named_before_training_starts(demo):
     lines = annotation.read_text().splitlines()
     try:
         annotation.write_text("\n".join([*lines[:4], lines[4][:-3], *lines[5:]]) + "\n")
-        assert start(demo, "--restart").wait() != 0
+        done = run_alone(demo, "--restart")
     finally:
         annotation.write_text("\n".join(lines) + "\n")
-    output = (demo / "log.txt").read_text()
-    assert "DataError" in output
-    assert "stories.jsonl, line 5" in output
-    assert "step/s" not in output
+    assert done.returncode != 0
+    assert "DataError" in done.stderr
+    assert "stories.jsonl, line 5" in done.stderr
+    assert "step/s" not in done.stderr + done.stdout
     assert list((demo / "checkpoints").glob("global_step*"))
 
 
 def test_a_finished_run_is_not_overwritten_unasked(demo):
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = run_alone(demo, launched | {"MASTER_PORT": str(free_port())}, "-m", "omnibal.train")
+    done = run_alone(demo)
     assert done.returncode != 0
     assert "ConfigError: rank 0: run.output must be a folder without checkpoints" in done.stderr
     assert "--resume" in done.stderr
 
 
-def test_a_run_without_a_launcher_is_told_of_it(demo):
-    assert "ConfigError: processes must be started by a launcher" in run_alone(demo, {}, "launch/train.py").stderr
-
-
-def run_alone(folder, environment, *script):
-    command = [sys.executable, *script, "--deepspeed_config", str(folder / "config.json")]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | environment, capture_output=True, text=True, check=False)
+def run_alone(folder, *options):
+    """One process, as a launcher would start it."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = ENVIRONMENT | launched | {"MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "omnibal.train", "--deepspeed_config", str(folder / "config.json"), *options]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
