@@ -10,9 +10,8 @@ from omnibal.pipeline.schedule import ScheduleName
 
 def complete_deepspeed_config(
     config: dict[str, Any],
+    layout: Layout,
     *,
-    num_stages: int,
-    num_replicas: int,
     total_steps: int,
     schedule: ScheduleName = "1f1b",
 ) -> dict[str, Any]:
@@ -20,8 +19,7 @@ def complete_deepspeed_config(
 
     Args:
         config: ds_config without the "omnibal" section.
-        num_stages: Pipeline stages.
-        num_replicas: Data-parallel ranks.
+        layout: Its ``layout_of``.
         total_steps: Optimizer steps of the whole run; takes the place of ``"auto"`` in the scheduler's
             ``total_num_steps``, and a twentieth of it in ``warmup_num_steps``.
         schedule: What the pipeline runs.
@@ -33,27 +31,26 @@ def complete_deepspeed_config(
         with bfloat16 gradients summed in float32 (``sums_in_float32``) unless it says otherwise.
 
     Raises:
-        ConfigError: float16; ZeRO stage 2 or 3; a micro-batch size other than 1; batch sizes that contradict each
-            other; gradient clipping that DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then
-            counts only the first stage; a ds_config that does not mention clipping clips at 1.0); checkpoints written
-            in the background; what cannot be under a zero-bubble schedule.
+        ConfigError: A micro-batch size other than 1; batch sizes that contradict each other; gradient clipping that
+            DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then counts only the first stage; a
+            ds_config that does not mention clipping clips at 1.0); checkpoints written in the background; what cannot
+            be under a zero-bubble schedule.
     """
     micro_batches = micro_batches_of(config)
-    _check_zero(config)
-    _check_clipping(config, num_stages)
+    _check_clipping(config, layout)
     _check_writer(config)
     if schedule != "1f1b":
         _check_deferral(config)
     derived = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
-        "train_batch_size": micro_batches * num_replicas,
+        "train_batch_size": micro_batches * layout.num_replicas,
     }
     for key, value in derived.items():
         given = config.get(key, "auto")
         if given not in ("auto", value):
             raise ConfigError(
-                f"{key} must be {value} ({micro_batches} micro-batches of one pack, {num_replicas} replicas), "
+                f"{key} must be {value} ({micro_batches} micro-batches of one pack, {layout.num_replicas} replicas), "
                 f"got {given!r}; leave it out or say 'auto'"
             )
     zero = {"contiguous_gradients": False} | config.get("zero_optimization", {})
@@ -163,14 +160,14 @@ def _check_zero(config: dict[str, Any]) -> None:
         )
 
 
-def _check_clipping(config: dict[str, Any], num_stages: int) -> None:
-    is_float32 = dtype_of(config) == "float32"
-    clipping = config.get("gradient_clipping", 1.0)
-    if num_stages > 1 and is_float32 and config.get("zero_optimization", {}).get("stage", 0) == 0 and clipping != 0:
+def _check_clipping(config: dict[str, Any], layout: Layout) -> None:
+    clipping, is_float32 = config.get("gradient_clipping", 1.0), layout.precision == "float32"
+    if layout.num_stages > 1 and is_float32 and layout.zero_stage == 0 and clipping != 0:
         given = repr(clipping) if "gradient_clipping" in config else "none (DeepSpeed then clips at 1.0)"
         raise ConfigError(
-            f"gradient_clipping must be 0 with fp32, ZeRO stage 0 and {num_stages} pipeline stages, got {given}; "
-            "the norm would count the first stage only: set zero_optimization.stage to 1, or clipping to 0"
+            f"gradient_clipping must be 0 with fp32, ZeRO stage 0 and {layout.num_stages} pipeline stages, "
+            f"got {given}; the norm would count the first stage only: set zero_optimization.stage to 1, or clipping "
+            "to 0"
         )
 
 

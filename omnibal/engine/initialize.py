@@ -211,15 +211,9 @@ def build_engine(
     Raises:
         ConfigError: The ds_config cannot be right under a pipeline, or weights do not fit.
     """
-    own, layout = (own or Own()).over(total_steps), given.layout
+    own = (own or Own()).over(total_steps)
     config = together(
-        lambda: complete_deepspeed_config(
-            given.config,
-            num_stages=layout.num_stages,
-            num_replicas=layout.num_replicas,
-            total_steps=total_steps,
-            schedule=plan.schedule,
-        ),
+        lambda: complete_deepspeed_config(given.config, given.layout, total_steps=total_steps, schedule=plan.schedule),
         where=f"rank {dist.get_rank()}",
     )
     module = module_class(given, plan)

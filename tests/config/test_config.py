@@ -3,7 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.config import LearningRates, check_learning_rates, complete_deepspeed_config, dtype_of, read_config
+from omnibal.config import (
+    LearningRates,
+    check_learning_rates,
+    complete_deepspeed_config,
+    dtype_of,
+    layout_of,
+    read_config,
+)
 from omnibal.errors import ConfigError
 
 BF16 = {"bf16": {"enabled": True}}
@@ -11,9 +18,8 @@ ZERO_1 = {"zero_optimization": {"stage": 1}}
 
 
 def complete(config, *, num_stages=2, num_replicas=3, total_steps=200, schedule="1f1b"):
-    return complete_deepspeed_config(
-        config, num_stages=num_stages, num_replicas=num_replicas, total_steps=total_steps, schedule=schedule
-    )
+    layout = layout_of(config, num_stages, num_replicas)
+    return complete_deepspeed_config(config, layout, total_steps=total_steps, schedule=schedule)
 
 
 @pytest.mark.parametrize(
