@@ -70,7 +70,7 @@ def extend(
     stairs_kept, stairs_peak, num_stairs = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), 0
     position, count = np.zeros(num_levels, dtype=np.int64), 0
     while True:
-        level, least = -1, 0
+        level, least = -1, 0  # the next point in the order of time, from which level it comes
         for k in range(num_levels):  # the points of each level are in the order of their time: merge them
             if kept[k] < NOT_OFFERED and position[k] < num_points:
                 candidate = behind.time[position[k]] + time[k]
@@ -81,8 +81,10 @@ def extend(
         point = position[level]
         position[level] += 1
         new_kept = behind.kept[point] + kept[level]
+        # what comes and goes beyond all kept bytes: in the layers behind, or in this one once those have freed theirs
         beyond = max(behind.peak[point] - held * behind.kept[point], transient[level] - behind.kept[point])
         peak = held * new_kept + beyond
+        # Points come in the order of time: one is worth keeping if none before it keeps as little at as low a peak.
         if peak > most_bytes or _is_dominated(stairs_kept[:num_stairs], stairs_peak[:num_stairs], new_kept, peak):
             continue
         num_stairs = _add_stair(stairs_kept, stairs_peak, num_stairs, new_kept, peak)
@@ -98,7 +100,7 @@ def _frontier(rows: IntArray) -> Frontier:
 
 @compiled
 def _is_dominated(stairs_kept: IntArray, stairs_peak: IntArray, kept: int, peak: int) -> bool:
-    dominated = False
+    dominated = False  # looked up without an early exit: the loop then takes several stairs at once
     for stair in range(len(stairs_kept)):
         dominated |= stairs_kept[stair] <= kept and stairs_peak[stair] <= peak
     return dominated

@@ -36,13 +36,14 @@ def run_blocking(
             while done[stage] < lengths[stage]:
                 here = done[stage]
                 operation, micro_batch = operations[stage, here], micro_batches[stage, here]
-                if operation <= _W:
+                if operation <= _W:  # a computation waits for nobody
                     starts[stage, here] = clock[stage]
                     clock[stage] += durations[operation, micro_batch, stage]
                     ends[stage, here] = clock[stage]
                     done[stage] += 1
                     going_on = True
                     continue
+                # A transfer runs when both sides have come to it; until then this stage is left for the next one.
                 peer = stage + 1 if operation in (_SEND_ACTIVATION, _RECEIVE_GRADIENT) else stage - 1
                 there = done[peer]
                 if there == lengths[peer] or micro_batches[peer, there] != micro_batch:
@@ -81,7 +82,7 @@ def run_overlapped(
                 here = done[stage]
                 operation, m = operations[stage, here], micro_batches[stage, here]
                 ready = activation[m, stage] if operation == _F else gradient[m, stage]
-                if ready == np.inf:
+                if ready == np.inf:  # not even on its way: on to the next stage
                     break
                 starts[stage, here] = max(clock[stage], ready)
                 clock[stage] = ends[stage, here] = starts[stage, here] + durations[operation, m, stage]

@@ -18,6 +18,8 @@ from omnibal.pipeline.simulate import Mode
 from omnibal.pipeline.times import StepTimes, durations_of, transfers_of
 from omnibal.profile.records import ModelProfile
 
+_F, _BW, _W = int(Operation.F), int(Operation.BW), int(Operation.W)
+
 
 @dataclass(frozen=True, eq=False)
 class PartitionProblem:
@@ -123,9 +125,6 @@ def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking
     return result
 
 
-_F, _BW, _W = int(Operation.F), int(Operation.BW), int(Operation.W)
-
-
 def stage_bounds(times: StepTimes, schedule: Schedule, mode: Mode) -> FloatArray:
     """Seconds that a step takes at least if a stage holds certain layers, whatever the other stages hold.
 
@@ -214,10 +213,10 @@ def _least_crossings(crossing: FloatArray, cuts: int) -> FloatArray:
     micro_batches, size = crossing.shape
     result = np.zeros(crossing.shape)
     for m in range(micro_batches if cuts > 0 else 0):
-        least = np.full(cuts, np.inf)  # rising, of the boundaries behind
+        least = np.full(cuts, np.inf)  # rising: the cheapest boundaries behind the one that is looked at
         for boundary in range(size - 3, -1, -1):
             entry = crossing[m, boundary + 1]
-            for place in range(cuts):
+            for place in range(cuts):  # sort it in; the most expensive one falls out
                 if entry < least[place]:
                     least[place], entry = entry, least[place]
             for place in range(min(cuts, size - 2 - boundary)):
@@ -227,7 +226,7 @@ def _least_crossings(crossing: FloatArray, cuts: int) -> FloatArray:
 
 @compiled
 def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], blocking: bool) -> FloatArray:
-    stages_before, stages_behind = stages_around
+    stages_before, stages_behind = stages_around  # each needs a layer at least; the rest stays infinite
     num_layers = len(reduce) - 1
     result = np.full((num_layers + 1, num_layers + 1), np.inf)
     scratch = np.zeros((2, seen.forward.shape[1]))
@@ -248,17 +247,20 @@ def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatA
         operation, m = seen.operations[position], seen.micro_batches[position]
         up, down = (seen.crossing[a, m], seen.crossing[b, m]) if blocking else (0.0, 0.0)
         if operation == _F:
+            # the activation comes once the first stage is free for it, and has passed all layers before this stage
             waits = seen.waits[m]
             ready = seen.to_stage[a, m] + (backward_ends[waits] + seen.to_start[a, waits] if waits >= 0 else 0.0)
             clock = forward_ends[m] = max(clock + up, ready) + seen.forward[b, m] - seen.forward[a, m]
-            clock += down
+            clock += down  # where transfers block, sending takes the stage's time too
         elif operation == _W:
             clock += seen.weight[b, m] - seen.weight[a, m]
         else:
+            # the gradient comes once the micro-batch has been to the end of the model and back
             clock = max(clock + down, forward_ends[m] + seen.rest[b, m]) + seen.backward[b, m] - seen.backward[a, m]
             if operation == _BW:
                 clock += seen.weight[b, m] - seen.weight[a, m]
             backward_ends[m] = clock
+            # the first stage cannot be done with it before the gradient has passed the layers before this stage
             step = max(step, clock + seen.to_start[a, m])
             clock += up
     return clock, max(step, clock)
