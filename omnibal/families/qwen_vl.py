@@ -130,11 +130,13 @@ def _merger(config: Config, vision: Config, *, norm_of: int) -> dict[str, int]:
     hidden, text_hidden = _width(config, vision), size(section(config, "text_config"), "hidden_size")
     patches = size(vision, "spatial_merge_size", default=2) ** 2
     merged = hidden * patches
-    norm = norm_of * hidden * (1 if config["model_type"] == "qwen2_5_vl" else 2)
+    has_rms_norm = config["model_type"] == "qwen2_5_vl"
+    norm = norm_of * hidden * (1 if has_rms_norm else 2)
     return {
         "units_per_token": patches,
         "shuffled": merged,
         "inner": merged,
+        "rms_norms": int(has_rms_norm),
         "hidden": text_hidden,
         "parameters": norm + (merged + 1) * (merged + text_hidden),
     }

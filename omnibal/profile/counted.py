@@ -192,6 +192,7 @@ def _projector(sizes: Mapping[str, int]) -> _Work:
         products=CostModel(vision_units=2 * tokens * (shuffled * inner + inner * hidden)),
         # inputs of the norm, of two products and of the activation
         saved=CostModel(vision_units=tokens * ((1 + sizes.get("norms", 1)) * shuffled + 2 * inner)),
+        saved_float32=CostModel(vision_units=tokens * sizes.get("rms_norms", 0) * shuffled),
         pending=CostModel(vision_units=tokens * (shuffled + 2 * inner + hidden)),
         output=CostModel(vision_units=tokens * hidden),
     )

@@ -3,13 +3,18 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
 from omnibal.cost import CostModel, Load
 from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
+from omnibal.families import layer_records as records_of
 from omnibal.families.base import LayerRecord
 from omnibal.families.internvl import layer_records
 from omnibal.profile.counted import analytic_profile
+from omnibal.vlm.passes import kept_bytes
+from tests.families.models import TEMPLATES, small_config
 
 # 1 operation per second in 16 bits and 1 byte per second: seconds count operations and bytes
 COUNTER = Device(
@@ -162,3 +167,33 @@ def test_wrong_arguments_are_refused(change, message):
 def test_impossible_devices_are_refused(field, value):
     with pytest.raises(ConfigError, match=f"{field} of device A100-80GB must be"):
         replace(DEVICES["A100-80GB"], **{field: value})
+
+
+@pytest.mark.parametrize("model_type", TEMPLATES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_counted_bytes_are_those_that_transformers_modules_keep(model_type, dtype):
+    config = small_config(model_type)
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
+    model = AutoModelForImageTextToText.from_config(config, **options).model
+    layers = {
+        layer.name: layer for layer in analytic_profile(records_of(config.to_dict()), COUNTER, dtype=dtype).layers
+    }
+    if "qwen" in model_type:
+        block, merger = model.visual.blocks[1], model.visual.merger
+        hidden = torch.randn(512, 32, dtype=options["dtype"])
+        angles = torch.randn(512, 8)
+        bounds = torch.tensor([0, 512], dtype=torch.int32)
+        inputs, integers = {"cu_seqlens": bounds, "position_embeddings": (angles, angles)}, [bounds, angles]
+        load = Load(512, 0, 0, 512**2)
+    else:
+        block, merger = model.vision_tower.encoder.layers[1], model.multi_modal_projector
+        tokens = layers["vision_block.1"].sizes["tokens_per_tile"]
+        hidden, inputs, integers = torch.randn(32, tokens, 32, dtype=options["dtype"]), {"attention_mask": None}, []
+        load = Load(32, 0)
+    hidden.requires_grad_()
+    kept = kept_bytes(lambda: block(hidden, **inputs), free=[*block.parameters(), *integers])
+    # On a CPU statistics of attention, and in Qwen's blocks a copy of its output, come on top.
+    assert layers["vision_block.1"].saved_bytes["none"](load) == pytest.approx(kept, rel=0.1)
+    features = hidden if "qwen" in model_type else hidden[:, : (12 // 4) ** 2].detach().contiguous().requires_grad_()
+    kept = kept_bytes(lambda: merger(features), free=merger.parameters())
+    assert layers["projector"].saved_bytes["none"](load) == pytest.approx(kept, rel=0.02)
