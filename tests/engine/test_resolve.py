@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,9 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.config import OmnibalSection, layout_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
+from omnibal.data.sources.conversations import open_dataset
+from omnibal.demo import write_demo
+from omnibal.engine.initialize import _open
 from omnibal.engine.resolve import Given, resolve_plan, stages_of
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import StageMemory
@@ -127,3 +131,23 @@ def test_a_schedule_that_is_named_goes_before_the_plans(vlm, tmp_path):
     assert plan_of(vlm, pipeline=named | {"schedule": "1f1b"}) == replace(plan, schedule="1f1b", predicted=None)
     assert plan_of(vlm).schedule == "1f1b"
     assert plan_of(vlm, pipeline={"schedule": "zero-bubble"}).schedule == "zero-bubble"
+
+
+def test_a_run_reads_what_lengths_are_measured_of(tmp_path):
+    """InternVL's meta files, and annotations with a folder of images, as `omnibal lengths` does."""
+    demo = write_demo(tmp_path / "demo", samples=20, held_out=20)
+    entry = next(iter(json.loads(demo.meta.read_text()).values()))
+    annotation, images = (demo.meta.parent / entry[key] for key in ("annotation", "root"))
+
+    def read(**data):
+        run = section(model={"path": str(demo.model)}, data=data, run={"output": str(tmp_path / "run")})
+        return _open(run, "train", measured=False).lengths()
+
+    assert (
+        read(train=str(demo.meta)).content_hash
+        == open_dataset(demo.meta, demo.model, max_tiles=12).lengths().content_hash
+    )
+    expected = open_dataset(annotation, demo.model, image_folder=images, max_tiles=12).lengths()
+    assert read(train=str(annotation), images=str(images)).content_hash == expected.content_hash
+    with pytest.raises(ConfigError, match="image_folder must be left out for a meta file"):
+        read(train=str(demo.meta), images=str(images))
