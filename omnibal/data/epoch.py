@@ -11,11 +11,11 @@ import numpy.typing as npt
 from omnibal.cost import CostModel
 from omnibal.data.balance import BalancedPacks
 from omnibal.data.checks import integer, kind, ranks
-from omnibal.data.dealt import DealtPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, MOST_EXCHANGE_STEPS, MOST_ITERATIONS, Method, Oversized
+from omnibal.data.shuffled_packs import ShuffledPacks
 from omnibal.errors import ConfigError
 
 
@@ -187,7 +187,7 @@ def arrange_epoch(
             exchange_steps=exchange_steps,
         )
     else:
-        arrangement = DealtPacks(
+        arrangement = ShuffledPacks(
             lengths,
             limits,
             num_replicas=num_replicas,

@@ -17,7 +17,7 @@ class _Record(BaseModel):
 
 
 class CourseRecord(_Record):
-    """What it takes to make a course again: see ``Course.record``."""
+    """What it takes to make the steps of an epoch again: see ``EpochSteps.record``."""
 
     arranged_for: Shape
     ranks: Shape

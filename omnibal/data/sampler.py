@@ -5,11 +5,11 @@ from typing import Any
 
 from omnibal.cost import CostModel
 from omnibal.data.checks import integer
-from omnibal.data.course import Course, StepPacks
+from omnibal.data.epoch_steps import EpochSteps, StepPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.packing_spec import PackingSpec
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
-from omnibal.data.recipe import Recipe
 from omnibal.data.resume import VERSION, check_agreement, read_state
 from omnibal.data.stream import Ranks
 from omnibal.errors import ConfigError
@@ -82,7 +82,7 @@ class BalancedBatchSampler:
         exchange_steps: int = EXCHANGE_STEPS,
         iterations: int = ITERATIONS,
     ) -> None:
-        self._recipe = Recipe(
+        self._spec = PackingSpec(
             lengths,
             limits,
             method=method,
@@ -94,7 +94,7 @@ class BalancedBatchSampler:
             iterations=iterations,
         )
         self._ranks = Ranks(num_replicas, micro_batches)
-        self._course = self._recipe.course(0, self._ranks)
+        self._steps = self._spec.epoch_steps(0, self._ranks)
         self.lengths = lengths
         self.limits = limits
         self.num_replicas = self._ranks.num_replicas
@@ -107,7 +107,7 @@ class BalancedBatchSampler:
     @property
     def epoch(self) -> int:
         """The current epoch."""
-        return self._course.epoch
+        return self._steps.epoch
 
     @property
     def num_steps(self) -> int:
@@ -117,12 +117,12 @@ class BalancedBatchSampler:
     @property
     def epoch_steps(self) -> int:
         """Steps that are done when the current epoch is."""
-        return self._course.last_step
+        return self._steps.last_step
 
     @property
     def oversized_report(self) -> str:
         """How many samples exceed a limit on their own, which, and what becomes of them."""
-        return self._recipe.oversized_report()
+        return self._spec.oversized_report()
 
     def __len__(self) -> int:
         """Micro-batches of the current epoch: the same on all ranks, and under ``"balanced"`` in all epochs."""
@@ -134,11 +134,11 @@ class BalancedBatchSampler:
         Under ``"isf"`` and ``"random"`` the epoch is planned to count them, once: tenths of a second for a million
         samples. Under ``"balanced"`` they are known.
         """
-        return self._recipe.steps_of(integer("epoch", epoch, 0), self._ranks)
+        return self._spec.steps_of(integer("epoch", epoch, 0), self._ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
-            self._go_to(self._recipe.course(self.epoch, self._ranks), steps_done=0)
+            self._go_to(self._spec.epoch_steps(self.epoch, self._ranks), steps_done=0)
         for step in self.steps():
             for micro_batch in range(self.micro_batches):
                 if micro_batch == self.micro_batches - 1:
@@ -148,8 +148,8 @@ class BalancedBatchSampler:
 
     def steps(self) -> Iterator[StepPacks]:
         """The steps of the current epoch from ``steps_done`` on, with the packs of all ranks."""
-        course = self._course
-        return (course.step(index) for index in range(self.steps_done, course.last_step))
+        steps = self._steps
+        return (steps.step(index) for index in range(self.steps_done, steps.last_step))
 
     def step(self, index: int) -> StepPacks:
         """One step of the current epoch, with the packs of all ranks.
@@ -157,16 +157,16 @@ class BalancedBatchSampler:
         Raises:
             ConfigError: The epoch has no such step, or other ranks did it.
         """
-        return self._course.step(index)
+        return self._steps.step(index)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
         epoch = integer("epoch", epoch, 0)
         if epoch != self.epoch:
-            self._go_to(self._recipe.course(epoch, self._ranks), steps_done=0)
+            self._go_to(self._spec.epoch_steps(epoch, self._ranks), steps_done=0)
 
-    def _go_to(self, course: Course, *, steps_done: int) -> None:
-        self._course = course
+    def _go_to(self, steps: EpochSteps, *, steps_done: int) -> None:
+        self._steps = steps
         self._exhausted = False
         self.steps_done = self._steps_yielded = steps_done
 
@@ -181,14 +181,14 @@ class BalancedBatchSampler:
             ConfigError: ``steps_done`` is not a step of the current epoch, or lies before the resume.
         """
         done = self._steps_yielded if steps_done is None else steps_done
-        done = integer("steps_done", done, self._course.first_step, self._course.last_step)
+        done = integer("steps_done", done, self._steps.first_step, self._steps.last_step)
         return {
             "version": VERSION,
             "epoch": self.epoch,
             "steps_done": done,
-            "course": self._course.record(),
-            "next_packs": _next_packs(self._course, done),
-            "recipe": self._recipe.fingerprint(),
+            "course": self._steps.record(),
+            "next_packs": _next_packs(self._steps, done),
+            "recipe": self._spec.fingerprint(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,12 +199,12 @@ class BalancedBatchSampler:
         epoch ends. Later epochs are arranged for the ranks there are now.
 
         Raises:
-            ConfigError: The state was saved with another recipe (lengths, limits, method, seed, …), or this version
+            ConfigError: The state was saved with another spec (lengths, limits, method, seed, …), or this version
                 arranges epochs differently.
         """
-        saved = read_state(state, self._recipe.fingerprint())
+        saved = read_state(state, self._spec.fingerprint())
         done, arranged_for, ranks = saved.steps_done, Ranks(*saved.course.arranged_for), Ranks(*saved.course.ranks)
-        course = self._recipe.course(
+        steps = self._spec.epoch_steps(
             saved.epoch,
             ranks,
             arranged_for=arranged_for,
@@ -212,17 +212,17 @@ class BalancedBatchSampler:
             first_step=saved.course.first_step,
         )
         if ranks != self._ranks:
-            positions = course.packs_done(done)
-            course = self._recipe.course(
+            positions = steps.packs_done(done)
+            steps = self._spec.epoch_steps(
                 saved.epoch, self._ranks, arranged_for=arranged_for, packs_done=positions, first_step=done
             )
-        found = _next_packs(course, done)
+        found = _next_packs(steps, done)
         if found != saved.next_packs:
             raise ConfigError(
                 f"the next packs must be those of the saved state, {saved.next_packs}, got {found}; "
                 "this version of omnibal arranges epochs differently: finish the epoch with the one that saved it"
             )
-        self._go_to(course, steps_done=done)
+        self._go_to(steps, steps_done=done)
 
     def verify(self, gather: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]]) -> None:
         """Check that all ranks hold the same plan: lengths, limits, seed and all else, at the same position.
@@ -242,16 +242,16 @@ class BalancedBatchSampler:
             "rank": self.rank,
             "num_replicas": self.num_replicas,
             "micro_batches": self.micro_batches,
-            **self._recipe.fingerprint(),
+            **self._spec.fingerprint(),
             "epoch": self.epoch,
             "steps_done": self.steps_done,
-            "course": self._course.record(),
+            "course": self._steps.record(),
         }
         check_agreement(gather(record), num_replicas=self.num_replicas)
 
 
-def _next_packs(course: Course, steps_done: int) -> list[list[int]]:
+def _next_packs(steps: EpochSteps, steps_done: int) -> list[list[int]]:
     """The first samples of the next pack in each stream: what a resumed run must find again."""
-    positions = course.packs_done(steps_done)
-    packs = (stream.next_pack(position) for stream, position in zip(course.streams, positions, strict=True))
+    positions = steps.packs_done(steps_done)
+    packs = (stream.next_pack(position) for stream, position in zip(steps.streams, positions, strict=True))
     return [pack[:MOST_REMEMBERED].tolist() for pack in packs]

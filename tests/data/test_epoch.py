@@ -158,22 +158,6 @@ def test_a_step_begins_with_its_smallest_packs_and_goes_on_from_the_largest(micr
             assert after[-1] <= before[0]
 
 
-def test_packs_that_follow_each_other_keep_the_proportion_of_tokens_to_tiles():
-    """A stage of the ViT and one of the LLM are then busy equally long with the larger and with the smaller ones."""
-    generator = np.random.default_rng(0)
-    tiles = generator.choice([1, 3, 4, 5], size=8000, p=[0.5, 0.2, 0.2, 0.1])
-    lengths = SampleLengths(tiles, 256 * tiles + generator.integers(20, 400, 8000))
-    epoch = arrange_epoch(lengths, PackLimits(13, 8192), num_replicas=4, micro_batches=10)
-    vision, tokens = (
-        loads[epoch.steps] for loads in (epoch.packs.vision_units(lengths), epoch.packs.llm_tokens(lengths))
-    )
-    uneven = vision[:-1].max(axis=(1, 2)) > vision[:-1].min(axis=(1, 2))
-    assert uneven.mean() > 0.5
-    for units, lengths_of_step in zip(vision[:-1][uneven], tokens[:-1][uneven], strict=True):
-        per_tile = lengths_of_step.sum() / units.sum()
-        np.testing.assert_allclose(lengths_of_step, per_tile * units, rtol=0.04)
-
-
 def test_oversized_samples_can_be_refused():
     lengths = SampleLengths([1, 10, 2, 11], [5, 6, 7, 8])
     with pytest.raises(DataError, match=r"got 10 and 6 for sample 1 \(2 samples in all\)"):

@@ -130,8 +130,8 @@ def test_an_epoch_that_is_read_ahead_is_planned_once():
     for _ in range(len(sampler) + 1):
         next(ahead)
     sampler.set_epoch(1)
-    assert sampler._course is sampler._recipe.course(1, sampler._ranks)
-    assert sampler._course.streams[0]._windows  # planned by the one who read ahead
+    assert sampler._steps is sampler._spec.epoch_steps(1, sampler._ranks)
+    assert sampler._steps.streams[0]._windows  # planned by the one who read ahead
 
 
 def test_a_broken_sample_is_told_in_the_step_that_has_it_and_not_before():

@@ -1,4 +1,4 @@
-"""Recipe: everything that decides which samples share a pack and a step, on all ranks and after every restart."""
+"""PackingSpec: everything that decides which samples share a pack and a step, on all ranks and after every restart."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from omnibal.cost import CostModel
 from omnibal.data.checks import kind
-from omnibal.data.course import Course
 from omnibal.data.epoch import Epoch, arrange_epoch
+from omnibal.data.epoch_steps import EpochSteps
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
@@ -22,7 +22,7 @@ MOST_NAMED = 10  # samples that a message names
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class PackingSpec:
     """What all ranks must agree on; arguments as of ``BalancedBatchSampler``.
 
     Raises:
@@ -40,7 +40,7 @@ class Recipe:
     exchange_steps: int = EXCHANGE_STEPS
     iterations: int = ITERATIONS
     _arranged: dict[Ranks, list[Epoch]] = field(default_factory=dict, init=False, repr=False)
-    _newest: dict[tuple[int, Ranks], Course] = field(default_factory=dict, init=False, repr=False)
+    _newest: dict[tuple[int, Ranks], EpochSteps] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         kind("lengths", self.lengths, SampleLengths)
@@ -80,7 +80,7 @@ class Recipe:
             **({"iterations": self.iterations} if self.method == "isf" else {}),
         }
 
-    def course(
+    def epoch_steps(
         self,
         epoch: int,
         ranks: Ranks,
@@ -88,7 +88,7 @@ class Recipe:
         arranged_for: Ranks | None = None,
         packs_done: Sequence[int] | None = None,
         first_step: int = 0,
-    ) -> Course:
+    ) -> EpochSteps:
         """The steps of an epoch, from its beginning or from the positions where other ranks left it.
 
         Args:
@@ -106,18 +106,18 @@ class Recipe:
                 self._arrange(arranged_for or ranks), self._populations, packs_done, strict=True
             )
         ]
-        return Course(streams, epoch=epoch, first_step=first_step, seed=self.seed)
+        return EpochSteps(streams, epoch=epoch, first_step=first_step, seed=self.seed)
 
     def steps_of(self, epoch: int, ranks: Ranks) -> int:
         """Steps of a whole epoch."""
         return sum(begun.at(epoch).num_steps for begun in self._arrange(ranks))
 
-    def _whole(self, epoch: int, ranks: Ranks) -> Course:
+    def _whole(self, epoch: int, ranks: Ranks) -> EpochSteps:
         """An epoch from its beginning; the newest one is kept, since whoever reads ahead begins it first."""
         if (epoch, ranks) not in self._newest:
-            course = self.course(epoch, ranks, packs_done=[0] * len(self._populations))
+            steps = self.epoch_steps(epoch, ranks, packs_done=[0] * len(self._populations))
             self._newest.clear()
-            self._newest[epoch, ranks] = course
+            self._newest[epoch, ranks] = steps
         return self._newest[epoch, ranks]
 
     def _arrange(self, ranks: Ranks) -> list[Epoch]:

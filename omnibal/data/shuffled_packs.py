@@ -9,7 +9,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 
 
-class DealtPacks:
+class ShuffledPacks:
     """Arranges epochs whose packs know nothing of steps: shuffled and dealt as they are.
 
     An epoch has the steps that its packs fill, so epochs differ in their number of steps by a few, and how many they

@@ -1,4 +1,4 @@
-"""Course: the steps of one epoch from any position on, for the ranks that run it now."""
+"""EpochSteps: the steps of one epoch from any position on, for the ranks that run it now."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class StepPacks:
         return needs
 
 
-class Course:
+class EpochSteps:
     """The steps of one epoch from ``first_step`` on; several streams take turns in a random order.
 
     Args:
@@ -116,7 +116,7 @@ class Course:
         return [stream.position(steps) for stream, steps in zip(self.streams, turns, strict=True)]
 
     def record(self) -> dict[str, Any]:
-        """What it takes to make this course again, as JSON values."""
+        """What it takes to make these steps again, as JSON values."""
         stream = self.streams[0]
         return {
             "arranged_for": [stream.arranged_for.num_replicas, stream.arranged_for.micro_batches],

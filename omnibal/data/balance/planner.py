@@ -1,0 +1,178 @@
+"""BalancedPacks: how many steps an epoch takes, and the packs of any window of any epoch."""
+
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.cost import CostModel
+from omnibal.data.balance.demand import CLOSING, RESERVE, survey
+from omnibal.data.balance.layout import BLOCK, WINDOW, Layout, blocks_of
+from omnibal.data.balance.rules import Effort, make_rules
+from omnibal.data.balance.shuffle import shuffle_keys, shuffled
+from omnibal.data.balance.window import columns_of, driving_loads, plan_window
+from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.packs import Packs
+from omnibal.data.policies import DEFAULT_COST, EXCHANGE_STEPS
+from omnibal.errors import InfeasibleError
+
+SURVEY: Final = 1 << 15
+"""Samples that stand for all where these are too many to count."""
+MARGINS: Final[tuple[float, ...]] = (0.0, *(0.001 * 2**grown for grown in range(17)))
+"""Shares of packs that are added until a trial succeeds: samples that do not combine to fill packs need them."""
+ATTEMPTS: Final = 32
+"""Orders of a window's samples that are tried. Nearly always the first one fits."""
+BLOCKS_KEPT: Final = 4
+"""Blocks whose windows are remembered."""
+DEFAULT_EFFORT: Final = Effort()
+
+
+class BalancedPacks:
+    """Arranges epochs of steps that are balanced in vision units and in cost.
+
+    Args:
+        lengths: Loads of every sample.
+        limits: The most a pack may hold.
+        num_replicas: Data-parallel ranks.
+        micro_batches: Packs per rank and step.
+        cost: What is made even besides vision units; by default ``DEFAULT_COST``.
+        seed: The same seed gives the same epochs.
+        samples: Which samples take part; None for all.
+        exchange_steps: Consecutive steps that may exchange samples for the sake of balance. With 1, samples leave the
+            steps that drew them only where limits ask for it.
+        effort: How much each part of the planner does.
+    """
+
+    def __init__(
+        self,
+        lengths: SampleLengths,
+        limits: PackLimits,
+        *,
+        num_replicas: int,
+        micro_batches: int = 1,
+        cost: CostModel | None = None,
+        seed: int = 0,
+        samples: npt.NDArray[np.int64] | None = None,
+        exchange_steps: int = EXCHANGE_STEPS,
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> None:
+        self._columns, self._limits = columns_of(lengths), limits
+        self._num_replicas, self._step_packs = num_replicas, num_replicas * micro_batches
+        self._cost = DEFAULT_COST if cost is None else cost
+        self._seed, self._samples, self._exchange_steps, self._effort = seed, samples, exchange_steps, effort
+        self._num_samples = len(lengths) if samples is None else len(samples)
+        drawn = None if self._num_samples <= BLOCK else self._draw(0, SURVEY, 0)
+        self._demand = survey(lengths, limits, self._cost, samples=samples, drawn=drawn)
+        self._tried: list[Packs] = []  # the first windows of epoch 0: planned already, and known to fit
+        self._cuts: dict[tuple[int, int], IntArray] = {}
+        self._size()
+
+    def window_starts(self, epoch: int) -> IntArray:  # the same in all epochs
+        """First step of every window, and the number of steps behind them."""
+        return self._layout.window_starts
+
+    def window(self, epoch: int, index: int) -> Packs:
+        """Plan one window: the packs of its steps in running order.
+
+        Raises:
+            InfeasibleError: Its samples do not fit into its packs in any order that is tried. Epochs of one window have
+                a plan to fall back to; no larger one is known where this happens.
+        """
+        if epoch == 0 and index < len(self._tried):
+            return self._tried[index]
+        for attempt in range(ATTEMPTS):
+            packs = self._plan(epoch, index, attempt)
+            if packs is not None:
+                return packs
+        if len(self._layout.window_starts) == 2 and self._tried:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._tried[0]))
+            return self._tried[0].take(order)
+        raise InfeasibleError(
+            f"window {index} of epoch {epoch} must fit into packs of {self._limits.vision_units} vision units and "
+            f"{self._limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of its samples some packs would hold too "
+            "much; choose other limits"
+        )
+
+    def _size(self) -> None:
+        """Find the number of steps: the bound and its reserve, unless a trial shows that samples do not combine so."""
+        single = self._num_samples < 2 * WINDOW
+        blocks, window = (1, self._num_samples) if single else (blocks_of(self._num_samples), WINDOW)
+        needed = self._needed = self._demand.packs_needed(blocks, window)
+        steps, fewer = self._steps_of(needed), self._steps_of(self._demand.packs_needed(blocks, window, CLOSING))
+        # No reserve is worth a step that is more than it.
+        if single and fewer < steps < 1 / RESERVE and self._try(fewer):
+            return
+        tried = 0
+        for margin in MARGINS:
+            steps = self._steps_of(needed * (1 + margin))
+            if steps != tried and (self._try(steps) or self._try(steps, repair_first=True)):
+                return
+            tried = steps
+        self._try(self._most_steps)  # every sample has a pack of its own
+
+    def _try(self, num_steps: int, *, repair_first: bool = False) -> bool:
+        """Take a number of steps, and tell whether first windows fit: of a small epoch, all of it.
+
+        Where samples fit easily, one window stands for all. Where they do not, the first one may fit by luck: then a
+        second one must, too.
+        """
+        hard = repair_first or num_steps > self._steps_of(self._needed)
+        self._layout = Layout(self._num_samples, num_steps, self._step_packs)
+        self._rules, self._share_of = make_rules(
+            self._demand,
+            self._limits,
+            self._cost,
+            num_replicas=self._num_replicas,
+            micro_batches=self._step_packs // self._num_replicas,
+            group_steps=self._exchange_steps,
+            num_packs=num_steps * self._step_packs,
+            repair_first=repair_first,
+            effort=self._effort,
+        )
+        self._cuts.clear()
+        self._tried.clear()
+        for index in range(min(len(self._layout.window_starts) - 1, 1 + hard)):
+            packs = self._plan(0, index, 0)
+            if packs is None:
+                return False
+            self._tried.append(packs)
+        return True
+
+    @property
+    def _most_steps(self) -> int:
+        """Steps with one sample in every pack."""
+        return -(-self._num_samples // self._step_packs)
+
+    def _steps_of(self, num_packs: float) -> int:
+        """Steps of so many packs."""
+        return min(max(math.ceil(num_packs / self._step_packs), 1), self._most_steps)
+
+    def _plan(self, epoch: int, index: int, attempt: int) -> Packs | None:
+        """Plan a window; after the first attempt in another order, and with limits before all else."""
+        starts = self._layout.window_starts
+        block = self._layout.block_of(int(starts[index]))
+        first = int(np.searchsorted(starts, self._layout.block_steps(block)[0]))
+        begin, end = self._find_cuts(epoch, block)[index - first : index - first + 2]
+        chance = np.random.default_rng([self._seed, epoch, index, attempt])
+        chosen, rules = self._draw(int(begin), int(end), epoch), self._rules
+        if attempt:
+            chosen, rules = chance.permutation(chosen), rules._replace(repair_first=True)
+        return plan_window(chosen, self._columns, self._share_of, rules, int(np.diff(starts)[index]), chance)
+
+    def _draw(self, begin: int, end: int, epoch: int) -> npt.NDArray[np.int64]:
+        """Samples at some places of an epoch's random order."""
+        places = shuffled(self._num_samples, begin, end, shuffle_keys(self._seed, epoch))
+        return places if self._samples is None else self._samples[places]
+
+    def _find_cuts(self, epoch: int, block: int) -> IntArray:
+        """Where the windows of a block begin, and where the last one ends; those of some blocks are remembered."""
+        cuts = self._cuts.get((epoch, block))
+        if cuts is None:
+            chosen = self._draw(*self._layout.block_places(block), epoch)
+            cuts = self._layout.cut(block, driving_loads(chosen, self._columns, self._rules, self._share_of))
+            while len(self._cuts) >= BLOCKS_KEPT:
+                self._cuts.pop(next(iter(self._cuts)), None)
+            self._cuts[epoch, block] = cuts
+        return cuts

@@ -1,0 +1,144 @@
+"""Rules: everything that all windows of an epoch have in common."""
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from omnibal.cost import CostModel
+from omnibal.data.balance.demand import FULL, Demand
+from omnibal.data.balance.tables import Int32Array
+from omnibal.data.limits import PackLimits
+
+PACK: Final = 1 << 20
+"""A mean pack's cost, within a factor of two."""
+VISION_PACKS: Final = 3
+"""A mean pack's vision units weigh this many ``PACK``: they come in few sizes and are to be even before all else."""
+MOST_LOAD: Final = 1 << 23
+"""A sample's largest load: sums of subsets stay within 32 bits."""
+TOLERANCE: Final = PACK // 500
+"""A difference in cost that is not worth an exchange: 0.2 % of a pack."""
+SHARE_PACKS: Final = 4
+"""What a pack of driving load weighs when the end of a step is trimmed, in ``PACK``: more than its vision units do."""
+FEW_UNITS: Final = range(2, 256)
+"""Vision units in a mean pack for which it matters whether a step's divide by its ranks.
+
+With fewer, whole multiples would sort the steps; with more, one unit is too little to see.
+"""
+
+
+class Effort(NamedTuple):
+    """How much each part of the planner does; ``tools/sampling/ablation.py`` turns the parts off one by one."""
+
+    trimmed: int = 6
+    """Samples at a step's end, and behind it, that may change places: 64 subsets each."""
+    step_rounds: int = 4
+    """Rounds in which the packs of a step meet; what is not even by then stays uneven."""
+    vision_rounds: int = 12
+    """Rounds in which packs of wrong vision units meet those of other steps."""
+    group_rounds: int = 4
+    """Rounds in which all packs of neighbouring steps meet."""
+    passes: int = 2
+    """How often steps meet, and are levelled again."""
+    heaviest_rounds: int = 4
+    """Rounds in which the heaviest pack of a step meets all others."""
+    repair_rounds: int = 10
+    """Rounds in which packs over a limit meet others."""
+    whole: int = 4
+    """Packs of up to so many samples offer all their subsets, larger ones single samples and pairs; 1: single ones."""
+    strangeness: float = 0.4
+    """How far exchanges may take a step's mix from that of all samples: random steps are at 1 on average."""
+    strange_samples: int = 30
+    """Samples by which any step counts as larger there: in a small one, a few exchanges are soon as much as chance."""
+
+
+class Rules(NamedTuple):
+    """What all windows of an epoch have in common."""
+
+    step_packs: int
+    """Packs of a step."""
+    num_replicas: int
+    """Packs of a step that run at the same time."""
+    group_steps: int
+    """Consecutive steps that may exchange samples."""
+    most_vision: int
+    """Vision units that a pack may hold."""
+    most_tokens: int
+    """Tokens that a pack may hold."""
+    vision_weight: int
+    """Load of a vision unit."""
+    token_weight: int
+    """Load of a token."""
+    costs: tuple[float, float, float, float]
+    """Load of a vision unit, a token, a squared token and a squared vision unit in the cost."""
+    vision_tolerance: int
+    """Vision load by which packs may differ."""
+    by_tokens: bool
+    """Whether tokens, otherwise vision units, decide how many samples a step has room for: the driving load."""
+    most_share: int
+    """Driving load that a pack may hold."""
+    share_unit: int
+    """What the driving load of a step should be a multiple of."""
+    share_weight: int
+    """What a unit of the driving load weighs in hitting a step's share."""
+    whole_weight: int
+    """What a vision unit weighs in hitting a multiple of the ranks; 0 where that does not matter, or vision drives."""
+    repair_first: bool
+    """Whether packs are brought under the limits before they are levelled: where samples hardly fit."""
+    effort: Effort
+    """How much each part of the planner does."""
+
+
+def make_rules(
+    demand: Demand,
+    limits: PackLimits,
+    cost: CostModel,
+    *,
+    num_replicas: int,
+    micro_batches: int,
+    group_steps: int,
+    num_packs: int,
+    repair_first: bool,
+    effort: Effort,
+) -> tuple[Rules, Int32Array]:
+    """Work out the rules for epochs of ``num_packs`` packs, and the driving load of each size.
+
+    Where packs have few vision units (tiles), those of a step are made a multiple of its ranks: else one rank has one
+    more than the others. That has a price. Fewer sets of samples do, and what they leave uneven is cost: at 16 tiles
+    and 5120 tokens, the Dist Ratio of vision units is 0.0006 in place of 0.0061, that of the LLM's cost 0.0111 in place
+    of 0.0059. So it pays where the ViT makes up half of the cost or more. A cost model without vision units says
+    nothing about the ViT; then both count alike, as where ViT and LLM are stages of their own, and it pays, too.
+    """
+    per_pack = demand.num_samples / max(num_packs, 1)
+    vision, mean_cost = per_pack * demand.mean_vision, per_pack * demand.mean_cost
+    # A power of two: so samples weigh the same on machines whose mean costs differ in the last bit.
+    unit = 2.0 ** math.floor(math.log2(max(mean_cost, 1e-300))) / PACK
+    vision_weight = int(max(min(VISION_PACKS * PACK // max(vision, 1e-9), MOST_LOAD // max(limits.vision_units, 1)), 1))
+    vision_pays = cost.vision_units == 0 or 2 * cost.vision_units * demand.mean_vision >= demand.mean_cost
+    divides = FEW_UNITS.start <= vision < FEW_UNITS.stop and vision_pays
+    drives = divides and demand.by_volume and not demand.by_tokens
+    rules = Rules(
+        step_packs=num_replicas * micro_batches,
+        num_replicas=num_replicas,
+        group_steps=group_steps,
+        most_vision=limits.vision_units,
+        most_tokens=limits.llm_tokens,
+        vision_weight=vision_weight,
+        token_weight=max(MOST_LOAD // 2 // limits.llm_tokens, 1),
+        costs=(
+            cost.vision_units / unit,
+            cost.llm_tokens / unit,
+            cost.llm_tokens_squared / unit,
+            cost.vision_squared / unit,
+        ),
+        # Packs that follow each other may differ by a vision unit, those of one micro-batch may not.
+        vision_tolerance=max(int((3 / 4 if micro_batches == 1 else 7 / 8) * vision_weight), VISION_PACKS * TOLERANCE),
+        by_tokens=demand.by_tokens,
+        most_share=limits.vision_units if drives else FULL,
+        share_unit=num_replicas if drives else 1,
+        share_weight=vision_weight if drives else SHARE_PACKS * PACK // FULL,
+        whole_weight=vision_weight if divides and not drives else 0,
+        repair_first=repair_first,
+        effort=effort,
+    )
+    return rules, np.arange(limits.vision_units + 1, dtype=np.int32) if drives else demand.shares

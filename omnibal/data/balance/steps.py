@@ -1,0 +1,158 @@
+"""Steps: a random stream of samples is cut into steps of equal load, and each step's samples are dealt to its packs."""
+
+from typing import Any
+
+import numpy as np
+
+from omnibal.compiled import compiled
+from omnibal.data.balance.exchange import WITHIN, Goal, add_subsets, nearest
+from omnibal.data.balance.levelling import sort_packs
+from omnibal.data.balance.rules import Rules
+from omnibal.data.balance.tables import (
+    COST,
+    COST_EXCESS,
+    COUNT,
+    MASK,
+    MEMBER,
+    TOKEN_ROOM,
+    TOKENS,
+    VISION,
+    VISION_EXCESS,
+    VISION_ROOM,
+    Int32Array,
+    Int64Array,
+    Integer,
+    prepend,
+)
+
+
+@compiled
+def cut_steps(shares: Int32Array, vision: Int64Array, num_steps: int, rules: Rules, scratch: Int32Array) -> Any:
+    """Cut a stream of samples into steps of an equal share of the driving load.
+
+    A step draws the next samples until it has its share; then some of its last and of the next samples change places
+    where that comes nearer to the share, and to vision units that divide by the ranks. Every step has a sample for
+    every pack; only where the whole stream has too few does the last one lack some.
+
+    Args:
+        shares: Driving load of each sample.
+        vision: Vision units of each sample.
+        num_steps: Number of steps, at least 1.
+        rules: What steps should hold.
+        scratch: Room.
+
+    Returns:
+        The samples in the order of steps, and where each step begins in it.
+
+    Complexity: O(samples).
+    """
+    number = len(shares)
+    order: Int64Array = np.arange(number)
+    starts: Any = np.zeros(num_steps + 1, dtype=np.int64)
+    table = np.zeros((number, TOKENS + 1), dtype=np.int32)  # what the ends of steps are trimmed by
+    total = done = np.int64(0)
+    for sample in range(number):
+        table[sample, VISION] = vision[sample] * rules.whole_weight
+        table[sample, COST] = shares[sample] * rules.share_weight
+        total += shares[sample]
+    for step in range(num_steps):
+        begin, left = starts[step], num_steps - step
+        end = number if left == 1 else min(begin + rules.step_packs, number)
+        if left > 1 and number - begin > left * rules.step_packs:
+            most = number - (left - 1) * rules.step_packs
+            due: Any = total * (step + 1) // num_steps - done
+            # Rounded up, so that the last step gets what is left.
+            due = min(-(-due // rules.share_unit) * rules.share_unit, rules.step_packs * rules.most_share)
+            drawn = _sum(shares, order, begin, end)
+            while end < most and 2 * (due - drawn) >= shares[order[end]]:
+                drawn, end = drawn + shares[order[end]], end + 1
+            units = _sum(vision, order, begin, end)
+            whole = (units + rules.num_replicas // 2) // rules.num_replicas * rules.num_replicas
+            # Beyond that the next multiple is out of reach, and steps would be sorted in vain.
+            units = units - whole if abs(units - whole) <= rules.effort.trimmed else 0
+            excess = (units * rules.whole_weight, (drawn - due) * rules.share_weight)
+            if rules.effort.trimmed:
+                end = _trim(table, order, begin + rules.step_packs, begin, end, most, excess, rules, scratch)
+        done += _sum(shares, order, begin, end)
+        starts[step + 1] = end
+    return order, starts
+
+
+@compiled
+def _sum(values: Any, order: Int64Array, begin: Integer, end: Integer) -> Any:
+    total = np.int64(0)
+    for place in range(begin, end):
+        total += values[order[place]]
+    return total
+
+
+@compiled
+def _trim(
+    table: Int32Array,
+    order: Int64Array,
+    least: int,
+    begin: int,
+    end: int,
+    most: int,
+    excess: tuple[Integer, Integer],
+    rules: Rules,
+    scratch: Int32Array,
+) -> int:
+    """Let last samples of a step and next ones change places to remove an excess; return the step's new end."""
+    mine, theirs = min(rules.effort.trimmed, end - begin), min(rules.effort.trimmed, len(order) - end)
+    first = end - mine
+    scratch[0, MEMBER, :mine], scratch[1, MEMBER, :theirs] = order[first:end], order[end : end + theirs]
+    num_mine = add_subsets(table, scratch[0], mine, rules.effort.trimmed)
+    num_theirs = add_subsets(table, scratch[1], theirs, rules.effort.trimmed)
+    vision, cost = min(max(excess[0], -WITHIN), WITHIN), min(max(excess[1], -WITHIN), WITHIN)
+    anything, twice = np.int32(WITHIN), np.uint32(2 * WITHIN)  # steps are not limited; packs are
+    goal = Goal(np.int32(vision), np.int32(cost), anything, anything, twice, twice)
+    given, taken = nearest(scratch, num_mine, num_theirs, goal, np.int32(abs(vision) + abs(cost)))
+    if given < 0:
+        return end
+    give, take, behind = scratch[0, MASK, given], scratch[1, MASK, taken], end
+    for member in range(rules.effort.trimmed):
+        behind += (take >> member & 1) - (give >> member & 1)
+    if not least <= behind <= most:
+        return end  # the step would have too few samples, or leave too few
+    place, new_end = first, behind
+    for side, count, moved in ((0, mine, give), (1, theirs, take)):
+        for member in range(count):
+            if (moved >> member & 1) == side:
+                order[place] = scratch[side, MEMBER, member]
+                place += 1
+            else:
+                order[behind] = scratch[side, MEMBER, member]
+                behind += 1
+    return new_end
+
+
+@compiled
+def deal_samples(
+    samples: Int32Array, packs: Int64Array, by_size: Int64Array, starts: Int64Array, rules: Rules, order: Int64Array
+) -> None:
+    """Deal each step's samples to its packs in rounds: the largest of a round to the pack that holds least so far.
+
+    Args:
+        samples: Linked in place.
+        packs: Without samples, with all room; changed in place. Excesses are measured from the mean of the step.
+        by_size: Samples, within each step from large to small.
+        starts: Where steps begin in ``by_size``.
+        rules: What all steps have in common.
+        order: Room for the packs of a step.
+    """
+    for step in range(len(starts) - 1):
+        begin = step * rules.step_packs
+        for place in range(rules.step_packs):
+            order[place] = begin + place
+        for place in range(starts[step], starts[step + 1]):
+            turn = (place - starts[step]) % rules.step_packs
+            if turn == 0 and place > starts[step]:
+                sort_packs(packs, order, rules.step_packs, True, True)
+            sample, pack = by_size[place], order[turn]
+            prepend(samples, packs, pack, sample)
+            packs[pack, COUNT] += 1
+            packs[pack, VISION_EXCESS] += samples[sample, VISION]
+            packs[pack, COST_EXCESS] += samples[sample, COST]
+            packs[pack, VISION_ROOM] -= samples[sample, VISION]
+            packs[pack, TOKEN_ROOM] -= samples[sample, TOKENS]

@@ -1,0 +1,101 @@
+"""Windows as the planner's compiled parts have them, made from lists and read back."""
+
+from itertools import chain
+
+import numpy as np
+
+from omnibal.data.balance.rules import Effort, Rules
+from omnibal.data.balance.tables import (
+    COST,
+    COST_EXCESS,
+    COUNT,
+    FIRST,
+    MIX,
+    MOST_SUBSETS,
+    NEXT,
+    NOWHERE,
+    TOKEN_ROOM,
+    TOKEN_SUM,
+    TOKENS,
+    VISION,
+    VISION_EXCESS,
+    VISION_ROOM,
+    Window,
+)  # fmt: skip
+
+LOADS = [VISION, COST, TOKENS]
+
+
+def make_rules(step_packs, *, limits=(1 << 20, 1 << 20), group_steps=1, tolerance=0, repair_first=False, **effort):
+    return Rules(
+        step_packs=step_packs, num_replicas=step_packs, group_steps=group_steps, most_vision=limits[0],
+        most_tokens=limits[1], vision_weight=1, token_weight=1, costs=(0.0, 1.0, 0.0, 0.0),
+        vision_tolerance=tolerance, by_tokens=False, most_share=1 << 30, share_unit=1, share_weight=16, whole_weight=0,
+        repair_first=repair_first, effort=Effort(**effort),
+    )  # fmt: skip
+
+
+def make_window(loads, members, rules, *, targets=None, mixes=None):
+    """Loads are (vision, cost, tokens) of samples; excesses are against ``targets``; mixes: bits of samples."""
+    samples = np.zeros((len(loads), TOKENS + 1), dtype=np.int32)
+    samples[:, NEXT] = NOWHERE
+    samples[:, LOADS] = np.asarray(loads).reshape(-1, 3)
+    samples[:, MIX] = 1 if mixes is None else mixes
+    packs = np.zeros((len(members), TOKEN_ROOM + 1), dtype=np.int64)
+    packs[:, FIRST] = NOWHERE
+    for pack, chosen in enumerate(members):
+        for sample in reversed(chosen):
+            samples[sample, NEXT] = packs[pack, FIRST]
+            packs[pack, FIRST] = sample
+    thresholds = max(int(samples[:, MIX].max(initial=1)).bit_length() - 1, 0)
+    bits = samples[:, MIX][:, None] >> np.arange(thresholds + 1) & 1
+    steps = [
+        list(chain(*members[begin : begin + rules.step_packs])) for begin in range(0, len(members), rules.step_packs)
+    ]
+    mix = np.array([bits[step].sum(axis=0) for step in steps])
+    window = Window(
+        samples, packs, mix, bits[:, :-1].mean(axis=0), np.zeros(thresholds + 1, dtype=np.int64),
+        np.empty(max(len(packs), rules.step_packs), dtype=np.int64),
+        np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32),
+    )  # fmt: skip
+    packs[:, COUNT:] = rows_of(window, rules, targets)
+    return window
+
+
+def rows_of(window, rules, targets=None):
+    """What the packs' rows should hold, from the samples that are in them."""
+    rows = []
+    for pack, chosen in enumerate(members_of(window)):
+        vision, cost, tokens = window.samples[chosen][:, LOADS].sum(axis=0, dtype=np.int64)
+        aim = (0, 0) if targets is None else targets[pack]
+        rows.append(
+            (len(chosen), vision - aim[0], cost - aim[1], rules.most_vision - vision, rules.most_tokens - tokens)
+        )
+    return np.array(rows, dtype=np.int64)
+
+
+def members_of(window):
+    """The samples of each pack, as lists."""
+    members = []
+    for pack in range(len(window.packs)):
+        members.append([])
+        sample = window.packs[pack, FIRST]
+        while sample != NOWHERE:
+            members[-1].append(int(sample))
+            sample = window.samples[sample, NEXT]
+    return members
+
+
+def check_window(window, rules, targets=None):
+    """Every sample is in one pack, and all records agree with the samples."""
+    members = members_of(window)
+    assert sorted(sample for pack in members for sample in pack) == list(range(len(window.samples)))
+    assert window.packs[:, COUNT:].tolist() == rows_of(window, rules, targets).tolist()
+    columns = window.mix.shape[1]
+    for step, row in enumerate(window.mix):
+        mine = list(chain(*members[step * rules.step_packs : (step + 1) * rules.step_packs]))
+        bits = window.samples[mine][:, MIX].astype(np.int64)
+        assert row.tolist() == [int((bits >> column & 1).sum()) for column in range(columns)]
+
+
+__all__ = ["COST_EXCESS", "VISION_EXCESS", "VISION_ROOM", "check_window", "make_rules", "make_window", "members_of"]

@@ -1,0 +1,81 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnibal.data.balance.levelling import even_vision, level_heaviest, level_parts, level_window, repair
+from omnibal.data.balance.tables import TOKEN_ROOM, VISION_ROOM
+from tests.data.balance.tables import check_window, make_rules, make_window, members_of
+
+PACK = 1 << 20
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=40),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.booleans(),
+)
+@settings(max_examples=200)
+def test_nothing_is_lost_and_what_is_over_is_counted(sizes, step_packs, num_steps, repair_first):
+    number = step_packs * num_steps
+    rules = make_rules(step_packs, limits=(12, 60), group_steps=2, repair_first=repair_first)
+    members = [list(range(pack, len(sizes), number)) for pack in range(number)]
+    window = make_window([(vision, 1000 * tokens, tokens) for vision, tokens in sizes], members, rules)
+    left = level_window(window, rules, np.uint64(3))
+    found = members_of(window)
+    assert sorted(sample for pack in found for sample in pack) == list(range(len(sizes)))
+    assert sum(map(bool, found)) == min(number, len(sizes))  # no pack became empty
+    assert left == (window.packs[:, [VISION_ROOM, TOKEN_ROOM]] < 0).any(axis=1).sum()
+
+
+def test_the_heaviest_pack_meets_all_others():
+    """Meetings of heavy packs with light ones end at 850 here; the mean is 753."""
+    costs = [cost * PACK // 750 for cost in (200, 140, 590, 110, 190, 380, 470, 380, 520, 30)]
+    rules = make_rules(4)
+    members = [list(range(pack, len(costs), 4)) for pack in range(4)]
+    window = make_window([(0, cost, 0) for cost in costs], members, rules)
+    window.packs[:, 3] -= sum(costs) // 4
+    level_parts(window, rules, 4, 4)
+    before = window.packs[:, 3].max()
+    level_heaviest(window, rules)
+    check_window(window, rules, [(0, sum(costs) // 4)] * 4)
+    assert window.packs[:, 3].max() <= before
+
+
+def test_an_excess_finds_its_counterpart_in_another_step():
+    """18 = 5 + 5 + 5 + 3 and 14 = 5 + 5 + 3 + 1 can become 16 only with the help of another step."""
+    patterns = [[5, 5, 5, 1], [5, 5, 3, 3], [5, 3, 3, 3, 1, 1], [3] * 5 + [1]]
+    packs = [[5, 5, 5, 3], [5, 5, 3, 1]] + [patterns[c] for c in np.random.default_rng(3).integers(0, 4, 30)]
+    tiles = [tile for pack in packs for tile in pack]
+    ends = np.cumsum([len(pack) for pack in packs])
+    members = [list(range(end - len(pack), end)) for pack, end in zip(packs, ends, strict=True)]
+    rules = make_rules(2, group_steps=64, tolerance=750)
+    targets = [(16_000, 0)] * 32
+    window = make_window([(1000 * tile, 0, 0) for tile in tiles], members, rules, targets=targets)
+    even_vision(window, rules, 64, np.uint64(1))
+    check_window(window, rules, targets)
+    assert [sum(tiles[sample] for sample in pack) for pack in members_of(window)] == [16] * 32
+
+
+def test_packs_with_room_are_found_among_many():
+    full, over, roomy = [5, 3], [5, 3, 3], [5]
+    contents = [*[full] * 300, *[over] * 20, *[roomy] * 20]
+    ends = np.cumsum([len(pack) for pack in contents])
+    members = [list(range(end - len(pack), end)) for pack, end in zip(contents, ends, strict=True)]
+    rules = make_rules(1, limits=(9, 40))
+    window = make_window([(tile, tile, 1) for pack in contents for tile in pack], members, rules)
+    assert repair(window, rules, np.uint64(1)) == 0
+    check_window(window, rules)
+
+
+def test_a_few_tokens_too_many_outweigh_uneven_vision_units():
+    """A long sample of few vision units is stuck beside another one unless a pack takes an uneven number."""
+    unit = 350_000
+    contents = [[(3, 3305), (3, 807)], *[[(3, 900), (3, 900), (0, 300), (1, 400)]] * 6, [(3, 900), (3, 900)]]
+    sizes = [size for pack in contents for size in pack]
+    ends = np.cumsum([len(pack) for pack in contents])
+    members = [list(range(end - len(pack), end)) for pack, end in zip(contents, ends, strict=True)]
+    rules = make_rules(8, limits=(9 * unit, 4096 * 1024))
+    targets = [(7 * unit, 0)] * 8
+    window = make_window([(unit * v, 0, 1024 * t) for v, t in sizes], members, rules, targets=targets)
+    assert repair(window, rules, np.uint64(1)) == 0

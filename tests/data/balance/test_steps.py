@@ -1,0 +1,66 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from omnibal.data.balance.steps import cut_steps
+from omnibal.data.balance.tables import MOST_SUBSETS, TOKEN_SUM
+from tests.data.balance.tables import make_rules
+
+
+def steps_of(shares, num_steps, rules, *, vision=None):
+    """Steps as lists of samples."""
+    shares = np.asarray(shares, dtype=np.int32)
+    vision = shares if vision is None else vision
+    scratch = np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32)
+    order, starts = cut_steps(shares, np.asarray(vision, dtype=np.int64), num_steps, rules, scratch)
+    return [order[begin:end].tolist() for begin, end in itertools.pairwise(starts)]
+
+
+@given(st.lists(st.integers(0, 20), max_size=80), st.integers(1, 6), st.integers(1, 5), st.booleans())
+@example([0] * 10, 3, 2, True)
+@settings(max_examples=300)
+def test_every_sample_once_and_one_for_every_pack(shares, num_steps, step_packs, whole):
+    rules = make_rules(step_packs)._replace(share_unit=step_packs if whole else 1)
+    steps = steps_of(shares, num_steps, rules)
+    assert sorted(sample for step in steps for sample in step) == list(range(len(shares)))
+    sizes = [len(step) for step in steps]
+    if len(shares) >= num_steps * step_packs:
+        assert min(sizes) >= step_packs
+    else:
+        full, rest = divmod(len(shares), step_packs)
+        assert sizes == [step_packs] * full + ([rest] if full < num_steps else []) + [0] * (num_steps - full - 1)
+
+
+@pytest.fixture
+def tiles():
+    return np.random.default_rng(2).choice([1, 3, 4, 5], p=[0.15, 0.4, 0.05, 0.4], size=2000)
+
+
+def test_whole_shares_are_hit_exactly(tiles):
+    rules = make_rules(8)._replace(share_unit=8, most_share=17)
+    sums = [int(tiles[step].sum()) for step in steps_of(tiles, 58, rules)]
+    assert [total % 8 for total in sums[:-1]] == [0] * 57
+    assert max(abs(total - tiles.sum() / 58) for total in sums) < 8 + 5
+
+
+def test_no_share_exceeds_what_packs_hold(tiles):
+    rules = make_rules(8)._replace(share_unit=8, most_share=16)
+    num_steps = -(-int(tiles.sum()) // (8 * 16))
+    assert max(int(tiles[step].sum()) for step in steps_of(tiles, num_steps, rules)) == 8 * 16
+
+
+def test_vision_units_become_whole_where_tokens_drive(tiles):
+    tokens = 256 * tiles + np.random.default_rng(4).integers(20, 400, len(tiles))
+    rules = make_rules(8)._replace(share_weight=1, whole_weight=20_000)
+    steps = steps_of(tokens, 50, rules, vision=tiles)
+    assert np.mean([tiles[step].sum() % 8 == 0 for step in steps]) > 0.9
+    assert max(tokens[step].sum() for step in steps) / (tokens.sum() / 50) < 1.05
+
+
+def test_samples_stay_near_their_place_in_the_stream(tiles):
+    steps = steps_of(tiles, 50, make_rules(8))
+    place = {sample: step for step, members in enumerate(steps) for sample in members}
+    assert np.mean([abs(place[sample] - sample * 50 / len(tiles)) for sample in range(len(tiles))]) < 1.5
