@@ -115,9 +115,8 @@ def _refuse(others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if value is not None:
             raise ConfigError(
-                f"arguments of initialize must be config, model, dataset, optimizer, lr_scheduler and on_gradient, "
-                f"got {name}; "
-                f"{OTHERWISE.get(name, 'leave it out')}"
+                "arguments of initialize must be config, model, dataset, optimizer, lr_scheduler and on_gradient, "
+                f"got {name}; {OTHERWISE.get(name, 'leave it out')}"
             )
 
 
