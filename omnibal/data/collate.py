@@ -19,6 +19,7 @@ def pack_samples(
     pad_token_id: int,
     pixel_shape: tuple[int, int, int],
     pixel_dtype: torch.dtype = torch.float32,
+    image_integers: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
     """Lays samples one after another.
 
@@ -29,24 +30,30 @@ def pack_samples(
         pad_token_id: Id of the dummy token.
         pixel_shape: (channels, height, width) of a tile, for packs without an image.
         pixel_dtype: What the model computes in.
+        image_integers: Names of further integers of the samples with images, and the shape of one entry of each.
 
     Returns:
         ``input_ids``, ``labels``, ``position_ids`` (1, L) int64; ``cu_seq_lens`` (n + 1,) int32;
-        ``pixel_values`` ``(tiles, *pixel_shape)``, tiles possibly 0. Labels are not shifted; each sample's first
-        one is -100, so that no token is predicted from the sample before it.
+        ``pixel_values`` ``(tiles, *pixel_shape)``, tiles possibly 0; and the integers of all samples under each name
+        of ``image_integers``. Labels are not shifted; each sample's first one is -100, so that no token is predicted
+        from the sample before it.
     """
     ids = [item["input_ids"] for item in items] or [torch.tensor([pad_token_id])]
     labels = [item["labels"].clone() for item in items] or [torch.tensor([IGNORED])]
     for sample_labels in labels:
         sample_labels[:1] = IGNORED
     lengths = torch.tensor([len(sample_ids) for sample_ids in ids])
-    tiles = [item["pixel_values"] for item in items if item.get("pixel_values") is not None]
+    with_images = [item for item in items if item.get("pixel_values") is not None]
+    integers = {
+        name: torch.cat([torch.empty(0, *shape, dtype=torch.int64), *(item[name] for item in with_images)])
+        for name, shape in (image_integers or {}).items()
+    }
+    pixels = [item["pixel_values"].to(pixel_dtype) for item in with_images]
     return {
         "input_ids": torch.cat(ids).unsqueeze(0),
         "labels": torch.cat(labels).unsqueeze(0),
         "position_ids": torch.cat([torch.arange(length) for length in lengths.tolist()]).unsqueeze(0),
         "cu_seq_lens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        "pixel_values": torch.cat(
-            [torch.empty(0, *pixel_shape, dtype=pixel_dtype), *(pixels.to(pixel_dtype) for pixels in tiles)]
-        ),
+        "pixel_values": torch.cat([torch.empty(0, *pixel_shape, dtype=pixel_dtype), *pixels]),
+        **integers,
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from omnibal.config import RunFiles
@@ -17,6 +18,8 @@ from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
 
 MODEL_FOLDER = "model"
+SPARE_FILE = "spare.safetensors"
+"""Of the model's folder in a checkpoint: weights that no layer has."""
 MODEL_FILES = (
     "*config.json",  # of the model, its tokenizer and processors, generation
     "tokenizer.json",
@@ -40,13 +43,16 @@ MODEL_FILES = (
 """What a checkpoint takes from the model's folder, where anything may lie: other weights, checkpoints themselves."""
 
 
-def write_model_files(checkpoint: Path, model_source: Path | None, config: Any) -> list[Path]:
+def write_model_files(
+    checkpoint: Path, model_source: Path | None, config: Any, spare: Mapping[str, Tensor] | None = None
+) -> list[Path]:
     """Lay beside DeepSpeed's files what an export needs beside the weights.
 
     Args:
         checkpoint: Folder of one checkpoint.
         model_source: Hugging Face folder of the model; of it MODEL_FILES are copied.
         config: The model's transformers configuration.
+        spare: Weights that no layer has.
 
     Returns:
         The files.
@@ -59,6 +65,8 @@ def write_model_files(checkpoint: Path, model_source: Path | None, config: Any) 
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
     config.save_pretrained(folder)
+    if spare:
+        save_file(dict(spare), folder / SPARE_FILE)
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
@@ -127,8 +135,9 @@ def join_layers(layers: Path, folder: Path) -> None:
     """As ``export``, of a folder that only this run has written."""
     source = layers / MODEL_FOLDER
     model = load_model(source)
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    save_model(model, lambda index: _layer_state(layers, index), folder)
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SPARE_FILE))
+    spare = load_file(source / SPARE_FILE) if model.spare_names else {}
+    save_model(model, lambda index: _layer_state(layers, index), folder, spare=spare)
 
 
 def _layer_state(checkpoint: Path, index: int) -> dict[str, Tensor]:

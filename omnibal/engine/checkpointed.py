@@ -114,7 +114,7 @@ class CheckpointedEngine(TableEngine):
 
     def _complete(self, unfinished: Path, files: dict[str, SavedFile], save_latest: bool) -> None:
         def complete() -> None:
-            own = write_model_files(unfinished, self.given.folder, self.given.vlm.config)
+            own = write_model_files(unfinished, self.given.folder, self.given.vlm.config, self.given.spare)
             for path in own:
                 saved_files.flush(path)
                 files[str(path.relative_to(unfinished))] = SavedFile.of(path, 0)
@@ -213,7 +213,7 @@ class CheckpointedEngine(TableEngine):
         return True
 
     def _join_layers(self, layers: Path, folder: Path) -> None:
-        write_model_files(layers, self.given.folder, self.given.vlm.config)
+        write_model_files(layers, self.given.folder, self.given.vlm.config, self.given.spare)
         join_layers(layers, folder)
         shutil.rmtree(layers)
 

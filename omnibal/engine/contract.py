@@ -1,7 +1,7 @@
 """What a dataset promises to training, checked as samples and steps are read: a broken promise names the sample."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 from zlib import crc32
@@ -43,21 +43,26 @@ class SampleRules:
     Attributes:
         vocabulary: Token ids are below it.
         image_token: The id in whose place an image's features come.
-        tokens_per_tile: How many of them a tile brings.
+        tokens_per_tile: How many of them a tile brings, where every one brings as many.
         pixel_shape: (channels, height, width) of a tile.
+        image_integers: As of ``VisionLanguageModel``; so ``image_tokens``.
+        image_tokens: See there.
     """
 
     vocabulary: int
     image_token: int
     tokens_per_tile: int
     pixel_shape: tuple[int, int, int]
+    image_integers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None
 
     @classmethod
     def of(cls, model: VisionLanguageModel) -> "SampleRules":
         """Those of a model."""
         config: Any = model.config
         vocabulary, image_token = int(config.text_config.vocab_size), int(config.image_token_id)
-        return cls(vocabulary, image_token, image_tokens_per_tile(model), model.pixel_shape)
+        per_tile = image_tokens_per_tile(model) if model.image_tokens is None else 0
+        return cls(vocabulary, image_token, per_tile, model.pixel_shape, model.image_integers, model.image_tokens)
 
     def problem(self, sample: Any, *, tiles: int, tokens: int, decoded: bool) -> str | None:
         """The first rule that a sample breaks, and what it has instead.
@@ -89,9 +94,27 @@ class SampleRules:
             yield f"have labels from 0 to {self.vocabulary - 1} or {IGNORED}, got {beyond}"
         if len(labels) and labels[0] != IGNORED:
             yield f"begin with the label {IGNORED}, since nothing comes before its first token, got {int(labels[0])}"
-        yield from self._image_problems(sample.get("pixel_values"), ids, tiles, decoded)
+        image_tokens = int((ids == self.image_token).sum())
+        yield from self._pixel_problems(sample.get("pixel_values"), tiles, decoded)
+        if self.image_tokens is None:
+            each = self.tokens_per_tile
+            if image_tokens != tiles * each:
+                yield f"have {each} image tokens (id {self.image_token}) for each of {tiles} tiles, got {image_tokens}"
+        elif decoded:
+            yield from self._integer_problems(sample, image_tokens, bool(tiles))
 
-    def _image_problems(self, pixels: Any, ids: Tensor, tiles: int, decoded: bool) -> Iterator[str]:
+    def _integer_problems(self, sample: Mapping[str, Any], image_tokens: int, has_images: bool) -> Iterator[str]:
+        for name, shape in self.image_integers.items():
+            value: Any = sample.get(name)
+            is_integer = isinstance(value, Tensor) and value.dtype == torch.int64
+            if has_images and (not is_integer or value.dim() == 0 or value.shape[1:] != shape):
+                sides = "".join(f", {side}" for side in shape)
+                yield f"have {name} that are a tensor of int64 of shape (entries{sides}), got {_kind(value)}"
+        wanted = self.image_tokens(sample) if has_images and self.image_tokens is not None else 0
+        if image_tokens != wanted:
+            yield f"have {wanted} image tokens (id {self.image_token}) for its images, got {image_tokens}"
+
+    def _pixel_problems(self, pixels: Any, tiles: int, decoded: bool) -> Iterator[str]:
         if not decoded and pixels is not None:
             yield f"have no pixel_values in text(), got {_kind(pixels)}"
         is_image = isinstance(pixels, Tensor) and pixels.is_floating_point() and pixels.shape[1:] == self.pixel_shape
@@ -100,9 +123,6 @@ class SampleRules:
         found = 0 if pixels is None else len(pixels)
         if decoded and found != tiles:
             yield f"have as many tiles as its lengths() say, {tiles}, got {found}"
-        wanted, image_tokens = self.tokens_per_tile, int((ids == self.image_token).sum())
-        if image_tokens != tiles * wanted:
-            yield f"have {wanted} image tokens (id {self.image_token}) for each of {tiles} tiles, got {image_tokens}"
 
 
 class CheckedSamples(Dataset[dict[str, Any]]):

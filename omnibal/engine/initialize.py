@@ -26,6 +26,7 @@ from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, O
 from omnibal.engine.resolve import Given, named, read, resolve_plan
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
+from omnibal.vlm.weights import spare_weights
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def initialize(
         view=view_of(stage, given.layout.num_stages),
         pixel_shape=given.vlm.pixel_shape,
         pixel_dtype=given.dtype,
+        image_integers=given.vlm.image_integers,
         workers=given.section.data.workers,
         step_seconds=None if plan.predicted is None else plan.predicted.step_seconds,
         pin_memory=get_accelerator().device_name() == "cuda",
@@ -182,6 +184,11 @@ def _open(section: OmnibalSection, part: str, *, measured: bool) -> Conversation
     )
 
 
+def _keep_spare(given: Given) -> None:
+    if dist.get_rank() == 0:
+        given.spare.update(spare_weights(given.vlm, given.source, seed=given.section.model.seed))
+
+
 def build_engine(
     given: Given,
     plan: Plan,
@@ -216,6 +223,7 @@ def build_engine(
         where=f"rank {dist.get_rank()}",
     )
     module = module_class(given, plan)
+    together(lambda: _keep_spare(given), where=f"rank {dist.get_rank()}")
     with explained_wait():  # for an optimizer that is compiled
         return engine_class(
             given=given,

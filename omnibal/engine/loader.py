@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +130,7 @@ class PackLoader:
         view: What this rank reads of a sample; with ``"nothing"`` only the position is kept.
         pixel_shape: (channels, height, width) of a tile.
         pixel_dtype: What the model computes in.
+        image_integers: What it reads of images beside pixels, as of ``VisionLanguageModel``.
         workers: DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in
             this process, when a step begins; None for as many as the images of a step need.
         step_seconds: What a step is predicted to take, None if nobody did.
@@ -144,6 +145,7 @@ class PackLoader:
         view: View,
         pixel_shape: tuple[int, int, int],
         pixel_dtype: torch.dtype = torch.float32,
+        image_integers: Mapping[str, tuple[int, ...]] | None = None,
         workers: int | None = None,
         step_seconds: float | None = None,
         pin_memory: bool = False,
@@ -155,6 +157,7 @@ class PackLoader:
             view=view,
             pixel_shape=pixel_shape,
             pixel_dtype=pixel_dtype,
+            image_integers=image_integers,
             workers=workers,
             step_seconds=step_seconds,
             pin_memory=pin_memory,
@@ -164,7 +167,11 @@ class PackLoader:
             cast(Dataset[dict[str, Any]], dataset) if view == "images" else TextView(dataset),
             batch_sampler=_PacksFromHere(self.sampler),
             collate_fn=partial(
-                pack_samples, pad_token_id=PAD_TOKEN_ID, pixel_shape=pixel_shape, pixel_dtype=pixel_dtype
+                pack_samples,
+                pad_token_id=PAD_TOKEN_ID,
+                pixel_shape=pixel_shape,
+                pixel_dtype=pixel_dtype,
+                image_integers=image_integers,
             ),
             num_workers=self.workers,
             prefetch_factor=-(-self.micro_batches // self.workers) if self.workers else None,

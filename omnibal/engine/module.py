@@ -97,7 +97,8 @@ class VlmPipelineModule(PipelineModule):
     def count(self, batch: Mapping[str, Tensor]) -> PackCounts | None:
         """What layers need to know of a pack on the host, while it still is there."""
         image_tokens = int((batch["input_ids"] == self.vlm.config.image_token_id).sum())
-        return PackCounts(image_tokens, sample_lengths(batch["cu_seq_lens"]))
+        integers = {name: batch[name].tolist() for name in self.vlm.image_integers}
+        return PackCounts(image_tokens, sample_lengths(batch["cu_seq_lens"]), integers)
 
     def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Weighted sum of token losses in training; EVALUATION_STATISTICS in evaluation.

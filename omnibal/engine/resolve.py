@@ -43,6 +43,8 @@ class Given:
     """Of the processes at hand."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """All of the model's, by name, where they are in memory."""
+    spare: dict[str, Tensor] = field(default_factory=dict)
+    """Those that no layer has, on the first rank: checkpoints keep them."""
 
     @property
     def dtype(self) -> torch.dtype:

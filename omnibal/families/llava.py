@@ -4,6 +4,13 @@ from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRec
 from omnibal.families.text import text_records
 from omnibal.families.vit import image_tokens, tile_size, tower_records
 
+TOWER_ON_DISK = {
+    "vision_tower.vision_model.": "vision_tower.vision_model.",
+    "model.vision_tower.vision_model.": "vision_tower.vision_model.",  # as transformers 4.52 and later 4 wrote it
+    "model.vision_tower.": "vision_tower.vision_model.",
+    "vision_tower.": "vision_tower.vision_model.",  # as transformers 5 writes a model that was not loaded
+}
+"""The first prefix that fits a name counts."""
 LANGUAGE_ON_DISK = {
     "model.multi_modal_projector.": "multi_modal_projector.",
     "model.language_model.": "language_model.model.",
@@ -41,5 +48,5 @@ FAMILY = Family(
     model_types=("llava",),
     image_rule=image_rule,
     layer_records=layer_records,
-    disk_prefixes={"model.vision_tower.": "vision_tower.vision_model.", **LANGUAGE_ON_DISK},
+    disk_prefixes=TOWER_ON_DISK | LANGUAGE_ON_DISK,
 )

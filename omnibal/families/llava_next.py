@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
+from typing import NamedTuple
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, Size, section
-from omnibal.families.llava import LANGUAGE_ON_DISK, either_ties
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, Size, section, size
+from omnibal.families.llava import LANGUAGE_ON_DISK, TOWER_ON_DISK, either_ties
 from omnibal.families.text import text_records
 from omnibal.families.vit import image_tokens as tokens_of_tile
 from omnibal.families.vit import tile_size, tower_records
@@ -22,6 +23,22 @@ LEAST_SHRINK = 1.1
 """LLaVA-OneVision leaves canvases that would be shrunk by less as they are."""
 Resolution = tuple[int, int]
 """(height, width) in pixels, in the order of ``image_grid_pinpoints``."""
+
+
+class Fit(NamedTuple):
+    """How an image lies on its canvas, in patches.
+
+    Attributes:
+        tiles: Of the canvas, as (rows, columns).
+        padding: Rows above the image, and below it; columns left of it, and right of it.
+        kept: Rows and columns between.
+        shrunk: Rows and columns that they are shrunk to.
+    """
+
+    tiles: tuple[int, int]
+    padding: tuple[int, int]
+    kept: tuple[int, int]
+    shrunk: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,27 @@ class Canvases:
 
         return max(self.resolutions, key=merit)
 
+    def fit(self, width: int, height: int) -> Fit:
+        """How an image lies on its canvas.
+
+        >>> Canvases(((336, 672), (672, 672)), 336, 24).fit(672, 300)
+        Fit(tiles=(1, 2), padding=(1, 0), kept=(22, 48), shrunk=(22, 48))
+        """
+        canvas_height, canvas_width = self.best(width, height)
+        tiles = canvas_height // self.tile, canvas_width // self.tile
+        rows, columns = (count * self.side for count in tiles)
+        above = left = 0
+        if width / height > columns / rows:
+            above = (rows - int(round(height * (columns / width), 7))) // 2
+        else:
+            left = (columns - int(round(width * (rows / height), 7))) // 2
+        rows, columns = kept = rows - 2 * above, columns - 2 * left
+        if self.most_tiles is not None:
+            shrink = sqrt(rows * columns / (self.most_tiles * self.side**2))
+            if shrink > LEAST_SHRINK:
+                rows, columns = int(rows // shrink), int(columns // shrink)
+        return Fit(tiles, (above, left), kept, (rows, columns))
+
     def load(self, width: int, height: int) -> ImageLoad:
         """What a lone image brings.
 
@@ -66,18 +104,9 @@ class Canvases:
         >>> Canvases(((336, 672), (672, 672)), 336, 24).load(672, 336)
         ImageLoad(vision_units=3, llm_tokens=1752, vision_squared=0)
         """
-        canvas_height, canvas_width = self.best(width, height)
-        tiles = (canvas_height // self.tile) * (canvas_width // self.tile) + 1
-        rows, columns = canvas_height // self.tile * self.side, canvas_width // self.tile * self.side
-        if width / height > columns / rows:
-            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
-        else:
-            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-        if self.most_tiles is not None:
-            shrink = sqrt(rows * columns / (self.most_tiles * self.side**2))
-            if shrink > LEAST_SHRINK:
-                rows, columns = int(rows // shrink), int(columns // shrink)
-        return ImageLoad(tiles, self.side**2 + rows * columns + rows)
+        fit = self.fit(width, height)
+        rows, columns = fit.shrunk
+        return ImageLoad(1 + fit.tiles[0] * fit.tiles[1], self.side**2 + rows * (columns + 1))
 
 
 def next_rule(config: Config, preprocessor: Config) -> ImageRule:
@@ -87,7 +116,12 @@ def next_rule(config: Config, preprocessor: Config) -> ImageRule:
         ConfigError: If there is none, the model's are others than the preprocessor's, tiles are not what the ViT takes,
             or the model keeps class tokens.
     """
-    return partial(_loads, _canvases(config, preprocessor, "default"), False)
+    return rule_of_canvases(next_canvases(config, preprocessor), lone_only=False)
+
+
+def next_canvases(config: Config, preprocessor: Config | None = None) -> Canvases:
+    """What LLaVA-NeXT fits images to, by default as its configuration alone says; errors as of ``next_rule``."""
+    return _canvases(config, preprocessor or _own(config), "default")
 
 
 def onevision_rule(config: Config, preprocessor: Config) -> ImageRule:
@@ -96,11 +130,23 @@ def onevision_rule(config: Config, preprocessor: Config) -> ImageRule:
     Raises:
         ConfigError: As of ``next_rule``, or ``vision_aspect_ratio`` is none that is known.
     """
+    return rule_of_canvases(onevision_canvases(config, preprocessor), lone_only=True)
+
+
+def onevision_canvases(config: Config, preprocessor: Config | None = None) -> Canvases:
+    """What LLaVA-OneVision fits images to, as of ``next_canvases``; errors as of ``onevision_rule``."""
     aspect = config.get("vision_aspect_ratio", "anyres_max_9")
     most_tiles = re.fullmatch(r"anyres_max_([1-9]\d*)", str(aspect))
     if not most_tiles:
         raise ConfigError(f"vision_aspect_ratio must be anyres_max_ and a number, got {aspect!r}")
-    return partial(_loads, _canvases(config, preprocessor, "full", int(most_tiles[1])), True)
+    return _canvases(config, preprocessor or _own(config), "full", int(most_tiles[1]))
+
+
+def _own(config: Config) -> Config:
+    """An image processor's configuration that fits the model's."""
+    tile = size(section(config, "vision_config"), "image_size")
+    pinpoints = config.get("image_grid_pinpoints", ())
+    return {"image_grid_pinpoints": pinpoints, "size": {"height": tile, "width": tile}}
 
 
 def _canvases(config: Config, preprocessor: Config, selected: str, most_tiles: int | None = None) -> Canvases:
@@ -115,6 +161,11 @@ def _canvases(config: Config, preprocessor: Config, selected: str, most_tiles: i
     tile = tile_size(config, preprocessor)
     side = round(sqrt(tokens_of_tile(config, tile)))
     return Canvases(cut, tile, side, most_tiles)
+
+
+def rule_of_canvases(canvases: Canvases, *, lone_only: bool) -> ImageRule:
+    """The rule of images that are fitted to canvases; ``lone_only`` where a sample's images are if it has one."""
+    return partial(_loads, canvases, lone_only)
 
 
 def _loads(canvases: Canvases, lone_only: bool, sizes: Sequence[Size]) -> tuple[ImageLoad, ...]:
@@ -137,11 +188,7 @@ def onevision_records(config: Config) -> tuple[LayerRecord, ...]:
     return (*vision, *text_records(text, tied=either_ties(config)))
 
 
-_DISK_PREFIXES = {
-    "model.vision_tower.": "vision_tower.vision_model.",
-    "model.image_newline": "image_newline",
-    **LANGUAGE_ON_DISK,
-}
+_DISK_PREFIXES = {"model.image_newline": "image_newline", **TOWER_ON_DISK, **LANGUAGE_ON_DISK}
 NEXT = Family(
     model_types=("llava_next",), image_rule=next_rule, layer_records=next_records, disk_prefixes=_DISK_PREFIXES
 )

@@ -15,9 +15,12 @@ from omnibal.families.base import LayerRecord
 from omnibal.records import read_json
 from omnibal.vlm.internvl import internvl
 from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.llava import llava, llava_next, llava_onevision
 from omnibal.vlm.weights import has_weights, ties_are_broken
 
-LAYERS: Mapping[str, Callable[[Any], VisionLanguageModel]] = MappingProxyType({"internvl": internvl})
+LAYERS: Mapping[str, Callable[[Any], VisionLanguageModel]] = MappingProxyType(
+    {"internvl": internvl, "llava": llava, "llava_next": llava_next, "llava_onevision": llava_onevision}
+)
 """From ``model_type``, as in ``omnibal.families``, to what makes a model's layers from its configuration."""
 
 

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-from omnibal.errors import ConfigError, said
 from omnibal.families.internvl import FAMILY, layer_records
-from omnibal.vlm.attention import PACKED_ATTENTION
-from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel
+from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import text_recipes
 
@@ -79,12 +76,7 @@ def internvl(config: InternVLConfig) -> VisionLanguageModel:
         ConfigError: If the configuration has a setting that the layers do not serve.
     """
     records = layer_records(config.to_dict())
-    with torch.device("meta"):
-        skeleton: Any = InternVLForConditionalGeneration
-        try:
-            skeleton = skeleton._from_config(config, attn_implementation=PACKED_ATTENTION)
-        except (KeyError, RuntimeError) as error:  # an activation that does not exist, sizes beyond any memory
-            raise ConfigError(f"configuration must describe a model that can be built, got {said(error)}") from error
+    skeleton = skeleton_of(InternVLForConditionalGeneration, config)
     kinds = [record.kind for record in records]
     recipes = (
         LayerRecipe(PatchEmbedding, {"embeddings": "model.vision_tower.embeddings"}),

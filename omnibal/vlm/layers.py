@@ -1,17 +1,19 @@
 """The contract of every family: a Hugging Face model as a list of pipeline layers, each built on its own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from omnibal.errors import ConfigError, said
 from omnibal.families.base import LayerRecord
+from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.payload import Layout
 
 
@@ -21,7 +23,7 @@ class LayerRecipe:
 
     Attributes:
         layer_class: Called with the model's config and the parts; keeps each part under the name it came by.
-        parts: From that name to the path of a module in the Hugging Face model.
+        parts: From that name to the path of a module in the Hugging Face model, or of a parameter.
     """
 
     layer_class: type[nn.Module]
@@ -36,6 +38,9 @@ class VisionLanguageModel:
         records: One per layer, first to last.
         skeleton: The whole Hugging Face model on the meta device: its modules and names, no memory.
         pixel_shape: Channels, height and width of a tile.
+        image_integers: What the vision layers read of images beside their pixels, by the names of the Hugging Face
+            model's arguments: the shape of one entry, such as ``(2,)`` of each image's size. Packs hold all entries.
+        image_tokens: From these of a sample to how many tokens its images bring; None where each tile brings as many.
     """
 
     def __init__(
@@ -46,6 +51,8 @@ class VisionLanguageModel:
         *,
         disk_prefixes: Mapping[str, str],
         pixel_shape: tuple[int, int, int],
+        image_integers: Mapping[str, tuple[int, ...]] | None = None,
+        image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None,
     ) -> None:
         """Bring together what a family knows.
 
@@ -55,19 +62,25 @@ class VisionLanguageModel:
             recipes: How to make each layer.
             disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
             pixel_shape: Channels, height and width of a tile.
+            image_integers: What vision layers read beside pixels.
+            image_tokens: How many tokens images bring.
         """
         assert len(records) == len(recipes)
         self.config: PreTrainedConfig = skeleton.config
         self.records = records
         self.skeleton = skeleton
         self.pixel_shape = pixel_shape
+        self.image_integers = image_integers or {}
+        self.image_tokens = image_tokens
         self._recipes = recipes
         self._disk_prefixes = disk_prefixes
 
     def layout(self, boundary: int) -> Layout:
         """What a cut before layer ``boundary`` sends; at 0 what the model is given, at the end what it gives."""
         assert 0 <= boundary <= len(self.records)
-        return Layout()
+        read_later = any(record.module != "language" for record in self.records[boundary:])
+        images = self.image_integers if read_later else ()
+        return Layout(integers=("input_ids", "position_ids", *images, "cu_seq_lens"))
 
     def layer_class(self, index: int) -> type[nn.Module]:
         """The class of layer ``index``."""
@@ -89,23 +102,37 @@ class VisionLanguageModel:
             device: Where the layer ends up.
         """
         recipe = self._recipes[index]
-        parts = {name: deepcopy(self.skeleton.get_submodule(path)) for name, path in recipe.parts.items()}
+        parts = {name: deepcopy(self._part(path)) for name, path in recipe.parts.items()}
         layer = recipe.layer_class(self.config, **parts).to_empty(device="cpu")
-        for tensor in layer.state_dict().values():
-            tensor.fill_(torch.nan)
+        _forget(layer)
         with _forked_generator(seed, self.first_tied(index)):
             for name, path in recipe.parts.items():
-                _initialise(parts[name], self._initialiser(path), weights=seed is not None)
+                part = parts[name]
+                if isinstance(part, nn.Module):
+                    _initialise(part, self._initialiser(path), weights=seed is not None)
+                elif seed is not None:
+                    self._initialise_parameter(path, layer.get_parameter(name))
         assert seed is None or not any(tensor.isnan().any() for tensor in layer.state_dict().values())
         return layer.to(device=device, dtype=dtype)
 
     def weight_names(self, index: int) -> dict[str, str]:
         """From names in layer ``index``'s ``state_dict()`` to names in a Hugging Face folder of weights."""
-        return {
-            f"{part}.{name}": self.disk_name(f"{path}.{name}")
-            for part, path in self._recipes[index].parts.items()
-            for name in self.skeleton.get_submodule(path).state_dict()
-        }
+        names: dict[str, str] = {}
+        for name, path in self._recipes[index].parts.items():
+            part = self._part(path)
+            inner = [f".{key}" for key in part.state_dict()] if isinstance(part, nn.Module) else [""]
+            names |= {name + key: self.disk_name(path + key) for key in inner}
+        return names
+
+    @property
+    def spare_names(self) -> tuple[str, ...]:
+        """Names on disk of weights that no layer has: parts of the ViT behind the features that the model reads.
+
+        They are not computed, not trained, and exported as they came.
+        """
+        of_layers = {name for index in range(len(self.records)) for name in self.weight_names(index).values()}
+        known = of_layers | self.tied_names.keys()
+        return tuple(name for name in map(self.disk_name, self.skeleton.state_dict()) if name not in known)
 
     @property
     def tied_names(self) -> dict[str, str]:
@@ -125,6 +152,43 @@ class VisionLanguageModel:
         key = self.records[index].tied_key
         return index if key is None else [record.tied_key for record in self.records].index(key)
 
+    def build_spare(self, *, seed: int) -> dict[str, Tensor]:
+        """The weights of ``spare_names`` as transformers initialises them, in float32, by their names on disk."""
+        spare, built = set(self.spare_names), set[str]()
+        found: dict[str, Tensor] = {}
+        for path, module in self.skeleton.named_modules():
+            names = [f"{path}.{name}" for name in module.state_dict()]
+            in_larger = any(path.startswith(f"{larger}.") for larger in built)
+            if in_larger or not names or not spare.issuperset(map(self.disk_name, names)):
+                continue
+            built.add(path)
+            part = deepcopy(module).to_empty(device="cpu")
+            with _forked_generator(seed, len(self.records) + len(built)):
+                _initialise(part, self._initialiser(path), weights=True)
+            found |= {self.disk_name(f"{path}.{name}"): tensor for name, tensor in part.state_dict().items()}
+        return found
+
+    def spare_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the weights of ``spare_names``."""
+        shapes = {self.disk_name(name): tensor.shape for name, tensor in self.skeleton.state_dict().items()}
+        return {name: shapes[name] for name in self.spare_names}
+
+    def _part(self, path: str) -> nn.Module | nn.Parameter:
+        """The module or parameter of the Hugging Face model at a path."""
+        owner, _, name = path.rpartition(".")
+        part: nn.Module | nn.Parameter = getattr(self.skeleton.get_submodule(owner), name)
+        return part
+
+    def _initialise_parameter(self, path: str, parameter: nn.Parameter) -> None:
+        """Initialise a parameter of a larger module: of a stand-in for that module, which has nothing else."""
+        owner, _, name = path.rpartition(".")
+        stand_in = copy(self.skeleton.get_submodule(owner))
+        stand_in._parameters = {name: parameter}
+        stand_in._modules = {}
+        with torch.no_grad():
+            initialiser: Any = self._initialiser(owner)
+            initialiser._init_weights(stand_in)
+
     def _initialiser(self, path: str) -> PreTrainedModel:
         """The innermost model around ``path``: transformers lets each initialise its own modules, by its own config."""
         names = path.split(".")
@@ -132,11 +196,33 @@ class VisionLanguageModel:
         return next(ancestor for ancestor in ancestors if isinstance(ancestor, PreTrainedModel))
 
 
+def skeleton_of(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A Hugging Face model on the meta device, its attention that of packs.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    with torch.device("meta"):
+        try:
+            skeleton: PreTrainedModel = model_class._from_config(config, attn_implementation=PACKED_ATTENTION)
+        except (KeyError, RuntimeError) as error:  # an activation that does not exist, sizes beyond any memory
+            raise ConfigError(f"configuration must describe a model that can be built, got {said(error)}") from error
+    return skeleton
+
+
 def _initialise(part: nn.Module, initialiser: Any, *, weights: bool) -> None:
+    """Weights where they are wanted; buffers that no file holds, such as frequencies and positions, in any case."""
     with torch.no_grad():
         for module in part.modules():
-            if weights or not any(True for _ in module.parameters()):
+            if weights or module._non_persistent_buffers_set:
                 initialiser._init_weights(module)
+        if not weights:
+            _forget(part)
+
+
+def _forget(module: nn.Module) -> None:
+    for tensor in module.state_dict().values():
+        tensor.fill_(torch.nan)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,12 @@ class Payload:
         """Int64 of shape (1, tokens); they restart with each sample."""
         return self.integers["position_ids"]
 
+    def on_host(self, name: str) -> list[Any]:
+        """The integers of a name as a (nested) list; what is noted of the pack, else the device is asked."""
+        counts = counts_of([self.cu_seq_lens])
+        known = None if counts is None else counts.integers.get(name)
+        return self.integers[name].tolist() if known is None else list(known)
+
     @property
     def cu_seq_lens(self) -> Tensor:
         """Bounds of the samples, int32 of shape (samples + 1,)."""
@@ -112,10 +119,12 @@ class PackCounts(NamedTuple):
     Attributes:
         image_tokens: In the pack; None where nobody has counted them.
         sample_lengths: Tokens of each sample.
+        integers: Further ones of the pack's integers, such as the sizes of its images.
     """
 
     image_tokens: int | None
     sample_lengths: tuple[int, ...]
+    integers: Mapping[str, list[Any]] = MappingProxyType({})
 
 
 def note_counts(tensors: Sequence[Tensor], counts: PackCounts | None) -> None:

@@ -22,6 +22,9 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What weights may be stored as: a cast gives the model's dtype. Quantised ones would need their scales."""
 
+BUFFERS = ("rotary_emb.inv_freq", "embeddings.position_ids")
+"""Ends of names in older files that are no weights: the model makes them itself."""
+
 
 class Stored(NamedTuple):
     """Where a tensor is: a safetensors file, and its name there."""
@@ -73,12 +76,34 @@ def load_layer(
     stored = _stored_weights(model, source)
     targets = module.state_dict()
     for name, disk_name in model.weight_names(index).items():
-        tensor, target = stored[disk_name].read(), targets[name]
-        problem = _problem(tensor, target.shape)
-        if problem is not None:
-            raise ConfigError(f"{stored[disk_name].name} must {problem} in {stored[disk_name].file}")
+        target = targets[name]
+        tensor = _checked(stored[disk_name], target.shape)
         with torch.no_grad():
             target.copy_(tensor)
+
+
+def spare_weights(
+    model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor] | None, *, seed: int
+) -> dict[str, Tensor]:
+    """The weights that no layer has, by their names on disk: those that are there, else initial ones.
+
+    Args:
+        model: The model.
+        source: As of ``load_layer``; None where the layers, too, have initial weights.
+        seed: Of initial ones.
+
+    Raises:
+        ConfigError: As of ``load_layer``.
+    """
+    shapes = model.spare_shapes()
+    if not shapes:
+        return {}
+    stored = {} if source is None else _stored_weights(model, source)
+    there = {name: stored[name] for name in shapes if name in stored}
+    found = {} if len(there) == len(shapes) else model.build_spare(seed=seed)
+    for name, entry in there.items():
+        found[name] = _checked(entry, shapes[name]).to("cpu", copy=True)
+    return found
 
 
 def ties_are_broken(model: VisionLanguageModel, folder: str | Path) -> bool:
@@ -99,6 +124,7 @@ def save_model(
     folder: str | Path,
     *,
     max_shard_bytes: int = 5_000_000_000,
+    spare: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a Hugging Face folder: ``config.json`` and safetensors, in shards with an index if more than one.
 
@@ -110,6 +136,7 @@ def save_model(
         state_of: From a layer's index to its ``state_dict()``; called once per layer, in order.
         folder: Is made if need be.
         max_shard_bytes: Of tensors in one file; a tensor larger than that gets a file of its own.
+        spare: What ``spare_weights`` gave; initial ones by default.
 
     Raises:
         ConfigError: If a state lacks a tensor of its layer, or holds one of another name.
@@ -121,6 +148,8 @@ def save_model(
         if model.first_tied(index) == index:
             for name, tensor in _renamed(model, index, state_of(index)).items():
                 writer.add(name, tensor)
+    for name, tensor in (model.build_spare(seed=0) if spare is None else spare).items():
+        writer.add(name, tensor)
     writer.close()
     config = deepcopy(model.config)
     config.architectures, config.dtype = [type(model.skeleton).__name__], writer.dtype
@@ -172,7 +201,8 @@ def _stored_weights(
             stored.setdefault(first, head)
     expected = {name for index in range(len(model.records)) for name in model.weight_names(index).values()}
     missing = sorted(expected - stored.keys())
-    unexpected = sorted(name for name in stored.keys() - expected if not name.endswith("rotary_emb.inv_freq"))
+    surplus = stored.keys() - expected - set(model.spare_names)
+    unexpected = sorted(name for name in surplus if not name.endswith(BUFFERS))
     if missing:
         raise ConfigError(f"{where} must hold every weight of the model, got no {_some(missing)}")
     if unexpected:
@@ -189,6 +219,19 @@ def _all_weights(
         return str(source), dict(_read_names(model, Path(source)))
     held = {model.disk_name(name): InMemory("the model given", name, tensor) for name, tensor in source.items()}
     return "the model given", dict(held)
+
+
+def _checked(stored: Stored | InMemory, shape: torch.Size) -> Tensor:
+    """A weight's values.
+
+    Raises:
+        ConfigError: They cannot be those of such a weight.
+    """
+    tensor = stored.read()
+    problem = _problem(tensor, shape)
+    if problem is not None:
+        raise ConfigError(f"{stored.name} must {problem} in {stored.file}")
+    return tensor
 
 
 def _problem(tensor: Tensor, shape: torch.Size) -> str | None:

@@ -96,10 +96,10 @@ CONFIGS = {
 }
 
 
-def small_config(model_type, *, image_token_id=600, text_tied=False, **options):
-    """The configuration of a small model."""
-    config_class, vision, text, further = CONFIGS[model_type]
-    text = TEXT | text | {"tie_word_embeddings": text_tied}
+def small_config(model_type, *, image_token_id=600, text_tied=False, text=None, **options):
+    """The configuration of a small model; ``text`` changes its language model's."""
+    config_class, vision, usual, further = CONFIGS[model_type]
+    text = TEXT | usual | (text or {}) | {"tie_word_embeddings": text_tied}
     token = {"image_token_index" if "llava" in model_type else "image_token_id": image_token_id}
     return config_class(vision_config=vision, text_config=text, **further | token | options)
 

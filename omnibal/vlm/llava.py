@@ -1,0 +1,217 @@
+"""LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision as pipeline layers, around transformers' own modules.
+
+The ViT ends where its features are read. What lies behind (of CLIP its last block, of both towers their last norm)
+gets no gradient: no layer has it, and its weights are exported as they came.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+)
+
+from omnibal.families import layer_records
+from omnibal.families.base import Family, ImageRule
+from omnibal.families.llava import FAMILY
+from omnibal.families.llava_next import (
+    NEXT,
+    ONEVISION,
+    Canvases,
+    Fit,
+    next_canvases,
+    onevision_canvases,
+    rule_of_canvases,
+)
+from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
+from omnibal.vlm.payload import Payload
+from omnibal.vlm.text import text_recipes
+
+IMAGE_SIZES, IMAGES_OF_SAMPLES = "image_sizes", "batch_num_images"
+"""(height, width) of each image; how many images each sample with images has."""
+
+
+class PatchEmbedding(nn.Module):
+    """Pixels to patch embeddings with positions; CLIP's have a class token and a norm."""
+
+    def __init__(self, config: Any, embeddings: nn.Module, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.norm = norm
+
+    def forward(self, payload: Payload) -> Payload:
+        """From pixels (tiles, channels, height, width) to (tiles, tokens_per_tile, width)."""
+        hidden = self.embeddings(payload.hidden)
+        return payload.replace(hidden=(hidden if self.norm is None else self.norm(hidden)).contiguous())
+
+
+class VisionBlock(nn.Module):
+    """One block of the ViT, whose attention covers a tile."""
+
+    def __init__(self, config: Any, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (tiles, tokens_per_tile, width) to the same."""
+        if not len(payload.hidden):  # transformers' attention cannot shape it
+            sums = [parameter.sum() for parameter in self.block.parameters()]
+            return payload.replace(hidden=payload.hidden + torch.stack(sums).sum())  # still sends (zero) gradients
+        return payload.replace(hidden=self.block(payload.hidden, attention_mask=None).contiguous())
+
+
+class Projector(nn.Module):
+    """From patches to what the language model reads."""
+
+    def __init__(self, config: Any, projector: nn.Module) -> None:
+        super().__init__()
+        self.dropped = int(config.vision_feature_select_strategy == "default")  # CLIP's class token
+        self.projector = projector
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (tiles, tokens_per_tile, vision width) to (image tokens, language model's width)."""
+        features = self.projector(payload.hidden[:, self.dropped :])
+        return payload.replace(hidden=self.arranged(features, payload).contiguous())
+
+    def arranged(self, features: Tensor, payload: Payload) -> Tensor:
+        """Features of all tiles, (tiles, patches, width), as the rows that stand for the images."""
+        return features.flatten(0, 1)
+
+
+class CanvasProjector(Projector):
+    """Likewise; then an image's tiles become one picture without padding, and an embedding ends each of its rows.
+
+    Args:
+        config: The model's.
+        projector: Its two matrices.
+        newline: What ends a row.
+    """
+
+    def __init__(self, config: Any, projector: nn.Module, newline: nn.Parameter) -> None:
+        super().__init__(config, projector)
+        self.newline = newline
+        self.canvases = self.canvases_of(config.to_dict())
+
+    @staticmethod
+    def canvases_of(config: Mapping[str, Any]) -> Canvases:
+        """What the model fits images to."""
+        return next_canvases(config)
+
+    def arranged(self, features: Tensor, payload: Payload) -> Tensor:
+        """The whole image's features, then those of its canvas with the ends of rows; image after image."""
+        done, rows = 0, [self.newline[None, :][:0]]  # a pack without images still sends (zero) gradients
+        for fit in self.fits(payload):
+            tiles = 1 if fit is None else 1 + fit.tiles[0] * fit.tiles[1]
+            whole, parts = features[done], features[done + 1 : done + tiles]
+            done += tiles
+            rows.append(whole)
+            rows.append(self.newline[None] if fit is None else self._canvas(parts, fit))
+        return torch.cat([*rows, features[done:].flatten(0, 1)])  # what is too much makes the counts differ
+
+    def fits(self, payload: Payload) -> list[Fit | None]:
+        """How each image of a pack lies on its canvas; None for one that is a single tile."""
+        return [self.canvases.fit(width, height) for height, width in payload.on_host(IMAGE_SIZES)]
+
+    def _canvas(self, tiles: Tensor, fit: Fit) -> Tensor:
+        """From the tiles of an image, (tiles, patches, width), to rows that are ended: (tokens, width)."""
+        side, (above, left), (height, width) = self.canvases.side, fit.padding, fit.kept
+        grid = tiles.reshape(*fit.tiles, side, side, -1).transpose(1, 2)
+        grid = grid.flatten(2, 3).flatten(0, 1)[above : above + height, left : left + width]
+        if fit.shrunk != fit.kept:
+            grid = functional.interpolate(grid.permute(2, 0, 1)[None], fit.shrunk, mode="bilinear")[0].permute(1, 2, 0)
+        ends = self.newline.expand(len(grid), 1, -1)
+        return torch.cat((grid, ends), dim=1).flatten(0, 1)
+
+
+class SampleProjector(CanvasProjector):
+    """Likewise for a sample's only image; of several, each is a single tile that one embedding ends."""
+
+    @staticmethod
+    def canvases_of(config: Mapping[str, Any]) -> Canvases:
+        """What the model fits images to."""
+        return onevision_canvases(config)
+
+    def fits(self, payload: Payload) -> list[Fit | None]:
+        """How each image of a pack lies on its canvas; None for one that is a single tile."""
+        lone = [count == 1 for count in payload.on_host(IMAGES_OF_SAMPLES) for _ in range(count)]
+        found = zip(super().fits(payload), lone, strict=True)
+        return [fit if is_lone else None for fit, is_lone in found]
+
+
+def llava(config: LlavaConfig) -> VisionLanguageModel:
+    """LLaVA 1.5 as pipeline layers.
+
+    Raises:
+        ConfigError: If the configuration has a setting that the layers do not serve.
+    """
+    return _model(config, FAMILY, LlavaForConditionalGeneration, Projector)
+
+
+def llava_next(config: LlavaNextConfig) -> VisionLanguageModel:
+    """LLaVA-NeXT as pipeline layers; errors as of ``llava``."""
+    rule = rule_of_canvases(next_canvases(config.to_dict()), lone_only=False)
+    entries = {IMAGE_SIZES: (2,)}
+    return _model(config, NEXT, LlavaNextForConditionalGeneration, CanvasProjector, entries, partial(_tokens, rule))
+
+
+def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
+    """LLaVA-OneVision as pipeline layers; errors as of ``llava``."""
+    rule = rule_of_canvases(onevision_canvases(config.to_dict()), lone_only=True)
+    entries: dict[str, tuple[int, ...]] = {IMAGE_SIZES: (2,), IMAGES_OF_SAMPLES: ()}
+    model = LlavaOnevisionForConditionalGeneration
+    return _model(config, ONEVISION, model, SampleProjector, entries, partial(_tokens, rule))
+
+
+def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
+    """What a sample's images bring to the language model."""
+    sizes = [(width, height) for height, width in sample[IMAGE_SIZES].tolist()]
+    return sum(load.llm_tokens for load in rule(sizes))
+
+
+def _model(
+    config: Any,
+    family: Family,
+    model_class: Any,
+    projector: type[Projector],
+    image_integers: Mapping[str, tuple[int, ...]] | None = None,
+    image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None,
+) -> VisionLanguageModel:
+    records = layer_records(config.to_dict())
+    skeleton = skeleton_of(model_class, config)
+    tower = "model.vision_tower"
+    norm = {"norm": f"{tower}.pre_layrnorm"} if hasattr(skeleton.get_submodule(tower), "pre_layrnorm") else {}
+    newline = {"newline": "model.image_newline"} if issubclass(projector, CanvasProjector) else {}
+    kinds = [record.kind for record in records]
+    recipes = (
+        LayerRecipe(PatchEmbedding, {"embeddings": f"{tower}.embeddings"} | norm),
+        *(
+            LayerRecipe(VisionBlock, {"block": f"{tower}.encoder.layers.{i}"})
+            for i in range(kinds.count("vision_block"))
+        ),
+        LayerRecipe(projector, {"projector": "model.multi_modal_projector"} | newline),
+        *text_recipes(
+            kinds.count("decoder_block"),
+            tied=records[-1].tied_key is not None,
+            language_model="model.language_model",
+            head="lm_head",
+        ),
+    )
+    vision = config.vision_config
+    return VisionLanguageModel(
+        skeleton,
+        records,
+        recipes,
+        disk_prefixes=family.disk_prefixes,
+        pixel_shape=(vision.num_channels, vision.image_size, vision.image_size),
+        image_integers=image_integers,
+        image_tokens=image_tokens,
+    )

@@ -1,0 +1,109 @@
+"""The layers of every family that can be trained are plain transformers on each sample alone."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from omnibal.profile.levels import LEVELS
+from omnibal.vlm import Payload, load_model
+from omnibal.vlm.loss import token_losses
+from omnibal.vlm.recompute import run_layer
+from tests.families.models import small_config
+from tests.vlm.families import (
+    TRAINED,
+    family_samples,
+    layers_of,
+    named_on_disk,
+    pack_of,
+    plain_backward,
+    plain_family_model,
+    tied_config,
+)
+from tests.vlm.models import disk_state
+
+PACKS = {"mixed": [0, 1, 2, 3, 4, 5, 6], "text only": [1, 4], "one image": [6], "two images": [5]}
+CASES = {
+    **{
+        f"{family} {pack} {'tied' if tied else 'untied'}": (
+            tied_config(family) if tied else small_config(family),
+            pack,
+        )
+        for family in TRAINED
+        for pack, tied in [(pack, pack == "mixed") for pack in PACKS] + [("mixed", False)]
+    },
+    **{
+        f"{family} with {text}": (small_config(family, text={"model_type": text}), "mixed")
+        for family in TRAINED
+        if not family.startswith("qwen")
+        for text in ("llama", "mistral", "qwen2", "qwen3")
+    },
+}
+
+
+def run(layers, pack, level="none"):
+    payload = Payload.of_pack(pack)
+    for layer in layers:
+        payload = run_layer(layer, payload, level)
+    return payload.hidden
+
+
+def mean_loss(logits, pack):
+    return token_losses(logits, pack["labels"]).sum() / (pack["labels"] != -100).sum()
+
+
+def family_of_config(config, chosen):
+    """A model, its layers, a pack, and what plain transformers makes of the samples, with its parameters."""
+    samples = [family_samples(config.model_type)[index] for index in PACKS[chosen]]
+    model, plain = load_model(config), plain_family_model(config)
+    layers = layers_of(model, plain.state_dict())
+    loss, logits = plain_backward(plain, samples)
+    return model, layers, pack_of(model, samples), loss, logits, named_on_disk(model, plain)
+
+
+def check_gradient(ours, theirs, name):
+    if theirs is None:  # plain transformers never ran the ViT
+        assert ours.count_nonzero() == 0, name
+    else:
+        assert_close(ours, theirs, rtol=1e-3, atol=2e-6, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("config", "chosen"), CASES.values(), ids=CASES)
+def test_packs_give_logits_loss_and_gradients_of_plain_transformers(config, chosen):
+    model, layers, pack, loss, expected, theirs = family_of_config(config, chosen)
+    logits = run(layers, pack)
+    assert_close(logits[0], torch.cat(expected), rtol=1e-4, atol=2e-5)
+    ours = mean_loss(logits, pack)
+    assert ours.item() == pytest.approx(loss, rel=1e-5)
+    ours.backward()
+    gradients = disk_state(model, layers, gradients=True)
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        check_gradient(gradient, theirs[name].grad, name)
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_levels_and_frozen_layers_leave_the_other_gradients_as_they_are(family):
+    model, layers, pack, _, _, theirs = family_of_config(small_config(family), "mixed")
+    for frozen in ((), ("patch_embedding", "vision_block"), ("text_embedding", "decoder_block", "final_norm", "head")):
+        for level in LEVELS:
+            for layer, record in zip(layers, model.records, strict=True):
+                layer.requires_grad_(record.kind not in frozen)
+                layer.zero_grad()
+            mean_loss(run(layers, pack, level), pack).backward()
+            for index, layer in enumerate(layers):
+                names = model.weight_names(index)
+                for name, parameter in layer.named_parameters():
+                    if model.records[index].kind in frozen:
+                        assert parameter.grad is None
+                    else:
+                        check_gradient(parameter.grad, theirs[names[name]].grad, names[name])
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_cuts_send_what_later_layers_read(family):
+    model, layers, pack, _, _, _ = family_of_config(small_config(family), "mixed")
+    expected, payload = run(layers, pack), Payload.of_pack(pack)
+    for boundary, layer in enumerate(layers):
+        layout = model.layout(boundary)
+        payload = layer(layout.build(layout.flatten(payload)))
+    assert torch.equal(payload.hidden, expected)
