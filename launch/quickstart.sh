@@ -21,4 +21,4 @@ else
 fi
 deepspeed --log_level warning --num_gpus "$processes" launch/train.py --deepspeed_config ds_configs/quickstart.json "${@:---restart}"
 
-omnibal ask "$run/model" --meta "$run/data/held_out.json" --count 6
+omnibal ask ds_configs/quickstart.json --count 6

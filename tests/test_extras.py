@@ -13,6 +13,8 @@ from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import _EXTRAS
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
+from tests.cli.conftest import cluster_of
+from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile
 
 BASE_ONLY = f"""
@@ -45,28 +47,29 @@ def results(tmp_path_factory):
     """Exit code, output and uncaught error of every verb where only the base install is there."""
     folder = tmp_path_factory.mktemp("base")
     fixed_profile([0.03, 0.02, 0.05], output=[1e6] * 3).save(folder / "profile.json")
-    Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3).save(folder / "plan.json")
+    on_cluster(Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3), 2).save(folder / "plan.json")
     tiled_lengths(500, seed=1).save(folder / "lengths")
-    (folder / "meta.json").write_text("{}")
-    (folder / "model").mkdir()
-    profile, plan, lengths = (str(folder / name) for name in ("profile.json", "plan.json", "lengths"))
-    links = ("--bandwidth", "1", "--budget", "1", "--overhead", "0.1", "--num-replicas", "2")
-    cut = ("--num-stages", "2", "--bandwidth", "1")
+    (folder / "meta.json").write_text('{"shapes": {}}')
+    for name in ("model/config.json", "checkpoint/omnibal.json"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("{}")
+    profile, plan, lengths, model = (str(folder / name) for name in ("profile.json", "plan.json", "lengths", "model"))
+    cluster = ("--num-stages", "2", "--cluster", cluster_of(4))
     verbs = {
         "demo": ["demo", str(folder / "demo")],
-        "lengths": ["lengths", str(folder / "meta.json"), str(folder / "out"), "--model", str(folder / "model")],
+        "lengths": ["lengths", str(folder / "meta.json"), str(folder / "out"), "--model", model],
         "pack": ["pack", lengths, "--num-replicas", "2"],
         "pack, drawn": ["pack", lengths, "--num-replicas", "2", "--plot", str(folder / "plots")],
-        "profile": ["profile", str(folder / "model"), str(folder / "p.json"), "--device", "a100"],
-        "partition": ["partition", profile, *cut],
-        "partition, drawn": ["partition", profile, *cut, f"--plot={folder / 'cut.png'}"],
-        "plan": ["plan", profile, "--lengths", lengths, *cut, *links[2:], "--out", str(folder / "new.json"),
-                 "--global-batch", "16", "--steps", "2"],
-        "simulate": ["simulate", profile, "--plan", plan, "--bandwidth", "1"],
-        "emulate": ["emulate", plan, profile, "--lengths", lengths, *links, "--steps", "1"],
-        "report": ["report", profile, "--plan", plan, "--lengths", lengths, *links, "--out", str(folder / "r.html")],
-        "ask": ["ask", str(folder / "model"), "What is this?"],
-        "export": ["export", str(folder), str(folder / "exported")],
+        "profile": ["profile", model, str(folder / "p.json"), "--cluster", "a100"],
+        "partition": ["partition", profile, *cluster],
+        "partition, drawn": ["partition", profile, *cluster, f"--plot={folder / 'cut.png'}"],
+        "plan": ["plan", profile, "--lengths", lengths, *cluster, "--out", str(folder / "new.json"),
+                 "--samples-per-step", "16", "--limits", "9,4096"],
+        "simulate": ["simulate", plan],
+        "emulate": ["emulate", plan, "--steps", "1"],
+        "report": ["report", plan, "--out", str(folder / "r.html")],
+        "ask": ["ask", model, "What is this?"],
+        "export": ["export", str(folder / "checkpoint"), str(folder / "exported")],
     }  # fmt: skip
     return after(RUN_ALL, json.dumps(verbs))
 

@@ -9,15 +9,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from omnibal.cli.export import files_of, newest_model
+from omnibal.cli.files import expect
 from omnibal.errors import ConfigError
 
 
 def ask(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder of the model.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(help="A ds_config, for its newest checkpoint; or a Hugging Face folder.", show_default=False),
+    ],
     question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)] = "",
     image: Annotated[list[Path] | None, typer.Option(help="An image; may be given several times.")] = None,
-    meta: Annotated[Path | None, typer.Option(help="Take questions, images and right answers from this data.")] = None,
-    count: Annotated[int, typer.Option(help="How many questions to take from --meta.", min=1)] = 5,
+    meta: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take questions, images and right answers from this data; without a question, from the ds_config's "
+            "held-out data.",
+            show_default=False,
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(help="How many questions to take from data.", min=1)] = 5,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, …")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
 ) -> None:
@@ -25,14 +37,18 @@ def ask(
 
     The model is loaded by transformers alone, as anybody else would load it.
 
-    Example: omnibal ask runs/quickstart/model "What colour is the ring?" --image photo.png
+    Example: omnibal ask ds_configs/quickstart.json --count 6
 
-    Example: omnibal ask runs/quickstart/model --meta runs/quickstart/data/held_out.json
+    Example: omnibal ask my-model "What colour is the ring?" --image photo.png
     """
+    kind = expect("source", source, ("ds_config", "model"))
+    if kind == "ds_config" and not question and meta is None:
+        meta = _held_out(source)
     if bool(question) == (meta is not None):
         raise ConfigError("ask must get a question or --meta, got both or neither")
     from omnibal.vlm.answer import Answerer
 
+    model = newest_model(files_of(source)) if kind == "ds_config" else source
     asked = [(question, tuple(image or ()), None)] if meta is None else list(_questions(meta, count))
     answerer = Answerer(model, device=device)
     answers = [(*entry, answerer.answer(entry[0], entry[1])) for entry in asked]
@@ -46,6 +62,13 @@ def ask(
     for text, images, right, answer in answers:
         table.add_row(text.replace("<image>", "").strip(), " ".join(path.name for path in images), answer, right or "")
     Console().print(table)
+
+
+def _held_out(source: Path) -> Path | None:
+    from omnibal.config import read_config
+
+    named = read_config(source)[1].data.held_out
+    return None if named is None else Path(named)
 
 
 def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path, ...], str]]:

@@ -1,151 +1,104 @@
-"""Layer costs from whatever a user names: a profile, or a model and a device."""
+"""What layers cost, on which machines: from a command line, this machine, or a model."""
 
+import json
+import warnings
 from collections.abc import Collection
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING
 
-import typer
+from rich.console import Console
 
-from omnibal.device import DEVICES, Device
+from omnibal.cluster import Cluster
+from omnibal.cost import Load
+from omnibal.data.limits import PackLimits
+from omnibal.device import Device
 from omnibal.errors import ConfigError
+from omnibal.profile.records import ModelProfile
 
 if TYPE_CHECKING:
-    from omnibal.config import ModelSection
-    from omnibal.profile.records import ModelProfile
-
-Dtype = Literal["bfloat16", "float32"]
-
-GIGA: Final = 1e9
-
-ProfileArgument = Annotated[
-    Path | None, typer.Argument(help="What `omnibal profile` wrote; or --model and --device.", show_default=False)
-]
-ModelOption = Annotated[
-    Path | None,
-    typer.Option(help="The model's Hugging Face folder (its config.json is enough); checked against a profile."),
-]
-DeviceOption = Annotated[
-    str | None, typer.Option(help=f"Count costs for a device: {', '.join(DEVICES)}, or how a name starts (a100).")
-]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of the forward pass.")]
-TensorParallelOption = Annotated[int, typer.Option(help="Devices that share each layer, of a counted profile.", min=1)]
-FrozenOption = Annotated[
-    list[str] | None, typer.Option(help="A kind of layers that is not trained, such as vision_block; repeatable.")
-]
-BandwidthOption = Annotated[
-    float | None,
-    typer.Option(
-        help="GB/s between stages; by default what the profile's device has within a node: give your network's where "
-        "neighbouring stages lie on different nodes.",
-        min=0,
-    ),
-]
+    from omnibal.vlm import VisionLanguageModel
 
 
-def find_device(name: str) -> Device:
-    """The known device whose name starts so; of several the one with the most memory.
+def read_cluster(text: str) -> Cluster:
+    """A cluster as the command line gives it: nodes x devices x device, or a JSON record.
 
     Raises:
-        ConfigError: There is none.
-
-    Example:
-        >>> find_device("a100").name, find_device("A100-40").name
-        ('A100-80GB', 'A100-40GB')
+        ConfigError: It is neither.
     """
-    found = [device for known, device in DEVICES.items() if known.lower().startswith(name.lower())]
-    if not name or not found:
-        raise ConfigError(f"--device must be how one of {', '.join(DEVICES)} starts, got {name!r}")
-    return max(found, key=lambda device: device.memory_bytes)
+    if not text.lstrip().startswith("{"):
+        return Cluster.parse(text)
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--cluster must be JSON where it begins with a brace, got {text!r}: {error}") from error
+    return Cluster.of(record)
 
 
-def count_costs(
-    model: Path, device: str, *, dtype: Dtype, tensor_parallel: int = 1, frozen: Collection[str] = ()
-) -> "ModelProfile":
-    """The profile of a model folder on a device, by counting."""
-    from omnibal.profile.counted import analytic_profile
-    from omnibal.vlm.families import load_records
-
-    return analytic_profile(
-        load_records(model), find_device(device), dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen
-    )
-
-
-def read_costs(
-    profile: Path | None,
-    *,
-    model: Path | None,
-    device: str | None,
-    dtype: Dtype,
-    tensor_parallel: int,
-    frozen: Collection[str],
-) -> "ModelProfile":
-    """The profile that a command's arguments name.
+def devices_at_hand() -> Cluster | None:
+    """This machine's CUDA devices, or None.
 
     Raises:
-        ConfigError: Neither a profile nor a model and a device are given, or both are; or the profile is of another
-            model, or of other frozen layers.
+        ConfigError: They are of a kind that nothing is known of.
     """
-    if profile is None:
-        if model is None or device is None:
-            raise ConfigError("costs must come from a PROFILE, or from --model and --device, got neither")
-        return count_costs(model, device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen)
-    if device is not None:
-        raise ConfigError(f"--device must be left out where a profile is given, got {device}: {profile} has its own")
-    if tensor_parallel > 1:
-        raise ConfigError(f"--tensor-parallel must be left out where a profile is given, got {tensor_parallel}")
-    from omnibal.profile.records import ModelProfile
-
-    loaded = ModelProfile.load(profile)
-    if frozen:
-        loaded.check_matches(frozen=frozen)
-    if model is not None:
-        from omnibal.vlm.families import load_records
-
-        loaded.check_matches(records=load_records(model))
-    return loaded
+    try:
+        import torch
+    except ModuleNotFoundError:  # the base install plans too
+        return None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Cluster(1, count, Device.named(torch.cuda.get_device_name())) if count else None
 
 
-def check_run(
-    profile: "ModelProfile", deepspeed_config: dict[str, Any], model: "ModelSection", *, is_tried: bool
-) -> None:
-    """Refuse a profile of another run than a ds_config's.
+def is_of(profile: ModelProfile, device: Device) -> bool:
+    """Whether costs hold for a device; a measured profile calls it as torch does.
+
+    A device named ``cpu`` is any CPU.
+    """
+    if profile.device == device.name or device.name.lower() in profile.device.lower().replace(",", " ").split():
+        return True
+    try:
+        return Device.named(profile.device).name == device.name
+    except ConfigError:
+        return False
+
+
+def measured_costs(
+    model: "VisionLanguageModel", pack: Load, *, dtype: str, frozen: Collection[str]
+) -> tuple[ModelProfile, list[str]]:
+    """A profile measured on this machine, and what makes its measurements doubtful.
 
     Args:
-        profile: What layers cost.
-        deepspeed_config: The ds_config without its "omnibal" section.
-        model: Of that section: which layers are trained, and whose they are.
-        is_tried: Whether plans are tried on this machine: measured costs must then be of its device and software.
+        model: Its layers.
+        pack: The largest one.
+        dtype: Of the forward pass.
+        frozen: Kinds of layers that are not trained.
+    """
+    import torch
+
+    from omnibal.vlm.measure import measure_profile
+    from omnibal.vlm.passes import MeasurementWarning, this_device
+
+    limits = PackLimits(int(pack.vision_units), int(pack.llm_tokens))
+    with Console(stderr=True).status("measuring") as status, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MeasurementWarning)
+        made = measure_profile(
+            model,
+            limits,
+            dtype=getattr(torch, dtype),
+            device=this_device(),
+            frozen=frozen,
+            report=lambda name: status.update(f"measuring {name}"),
+        )
+    return made, [str(entry.message) for entry in caught if issubclass(entry.category, MeasurementWarning)]
+
+
+def check_measured_here(profile: ModelProfile) -> None:
+    """Refuse costs of another device or other software than trials run on; counted ones hold anywhere.
 
     Raises:
-        ConfigError: Something differs; the message names every difference.
+        ConfigError: Something differs, or devices share layers.
     """
-    from omnibal.config import dtype_of
-
-    here: dict[str, Any] = {"tensor_parallel": 1} if is_tried else {}
-    if is_tried and model.path is not None:
-        from omnibal.vlm.families import load_records
-
-        here["records"] = load_records(model.path)
-    if is_tried and profile.versions:
+    profile.check_matches(tensor_parallel=1)
+    if profile.versions:
         from omnibal.vlm.measure import measured_versions
         from omnibal.vlm.passes import device_name, this_device
 
-        here |= {"device": device_name(this_device()), "versions": measured_versions()}
-    profile.check_matches(dtype=dtype_of(deepspeed_config), frozen=model.frozen, **here)
-
-
-def bandwidth_of(profile: "ModelProfile", gigabytes: float | None) -> float:
-    """Bytes per second between stages: what is given, or what the profile's device has within a node.
-
-    Raises:
-        ConfigError: It is not given and the device is unknown, or it is not positive.
-    """
-    if gigabytes is not None:
-        if not gigabytes > 0:
-            raise ConfigError(f"--bandwidth must be positive, got {gigabytes:g} GB/s")
-        return gigabytes * GIGA
-    if profile.device not in DEVICES:
-        raise ConfigError(
-            f"--bandwidth must be given for {profile.device!r}, got none; links are known of {', '.join(DEVICES)}"
-        )
-    return DEVICES[profile.device].link_bytes_per_second
+        profile.check_matches(device=device_name(this_device()), versions=measured_versions())

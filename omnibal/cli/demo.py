@@ -24,7 +24,7 @@ def demo(
 
     Example: omnibal demo runs/quickstart/data
     """
-    from omnibal.cli.outputs import check_new_folder
+    from omnibal.cli.files import check_new_folder
     from omnibal.demo import majority_accuracy, write_demo
 
     check_new_folder("folder", folder)

@@ -2,33 +2,80 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+
+from omnibal.cli.files import check_new_folder, expect
+from omnibal.cli.options import JsonOption
+from omnibal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omnibal.config import RunFiles
 
 
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="One checkpoint, or a folder of checkpoints (then its newest).", show_default=False)
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A ds_config, or a folder of checkpoints (of each the newest); or one checkpoint.", show_default=False
+        ),
     ],
-    folder: Annotated[Path, typer.Argument(help="Where the model goes.", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where the model goes; of a ds_config, in its run.output.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint as an ordinary Hugging Face folder.
 
     Config, weights, tokenizer and preprocessor: what AutoModelForImageTextToText.from_pretrained loads. Layers are
     read one at a time; no GPU and no second process is needed.
 
-    Example: omnibal export runs/quickstart/checkpoints my-model
+    Example: omnibal export ds_configs/mine.json my-model
+
+    Example: omnibal export runs/quickstart/checkpoints/global_step300 model
     """
-    from omnibal.cli.outputs import check_new_folder
     from omnibal.engine.checkpoint import export as export_checkpoint
     from omnibal.engine.saved_files import latest_checkpoint
 
-    check_new_folder("folder", folder)
-    source = latest_checkpoint(checkpoint) if (checkpoint / "latest").is_file() else checkpoint
-    export_checkpoint(source, folder)
-    if as_json:
-        typer.echo(json.dumps({"checkpoint": str(source), "model": str(folder)}))
+    kind = expect("source", source, ("ds_config", "checkpoints", "checkpoint", "run"))
+    if folder is not None:
+        check_new_folder("folder", folder)
+    elif kind != "ds_config":
+        raise ConfigError(f"folder must say where the model goes, got none: {source} is no ds_config")
+    if kind == "ds_config":
+        files = files_of(source)
+        checkpoint = latest_checkpoint(files.checkpoints)
+        if folder is None:
+            folder = newest_model(files)
+        else:
+            export_checkpoint(checkpoint, folder)
     else:
-        typer.echo(f"{source} → {folder}")
+        found = {"checkpoints": source, "run": source / "checkpoints"}.get(kind)
+        checkpoint = source if found is None else latest_checkpoint(found)
+        assert folder is not None
+        export_checkpoint(checkpoint, folder)
+    if as_json:
+        typer.echo(json.dumps({"checkpoint": str(checkpoint), "model": str(folder)}))
+    else:
+        typer.echo(f"{checkpoint} → {folder}")
+
+
+def files_of(source: Path) -> "RunFiles":
+    """Where the run of a ds_config keeps things."""
+    from omnibal.config import read_config
+
+    return read_config(source)[1].run.files
+
+
+def newest_model(files: "RunFiles") -> Path:
+    """A run's newest checkpoint as a Hugging Face folder: exported before, or now.
+
+    Raises:
+        ConfigError: There is no checkpoint, or it is not whole.
+    """
+    from omnibal.engine.checkpoint import export_newest
+
+    with Console(stderr=True).status("exporting the newest checkpoint"):
+        return export_newest(files)

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from rich.console import Console
 
+from omnibal.cli.files import NAMES, expect
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.records import load_json
@@ -16,10 +17,7 @@ from omnibal.records import load_json
 if TYPE_CHECKING:
     from omnibal.data.sources.survey import Problem
 
-Kind = Literal["folder", "lengths", "dataset"]
-
 NAMES_FILE: Final = "sources.json"
-HEAD_CHARACTERS: Final = 1 << 16
 SHOWN_PROBLEMS: Final = 10
 
 
@@ -50,69 +48,51 @@ class NamedLengths:
             console.print(f"  {problem}", highlight=False, markup=False)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a dataset is read: the model's folder, the images' folder, and options as of ``open_dataset``."""
-
-    model: Path | None = None
-    images: Path | None = None
-    max_tiles: int | None = None
-    broken: Literal["error", "skip"] = "error"
-    processes: int | None = None
-    cache: Path | None = None
-
-
-def read_lengths(paths: Sequence[Path], reading: Reading) -> NamedLengths:
-    """Read lengths.
+def read_lengths(paths: Sequence[Path], name: str) -> NamedLengths:
+    """Read lengths that were measured.
 
     Args:
-        paths: JSON lists of ``{"vit_num", "token_num"}``; or one folder that ``SampleLengths.save`` wrote; or one
-            dataset: an InternVL meta file, or annotations as LLaVA has them.
-        reading: For a dataset, which needs the model's folder.
+        paths: JSON lists of ``{"vit_num", "token_num"}``; or one folder that ``SampleLengths.save`` wrote.
+        name: What the command line calls them.
 
     Raises:
-        ConfigError: The model's folder is missing or not needed, or there are several folders or datasets.
-        DataError: A path is none of these, or there is no sample.
+        ConfigError: A path holds something else, there are several folders, or one file is named twice.
+        DataError: A file is damaged, or there is no sample.
     """
-    named = _read(paths, reading)
+    for path in paths:
+        kind = expect(name, path, ("saved lengths", "token lengths"), remedy="`omnibal lengths` measures a dataset")
+        if kind == "saved lengths" and len(paths) > 1:
+            raise ConfigError(f"{name} must be {NAMES['token lengths']} where there are several, got the folder {path}")
+    twice = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
+    if twice:
+        raise ConfigError(f"{name} must be different files, got {twice[0]} twice; all samples would count twice")
+    return not_empty(_saved_lengths(paths[0]) if paths[0].is_dir() else _listed_lengths(paths), paths)
+
+
+def measure_dataset(path: Path, model: Path, **options: Any) -> NamedLengths:
+    """Measure a dataset, with a bar; arguments as of ``open_dataset``.
+
+    Raises:
+        ConfigError: The model's folder cannot be used.
+        DataError: There are broken samples that are not skipped, or none that can be used.
+    """
+    from omnibal.data.sources.conversations import open_dataset
+
+    dataset = open_dataset(path, model, **options)
+    return not_empty(
+        NamedLengths(dataset.lengths(), tuple(shard.name for shard in dataset.shards), dataset.skipped), [path]
+    )
+
+
+def not_empty(named: NamedLengths, paths: Sequence[Path]) -> NamedLengths:
+    """The lengths, if there are any.
+
+    Raises:
+        DataError: There are none.
+    """
     if not len(named.lengths):
         raise DataError(f"lengths must hold at least one sample, got none in {', '.join(map(str, paths))}")
     return named
-
-
-def _read(paths: Sequence[Path], reading: Reading) -> NamedLengths:
-    kinds = {path: _kind(path) for path in paths}
-    if len(paths) > 1 and set(kinds.values()) != {"lengths"}:
-        listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
-        raise ConfigError(f"paths must be JSON lists of lengths where there are several, got {listed}")
-    twice = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
-    if twice:
-        raise ConfigError(f"paths must be different files, got {twice[0]} twice; all samples would count twice")
-    kind = kinds[paths[0]]
-    if kind == "dataset":
-        return _dataset_lengths(paths[0], reading)
-    given = [field.name for field in fields(reading) if getattr(reading, field.name) != field.default]
-    if given:
-        value = getattr(reading, given[0])
-        raise ConfigError(f"--{given[0].replace('_', '-')} must be left out where lengths are given, got {value}")
-    return _listed_lengths(paths) if kind == "lengths" else _saved_lengths(paths[0])
-
-
-def _kind(path: Path) -> Kind:
-    """What a path holds, by its first few thousand characters."""
-    if path.is_dir():
-        return "folder"
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            start = file.read(HEAD_CHARACTERS).lstrip()
-    except OSError as error:
-        raise DataError(f"lengths must be a readable file or folder, got {path} ({error.strerror})") from error
-    except ValueError as error:
-        raise DataError(f"lengths must be text in UTF-8, got {path} ({error})") from error
-    if start[:1] not in ("[", "{"):
-        raise DataError(f"lengths must be a folder, JSON or JSON lines, got {start[:20]!r} in {path}")
-    listed = start[0] == "[" or '"vit_num"' in start
-    return "lengths" if listed and '"conversations"' not in start else "dataset"
 
 
 def _listed_lengths(paths: Sequence[Path]) -> NamedLengths:
@@ -134,20 +114,3 @@ def _saved_lengths(folder: Path) -> NamedLengths:
     if not isinstance(names, list) or len(names) < count or not all(isinstance(name, str) for name in names):
         raise DataError(f"{file} must be a list of {count} names, one for each source, got {names!r:.80}")
     return NamedLengths(lengths, tuple(names))
-
-
-def _dataset_lengths(path: Path, reading: Reading) -> NamedLengths:
-    from omnibal.data.sources.conversations import open_dataset
-
-    if reading.model is None:
-        raise ConfigError(f"--model must name the model's folder, got nothing: {path} is a dataset, not its lengths")
-    dataset = open_dataset(
-        path,
-        reading.model,
-        image_folder=reading.images,
-        max_tiles=reading.max_tiles,
-        broken=reading.broken,
-        processes=reading.processes,
-        cache=reading.cache,
-    )
-    return NamedLengths(dataset.lengths(), tuple(shard.name for shard in dataset.shards), dataset.skipped)

@@ -3,14 +3,15 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from omnibal.cli.dataset import BrokenOption, CacheOption, ImagesOption, MaxTilesOption
-from omnibal.cli.inputs import NamedLengths, Reading, read_lengths
-from omnibal.cli.outputs import check_folder
+from omnibal.cli.files import check_folder, expect, refuse
+from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
+from omnibal.cli.options import JsonOption, PlotsOption
+from omnibal.errors import ConfigError
 from omnibal.report.lengths import SourceStatistics, lengths_table, source_statistics
 
 BROKEN_FILE = "broken.json"
@@ -20,49 +21,76 @@ def lengths(
     source: Annotated[
         Path,
         typer.Argument(
-            help="An InternVL meta file or LLaVA's annotations (with --model), or a JSON list of "
-            '{"vit_num", "token_num"}.',
+            help="A ds_config; or, without one, an InternVL meta file or LLaVA's annotations (with --model), or a "
+            'JSON list of {"vit_num", "token_num"}.',
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to save the lengths in.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Argument(help="Folder for the lengths; of a ds_config, in its run.output.")
+    ] = None,
     model: Annotated[
         Path | None, typer.Option(help="The model's Hugging Face folder: its tokenizer and how it cuts images.")
     ] = None,
-    images: ImagesOption = None,
-    max_tiles: MaxTilesOption = None,
-    broken: BrokenOption = "error",
+    images: Annotated[Path | None, typer.Option(help="Images of LLaVA's annotations; beside them.")] = None,
+    max_tiles: Annotated[int | None, typer.Option(help="Most tiles of an image; what the model says.", min=1)] = None,
+    broken: Annotated[
+        Literal["error", "skip"] | None,
+        typer.Option(help="Samples that cannot be read: refuse them all in one report, or leave them out."),
+    ] = None,
     processes: Annotated[int | None, typer.Option(help="Most processes; all cores by default.", min=1)] = None,
-    cache: CacheOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Folder to draw the histograms into.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
+    plot: PlotsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure all samples of a dataset, save their lengths, show what they are like.
 
-    No image is decoded: headers say how many tiles they make. The folder is
-    what `omnibal pack` and SampleLengths.load read; it is memory-mapped, so
-    that any number of samples opens at once.
+    No image is decoded: headers say how many tiles they make. A pass that is
+    interrupted goes on where it was, and the training of a ds_config measures
+    nothing again. SampleLengths.load opens the folder, memory-mapped.
+
+    Example: omnibal lengths ds_configs/mine.json
 
     Example: omnibal lengths data/train.json runs/lengths
     --model models/InternVL3-1B-hf
-
-    Then: omnibal pack runs/lengths --compare
     """
-    for name, folder in (("out", out), ("--plot", plot), ("--cache", cache)):
-        check_folder(name, folder)
-    named = read_lengths([source], Reading(model, images, max_tiles, broken, processes, cache))
-    named.save(out)
+    kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
+    check_folder("--plot", plot)
+    options = {"model": model, "images": images, "max-tiles": max_tiles}
+    if kind == "ds_config":
+        from omnibal.cli.run import Run
+
+        refuse(options, "a ds_config names data and model")
+        run = Run.open(source, broken=broken, processes=processes)
+        folder = out or run.files.lengths
+        check_folder("out", folder)
+        named = run.named_lengths
+    else:
+        if out is None:
+            raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
+        folder = out
+        check_folder("out", folder)
+        if kind == "dataset":
+            if model is None:
+                raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
+            named = measure_dataset(
+                source, model, image_folder=images, max_tiles=max_tiles, broken=broken or "error",
+                processes=processes, cache=folder,
+            )  # fmt: skip
+        else:
+            refuse(options, f"{source} holds lengths")
+            named = read_lengths([source], "source")
+    named.save(folder)
     problems = [asdict(problem) for problem in named.problems]
-    (out / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
+    (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
     plots = [plot / "lengths.png"] if plot else []
     for path in plots:
         from omnibal.report.lengths import plot_lengths
 
         plot_lengths(named.lengths, named.names, path)
     if as_json:
-        typer.echo(json.dumps(_record(named, out) | {"broken": problems, "plots": plots}, indent=2, default=str))
+        typer.echo(json.dumps(_record(named, folder) | {"broken": problems, "plots": plots}, indent=2, default=str))
     else:
-        _print(named, [out, *plots])
+        _print(named, [folder, *plots])
 
 
 def _record(named: NamedLengths, folder: Path) -> dict[str, Any]:

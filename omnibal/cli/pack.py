@@ -1,90 +1,77 @@
 """omnibal pack: how well a dataset packs, and how alike the ranks' work is."""
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.console import Console
 
-from omnibal.cli.dataset import BrokenOption, CacheOption, ImagesOption, MaxTilesOption
-from omnibal.cli.outputs import check_folder
-from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized
+from omnibal.cli.files import check_folder, expect
+from omnibal.cli.inputs import NamedLengths, read_lengths
+from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, LimitsOption, PlotsOption, read_limits
+from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omnibal.cli.run import Run
+    from omnibal.config import PackingSection
+    from omnibal.cost import CostModel
+    from omnibal.data.limits import PackLimits
 
 CEILING = 2
 """A search without a ceiling tries limits up to this many times the paper's."""
+REPLICAS = 8
+"""Ranks where nothing says how many."""
 
 
 def pack(
-    lengths: Annotated[
+    source: Annotated[
         list[Path],
         typer.Argument(
-            help='JSON lists of {"vit_num", "token_num"}; or a folder that `omnibal lengths` wrote; or a dataset: an '
-            "InternVL meta file or LLaVA's annotations (with --model).",
+            help='A ds_config; or, without one, a folder of lengths or JSON lists of {"vit_num", "token_num"}.',
             show_default=False,
         ),
     ],
-    vision_units: Annotated[
-        int | None,
-        typer.Option(help="Most vision units (tiles, patches) in a pack; the paper's rule chooses.", min=0),
-    ] = None,
-    llm_tokens: Annotated[
-        int | None, typer.Option(help="Most LLM tokens in a pack; the paper's rule chooses.", min=1)
-    ] = None,
+    lengths: LengthsOption = None,
+    limits: LimitsOption = None,
     search: Annotated[
         bool,
         typer.Option(
             "--search",
-            help="Search the limits that waste least, with --vision-units and --llm-tokens as the ceiling (left out: "
-            "twice the paper's), or under --budget.",
+            help="Search the limits that waste least, with --limits as the ceiling (twice the paper's), or --budget.",
         ),
     ] = False,
-    profile: Annotated[
-        Path | None, typer.Option(help="A profile of the model: then also how much memory a micro-batch takes.")
-    ] = None,
     budget: Annotated[
         float | None,
         typer.Option(
-            help="For --search, with --profile: GiB that a micro-batch may keep for its backward pass, in all layers, "
+            help="For --search with a ds_config: GiB that a micro-batch may keep for its backward pass, in all layers, "
             "nothing recomputed.",
             min=0,
+            max=1e6,
         ),
     ] = None,
-    num_replicas: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 8,
-    micro_batches: Annotated[int, typer.Option(help="Packs per rank and step.", min=1)] = 1,
-    method: Annotated[Method, typer.Option(help="How packs are made and arranged.")] = "balanced",
+    cluster: ClusterOption = None,
+    num_replicas: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks; those of the cluster, or 8.", min=1, show_default=False)
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Packs per rank and step; the ds_config's, or 1.", min=1, show_default=False)
+    ] = None,
+    method: Annotated[Method | None, typer.Option(help="How packs are made and arranged.", show_default=False)] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show all methods side by side.")] = False,
-    seed: Annotated[int, typer.Option(help="Decides every draw.", min=0)] = 0,
-    epoch: Annotated[int, typer.Option(help="Which epoch; each draws other packs.", min=0)] = 0,
-    oversized: Annotated[
-        Oversized, typer.Option(help="Samples over a limit: alone in a pack, refused, or left out.")
-    ] = "alone",
     exchange_steps: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="How many consecutive steps may exchange samples for balance; 1 keeps every step as it was drawn.",
             min=1,
+            show_default=False,
         ),
-    ] = EXCHANGE_STEPS,
-    iterations: Annotated[int, typer.Option(help="Rounds of ISF (the paper's T).", min=1)] = ITERATIONS,
-    full_vision_units: Annotated[
-        int | None,
-        typer.Option(help="Vision units from where on a pack is full, for ISF (the paper's Q'v); its limit.", min=1),
     ] = None,
-    full_llm_tokens: Annotated[
-        int | None,
-        typer.Option(help="Likewise LLM tokens (the paper's Q't); 128 below the limit, or half of it.", min=1),
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="The model's folder, for a dataset.")] = None,
-    images: ImagesOption = None,
-    max_tiles: MaxTilesOption = None,
-    broken: BrokenOption = "error",
-    cache: CacheOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Folder to draw pictures into.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Decides every draw.", min=0, show_default=False)] = None,
+    plot: PlotsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack a dataset for so many ranks and show how good packs and steps are.
 
@@ -92,55 +79,41 @@ def pack(
     the ViT and in the LLM (Dist Ratio); how random steps are (χ² per degree of
     freedom: 1 as shuffled, more where steps are sorted); the largest packs.
 
-    Example: omnibal pack lengths.json --num-replicas 16 --compare
+    Example: omnibal pack ds_configs/mine.json --compare
 
-    Example: omnibal pack runs/lengths --search --vision-units 40
-    --llm-tokens 12288 --plot runs/plots
-
-    Example: omnibal pack lengths.json --method isf --iterations 5
-    --full-llm-tokens 3840
-
-    Example: omnibal pack runs/lengths --search --profile profile.json
-    --budget 20
+    Example: omnibal pack runs/lengths --num-replicas 16 --search
+    --limits 40,12288 --plot runs/plots
     """
-    from omnibal.cli.inputs import Reading, read_lengths
-    from omnibal.cli.packing import (
-        BEFORE,
-        PackingReport,
-        PackingTask,
-        draw_packing,
-        kept_by,
-        search_under,
-    )
+    from omnibal.cli.packing import BEFORE, PackingReport, PackingTask, draw_packing, search_under
+    from omnibal.config import PackingSection
     from omnibal.data.limit_search import MemoryCeiling
-    from omnibal.data.limits import PackLimits, choose_limits
 
     check_folder("--plot", plot)
-    check_folder("--cache", cache)
-    if budget is not None and (profile is None or not search or vision_units is not None or llm_tokens is not None):
-        raise ConfigError("--budget must come with --search and --profile, without --vision-units and --llm-tokens")
-    if budget == math.inf:
-        raise ConfigError(f"--budget must be GiB such as 20, got {budget}")
-    if search and (full_vision_units is not None or full_llm_tokens is not None):
-        raise ConfigError("--full-vision-units and --full-llm-tokens must come without --search, which finds limits")
-    kept = None if profile is None else kept_by(profile)
-    named = read_lengths(lengths, Reading(model, images, max_tiles, broken, cache=cache))
-    limits = choose_limits(named.lengths, vision_units, llm_tokens, factor=CEILING if search else 1)
-    ceiling = None if kept is None or budget is None else MemoryCeiling(kept, budget * 2**30)
-    scored = search_under(ceiling or limits, named.lengths, num_replicas, method, seed) if search else []
-    limits = scored[0].limits if scored else limits
-    if full_vision_units is not None or full_llm_tokens is not None:
-        limits = PackLimits(
-            limits.vision_units,
-            limits.llm_tokens,
-            full_vision_units=full_vision_units,
-            full_llm_tokens=full_llm_tokens,
-        )
+    fixed = read_limits(limits)
+    if budget is not None and (not search or fixed):
+        raise ConfigError("--budget must come with --search and without --limits")
+    run = _run_of(source, lengths, cluster)
+    if budget is not None and run is None:
+        raise ConfigError(f"--budget must come with a ds_config, whose model it is about, got {source[0]}")
+    given = {"method": method, "exchange_steps": exchange_steps, "seed": seed}
+    packing = PackingSection() if run is None else run.section.packing
+    packing = packing.model_copy(update={name: value for name, value in given.items() if value is not None})
+    num_replicas = num_replicas or _replicas(run)
+    named = read_lengths(source, "source") if run is None else run.named_lengths
+    kept = None if run is None else _kept_by_a_micro_batch(run, is_needed=budget is not None)
+    chosen = _limits(named, fixed, packing, search=search)
+    ceiling = chosen if budget is None or kept is None else MemoryCeiling(kept, budget * 2**30)
+    scored = search_under(ceiling, named.lengths, num_replicas, packing.method, packing.seed) if search else []
     task = PackingTask(
-        named.lengths, limits, num_replicas, micro_batches, seed, epoch, oversized, exchange_steps, iterations, kept
+        lengths=named.lengths,
+        limits=scored[0].limits if scored else chosen,
+        num_replicas=num_replicas,
+        micro_batches=micro_batches or (1 if run is None else run.num_micro_batches),
+        packing=packing,
+        bytes_of=kept,
     )
-    shown = get_args(Method) if compare else (method,)
-    drawn = tuple(dict.fromkeys((BEFORE, method))) if plot else ()
+    shown = get_args(Method) if compare else (packing.method,)
+    drawn = tuple(dict.fromkeys((BEFORE, packing.method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
     plots = draw_packing(task, {name: results[name][1] for name in drawn}, named.names, plot) if plot else []
     report = PackingReport(task, [results[name][0] for name in shown], scored, plots)
@@ -150,3 +123,52 @@ def pack(
     else:
         named.print_problems(Console())
         report.print(Console())
+
+
+def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None) -> "Run | None":
+    """The ds_config that the arguments name; None where they name lengths."""
+    remedy = "`omnibal lengths` measures a dataset"
+    kind = expect("source", source[0], ("ds_config", "saved lengths", "token lengths"), remedy=remedy)
+    if kind != "ds_config":
+        for name, value in (("--lengths", lengths), ("--cluster", cluster)):
+            if value:
+                raise ConfigError(f"{name} must come with a ds_config, got {source[0]} with {name}")
+        return None
+    if len(source) > 1:
+        raise ConfigError(f"source must be one ds_config, got {source[1]} beside {source[0]}")
+    from omnibal.cli.run import Run
+
+    return Run.open(source[0], lengths=lengths, cluster=cluster)
+
+
+def _replicas(run: "Run | None") -> int:
+    return REPLICAS if run is None or run.known_cluster is None else run.layout().num_replicas
+
+
+def _limits(
+    named: NamedLengths, fixed: tuple[int, int] | None, packing: "PackingSection", *, search: bool
+) -> "PackLimits":
+    """The limits that were given, those of the ds_config, or the paper's; for a search the ceiling."""
+    from omnibal.data.limits import PackLimits, choose_limits
+
+    if fixed is None and search:
+        return choose_limits(named.lengths, None, None, factor=CEILING)
+    vision_units, llm_tokens = fixed or (packing.vision_units, packing.llm_tokens)
+    limits = choose_limits(named.lengths, vision_units, llm_tokens)
+    if fixed is not None or (packing.full_vision_units is None and packing.full_llm_tokens is None):
+        return limits
+    return PackLimits(
+        limits.vision_units,
+        limits.llm_tokens,
+        full_vision_units=packing.full_vision_units,
+        full_llm_tokens=packing.full_llm_tokens,
+    )
+
+
+def _kept_by_a_micro_batch(run: "Run", *, is_needed: bool) -> "CostModel | None":
+    """What a micro-batch keeps for its backward pass in all layers, nothing recomputed; None where nothing says."""
+    from omnibal.cost import CostModel
+
+    if not is_needed and (run.section.model.path is None or run.known_cluster is None):
+        return None
+    return sum((layer.saved_bytes["none"] for layer in run.profile.layers), start=CostModel())

@@ -1,4 +1,4 @@
-"""The parts of `omnibal pack`: choose limits, pack by any method with a progress bar, measure, draw."""
+"""What `omnibal pack` computes and says: an epoch packed by any method with a progress bar, measured, drawn."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
+from omnibal.config import PackingSection
 from omnibal.cost import CostModel
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -18,7 +19,6 @@ from omnibal.data.limit_search import MemoryCeiling, ScoredLimits, find_trap, se
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
-from omnibal.profile.records import ModelProfile
 from omnibal.report.lengths import plot_lengths
 from omnibal.report.pack_plots import Arranged, plot_fill, plot_rank_loads
 from omnibal.report.packing import PackingFigures, limits_table, measure_packing, packing_table
@@ -34,24 +34,21 @@ FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "dr
 
 @dataclass(frozen=True)
 class PackingTask:
-    """What is packed, and for whom; arguments as of ``arrange_epoch``."""
+    """What is packed, for whom, and how."""
 
     lengths: SampleLengths
     limits: PackLimits
     num_replicas: int
     micro_batches: int
-    seed: int
-    epoch: int
-    oversized: Oversized
-    exchange_steps: int
-    iterations: int
+    packing: PackingSection
     bytes_of: CostModel | None = None
     """Memory that a micro-batch takes, where that is known."""
 
     def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
         """Arrange the epoch and measure it."""
         first = self.lengths.take(np.arange(min(len(self.lengths), SAMPLES_TO_COMPILE)))
-        _pack_all(replace(self, lengths=first, oversized="alone").arrange(method), None)
+        alone = self.packing.model_copy(update={"oversized": "alone"})
+        _pack_all(replace(self, lengths=first, packing=alone).arrange(method), None)
         started = time.perf_counter()
         epoch = self.arrange(method)
         packs = _pack_all(epoch, method)
@@ -63,7 +60,7 @@ class PackingTask:
             epoch.steps,
             seconds=time.perf_counter() - started,
             bytes_of=self.bytes_of,
-            left_out=self.num_oversized if self.oversized == "drop" else 0,
+            left_out=self.num_oversized if self.packing.oversized == "drop" else 0,
         )
         return figures, Arranged(packs.load(self.lengths), epoch.steps)
 
@@ -75,11 +72,10 @@ class PackingTask:
             num_replicas=self.num_replicas,
             micro_batches=self.micro_batches,
             method=method,
-            seed=self.seed,
-            epoch=self.epoch,
-            oversized=self.oversized,
-            exchange_steps=self.exchange_steps,
-            iterations=self.iterations,
+            seed=self.packing.seed,
+            oversized=self.packing.oversized,
+            exchange_steps=self.packing.exchange_steps,
+            iterations=self.packing.iterations,
         )
 
     @property
@@ -96,7 +92,7 @@ class PackingTask:
         )
         if not self.num_oversized:
             return task
-        return f"{task}\n{self.num_oversized:,} samples exceed a limit on their own: {FATES[self.oversized]}"
+        return f"{task}\n{self.num_oversized:,} samples exceed a limit on their own: {FATES[self.packing.oversized]}"
 
     def to_record(self) -> dict[str, Any]:
         """The task as JSON values."""
@@ -105,11 +101,10 @@ class PackingTask:
             "limits": asdict(self.limits),
             "num_replicas": self.num_replicas,
             "micro_batches": self.micro_batches,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "exchange_steps": self.exchange_steps,
-            "iterations": self.iterations,
-            "oversized": {"policy": self.oversized, "samples": self.num_oversized},
+            "seed": self.packing.seed,
+            "exchange_steps": self.packing.exchange_steps,
+            "iterations": self.packing.iterations,
+            "oversized": {"policy": self.packing.oversized, "samples": self.num_oversized},
         }
 
 
@@ -121,11 +116,6 @@ def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
             windows.append(window.packs)
             bar.update(window.num_steps)
     return Packs.concatenate(windows)
-
-
-def kept_by(profile: Path) -> CostModel:
-    """What a micro-batch keeps for its backward pass in all layers of a profile, nothing recomputed."""
-    return sum((layer.saved_bytes["none"] for layer in ModelProfile.load(profile).layers), start=CostModel())
 
 
 def search_under(

@@ -1,173 +1,169 @@
-"""omnibal plan: pack limits, partition and recompute together, for a memory budget."""
+"""omnibal plan: pack limits, partition and recompute together, for the cluster's memory."""
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from omnibal.cli.costs import (
-    BandwidthOption,
-    DeviceOption,
-    DtypeOption,
-    FrozenOption,
-    ModelOption,
-    ProfileArgument,
-    TensorParallelOption,
-    read_costs,
-)
-from omnibal.cli.step_packs import LengthsOption
-from omnibal.cli.step_task import (
-    OVERHEAD_GIB,
-    LatencyOption,
+from omnibal.cli.files import check_file, check_folder
+from omnibal.cli.options import (
+    ClusterOption,
+    JsonOption,
     LauncherOption,
-    ModeOption,
-    OverheadOption,
-    ReduceBandwidthOption,
-    ZeroStageOption,
-    links_of,
+    LengthsOption,
+    LimitsOption,
+    PlotsOption,
+    StagesOption,
+    read_limits,
 )
-from omnibal.cluster import Layout
-from omnibal.data.policies import Method
+from omnibal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omnibal.cli.run import Run
+    from omnibal.plan import Plan
+    from omnibal.planner import PlanRequest, PlanResult
 
 
 def plan(
-    profile: ProfileArgument = None,
-    out: Annotated[Path, typer.Option(help="The plan to write.")] = Path("plan.json"),
+    source: Annotated[Path, typer.Argument(help="A ds_config; or, without one, a profile.", show_default=False)],
+    cluster: ClusterOption = None,
     lengths: LengthsOption = None,
-    global_batch: Annotated[
-        int, typer.Option(help="Samples per optimizer step; packs change, this does not.", min=1)
-    ] = 128,
-    num_stages: Annotated[
-        int | None, typer.Option(help="Pipeline stages; left out, the best divisor of the devices.", min=1)
-    ] = None,
-    num_replicas: Annotated[int | None, typer.Option(help="Data-parallel ranks, with --num-stages.", min=1)] = None,
-    num_devices: Annotated[int | None, typer.Option(help="All devices, in place of --num-replicas.", min=1)] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="GiB of a device, or of each stage's as 80,80,40; what the device has.")
-    ] = None,
-    head_room: Annotated[float, typer.Option(help="Share of the budget that stays free.", min=0, max=0.99)] = 0.05,
-    overhead: OverheadOption = OVERHEAD_GIB,
-    zero_stage: ZeroStageOption = 1,
-    float32_gradients: Annotated[
-        bool | None,
+    samples_per_step: Annotated[
+        int | None,
         typer.Option(
-            "--float32-gradients/--no-float32-gradients",
-            help='Whether 16-bit gradients are summed in float32 ("grad_accum_dtype"); with --zero-stage 1 they are.',
+            help="Samples per optimizer step, whatever packs are like; as many as the ds_config has now.",
+            min=1,
             show_default=False,
         ),
     ] = None,
-    vision_units: Annotated[int | None, typer.Option(help="Fix the limits, with --llm-tokens.", min=0)] = None,
-    llm_tokens: Annotated[int | None, typer.Option(help="Fix the limits, with --vision-units.", min=1)] = None,
-    method: Annotated[Method, typer.Option(help="How packs are made and arranged.")] = "balanced",
-    model: ModelOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "bfloat16",
-    tensor_parallel: TensorParallelOption = 1,
-    frozen: FrozenOption = None,
-    bandwidth: BandwidthOption = None,
-    reduce_bandwidth: ReduceBandwidthOption = None,
-    latency: LatencyOption = 0.0,
-    mode: ModeOption = "rendezvous",
-    schedule: Annotated[
-        Literal["1f1b", "zero-bubble", "zero-bubble-lean", "auto"],
-        typer.Option(
-            help="DeepSpeed's own; weight gradients where stages would wait, or at once; the fastest that fits."
-        ),
-    ] = "1f1b",
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps of real packs that plans are simulated on; by default as many as hold 1024 packs.", min=1
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Decides which samples are looked at.", min=0)] = 0,
+    limits: LimitsOption = None,
+    num_stages: StagesOption = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure layers on this machine, where costs are not kept; not count.")
+    ] = False,
     trials: Annotated[
         int, typer.Option(help="Run so many of the best plans on the real engine and keep the fastest.", min=0)
     ] = 0,
     four_steps: Annotated[
         bool, typer.Option("--four-steps", help="Let the paper's trials find what recomputes, on the real engine.")
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="The ds_config to try plans with.")] = None,
     launcher: LauncherOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where it goes; plan.json in the ds_config's run.output, or here.", show_default=False),
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Enter the plan in the ds_config.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every stage, and the plans that were weighed.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Folder to draw memory and timeline into.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan and what it was weighed against as JSON.")
-    ] = False,
+    plot: PlotsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Plan data, model and memory together: what fits and takes the least time.
 
-    Weighs pack limits (so how many micro-batches a step has), where to cut
-    the model, which layers recompute, and with --schedule auto the schedule,
-    by simulating steps of real packs.
-    A ds_config with "pipeline": {"plan": "plan.json"} trains that way.
+    Weighs pack limits (so how many micro-batches a step has), the number of
+    stages, where to cut the model, which layers recompute, and the schedule, by
+    simulating steps of real packs. Says what it gains over the present
+    configuration; --write enters it there, and training follows it.
 
-    Example: omnibal plan profile.json --lengths runs/lengths
-    --num-stages 4 --num-replicas 2 --global-batch 128 --explain
+    Example: omnibal plan ds_configs/mine.json --cluster 4x8xA100-80GB
 
-    Example: omnibal plan --model models/InternVL3-14B-hf --device a100
-    --lengths runs/lengths --num-devices 16 --budget 40 --plot runs/plots
-
-    Example, tried on the machine itself: omnibal plan profile.json --lengths
-    runs/lengths --num-stages 2 --num-replicas 1 --trials 3 --config
-    ds_config.json
+    Example, tried on the machine itself: omnibal plan ds_configs/mine.json
+    --measure --trials 3 --write
     """
-    from omnibal.cli.outputs import check_file, check_folder
-    from omnibal.cli.planning import (
-        PlanReport,
-        check_trials,
-        cluster_of,
-        count_devices,
-        fixed_limits,
-        lengths_of,
-        try_on_engine,
-    )
-    from omnibal.planner import PlanRequest, make_plan
+    from omnibal.cli.plan_report import Gain, PlanReport, enter
+    from omnibal.cli.run import Run, say
+    from omnibal.cli.trials import Engine, check_trials
+    from omnibal.report.trials import TrialFigures
 
-    costs = read_costs(
-        profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
-    )
     check_file("--out", out)
     check_folder("--plot", plot)
-    check_trials(
-        costs,
-        trials=trials,
-        four_steps=four_steps,
-        config=config,
-        zero_stage=zero_stage,
-        float32_gradients=float32_gradients,
-    )
-    ranks = count_devices(num_stages, num_replicas, num_devices, costs)
-    cluster = cluster_of(
-        costs, budget, links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency),
-        layout=Layout(num_stages or 1, ranks // (num_stages or 1), num_tensor=costs.tensor_parallel),
-        overhead_bytes=int(overhead * 2**30),
+    fixed = read_limits(limits)
+    run = Run.open(
+        source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure
     )  # fmt: skip
-    request = PlanRequest(
-        cluster=cluster,
-        num_stages=num_stages,
-        global_batch=global_batch,
-        head_room=head_room,
-        zero_stage=zero_stage,
-        accumulate_float32=float32_gradients,
-        limits=fixed_limits(vision_units, llm_tokens),
-        method=method,
-        mode=mode,
-        schedule=schedule,
-        steps=steps,
-        seed=seed,
-    )
-    with Console(stderr=True).status("reading lengths") as status:
-        result = make_plan(costs, lengths_of(lengths), request, report=status.update)
-    result, kept, tried = try_on_engine(result, trials=trials, four_steps=four_steps, config=config, launcher=launcher)
+    check_trials(run, trials=trials, four_steps=four_steps)
+    if not run.has_config and (write or measure):
+        raise ConfigError(f"--{'write' if write else 'measure'} must come with a ds_config, got {source}")
+    out = out or (run.files.plan if run.has_config else Path("plan.json"))
+    check_file("--out", out)
+    request = request_of(run, samples_per_step, fixed, num_stages)
+    result = solve(run, request)
+    kept, tried = result.plan, list[TrialFigures]()
+    if trials or four_steps:
+        engine = Engine(run, result, launcher)
+        result = engine.try_best(trials) if trials else result
+        kept, tried = result.plan if trials else engine.take_four_steps(), engine.trials
     kept.save(out)
-    report = PlanReport(result, kept, out, plot, tried)
+    gain = Gain.of(run, result.plan)
+    if write:
+        enter(run.source, kept, out)
+    report = PlanReport(result, kept, gain, out, plot, tuple(tried), entered=run.source if write else None)
     report.draw()
+    say(*(f"warning: {doubt}" for doubt in run.doubts))
     if as_json:
         typer.echo(json.dumps(report.to_record(), indent=2))
     else:
         report.print(Console(), explain=explain)
+
+
+def request_of(
+    run: "Run",
+    samples_per_step: int | None = None,
+    limits: tuple[int, int] | None = None,
+    num_stages: int | None = None,
+) -> "PlanRequest":
+    """What the ds_config asks of a plan, but for what is given.
+
+    Raises:
+        ConfigError: How many samples a step has follows from nothing.
+    """
+    from omnibal.config import layout_of
+    from omnibal.data.limits import PackLimits
+    from omnibal.planner import PlanRequest
+
+    packing, layout = run.section.packing, layout_of(run.config, 1, 1)
+    return PlanRequest(
+        cluster=run.cluster,
+        num_stages=num_stages,
+        global_batch=samples_per_step or packing.samples_per_step or _present_samples(run),
+        zero_stage=layout.zero_stage,
+        accumulate_float32=layout.accumulate_float32,
+        limits=None if limits is None else PackLimits(*limits),
+        method=packing.method,
+        schedule=run.section.pipeline.schedule,
+        seed=packing.seed,
+    )
+
+
+def _present_samples(run: "Run") -> int:
+    """What a step of the present configuration holds on average."""
+    if not run.has_config:
+        raise ConfigError(f"--samples-per-step must be given beside a profile, got none with {run.source}")
+    try:
+        return round(run.packing(run.present(), steps=1).samples_per_step)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--samples-per-step must be given where the present configuration cannot train, got none: {error}"
+        ) from error
+
+
+def solve(run: "Run", request: "PlanRequest") -> "PlanResult":
+    """Plan, and show what is being done."""
+    from omnibal.planner import make_plan
+
+    profile, lengths = run.profile, run.lengths  # made before, each with a bar of its own
+    with Console(stderr=True).status("planning") as status:
+        return make_plan(profile, lengths, request, report=status.update)
+
+
+def make_kept_plan(run: "Run") -> "Plan":
+    """Plan as a ds_config asks, keep it in its run.output, and say so."""
+    from omnibal.cli.run import say
+
+    plan = solve(run, request_of(run)).plan
+    plan.save(run.files.plan)
+    say(f"planned: {run.files.plan}")
+    return plan

@@ -1,21 +1,20 @@
 """omnibal profile: what each layer of a model costs, counted for a device or measured on this machine."""
 
 import json
-import warnings
-from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from omnibal.cli.costs import (
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    FrozenOption,
-    TensorParallelOption,
-    count_costs,
+from omnibal.cli.files import check_file, expect, refuse
+from omnibal.cli.options import (
+    LLM_TOKENS,
+    VISION_UNITS,
+    ClusterOption,
+    JsonOption,
+    LimitsOption,
+    read_limits,
 )
 from omnibal.errors import ConfigError
 
@@ -25,20 +24,34 @@ if TYPE_CHECKING:
 
 
 def profile(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder; its config.json is enough.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="The profile to write, a JSON file.", show_default=False)],
-    device: DeviceOption = None,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A ds_config; or, without one, a Hugging Face folder (its config.json is enough).", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Argument(help="The profile to write; of a ds_config, in its run.output.", show_default=False)
+    ] = None,
+    cluster: ClusterOption = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure on this machine's accelerator, or CPU where it has none.")
     ] = False,
-    dtype: DtypeOption = "bfloat16",
-    vision_units: Annotated[
-        int | None, typer.Option(help="Most vision units (tiles, patches) in a pack; 9.", min=0)
+    limits: LimitsOption = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="Of the forward pass of a model without a ds_config (bfloat16).", show_default=False),
     ] = None,
-    llm_tokens: Annotated[int | None, typer.Option(help="Most LLM tokens in a pack; 4096.", min=1)] = None,
-    tensor_parallel: TensorParallelOption = 1,
-    frozen: FrozenOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    frozen: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A kind of its layers that is not trained, such as vision_block; repeatable.", show_default=False
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Devices that share each of its layers, counted.", min=1, show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write what each layer of a model costs: time, bytes sent, bytes kept.
 
@@ -47,28 +60,29 @@ def profile(
     size. The costs are functions of what a pack holds; the table shows them
     for the full pack.
 
-    Example: omnibal profile models/InternVL3-14B-hf profile.json --device a100
+    Example: omnibal profile ds_configs/mine.json --measure
 
-    Example: omnibal profile models/InternVL3-1B-hf profile.json --measure
-    --dtype float32 --vision-units 4 --llm-tokens 1024
-
-    Then: omnibal partition profile.json --num-stages 4
+    Example: omnibal profile models/InternVL3-14B-hf profile.json
+    --cluster a100
     """
-    from omnibal.cli.outputs import check_file
-    from omnibal.cli.steps import full_pack
     from omnibal.report.layers import bytes_table, layer_figures, time_table
 
+    kind = expect("source", source, ("ds_config", "model"))
     check_file("out", out)
-    pack = full_pack(vision_units, llm_tokens)
-    if measure == (device is not None):
-        raise ConfigError(f"costs must come from either --device or --measure, got {'both' if measure else 'neither'}")
-    notes: list[str] = []
-    if device is not None:
-        made = count_costs(model, device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ())
+    pack = _pack_of(read_limits(limits))
+    if kind == "ds_config":
+        refuse({"dtype": dtype, "frozen": frozen, "tensor-parallel": tensor_parallel}, "the ds_config says it")
+        made, notes, out = _of_config(source, out, cluster, pack if limits else None, measure=measure)
     else:
-        if tensor_parallel > 1:
-            raise ConfigError(f"--tensor-parallel must come with --device, got {tensor_parallel} with --measure")
-        made, notes = _measure(model, pack, dtype, frozen or ())
+        options = {"dtype": dtype or "bfloat16", "frozen": frozen or ()}
+        if out is None:
+            raise ConfigError(f"out must name a file for the profile, got none: {source} is no ds_config")
+        if measure == (cluster is not None):
+            got = "both" if measure else "neither"
+            raise ConfigError(f"costs must be counted for a --cluster or come from --measure, got {got}")
+        if measure and tensor_parallel:
+            raise ConfigError(f"--tensor-parallel must come with --cluster, got {tensor_parallel} with --measure")
+        made, notes = _of_model(source, cluster, pack, tensor_parallel or 1, **options)
     out.parent.mkdir(parents=True, exist_ok=True)
     made.save(out)
     rows = layer_figures(made, pack)
@@ -86,28 +100,41 @@ def profile(
         console.print(note, highlight=False, markup=False)
 
 
+def _pack_of(limits: tuple[int, int] | None) -> "Load":
+    """A pack of one sample, as large as the limits or the paper's."""
+    from omnibal.cost import Load
+
+    vision_units, llm_tokens = limits or (VISION_UNITS, LLM_TOKENS)
+    return Load(vision_units, llm_tokens, llm_tokens**2)
+
+
 def _sizes(pack: "Load") -> dict[str, int]:
     return {"vision units": int(pack.vision_units), "LLM tokens": int(pack.llm_tokens)}
 
 
-def _measure(model: Path, pack: "Load", dtype: Dtype, frozen: Collection[str]) -> tuple["ModelProfile", list[str]]:
-    """A measured profile, and what makes its measurements doubtful."""
-    import torch
+def _of_config(
+    source: Path, out: Path | None, cluster: str | None, pack: "Load | None", *, measure: bool
+) -> tuple["ModelProfile", list[str], Path]:
+    """The profile of a ds_config, what makes it doubtful, and where it goes."""
+    from omnibal.cli.run import Run
 
-    from omnibal.data.limits import PackLimits
-    from omnibal.vlm import load_model
-    from omnibal.vlm.measure import measure_profile
-    from omnibal.vlm.passes import MeasurementWarning, this_device
+    run = Run.open(source, cluster=cluster, measure=measure)
+    out = out or run.files.profile
+    check_file("out", out)
+    made = run.make_profile(pack) if measure else run.profile
+    return made, run.doubts, out
 
-    limits = PackLimits(int(pack.vision_units), int(pack.llm_tokens))
-    with Console(stderr=True).status("measuring") as status, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", MeasurementWarning)
-        made = measure_profile(
-            load_model(model),
-            limits,
-            dtype=getattr(torch, dtype),
-            device=this_device(),
-            frozen=frozen,
-            report=lambda name: status.update(f"measuring {name}"),
-        )
-    return made, [str(entry.message) for entry in caught if issubclass(entry.category, MeasurementWarning)]
+
+def _of_model(
+    folder: Path, cluster: str | None, pack: "Load", tensor_parallel: int, **options: Any
+) -> tuple["ModelProfile", list[str]]:
+    """The profile of a model's folder, and what makes it doubtful."""
+    from omnibal.cli.costs import measured_costs, read_cluster
+    from omnibal.profile.counted import analytic_profile
+    from omnibal.vlm.families import load_model, load_records
+
+    device = None if cluster is None else read_cluster(cluster).device
+
+    if device is None:
+        return measured_costs(load_model(folder), pack, **options)
+    return analytic_profile(load_records(folder), device, tensor_parallel=tensor_parallel, **options), []

@@ -2,49 +2,39 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omnibal.cli.costs import (
-    BandwidthOption,
-    DeviceOption,
-    DtypeOption,
-    FrozenOption,
-    ModelOption,
-    ProfileArgument,
-    TensorParallelOption,
-)
-from omnibal.cli.step_packs import LengthsOption, ReplicasOption
-from omnibal.cli.step_task import OVERHEAD_GIB, LatencyOption, OverheadOption, ReduceBandwidthOption, ZeroStageOption
+from omnibal.cli.files import check_file, expect
+from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, ProfileOption
+from omnibal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omnibal.cli.run import Run
+    from omnibal.config import RunFiles
+    from omnibal.report.page import PlanPart
+    from omnibal.report.training import Metrics
 
 
 def report(
-    profile: ProfileArgument = None,
-    plan: Annotated[Path | None, typer.Option(help="A plan.json; with a profile and --lengths.")] = None,
-    run: Annotated[Path | None, typer.Option(help="A run's folder, with its metrics.jsonl.")] = None,
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    source: Annotated[
+        Path,
+        typer.Argument(help="A ds_config, for its plan and its run; or a plan, or a run's folder.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page; report.html in the ds_config's run.output, or here.", show_default=False),
+    ] = None,
     title: Annotated[str, typer.Option(help="Its heading.")] = "Balanced training",
-    lengths: LengthsOption = None,
     batch_size: Annotated[
         int, typer.Option(help="Samples of a micro-batch as you batch today: drawn at random, padded.", min=1)
     ] = 4,
-    num_replicas: ReplicasOption = 1,
     steps: Annotated[int, typer.Option(help="Steps of real packs to simulate, spread over an epoch.", min=1)] = 64,
-    model: ModelOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "bfloat16",
-    tensor_parallel: TensorParallelOption = 1,
-    frozen: FrozenOption = None,
-    budget: Annotated[
-        str | None, typer.Option(help="GiB of a device, or of each stage's as 80,80,40; what the device has.")
-    ] = None,
-    overhead: OverheadOption = OVERHEAD_GIB,
-    bandwidth: BandwidthOption = None,
-    reduce_bandwidth: ReduceBandwidthOption = None,
-    latency: LatencyOption = 0.0,
-    zero_stage: ZeroStageOption = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the gain as JSON.")] = False,
+    profile: ProfileOption = None,
+    lengths: LengthsOption = None,
+    cluster: ClusterOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write one page that shows what a plan changes and what a run did.
 
@@ -52,37 +42,70 @@ def report(
     goes on with data, partition, memory, timeline, predicted gain, and the
     figures of a run. Pictures are in the file: send it to anyone.
 
-    Example: omnibal report profile.json --plan plan.json --lengths
-    runs/lengths --num-replicas 4 --out report.html
+    Example: omnibal report ds_configs/mine.json
 
-    Example: omnibal report --run runs/quickstart
+    Example: omnibal report runs/quickstart --out quickstart.html
     """
-    from omnibal.cli.costs import read_costs
-    from omnibal.cli.outputs import check_file
-    from omnibal.cli.reporting import plan_part, read_run
-    from omnibal.cli.step_task import links_of
-    from omnibal.errors import ConfigError
+    from omnibal.cli.run import Run, say
+    from omnibal.config import RunFiles
+    from omnibal.errors import require
     from omnibal.report.page import write_page
 
-    if plan is None and run is None:
-        raise ConfigError("a report must be about a --plan, a --run, or both, got neither")
-    if plan is None and (profile or model or lengths):
-        raise ConfigError("--plan must be given beside costs or --lengths, got none: a --run alone needs neither")
+    require("matplotlib")
+    kind = expect("source", source, ("ds_config", "plan", "run"))
     check_file("--out", out)
-    part = None
-    if plan is not None:
-        costs = read_costs(
-            profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
-        )
-        links = links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency)
-        part = plan_part(
-            costs, plan, links, lengths=lengths, num_replicas=num_replicas, batch_size=batch_size, steps=steps,
-            zero_stage=zero_stage, budget=budget, overhead_bytes=int(overhead * 2**30),
-        )  # fmt: skip
-    write_page(out, title, plan=part, run=None if run is None else read_run(run))
+    part, files = None, RunFiles(source) if kind == "run" else None
+    if kind != "run":
+        run = Run.open(source, kinds=(kind,), profile=profile, lengths=lengths, cluster=cluster)
+        files = run.files if run.has_config else RunFiles(source.parent)
+        if run.named_plan is not None or run.known_cluster is not None or files.plan.is_file():
+            part = _plan_part(run, batch_size, steps)
+        elif files.metrics.is_file():
+            say("what a plan changes is left out: nothing says which cluster; --cluster 8xA100-80GB does")
+        else:
+            run.cluster  # says how to give one  # noqa: B018
+    assert files is not None
+    metrics = _read_run(files, is_needed=part is None)
+    out = out or (files.report if kind == "ds_config" else Path("report.html"))
+    check_file("--out", out)
+    write_page(out, title, plan=part, run=metrics)
     if as_json:
-        variants = [] if part is None else part.variants
-        rates = {variant.name: variant.samples_per_second for variant in variants}
+        rates = {} if part is None else {variant.name: variant.samples_per_second for variant in part.variants}
         typer.echo(json.dumps({"written": str(out), "samples_per_second": rates}, indent=2))
     else:
         typer.echo(f"written: {out}")
+
+
+def _plan_part(run: "Run", batch_size: int, steps: int) -> "PlanPart":
+    """What the page says of a plan."""
+    from omnibal.cli.run import every_layer
+    from omnibal.data.limits import largest_load
+    from omnibal.planner.prediction import variants_up_to
+    from omnibal.report.page import PlanPart
+
+    plan, lengths = run.plan, run.lengths
+    footprint = plan.footprint(run.profile, largest_load(lengths, plan.limits))
+    return PlanPart(
+        plan=plan,
+        variants=variants_up_to(plan, run.profile, lengths, batch_size=batch_size, steps=steps),
+        memory=footprint.stages(plan.partition, plan.recompute),
+        recomputed_memory=footprint.stages(plan.partition, every_layer("full", len(run.profile.layers))),
+        budget_bytes=plan.known_cluster.stage_memory_bytes(plan.layout),
+    )
+
+
+def _read_run(files: "RunFiles", *, is_needed: bool) -> "Metrics | None":
+    """The log of a run.
+
+    Raises:
+        ConfigError: It is needed, and the folder has none, or no step in it.
+        DataError: A line cannot be read.
+    """
+    from omnibal.report.training import read_metrics
+
+    metrics = read_metrics(files.metrics) if files.metrics.is_file() else None
+    if metrics is not None and metrics.steps:
+        return metrics
+    if is_needed:
+        raise ConfigError(f"a report must be about a plan or a run that has trained a step, got {files.folder}")
+    return None

@@ -1,83 +1,61 @@
 """omnibal simulate: when each stage of a pipeline runs what, and how long it waits."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
-from omnibal.cli.costs import (
-    BandwidthOption,
-    DeviceOption,
-    DtypeOption,
-    FrozenOption,
-    ModelOption,
-    ProfileArgument,
-    TensorParallelOption,
-    read_costs,
-)
-from omnibal.cli.step_packs import (
+from omnibal.cli.files import check_file, check_picture
+from omnibal.cli.options import (
+    ClusterOption,
+    JsonOption,
     LengthsOption,
-    LlmTokensOption,
-    MicroBatchesOption,
-    ReplicasOption,
-    StepOption,
-    VisionUnitsOption,
-)
-from omnibal.cli.step_task import (
-    MICRO_BATCHES_PER_STAGE,
-    LatencyOption,
-    Level,
-    ModeOption,
-    RecomputeOption,
-    ReduceBandwidthOption,
+    LimitsOption,
+    PictureOption,
+    ProfileOption,
     ScheduleName,
-    ScheduleOption,
-    ZeroStageOption,
-    links_of,
+    TraceOption,
+    read_limits,
 )
+from omnibal.cli.partition import MEDIAN_OF
 from omnibal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from omnibal.data.limits import PackLimits
-    from omnibal.pipeline.partition import Partition
+    from omnibal.cli.run import Run
     from omnibal.pipeline.simulate import Simulation, StepSimulation
+    from omnibal.plan import Plan
+    from omnibal.planner.packings import Packing
+    from omnibal.profile.records import ModelProfile
     from omnibal.report.stages import PartitionFigures
 
 MOST_PANELS: Final = 3
 
 
 def simulate(
-    profile: ProfileArgument = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="A plan.json: partition, recomputation, micro-batches, most in a pack.")
+    source: Annotated[
+        Path, typer.Argument(help="A ds_config or a plan; or a profile, with --partition.", show_default=False)
+    ],
+    present: Annotated[
+        bool, typer.Option("--present", help="What the ds_config spells out, and not the plan made for it.")
+    ] = False,
+    partition: Annotated[str | None, typer.Option(help="Other boundaries: 0,22,45,69,98.", show_default=False)] = None,
+    schedule: Annotated[
+        ScheduleName | None, typer.Option(help="What stages run in which order, if not as planned.", show_default=False)
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="Or the boundaries: 0,22,45,69,98.")] = None,
-    model: ModelOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "bfloat16",
-    tensor_parallel: TensorParallelOption = 1,
-    frozen: FrozenOption = None,
+    limits: LimitsOption = None,
+    profile: ProfileOption = None,
     lengths: LengthsOption = None,
-    step: StepOption = None,
-    vision_units: VisionUnitsOption = None,
-    llm_tokens: LlmTokensOption = None,
-    num_replicas: ReplicasOption = 1,
-    micro_batches: MicroBatchesOption = None,
-    bandwidth: BandwidthOption = None,
-    reduce_bandwidth: ReduceBandwidthOption = None,
-    latency: LatencyOption = 0.0,
-    mode: ModeOption = "rendezvous",
-    zero_stage: ZeroStageOption = 1,
-    recompute: RecomputeOption = None,
-    schedule: ScheduleOption = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write the timeline for chrome://tracing or ui.perfetto.dev, JSON.")
+    cluster: ClusterOption = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Which step of the epoch; the median of some.", min=0, show_default=False),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the timeline, a PNG.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    trace: TraceOption = None,
+    plot: PictureOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Simulate a training step, stage by stage.
 
@@ -86,73 +64,94 @@ def simulate(
     the order in which DeepSpeed sends and receives; under zero-bubble they run
     beside the computations.
 
-    Example: omnibal simulate profile.json --plan plan.json --trace trace.json
-    --plot timeline.png
+    Example: omnibal simulate ds_configs/mine.json --plot timeline.png
 
-    Example: omnibal simulate --model models/InternVL3-14B-hf --device a100
-    --partition 0,13,26,40,53,76 --lengths runs/lengths --num-replicas 4
+    Example: omnibal simulate runs/mine/plan.json --schedule 1f1b
     """
-    from omnibal.cli.outputs import check_file, check_picture
-    from omnibal.cli.steps import StepTask, every_layer, step_packs
-    from omnibal.report.stages import stage_table
+    from omnibal.cli.run import Run
+    from omnibal.data.limits import PackLimits
+    from omnibal.report.stages import PartitionFigures, stage_table
 
-    costs = read_costs(
-        profile, model=model, device=device, dtype=dtype, tensor_parallel=tensor_parallel, frozen=frozen or ()
-    )
     check_file("--trace", trace)
     check_picture("--plot", plot)
-    cut = _read_cut(plan, partition)
-    limits = cut.limits
-    packs = step_packs(
-        costs, lengths, step=step, num_replicas=num_replicas,
-        vision_units=limits.vision_units if limits and vision_units is None else vision_units,
-        llm_tokens=limits.llm_tokens if limits and llm_tokens is None else llm_tokens,
-        micro_batches=micro_batches or cut.micro_batches,
-    )  # fmt: skip
-    links = links_of(costs, bandwidth=bandwidth, reduce_bandwidth=reduce_bandwidth, latency=latency)
-    levels = every_layer(recompute or "none", len(costs.layers))
-    if recompute is None and cut.recompute is not None:
-        levels = cut.recompute
-    task = StepTask(costs, packs, links, zero_stage, levels, mode, schedule or cut.schedule)
-    written = _write(task.simulate(cut.partition), trace, plot)
-    figures = task.figures(cut.partition)
+    fixed, cut = read_limits(limits), _read_cut(partition)
+    run = Run.open(source, kinds=("ds_config", "plan", "profile"), profile=profile, lengths=lengths, cluster=cluster)
+    plan = _plan_of(run, cut, present=present)
+    if fixed:
+        plan = replace(plan, limits=PackLimits(*fixed), predicted=None)
+    if schedule is not None and schedule != plan.schedule:
+        plan = replace(plan, schedule=schedule, predicted=None)
+    packing = run.packing(plan, steps=MEDIAN_OF, number=step).median_step(run.profile)
+    simulated = plan.simulate(run.profile, packing.steps[0])
+    memory = [stage.total for stage in plan.memory(run.profile, packing.largest)]
+    figures = PartitionFigures.of(run.profile, plan.partition, simulated, memory)
+    written = _write(simulated, trace, plot)
     if as_json:
-        typer.echo(json.dumps(task.to_record() | figures.to_record() | {"written": written}, indent=2))
+        record = record_of(run.profile, plan, packing) | figures.to_record() | {"written": written}
+        typer.echo(json.dumps(record, indent=2))
         return
     console = Console()
-    console.print(str(task), highlight=False, markup=False)
+    console.print(title_of(run.profile, plan, packing), highlight=False, markup=False)
     console.print(stage_table(figures.stages))
-    console.print(_summary(figures), highlight=False, markup=False)
-    for path in written:
-        console.print(f"written: {path}", highlight=False, markup=False)
+    for line in (_summary(figures), *(f"written: {path}" for path in written)):
+        console.print(line, highlight=False, markup=False)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """What a plan or a partition says."""
-
-    partition: "Partition"
-    recompute: tuple[Level, ...] | None
-    micro_batches: int
-    limits: "PackLimits | None"
-    schedule: ScheduleName = "1f1b"
-
-
-def _read_cut(plan: Path | None, partition: str | None) -> _Cut:
-    from omnibal.pipeline.partition import Partition
-    from omnibal.plan import Plan
-
-    if (plan is None) == (partition is None):
-        raise ConfigError(f"a partition must come from --plan or --partition, got {'both' if plan else 'neither'}")
-    if plan is not None:
-        loaded = Plan.load(plan)
-        return _Cut(loaded.partition, loaded.recompute, loaded.micro_batches, loaded.limits, loaded.schedule)
-    assert partition is not None
+def _read_cut(partition: str | None) -> tuple[int, ...] | None:
+    if partition is None:
+        return None
     words = partition.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
+    if not words or not all(word.isdecimal() for word in words):
         raise ConfigError(f"--partition must be layer numbers such as 0,13,26, got {partition!r}")
-    cut = Partition([int(word) for word in words])
-    return _Cut(cut, None, MICRO_BATCHES_PER_STAGE * cut.num_stages, None)
+    return tuple(map(int, words))
+
+
+def _plan_of(run: "Run", cut: tuple[int, ...] | None, *, present: bool) -> "Plan":
+    """The plan to simulate: that of the ds_config, the present one, or one with other boundaries."""
+    from omnibal.pipeline.partition import Partition
+
+    if cut is None:
+        if run.named_plan is None and not run.has_config:
+            raise ConfigError(f"--partition must be given beside a profile, got none with {run.source}")
+        return run.present() if present else run.plan
+    if present:
+        raise ConfigError("--partition must be left out beside --present, which has one, got both")
+    partition = Partition(cut)
+    if partition.num_layers != len(run.profile.layers):
+        raise ConfigError(
+            f"partition must be of the profile's {len(run.profile.layers)} layers, got one of {partition.num_layers}"
+        )
+    plan = run.named_plan
+    if plan is not None and plan.num_stages == partition.num_stages:
+        return replace(run.plan, partition=partition, predicted=None)
+    base = run.present(partition.num_stages, pipeline={"partition": list(cut), "plan": None})
+    return replace(base, partition=partition)
+
+
+def record_of(profile: "ModelProfile", plan: "Plan", packing: "Packing") -> dict[str, Any]:
+    """What a step is simulated of, as JSON values."""
+    limits = plan.limits
+    return {
+        "profile": {"hash": profile.content_hash, "device": profile.devices, "dtype": profile.dtype},
+        "cluster": str(plan.known_cluster),
+        "layout": asdict(plan.layout),
+        "links": asdict(plan.links),
+        "schedule": plan.schedule,
+        "limits": {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens},
+        "micro_batches": plan.micro_batches,
+        "step": packing.numbers[0] if packing.numbers else None,
+    }
+
+
+def title_of(profile: "ModelProfile", plan: "Plan", packing: "Packing") -> str:
+    """The same in two lines."""
+    limits = plan.limits
+    packs = f"step {packing.numbers[0]} of an epoch, packs of at most" if packing.numbers else "equal packs of"
+    return (
+        f"{len(profile.layers)} layers on {plan.known_cluster} ({profile.dtype}): {plan.layout}, {plan.schedule}\n"
+        f"{plan.micro_batches} micro-batches; {packs} {limits.vision_units:,} vision units and "
+        f"{limits.llm_tokens:,} LLM tokens"
+    )
 
 
 def _write(step: "StepSimulation", trace: Path | None, plot: Path | None) -> list[str]:

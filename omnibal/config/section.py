@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from omnibal.cluster import ClusterValue
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import ScheduleName
@@ -74,6 +75,9 @@ class PackingSection(Section):
     """Samples that exceed a limit on their own: each in a pack of its own, refused, or left out and counted."""
     exchange_steps: Count = EXCHANGE_STEPS
     """Consecutive steps that may exchange samples for balance; 1 keeps every step exactly as it was drawn."""
+    samples_per_step: Count | None = None
+    """What `omnibal plan` keeps whatever packs are like; left out, what a step of this configuration holds on
+    average."""
     seed: int = 0
 
 
@@ -192,6 +196,9 @@ class OmnibalSection(Section):
     pipeline: PipelineSection = PipelineSection()
     optimizer: OptimizerSection = OptimizerSection()
     run: RunSection = RunSection()
+    cluster: ClusterValue | None = None
+    """What it is planned for: such as ``4x8xA100-80GB``, or a record of ``omnibal.cluster.Cluster``; left out, the CUDA
+    devices at hand. Training itself takes the processes that are launched."""
 
 
 def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], OmnibalSection]:

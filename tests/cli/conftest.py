@@ -1,10 +1,19 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from omnibal import vlm
 from omnibal.cli.main import app
 from omnibal.data.synthetic import INTERNVL_MIX, tiled_lengths
+from omnibal.demo import write_demo
+from omnibal.families.base import LayerRecord
+from omnibal.planner import packings
+from omnibal.vlm import families, load_model
+from omnibal.vlm.weights import save_model
+
+CLUSTER = "4xA100-80GB"
 
 
 @pytest.fixture
@@ -15,6 +24,18 @@ def omnibal():
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         assert result.exit_code == exit_code, result.output
         return result
+
+    return run
+
+
+@pytest.fixture
+def refusal(omnibal):
+    """Runs a command that must be refused; the one line that says why."""
+
+    def run(*arguments):
+        error = omnibal(*arguments, exit_code=2).stderr
+        line = error[error.index("error: ") :].rstrip("\n")
+        return line.removeprefix("error: ")
 
     return run
 
@@ -31,3 +52,57 @@ def token_lengths(tmp_path_factory):
         paths.append(folder / f"{source.name}.json")
         paths[-1].write_text(json.dumps([{"vit_num": tiles, "token_num": tokens} for tiles, tokens in loads]))
     return paths
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory):
+    """The demo's data, and its model with random weights; for all tests, none of which changes it."""
+    paths = write_demo(tmp_path_factory.mktemp("demo") / "data", samples=60, held_out=20, seed=3)
+    model = load_model(paths.model)
+    save_model(model, lambda index: dict(model.build_layer(index, seed=0).state_dict()), paths.model)
+    return paths
+
+
+@pytest.fixture
+def ds_config(demo, tmp_path):
+    """Writes a ds_config about the demo, keys of its sections changed; its path, and the folder of its run."""
+
+    def write(name="config.json", *, deepspeed=None, **sections):
+        section = {
+            "model": {"path": str(demo.model)},
+            "data": {"train": str(demo.meta), "held_out": str(demo.held_out_meta), "max_tiles": 4},
+            "packing": {"vision_units": 12, "llm_tokens": 256},
+            "pipeline": {"num_stages": 2},
+            "run": {"output": str(tmp_path / "run")},
+            "cluster": CLUSTER,
+        }
+        for key, values in sections.items():
+            section[key] = section[key] | values if key != "cluster" else values
+        content = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}, **(deepspeed or {})}
+        (tmp_path / name).write_text(json.dumps(content | {"omnibal": section}, indent=2))
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Plans are judged by a few steps."""
+    monkeypatch.setattr(packings, "SIMULATED", 16)
+    monkeypatch.setattr(packings, "FEWEST_SIMULATED", 2)
+
+
+def cluster_of(num_devices, *, gigabytes=1.0, memory=80.0, **changes):
+    """The record of a cluster of devices called "test", as the command line takes it."""
+    device = {"name": "test", "memory_bytes": int(memory * 2**30), "link_bytes_per_second": gigabytes * 1e9}
+    record = {"num_nodes": 1, "devices_per_node": num_devices, "device": device, "overhead_bytes": 0}
+    return json.dumps(record | changes)
+
+
+def stand_in(monkeypatch, profile):
+    """Let every model folder hold the model that a profile is of."""
+    records = [
+        LayerRecord(cost.name, cost.kind, cost.sizes, cost.tied_key, module=cost.module) for cost in profile.layers
+    ]
+    monkeypatch.setattr(families, "load_records", lambda path: records)
+    monkeypatch.setattr(vlm, "load_model", lambda path: SimpleNamespace(records=records))

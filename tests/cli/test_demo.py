@@ -21,11 +21,10 @@ def test_a_file_is_not_a_folder(omnibal, tmp_path):
     assert (tmp_path / "data").read_text() == "mine"
 
 
-@pytest.mark.parametrize("command", [("demo",), ("export", "checkpoints")])
-def test_a_folder_with_something_in_it_is_not_written_into(omnibal, tmp_path, command):
+def test_a_folder_with_something_in_it_is_not_written_into(refusal, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    result = omnibal(*command, tmp_path, exit_code=2)
-    assert f"folder must be empty or not exist yet, got {tmp_path} with mine.txt in it" in result.stderr
+    line = refusal("demo", tmp_path)
+    assert line == f"folder must be empty or not exist yet, got {tmp_path} with mine.txt in it"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

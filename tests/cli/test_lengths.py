@@ -3,16 +3,10 @@ import json
 import numpy as np
 import pytest
 
-from omnibal.cli.inputs import Reading, read_lengths
+from omnibal.cli.inputs import read_lengths
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sources.conversations import open_dataset
-from omnibal.demo import write_demo
 from tests.families.models import TEMPLATES, save_folder
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    return write_demo(tmp_path_factory.mktemp("demo"), samples=60, held_out=20, seed=3, max_tiles=4)
 
 
 def test_a_dataset_is_measured_and_saved(omnibal, demo, tmp_path):
@@ -74,14 +68,27 @@ def test_lengths_are_measured_for_every_family(omnibal, demo, tmp_path, model_ty
     assert SampleLengths.load(tmp_path / "out").content_hash == expected.content_hash
 
 
-def test_a_cache_answers_the_second_run(omnibal, demo, tmp_path):
-    options = ["--model", demo.model, "--cache", tmp_path / "cache", "--json"]
+def test_a_ds_config_says_it_all_and_its_training_measures_nothing_again(omnibal, demo, ds_config, tmp_path):
+    record = json.loads(omnibal("lengths", ds_config(), "--json").stdout)
+    expected = open_dataset(demo.meta, demo.model, max_tiles=4)
+    folder = tmp_path / "run" / "lengths"
+    assert record["folder"] == str(folder)
+    assert SampleLengths.load(folder).content_hash == expected.lengths().content_hash == record["content_hash"]
+    of_training = open_dataset(demo.meta, demo.model, max_tiles=4, cache=folder, measured=True)  # takes what is kept
+    assert of_training.lengths().content_hash == record["content_hash"]
+    fewer = json.loads(omnibal("lengths", ds_config(data={"max_tiles": 1}), tmp_path / "copy", "--json").stdout)
+    assert fewer["all"]["vision_units"]["total"] < record["all"]["vision_units"]["total"]
+    assert SampleLengths.load(tmp_path / "copy").content_hash == fewer["content_hash"]
+
+
+def test_a_second_pass_finds_what_was_measured(omnibal, demo, tmp_path):
     first, second = (
-        json.loads(omnibal("lengths", demo.meta, tmp_path / name, *options).stdout) for name in ("first", "second")
+        json.loads(omnibal("lengths", demo.meta, tmp_path / "out", "--model", demo.model, "--json").stdout)
+        for _ in range(2)
     )
-    assert first["content_hash"] == second["content_hash"]
-    kept = {path.name for path in (tmp_path / "cache").iterdir()} - {"annotations"}  # where their entries begin
-    assert len(kept) == 1
+    assert first == second
+    measured = [path for path in (tmp_path / "out").iterdir() if path.is_dir() and path.name != "annotations"]
+    assert len(measured) == 1
 
 
 def test_json_lists_become_a_folder(omnibal, token_lengths, tmp_path):
@@ -91,14 +98,31 @@ def test_json_lists_become_a_folder(omnibal, token_lengths, tmp_path):
     assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("option", [[], ["--plot"], ["--cache"]])
-def test_what_cannot_be_written_is_refused_before_anything_is_measured(omnibal, tmp_path, option):
+@pytest.mark.parametrize("option", [[], ["--plot"]])
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(refusal, token_lengths, tmp_path, option):
     (tmp_path / "file").write_text("")
     blocked, free = tmp_path / "file" / "deeper", tmp_path / "out"
-    result = omnibal(
-        "lengths", tmp_path / "none.json", *([free, *option, blocked] if option else [blocked]), exit_code=2
-    )
-    assert f"must be a folder, got {blocked}: {tmp_path / 'file'} is a file" in result.stderr
+    line = refusal("lengths", token_lengths[0], *([free, *option, blocked] if option else [blocked]))
+    assert f"must be a folder, got {blocked}: {tmp_path / 'file'} is a file" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{meta}", "out"], "--model must name the model's folder, got nothing: {meta} is a dataset"),
+        (["{meta}", "--model", "{model}"], "out must name a folder for the lengths, got none: {meta} is no ds_config"),
+        (["{lengths}", "out", "--model", "{model}"], "--model must be left out here, got {model}: {lengths} holds"),
+        (
+            ["{config}", "--max-tiles", "3"],
+            "--max-tiles must be left out here, got 3: a ds_config names data and model",
+        ),
+        (["{model}", "out"], "source must be a ds_config or a dataset"),
+        (["none.json", "out"], "source must be a readable file or folder, got none.json (No such file or directory)"),
+    ],
+)
+def test_wrong_arguments_are_refused(refusal, demo, ds_config, token_lengths, arguments, message):
+    names = {"meta": demo.meta, "model": demo.model, "lengths": token_lengths[0], "config": ds_config()}
+    assert message.format(**names) in refusal("lengths", *(argument.format(**names) for argument in arguments))
 
 
 def test_lengths_saved_into_their_own_folder_stay(omnibal, token_lengths, tmp_path):
@@ -109,7 +133,7 @@ def test_lengths_saved_into_their_own_folder_stay(omnibal, token_lengths, tmp_pa
 
 def test_files_of_the_same_name_are_told_apart(omnibal, token_lengths, tmp_path):
     (tmp_path / token_lengths[0].name).write_bytes(token_lengths[0].read_bytes())
-    named = read_lengths([token_lengths[0], tmp_path / token_lengths[0].name], Reading())
+    named = read_lengths([token_lengths[0], tmp_path / token_lengths[0].name], "lengths")
     assert len(set(named.names)) == 2
 
 
@@ -129,7 +153,7 @@ def test_broken_samples_are_refused_in_one_report(omnibal, demo, broken, tmp_pat
     result = omnibal("lengths", broken, tmp_path / "out", "--model", demo.model, exit_code=2)
     assert "2 of 4 items cannot be used" in result.stderr
     assert f"{broken.parent / 'some.jsonl'}, line 2: " in result.stderr
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "lengths.json").exists()
 
 
 def test_broken_samples_are_left_out_and_listed(omnibal, demo, broken, tmp_path):

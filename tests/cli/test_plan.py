@@ -1,140 +1,347 @@
+"""`omnibal plan`: what it keeps, says and enters; its trials on the real engine and on a made-up one."""
+
 import json
 from dataclasses import replace
 
 import pytest
 
+from omnibal import vlm
+from omnibal.cluster import Cluster
+from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
-from omnibal.device import DEVICES
+from omnibal.engine.resolve import Given, resolve_plan
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
+from omnibal.profile.records import ModelProfile
+from omnibal.trials import run as trials_module
+from omnibal.trials.run import Trial
+from tests.cli.conftest import cluster_of, stand_in
 from tests.planner.test_solve import PROFILE
 
-OPTIONS = [
-    *("--num-stages", 4, "--num-replicas", 2, "--global-batch", 128, "--bandwidth", 100),
-    *("--overhead", 0, "--head-room", 0, "--method", "isf", "--steps", 2),
-]
+pytestmark = pytest.mark.usefixtures("few_steps")
+MIB = 2**20
 
 
 @pytest.fixture
-def profile(tmp_path):
+def arguments(token_lengths, tmp_path):
+    """Of a plan for a profile's model on 8 devices of so many GiB."""
     PROFILE.save(tmp_path / "profile.json")
-    return tmp_path / "profile.json"
 
+    def of(memory=3.0, **changes):
+        lengths = [argument for path in token_lengths for argument in ("--lengths", path)]
+        hardware = ("--cluster", cluster_of(8, gigabytes=100, memory=memory, **changes), "--num-stages", 4)
+        given = ("--samples-per-step", 128, "--out", tmp_path / "out" / "plan.json")
+        return [tmp_path / "profile.json", *lengths, *hardware, *given]
 
-@pytest.fixture
-def arguments(profile, token_lengths, tmp_path):
-    lengths = [argument for path in token_lengths for argument in ("--lengths", path)]
-    return [profile, *lengths, "--out", tmp_path / "out" / "plan.json", *OPTIONS]
+    return of
 
 
 def test_the_plan_is_written_and_fits(omnibal, arguments, tmp_path):
-    record = json.loads(omnibal("plan", *arguments, "--budget", "3.0", "--json").stdout)
+    record = json.loads(omnibal("plan", *arguments(), "--json").stdout)
     plan = Plan.load(tmp_path / "out" / "plan.json")
     assert record["plan"] == json.loads((tmp_path / "out" / "plan.json").read_text())
-    assert plan.num_stages == 4
-    assert max(stage.memory.total for stage in plan.predicted.stages) <= 3 * 2**30
+    assert (plan.num_stages, plan.layout.num_replicas) == (4, 2)
+    assert max(stage.memory.total for stage in plan.predicted.stages) <= 0.95 * 3 * 2**30
     assert record["lower_bound_seconds"] <= plan.predicted.step_seconds
     best = min(record["tried"], key=lambda entry: entry["step_seconds"] / entry["samples_per_step"])
     assert best["partition"] == list(plan.partition.boundaries)
-    assert best["micro_batches"] == plan.micro_batches
+    assert (best["micro_batches"], best["schedule"]) == (plan.micro_batches, plan.schedule)
+    assert {entry["schedule"] for entry in record["tried"]} == set(SCHEDULES)
     if record["two_phase"]:
         baseline = record["two_phase"]["step_seconds"] / record["two_phase"]["samples_per_step"]
         assert plan.predicted.step_seconds / plan.predicted.samples_per_step <= baseline * (1 + 1e-5)
 
 
+def test_a_plan_says_which_step_it_predicts(omnibal, arguments, token_lengths, tmp_path):
+    """Its prediction comes back from the public simulator on the same packs."""
+    omnibal("plan", *arguments())
+    plan = Plan.load(tmp_path / "out" / "plan.json")
+    request = PlanRequest(**plan.made_from["request"], cluster=plan.cluster)
+    again = make_plan(PROFILE, SampleLengths.from_token_lengths(token_lengths), request)
+    assert again.plan.predicted == plan.predicted
+    steps = [plan.simulate(PROFILE, loads).step_seconds for loads in again.choice.model.packing.steps]
+    assert sum(steps) / len(steps) == pytest.approx(plan.predicted.step_seconds, rel=1e-5)
+
+
 def test_explained_and_drawn(omnibal, arguments, tmp_path):
     folder = tmp_path / "plots"
-    output = omnibal("plan", *arguments, "--budget", "3.0", "--explain", "--plot", folder).output
+    output = omnibal("plan", *arguments(), "--limits", "9,4096", "--explain", "--plot", folder).output
     for word in ("V+L", "recompute ms", "weights", "samples/s", "two phases", "written"):
         assert word in output, word
     assert {path.name for path in folder.iterdir()} == {"memory.png", "timeline.png"}
-
-
-def test_the_schedule_may_be_chosen(omnibal, arguments, tmp_path):
-    limits = ("--vision-units", 9, "--llm-tokens", 4096)
-    record = json.loads(omnibal("plan", *arguments, *limits, "--budget", "5", "--schedule", "auto", "--json").stdout)
-    assert {entry["schedule"] for entry in record["tried"]} == set(SCHEDULES)
-    assert Plan.load(tmp_path / "out" / "plan.json").schedule == record["tried"][0]["schedule"] == "zero-bubble"
-
-
-def test_budgets_may_differ_by_stage(omnibal, arguments, tmp_path):
-    omnibal("plan", *arguments, "--budget", "2.6,6,6,6")
-    plan = Plan.load(tmp_path / "out" / "plan.json")
-    assert plan.predicted.stages[0].memory.total <= 2.6 * 2**30
-    assert plan.cluster.stage_memory_bytes(plan.layout) == (int(2.6 * 2**30), *[6 * 2**30] * 3)
-
-
-def test_what_does_not_fit_is_one_line_with_the_bytes(omnibal, arguments):
-    result = omnibal("plan", *arguments, "--budget", "0.2", exit_code=2)
-    assert result.stderr.startswith("error: memory must hold every stage, got 204.80 MiB")
-    assert "bytes" in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_limits_can_be_fixed(omnibal, arguments, tmp_path):
-    omnibal("plan", *arguments, "--budget", "6", "--vision-units", 12, "--llm-tokens", 5000)
     limits = Plan.load(tmp_path / "out" / "plan.json").limits
-    assert (limits.vision_units, limits.llm_tokens) == (12, 5000)
+    assert (limits.vision_units, limits.llm_tokens) == (9, 4096)
+
+
+def test_memory_may_differ_by_device(omnibal, arguments, tmp_path):
+    memory = [int(2.8 * 2**30)] * 2 + [6 * 2**30] * 6
+    omnibal("plan", *arguments(memory_bytes=memory), "--limits", "9,4096")
+    plan = Plan.load(tmp_path / "out" / "plan.json")
+    assert plan.predicted.stages[0].memory.total <= 2.8 * 2**30
+    assert plan.cluster.stage_memory_bytes(plan.layout) == (memory[0], *memory[-3:])
+
+
+def test_what_does_not_fit_is_one_line_with_the_bytes(refusal, arguments):
+    line = refusal("plan", *arguments(0.2), "--limits", "9,4096")
+    assert line.startswith("memory must hold every stage, got 194.56 MiB")
+    assert "bytes" in line and "\n" not in line
+
+
+def test_devices_that_share_layers_are_tensor_ranks(omnibal, arguments, tmp_path):
+    replace(PROFILE, device="A100-80GB", tensor_parallel=2).save(tmp_path / "profile.json")
+    options = ("--cluster", "2x8xA100-80GB", "--limits", "9,4096", "--json")
+    plan = json.loads(omnibal("plan", *arguments(), *options).stdout)["plan"]
+    assert plan["made_from"]["device"] == "2 x A100-80GB"
+    assert (plan["layout"]["num_stages"], plan["layout"]["num_replicas"], plan["layout"]["num_tensor"]) == (4, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget", "lots"], "--budget must be GiB such as 80 or 80,80,40, got 'lots'"),
-        ([], "--budget must be given for 'test', got none"),
-        (["--budget", "3", "--vision-units", 9], "limits must be given as both"),
-        (["--budget", "3", "--num-devices", 8], "--num-replicas must be left out beside --num-devices, got 2"),
-        (["--budget", "inf"], "--budget must be GiB such as 80 or 80,80,40, got 'inf'"),
-        (
-            ["--budget", "3", "--overhead", 3],
-            "memory_bytes must be finite and more than the 3221225472 bytes that a device holds",
-        ),
-        (["--budget", "3", "--tensor-parallel", 2], "--tensor-parallel must be left out where a profile is given"),
-        (["--budget", "3", "--frozen", "head"], "frozen kinds [] where the run has ['head']"),
-        (["--budget", "3", "--trials", 2], "--config must name a ds_config for --trials and --four-steps, got none"),
-        (["--budget", "3", "--config", "c.json"], "--config must come with --trials or --four-steps, got c.json alone"),
-        (["--budget", "3,3"], "--budget must be one for each of 4 stages, got '3,3'"),
+        (["--limits", "9"], "--limits must be vision units and LLM tokens such as 16,4096, got '9'"),
+        (["--num-stages", 3], "num_stages must divide the 8 devices, got 3"),
+        (["--samples-per-step", 10**9], "lengths must hold a step of 1000000000 samples"),
+        (["--trials", 2], "--trials and --four-steps must come with a ds_config, got"),
+        (["--trials", 2, "--four-steps"], "--trials must be left out beside --four-steps, got 2"),
+        (["--write"], "--write must come with a ds_config, got"),
+        (["--measure"], "--measure must come with a ds_config, got"),
+        (["--cluster", cluster_of(8, overhead_bytes=10**12)], "memory_bytes must be finite and more than the"),
     ],
 )
-def test_wrong_options(omnibal, arguments, options, message):
-    assert message in omnibal("plan", *arguments, *options, exit_code=2).stderr
+def test_wrong_options(refusal, arguments, options, message):
+    line = refusal("plan", *arguments(), *options)
+    assert message in line and "\n" not in line
 
 
-def test_trials_are_of_what_was_profiled(omnibal, arguments, tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"omnibal": {"model": {"frozen": ["head"]}}}))
-    replace(PROFILE, tensor_parallel=2).save(arguments[0])
-    result = omnibal("plan", *arguments, "--budget", "3", "--trials", 1, "--config", config, exit_code=2)
-    assert "dtype 'bfloat16' where the run has 'float32'" in result.stderr
-    assert "tensor_parallel 2 where the run has 1" in result.stderr
-    assert "frozen kinds [] where the run has ['head']" in result.stderr
+def test_a_profile_does_not_say_how_many_samples_a_step_has(refusal, arguments):
+    given = arguments()
+    line = refusal("plan", *given[: given.index("--samples-per-step")])
+    assert line.startswith("--samples-per-step must be given beside a profile, got none with")
 
 
-def test_lengths_and_devices_must_be_named(omnibal, profile, token_lengths):
-    given = [profile, "--budget", 3, "--bandwidth", 100]
-    assert "--lengths must name sample lengths" in omnibal("plan", *given, "--num-devices", 8, exit_code=2).stderr
-    result = omnibal("plan", *given, "--lengths", token_lengths[0], exit_code=2)
-    assert "devices must be given as --num-devices" in result.stderr
+def test_a_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path):
+    """Five lines say what was chosen, what it gains over the present configuration, and why."""
+    config = ds_config(pipeline={"recompute": "full", "num_stages": 4, "schedule": "auto"})
+    before = config.read_text()
+    record = json.loads(omnibal("plan", config, "--json").stdout)
+    assert record["written"] == str(tmp_path / "run" / "plan.json")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"lengths", "profile.json", "plan.json"}
+    present, plan = record["present_samples_per_second"], Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.cluster == Cluster.parse("4xA100-80GB")
+    assert list(record["reasons"]) == ["packs", "cut", "recompute", "schedule"]
+    product = 1.0
+    for factor in record["reasons"].values():
+        product *= factor
+    assert product == pytest.approx(record["gain"]) and record["gain"] > 1
+    assert record["problem"] == ""
+    text = " ".join(omnibal("plan", config).stdout.split())
+    assert f"gain: {record['gain']:.2f} times the {present:,.1f} samples/s of the present configuration" in text
+    for word in ("chosen: ", "cut at 0 ", "predicted: step ", "why: packs ", f"written: {tmp_path}"):
+        assert word in text, word
+    assert config.read_text() == before
 
 
-def test_devices_that_share_layers_count_as_one(omnibal, arguments, tmp_path):
-    replace(PROFILE, device="A100-80GB", tensor_parallel=2).save(tmp_path / "shared.json")
-    options = ["--num-devices", 16, "--num-stages", 4, "--method", "isf", "--json"]
-    given = [tmp_path / "shared.json", *arguments[1 : -len(OPTIONS)], *options]
-    plan = json.loads(omnibal("plan", *given).stdout)["plan"]
-    assert plan["made_from"]["device"] == "2 x A100-80GB"
-    assert (plan["layout"]["num_stages"], plan["layout"]["num_replicas"], plan["layout"]["num_tensor"]) == (4, 2, 2)
-    assert plan["cluster"]["memory_bytes"] == int(DEVICES["A100-80GB"].memory_bytes) < 80 * 2**30
-    assert plan["cluster"]["links"]["bandwidth_bytes_per_second"] == 300e9
+def test_the_samples_of_a_step_are_those_of_the_present_configuration(omnibal, ds_config):
+    present = json.loads(omnibal("pack", ds_config(), "--json").stdout)
+    mean = 60 / present["methods"][0]["packs"] * 2 * 2  # of packs that hold any
+    planned = json.loads(omnibal("plan", ds_config(), "--json").stdout)["plan"]["made_from"]["request"]
+    assert planned["global_batch"] == round(mean)
+    keyed = ds_config(packing={"samples_per_step": 20})
+    assert json.loads(omnibal("plan", keyed, "--json").stdout)["plan"]["made_from"]["request"]["global_batch"] == 20
 
 
-def test_a_plan_says_which_step_it_predicts(omnibal, arguments, tmp_path):
-    """Its prediction comes back from the public simulator on the same packs."""
-    omnibal("plan", *arguments, "--budget", "3.0")
-    plan = Plan.load(tmp_path / "out" / "plan.json")
-    request = PlanRequest(**plan.made_from["request"], cluster=plan.cluster)
-    lengths = SampleLengths.from_token_lengths([arguments[i + 1] for i, a in enumerate(arguments) if a == "--lengths"])
-    again = make_plan(PROFILE, lengths, request)
-    assert again.plan.predicted == plan.predicted
-    steps = [plan.simulate(PROFILE, loads).step_seconds for loads in again.choice.model.packing.steps]
-    assert sum(steps) / len(steps) == pytest.approx(plan.predicted.step_seconds, rel=1e-5)
+def test_a_present_configuration_that_does_not_fit_is_said(omnibal, ds_config):
+    small = json.loads(cluster_of(4, memory=0.01)) | {"device": "a100"}
+    record = json.loads(omnibal("plan", ds_config(cluster=small), "--json").stdout)
+    assert record["gain"] is not None
+    tiny = small | {"memory_bytes": 9 * MIB}
+    result = omnibal("plan", ds_config(cluster=tiny, pipeline={"num_stages": 1}), "--samples-per-step", 20)
+    assert "the present configuration, which needs " in " ".join(result.stdout.split())
+
+
+def test_a_present_configuration_that_cannot_train_is_said(omnibal, refusal, ds_config):
+    config = ds_config(pipeline={"partition": [0, 5, 12]})
+    assert refusal("plan", config).startswith(
+        "--samples-per-step must be given where the present configuration cannot train, got none: layers of the"
+    )
+    record = json.loads(omnibal("plan", config, "--samples-per-step", 16, "--json").stdout)
+    assert record["gain"] is None and record["problem"].startswith("layers of the partition must be 13")
+    assert "cannot train here: layers" in omnibal("plan", config, "--samples-per-step", 16).stdout
+
+
+def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path):
+    config = ds_config(
+        deepspeed={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}},
+        pipeline={"schedule": "1f1b", "num_stages": 2},
+    )
+    before = config.read_text()
+    result = omnibal("plan", config, "--num-stages", 4, "--write")
+    assert f"entered in {config}" in result.stdout.replace("\n", "")
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    kept = [line for line in before.splitlines() if line.rstrip(",") in config.read_text()]
+    assert len(kept) >= len(before.splitlines()) - 3
+    deepspeed_config, section = read_config(config)
+    assert section.pipeline.plan == str(tmp_path / "run" / "plan.json")
+    assert section.pipeline.num_stages == 4
+    assert deepspeed_config["gradient_accumulation_steps"] == plan.micro_batches
+    assert deepspeed_config["train_batch_size"] == plan.micro_batches * plan.layout.num_replicas
+    given = Given(deepspeed_config, section, None, vlm.load_model(section.model.path), plan.layout)
+    assert resolve_plan(given, SampleLengths.load(tmp_path / "run" / "lengths")) == plan
+    # planned again, the present configuration is the plan
+    record = json.loads(omnibal("plan", config, "--num-stages", 4, "--json").stdout)
+    assert record["gain"] == pytest.approx(1)
+
+
+@pytest.mark.distributed
+def test_the_real_engine_runs_out_of_memory_and_the_plan_retreats(omnibal, ds_config, monkeypatch, tmp_path):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, "gradient_clipping": 1.0}
+
+    def config(memory):
+        device = {"name": "cpu", "memory_bytes": 2**31, "link_bytes_per_second": 1e9}
+        cluster = {"num_nodes": 1, "devices_per_node": 2, "device": device, "memory_bytes": memory, "overhead_bytes": 0}
+        return ds_config(deepspeed=optimizer, cluster=cluster, data={"workers": 0}, pipeline={"schedule": "1f1b"})
+
+    counted = tmp_path / "profile.json"
+    omnibal("profile", ds_config(), counted, "--cluster", "a100")
+    (tmp_path / "run" / "profile.json").unlink(missing_ok=True)
+    costs = replace(ModelProfile.load(counted), device="cpu")
+    less = tuple(replace(c, saved_bytes=c.saved_bytes | {"none": 0.6 * c.saved_bytes["none"]}) for c in costs.layers)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    replace(costs, layers=less).save(tmp_path / "run" / "profile.json")
+    options = ("--num-stages", 2, "--limits", "12,256", "--samples-per-step", 16, "--json")
+    omnibal("plan", config(2**30), *options)
+    roomy = Plan.load(tmp_path / "run" / "plan.json")
+    assert set(roomy.recompute) == {"none"}
+    held = roomy.predicted.stages[0].memory.total
+    budgets = (int((held + MIB) / 0.95), 2**30)  # enough as predicted
+    result = omnibal("plan", config(list(budgets)), *options, "--trials", 1)
+    short, fits = json.loads(result.stdout)["trials"]
+    missing = short["peak_bytes"][0] - budgets[0]
+    assert short["predicted_bytes"][0] == held < budgets[0] < short["peak_bytes"][0]
+    assert short["outcome"].startswith(f"out of memory, {missing} bytes (") and short["outcome"].endswith("missing")
+    assert fits["outcome"].startswith(f"after a retreat by {missing} bytes (") and fits["outcome"].endswith(": fits")
+    for line, trial in zip(result.stderr.splitlines()[-2:], (short, fits), strict=True):
+        assert line.startswith(f"{trial['name']}: predicted ") and line.endswith(trial["outcome"])
+    assert short["measured_seconds"] is None and fits["measured_seconds"] > 0
+    assert fits["peak_bytes"][0] <= budgets[0]
+    assert fits["predicted_bytes"][0] <= held - missing
+    kept = Plan.load(tmp_path / "run" / "plan.json")
+    assert kept.partition == roomy.partition
+    first = kept.recompute[: kept.partition.boundaries[1]]
+    assert "full" in first and set(kept.recompute[len(first) :]) == {"none"}
+
+
+MEMORY = 3 / 0.95  # GiB; 3 beside the head room
+BUDGET = int(MEMORY * 2**30)
+
+
+@pytest.fixture
+def tried(ds_config, token_lengths, monkeypatch, tmp_path):
+    """Arguments of a plan with trials, of a model whose layers cost as the profile's."""
+    stand_in(monkeypatch, PROFILE)
+    (tmp_path / "run").mkdir()
+    replace(PROFILE, versions={}).save(tmp_path / "run" / "profile.json")
+    cluster = json.loads(cluster_of(8, gigabytes=100, memory=MEMORY))
+    config = ds_config(
+        deepspeed={"bf16": {"enabled": True}}, cluster=cluster, pipeline={"schedule": "1f1b", "partition": "uniform"}
+    )
+    lengths = [argument for path in token_lengths for argument in ("--lengths", path)]
+    return [config, *lengths, "--num-stages", 4, "--samples-per-step", 128, "--limits", "9,4096"]
+
+
+def surplus_of(plan, missing):
+    return BUDGET + missing - max(stage.memory.total for stage in plan.predicted.stages)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Install an engine whose stages hold more than predicted: the first plan's are short of so many bytes."""
+    ran = []
+
+    def install(missing):
+        def run(config, plan, launcher_options, steps):
+            ran.append(plan)
+            peaks = tuple(stage.memory.total + surplus_of(ran[0], missing) for stage in plan.predicted.stages)
+            return Trial(plan, (1.0 + len(ran),) * steps, peaks)
+
+        monkeypatch.setattr(trials_module, "_run_trial", run)
+        return ran
+
+    return install
+
+
+def test_a_plan_that_holds_more_than_predicted_retreats_until_it_fits(omnibal, tried, engine, tmp_path):
+    ran = engine(50 * MIB)
+    record = json.loads(omnibal("plan", *tried, "--trials", 1, "--json").stdout)
+    first, *retreats = ran
+    surplus = surplus_of(first, 50 * MIB)
+    assert retreats
+    assert {plan.partition for plan in retreats} == {first.partition}
+    kept = Plan.load(tmp_path / "run" / "plan.json")
+    assert kept == ran[-1]
+    assert record["plan"] == json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert max(stage.memory.total for stage in kept.predicted.stages) + surplus <= BUDGET
+    assert sum(level != "none" for level in kept.recompute) > sum(level != "none" for level in first.recompute)
+    outcomes = [trial["outcome"] for trial in record["trials"]]
+    assert outcomes[0].startswith("out of memory, ") and "bytes" in outcomes[0]
+    assert outcomes[-1].startswith("after a retreat by ") and outcomes[-1].endswith("fits")
+    # every retreat frees on each stage what the trial before was short of there
+    for before, after in zip(ran, retreats, strict=False):
+        for held, less in zip(before.predicted.stages, after.predicted.stages, strict=True):
+            missing = max(held.memory.total + surplus - BUDGET, 0)
+            assert less.memory.total <= held.memory.total - missing
+            assert missing or less.memory == held.memory
+
+
+def test_a_plan_that_fits_stays(omnibal, tried, engine, tmp_path):
+    ran = engine(0)
+    output = omnibal("plan", *tried, "--trials", 1).stdout
+    row = next(line for line in output.splitlines() if line.startswith(" plan 1 "))
+    assert f"{ran[0].micro_batches}" in row and "2,000.0" in row  # packs; measured milliseconds
+    assert "plan 1: fits" in output
+    assert [Plan.load(tmp_path / "run" / "plan.json")] == ran
+
+
+def test_no_plan_that_fits_is_an_error(refusal, tried, engine):
+    engine(BUDGET)
+    assert refusal("plan", *tried, "--trials", 1).startswith(
+        "a plan must run, got 1 failures; the first: out of memory"
+    )
+
+
+@pytest.mark.parametrize("surplus", [0, 30 * MIB])
+def test_the_four_steps_find_levels_from_measured_memory_alone(omnibal, tried, monkeypatch, tmp_path, surplus):
+    """A machine on which a block of the ViT keeps 10 MiB, none of the LLM's anything, and more than two a surplus."""
+    blocks = [layer.name.startswith("vision_block") for layer in PROFILE.layers]
+    held, room = (4, 3, 2, 1), 100 * MIB
+
+    def kept(plan, stage):
+        return sum(blocks[i] and plan.recompute[i] == "none" for i in plan.partition.layers(stage))
+
+    def peak(plan, stage):
+        return BUDGET - room + 10 * MIB * held[stage] * kept(plan, stage) + surplus * (kept(plan, stage) > 2)
+
+    def run(config, plan, launcher_options, steps):
+        peaks = tuple(peak(plan, stage) for stage in range(4))
+        return Trial(plan, (1.0,) * steps, peaks, peaks)
+
+    monkeypatch.setattr(trials_module, "_run_trial", run)
+    result = omnibal("plan", *tried, "--four-steps", "--json")
+    record = json.loads(result.stdout)
+    assert record["plan"] == json.loads((tmp_path / "run" / "plan.json").read_text())
+    trials = record["trials"]
+    last = trials[-2]
+    assert [trial["name"] for trial in trials] == [*(f"paper's {n}" for n in range(1, len(trials))), "solver's"]
+    assert last["outcome"].startswith("after a retreat by ") == (surplus > 0)
+    said = [line for line in result.stderr.splitlines() if line.startswith(f"{last['name']}: ")]
+    assert said[0].endswith(last["outcome"])
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    for stage in range(4):
+        there = sum(blocks[i] for i in plan.partition.layers(stage))
+        fitting = room // (10 * MIB * held[stage])
+        assert peak(plan, stage) <= BUDGET
+        assert surplus or kept(plan, stage) == min(there, fitting)
+    assert kept(plan, 0) == 2

@@ -3,8 +3,10 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
 from omnibal.cost import Load
+from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES
 from omnibal.families import FAMILIES, layer_records
 from omnibal.profile.counted import analytic_profile
@@ -12,6 +14,7 @@ from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import measure as measure_module
 from omnibal.vlm.passes import MeasurementWarning
+from tests.cli.conftest import cluster_of
 from tests.engine.small import small_config
 from tests.families.models import small_config as families_config
 from tests.pipeline.profiles import fixed_profile
@@ -28,7 +31,7 @@ def model(tmp_path_factory):
 
 def test_costs_are_counted_for_a_device_that_is_not_there(omnibal, model, tmp_path):
     out = tmp_path / "new" / "profile.json"
-    record = json.loads(omnibal("profile", model, out, "--device", "a100", "--json").stdout)
+    record = json.loads(omnibal("profile", model, out, "--cluster", "a100", "--json").stdout)
     expected = analytic_profile(load_model(model).records, DEVICES["A100-80GB"])
     assert ModelProfile.load(out) == expected
     assert record["hash"] == expected.content_hash
@@ -45,7 +48,7 @@ def test_costs_are_counted_for_a_device_that_is_not_there(omnibal, model, tmp_pa
 def test_costs_of_every_family_are_counted(omnibal, model_type, tmp_path):
     config = families_config(model_type)
     config.save_pretrained(tmp_path)
-    omnibal("profile", tmp_path, tmp_path / "p.json", "--device", "a100")
+    omnibal("profile", tmp_path, tmp_path / "p.json", "--cluster", "a100")
     profile = ModelProfile.load(tmp_path / "p.json")
     assert [layer.name for layer in profile.layers] == [record.name for record in layer_records(config.to_dict())]
     assert all(layer.forward_seconds(Load(64, 99, 99**2, 64**2)) > 0 for layer in profile.layers)
@@ -53,7 +56,7 @@ def test_costs_of_every_family_are_counted(omnibal, model_type, tmp_path):
 
 def test_the_table_has_a_row_for_each_kind(omnibal, model, tmp_path):
     text = omnibal(
-        "profile", model, tmp_path / "p.json", "--device", "H100", "--vision-units", 3, "--llm-tokens", 99,
+        "profile", model, tmp_path / "p.json", "--cluster", "H100", "--limits", "3,99",
         "--frozen", "vision_block", "--frozen", "projector", "--dtype", "float32", "--tensor-parallel", 2,
     ).stdout  # fmt: skip
     assert "2 x H100-80GB (float32), a pack of 3 vision units" in text
@@ -64,7 +67,7 @@ def test_the_table_has_a_row_for_each_kind(omnibal, model, tmp_path):
 
 
 def test_costs_are_measured_here(omnibal, model, tmp_path):
-    options = ("--measure", "--dtype", "float32", "--vision-units", 2, "--llm-tokens", 24)
+    options = ("--measure", "--dtype", "float32", "--limits", "2,24")
     record = json.loads(omnibal("profile", model, tmp_path / "p.json", *options, "--json").stdout)
     profile = ModelProfile.load(tmp_path / "p.json")
     profile.check_matches(records=load_model(model).records, dtype="float32")
@@ -87,11 +90,12 @@ def test_doubtful_measurements_are_said(omnibal, model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "costs must come from either --device or --measure, got neither"),
-        (("--device", "a100", "--measure"), "either --device or --measure, got both"),
-        (("--device", "tpu"), "--device must be how one of A100-40GB, A100-80GB, H100-80GB, H200-141GB starts, got"),
-        (("--device", "a100", "--frozen", "vision"), "got 'vision'"),
-        (("--measure", "--tensor-parallel", 2), "--tensor-parallel must come with --device, got 2 with --measure"),
+        ((), "costs must be counted for a --cluster or come from --measure, got neither"),
+        (("--cluster", "a100", "--measure"), "for a --cluster or come from --measure, got both"),
+        (("--cluster", "tpu"), "device must be how one of A100-40GB, A100-80GB, H100-80GB, H200-141GB starts, got"),
+        (("--cluster", cluster_of(1)), "flops_per_second"),
+        (("--cluster", "a100", "--frozen", "vision"), "got 'vision'"),
+        (("--measure", "--tensor-parallel", 2), "--tensor-parallel must come with --cluster, got 2 with --measure"),
     ],
 )
 def test_wrong_options_are_refused(omnibal, model, tmp_path, options, message):
@@ -101,18 +105,40 @@ def test_wrong_options_are_refused(omnibal, model, tmp_path, options, message):
 
 
 def test_a_place_that_cannot_be_written_is_named(omnibal, model, tmp_path):
-    result = omnibal("profile", model, tmp_path, "--device", "a100", exit_code=2)
+    result = omnibal("profile", model, tmp_path, "--cluster", "a100", exit_code=2)
     assert f"out must be a file, got the folder {tmp_path}" in result.stderr
-    result = omnibal("profile", model, "/proc/none/profile.json", "--device", "a100", exit_code=2)
+    result = omnibal("profile", model, "/proc/none/profile.json", "--cluster", "a100", exit_code=2)
     assert "/proc/none must be a path to read or write, got: No such file or directory" in result.stderr
 
 
 def test_a_wrong_model_is_named(omnibal, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "internvl", "vision_config": {"hidden_size": -1}}')
-    result = omnibal("profile", tmp_path, tmp_path / "p.json", "--device", "a100", exit_code=2)
+    result = omnibal("profile", tmp_path, tmp_path / "p.json", "--cluster", "a100", exit_code=2)
     assert f"{tmp_path / 'config.json'}: hidden_size must be a positive integer, got -1" in result.stderr
 
 
 def test_a_folder_without_a_model_is_refused(omnibal, tmp_path):
-    result = omnibal("profile", tmp_path, tmp_path / "p.json", "--device", "a100", exit_code=2)
-    assert "without config.json" in result.stderr
+    result = omnibal("profile", tmp_path, tmp_path / "p.json", "--cluster", "a100", exit_code=2)
+    assert "source must be a ds_config or a Hugging Face model folder, got" in result.stderr
+
+
+def test_a_ds_config_says_model_device_precision_and_frozen_layers(omnibal, refusal, ds_config, tmp_path):
+    config = ds_config(deepspeed={"bf16": {"enabled": True}}, model={"frozen": ["vision_block"]}, cluster="2x8xh100")
+    record = json.loads(omnibal("profile", config, "--json").stdout)
+    assert record["profile"] == str(tmp_path / "run" / "profile.json")
+    made = ModelProfile.load(tmp_path / "run" / "profile.json")
+    assert (made.device, made.dtype, made.frozen_kinds) == ("H100-80GB", "bfloat16", ("vision_block",))
+    assert "--dtype must be left out here, got float32" in refusal("profile", config, "--dtype", "float32")
+
+
+def test_a_ds_configs_layers_are_measured_at_its_limits(omnibal, ds_config, tmp_path, monkeypatch):
+    seen = []
+
+    def measure(model, limits, **options):
+        seen.append((limits, options["dtype"], options["frozen"]))
+        return analytic_profile(model.records, DEVICES["A100-80GB"], dtype="float32")
+
+    monkeypatch.setattr(measure_module, "measure_profile", measure)
+    omnibal("profile", ds_config(), "--measure")
+    omnibal("profile", ds_config(), "--measure", "--limits", "3,99")
+    assert seen == [(PackLimits(12, 256), torch.float32, []), (PackLimits(3, 99), torch.float32, [])]

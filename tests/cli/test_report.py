@@ -6,34 +6,39 @@ import subprocess
 import pytest
 from PIL import Image
 
+from omnibal.cli import run
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
+from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile
+from tests.test_records import UNREADABLE
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture
 def inputs(tmp_path):
-    """Arguments of a report about a plan and a run."""
+    """Arguments of a report about a plan; a run lies beside it."""
     fixed_profile([0.03, 0.02, 0.05], output=[1e6] * 3).save(tmp_path / "profile.json")
-    Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("full", "none", "none")).save(tmp_path / "plan.json")
+    plan = Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("full", "none", "none"))
+    on_cluster(plan, 2, 2**30).save(tmp_path / "plan.json")
     tiled_lengths(2000, seed=1).save(tmp_path / "lengths")
-    (tmp_path / "run").mkdir()
+    write_metrics(tmp_path / "metrics.jsonl")
+    return "report", tmp_path / "plan.json", "--out", tmp_path / "out" / "report.html", "--title", "6B & 20B"
+
+
+def write_metrics(path):
+    """Of 29 steps."""
     record = {"epoch": 0, "learning_rate": 0.1, "seconds": 0.5, "samples": 10, "llm_tokens": 4000}
     steps = [record | {"step": n, "loss": 3 / n, "balance": {"vision": 0.9, "llm": 0.8}} for n in range(1, 30)]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    return (
-        "report", tmp_path / "profile.json", "--plan", tmp_path / "plan.json", "--lengths", tmp_path / "lengths",
-        "--num-replicas", 2, "--bandwidth", 1, "--budget", 1, "--overhead", 0.1,
-        "--out", tmp_path / "out" / "report.html", "--title", "6B & 20B",
-    )  # fmt: skip
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
 def test_a_page_opens_with_the_imbalance_and_holds_its_pictures(omnibal, inputs, tmp_path):
-    record = json.loads(omnibal(*inputs, "--run", tmp_path / "run", "--json").stdout)
+    record = json.loads(omnibal(*inputs, "--json").stdout)
     text = (tmp_path / "out" / "report.html").read_text()
     headings = re.findall("<h2>(.*?)</h2>", text)
     assert headings == [
@@ -49,34 +54,39 @@ def test_a_page_opens_with_the_imbalance_and_holds_its_pictures(omnibal, inputs,
     assert "<td>speed</td><td>20.0 samples/s, 8,000 LLM tokens/s</td>" in text
 
 
-def test_a_run_alone_has_its_measured_part_alone(omnibal, inputs, tmp_path):
-    omnibal("report", "--run", tmp_path / "run", "--out", tmp_path / "run.html")
+def test_a_run_alone_has_its_measured_part_alone(omnibal, tmp_path):
+    write_metrics(tmp_path / "run" / "metrics.jsonl")
+    omnibal("report", tmp_path / "run", "--out", tmp_path / "run.html")
     text = (tmp_path / "run.html").read_text()
     assert re.findall("<h2>(.*?)</h2>", text) == ["Measured"]
     assert "29 steps were measured" in text
 
 
-def test_wrong_options_are_refused(omnibal, inputs, tmp_path):
-    assert "a report must be about a --plan, a --run, or both" in omnibal("report", exit_code=2).stderr
-    empty = omnibal("report", "--run", tmp_path, exit_code=2).stderr
-    assert "--run must name a run's folder with metrics.jsonl" in empty.replace("\n", " ")
-    assert "--lengths must name sample lengths" in omnibal(*inputs[:4], "--bandwidth", 1, exit_code=2).stderr
-    alone = omnibal("report", inputs[1], "--run", tmp_path / "run", exit_code=2).stderr
-    assert "--plan must be given beside costs or --lengths" in alone.replace("\n", " ")
-    folder = omnibal(*inputs, "--out", tmp_path, exit_code=2).stderr
-    assert "--out must be a file, got the folder" in folder.replace("\n", " ")
+@pytest.mark.usefixtures("few_steps")
+def test_a_ds_config_says_where_plan_and_run_are(omnibal, ds_config, monkeypatch, tmp_path):
+    write_metrics(tmp_path / "run" / "metrics.jsonl")
+    omnibal("report", ds_config(), "--steps", 2)
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "How uneven the work is" in text and "29 steps were measured" in text
+    assert (tmp_path / "run" / "plan.json").is_file()
+    monkeypatch.setattr(run, "devices_at_hand", lambda: None)
+    path = ds_config(cluster=None, run={"output": str(tmp_path / "trained")})
+    write_metrics(tmp_path / "trained" / "metrics.jsonl")
+    assert "what a plan changes is left out" in omnibal("report", path).stderr
+    text = (tmp_path / "trained" / "report.html").read_text()
+    assert re.findall("<h2>(.*?)</h2>", text) == ["Measured"]
 
 
-@pytest.mark.parametrize(
-    ("budget", "message"),
-    [
-        ("0", "--budget must be GiB such as 80 or 80,80,40, got '0'"),
-        ("1,-1", "--budget must be GiB such as 80 or 80,80,40, got '1,-1'"),
-        ("1,1,1", "--budget must be one for each of 2 stages, got '1,1,1'"),
-    ],
-)
-def test_budgets_that_no_stages_can_have_are_refused(omnibal, inputs, budget, message):
-    assert message in omnibal(*inputs, "--budget", budget, exit_code=2).stderr.replace("\n", " ")
+def test_what_no_report_is_about_is_refused(refusal, inputs, token_lengths, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "source must be a ds_config or a plan or a run's folder, got" in refusal("report", tmp_path / "empty")
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    assert "a run that has trained a step, got" in refusal("report", tmp_path / "empty")
+    assert "--out must be a file, got the folder" in refusal(*inputs[:2], "--out", tmp_path)
+    (tmp_path / "empty" / "metrics.jsonl").write_bytes(UNREADABLE["binary"][0])
+    assert "metrics.jsonl must be a run's log" in refusal("report", tmp_path / "empty")
+    (tmp_path / "lengths" / "lengths.json").unlink()
+    assert "lengths must be known here, got none; name a folder of lengths" in refusal(*inputs)
 
 
 def shot_of(page, width, height):
@@ -100,7 +110,7 @@ def shot_of(page, width, height):
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 def test_a_browser_shows_the_page(omnibal, inputs, tmp_path):
-    omnibal(*inputs, "--run", tmp_path / "run")
+    omnibal(*inputs)
     page = tmp_path / "out" / "report.html"
     for width, height in ((1100, 4200), (390, 4200)):
         picture = shot_of(page, width, height)

@@ -85,13 +85,14 @@ def test_train_kill_resume_export_ask(demo):
     monitored = {path.name for path in (demo / "monitor").rglob("*.csv")}
     assert {"Train_Balance_vision.csv", "Train_Balance_llm.csv", "Train_Samples_train_loss.csv"} <= monitored
 
-    again = CliRunner().invoke(app, ["export", str(demo / "checkpoints"), str(demo / "again"), "--json"])
+    again = CliRunner().invoke(app, ["export", str(demo / "config.json"), str(demo / "again"), "--json"])
     assert again.exit_code == 0, again.output
     for name in ("model.safetensors", "config.json", "tokenizer.json", "preprocessor_config.json"):
         assert (demo / "again" / name).read_bytes() == (demo / "model" / name).read_bytes()
 
     asked = CliRunner().invoke(
-        app, ["ask", str(demo / "model"), "--meta", str(demo / "data" / "held_out.json"), "--count", "20", "--json"]
+        app,
+        ["ask", str(demo / "config.json"), "--count", "20", "--json"],  # about its held-out data
     )
     assert asked.exit_code == 0, asked.output
     answers = [json.loads(line) for line in asked.stdout.splitlines()]

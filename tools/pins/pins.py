@@ -32,10 +32,16 @@ SAMPLES = 4_000
 LIMITS = {"tiles": (PackLimits(16, 7296), PackLimits(9, 4096)), "patches": (PackLimits(32768, 16384),)}
 RANKS = ((1, 1), (8, 4), (64, 1))
 PLANNED = {
-    "free": ["--num-devices", "8", "--global-batch", "64", "--schedule", "auto"],
-    "limits": ["--num-stages", "4", "--num-replicas", "2", "--vision-units", "9", "--llm-tokens", "4096"],
-    "tight": ["--num-stages", "4", "--num-replicas", "2", "--budget", "14", "--schedule", "zero-bubble-lean"],
-    "frozen": ["--num-stages", "2", "--num-replicas", "4", "--frozen", "vision_block"],
+    "free": ([], {"packing": {"samples_per_step": 64}}),
+    "limits": (["--num-stages", "4", "--limits", "9,4096"], {"pipeline": {"schedule": "1f1b"}}),
+    "tight": (
+        ["--num-stages", "4"],
+        {
+            "pipeline": {"schedule": "zero-bubble-lean"},
+            "cluster": {"num_nodes": 1, "devices_per_node": 8, "device": "a100", "memory_bytes": 14 * 2**30},
+        },
+    ),
+    "frozen": (["--num-stages", "2"], {"model": {"frozen": ["vision_block"]}, "pipeline": {"schedule": "1f1b"}}),
 }
 RUNS = {
     "1f1b": ({}, {"partition": "parameters"}),
@@ -83,18 +89,25 @@ def command(*arguments: str) -> Any:
 
 
 def plans(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Plans, partitions and simulated steps of a small InternVL on counted costs."""
+    """Plans, and a simulated step of each, of a small InternVL on counted costs and eight devices."""
     lengths_of("tiles").save(folder / "lengths")
     write_model(folder / "model")
-    costs = ["--model", str(folder / "model"), "--device", "a100"]
-    for name, options in PLANNED.items():
-        out = str(folder / f"{name}.json")
-        command("plan", *costs, "--lengths", str(folder / "lengths"), "--out", out, *options)
-        plan = json.loads(Path(out).read_text())
-        yield f"plan {name}", {key: value for key, value in plan.items() if key != "made_from"}
-        simulated = command(
-            "simulate", *costs, "--plan", out, "--lengths", str(folder / "lengths"), "--num-replicas", "2"
-        )
+    for name, (options, changes) in PLANNED.items():
+        section: dict[str, Any] = {
+            "model": {"path": str(folder / "model")},
+            "packing": {"samples_per_step": 128},
+            "run": {"output": str(folder / name)},
+            "cluster": "8xa100",
+        }
+        for key, values in changes.items():
+            section[key] = values if key == "cluster" else section.get(key, {}) | values
+        content = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "omnibal": section}
+        config = folder / f"{name}.json"
+        config.write_text(json.dumps(content))
+        plan = command("plan", str(config), "--lengths", str(folder / "lengths"), *options)["plan"]
+        of_hardware = ("version", "made_from", "cluster", "layout")
+        yield f"plan {name}", {key: value for key, value in plan.items() if key not in of_hardware}
+        simulated = command("simulate", str(folder / name / "plan.json"), "--lengths", str(folder / "lengths"))
         yield f"simulate {name}", {key: value for key, value in simulated.items() if "seconds" in key or "ratio" in key}
 
 

@@ -4,39 +4,47 @@ import itertools
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from omnibal.config import read_config
-from omnibal.errors import InfeasibleError
+from omnibal.cli.costs import check_measured_here
+from omnibal.cli.run import Run, say
+from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.memory.paper import block_modules
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
 from omnibal.report.trials import TrialFigures
-from omnibal.trials.four_steps import take_four_steps
-from omnibal.trials.run import Trial, run_trials
+
+
+def check_trials(run: Run, *, trials: int, four_steps: bool) -> None:
+    """Refuse, before anything is planned, trials that cannot be.
+
+    Raises:
+        ConfigError: Trials are asked for without a ds_config, in two ways at once, or with costs of another machine.
+    """
+    if not trials and not four_steps:
+        return
+    if trials and four_steps:
+        raise ConfigError(f"--trials must be left out beside --four-steps, got {trials}")
+    if not run.has_config:
+        raise ConfigError(f"--trials and --four-steps must come with a ds_config, got {run.source}")
+    check_measured_here(run.profile)
 
 
 class Engine:
     """Runs plans on the real engine, and says how each did.
 
     Args:
-        config: Path of the ds_config that names model and data.
+        run: The ds_config that names model and data.
         result: What was planned.
         launcher: Options of the deepspeed launcher; by default a process on this machine for each device.
     """
 
-    def __init__(self, config: Path, result: PlanResult, launcher: str | None) -> None:
-        deepspeed_config, section = read_config(config)
-        self.config: dict[str, Any] = deepspeed_config | {"omnibal": section.model_dump()}
-        self.result = result
+    def __init__(self, run: Run, result: PlanResult, launcher: str | None) -> None:
+        self.config, self.result = run.whole_config, result
         layout = result.choice.model.layout
         self._options = shlex.split(launcher) if launcher else ["--num_gpus", str(layout.num_devices)]
         self.trials: list[TrialFigures] = []
-        self._console = Console(stderr=True)
 
     def try_best(self, count: int) -> PlanResult:
         """Run the best plans, retreating where memory runs out; the result with the one of the most samples a second.
@@ -58,7 +66,7 @@ class Engine:
         step_back = _Retreat(self.result, choice)
         show = self._shown_as(name + f", retreat {number}" * (number > 0) for number in itertools.count())
 
-        def on_trial(trial: Trial) -> None:
+        def on_trial(trial: Any) -> None:
             show(trial)
             done.append((trial.median_seconds / choice.model.packing.samples_per_step, step_back.choice))
 
@@ -71,6 +79,8 @@ class Engine:
         Raises:
             InfeasibleError: A stage does not fit with every block recomputed.
         """
+        from omnibal.trials.four_steps import take_four_steps
+
         model, plan = self.result.choice.model, self.result.plan
         modules = block_modules(model.profile.layers)
         budgets = model.request.cluster.allocatable_bytes(model.layout)
@@ -80,17 +90,19 @@ class Engine:
         self._run(plan, on_trial=self._shown_as(["solver's"]))
         return found.plan
 
-    def _run(self, plan: Plan, **calls: Any) -> list[Trial]:
+    def _run(self, plan: Plan, **calls: Any) -> list[Any]:
+        from omnibal.trials.run import run_trials
+
         budgets = plan.known_cluster.allocatable_bytes(plan.layout)
         return run_trials(self.config, [plan], launcher_options=self._options, budget_bytes=budgets, **calls)
 
-    def _shown_as(self, names: Iterable[str]) -> Callable[[Trial], None]:
+    def _shown_as(self, names: Iterable[str]) -> Callable[[Any], None]:
         """Keeps trials and says how they did, as they come, under these names."""
         left = iter(names)
 
-        def show(trial: Trial) -> None:
+        def show(trial: Any) -> None:
             self.trials.append(TrialFigures.of(next(left), trial))
-            self._console.print(str(self.trials[-1]), highlight=False, markup=False, soft_wrap=True)
+            say(str(self.trials[-1]))
 
         return show
 
@@ -107,7 +119,7 @@ class _Retreat:
     result: PlanResult
     choice: Choice
 
-    def __call__(self, trial: Trial) -> Plan | None:
+    def __call__(self, trial: Any) -> Plan | None:
         """The next one after a trial of the last one; None where no layer is left to recompute."""
         try:
             self.choice = retreat(self.choice, trial.missing_bytes)

@@ -1,0 +1,288 @@
+"""What `omnibal plan` says, draws and enters: the plan, what it gains over the present configuration, and why."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from omnibal.cli.rewrite import set_keys
+from omnibal.cli.run import Run, every_layer
+from omnibal.config import read_config
+from omnibal.data.limits import largest_load
+from omnibal.errors import ConfigError
+from omnibal.memory.footprint import StageMemory
+from omnibal.memory.recompute import in_words
+from omnibal.plan import Plan
+from omnibal.planner import PlanResult
+from omnibal.planner.prediction import Variant
+from omnibal.planner.search import Choice
+from omnibal.report.memory import memory_table, plot_memory
+from omnibal.report.stages import cut_of, slowest_replica, stage_plan_table
+from omnibal.report.style import make_table
+from omnibal.report.timeline import plot_timeline
+from omnibal.report.trials import TrialFigures, trials_table
+
+STEPS: Final = 32
+"""Of an epoch, that ways to train are compared on."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a plan gains over the present configuration.
+
+    Attributes:
+        variants: From the present configuration to the plan, one change after the other; none where there is no present
+            one that could train.
+        problem: Why there is none, or what it lacks.
+    """
+
+    variants: tuple[Variant, ...] = ()
+    problem: str = ""
+
+    @classmethod
+    def of(cls, run: Run, plan: Plan) -> "Gain":
+        """Simulate both, and what lies between them, on the same samples."""
+        if not run.has_config:
+            return cls()
+        try:
+            present = run.present()
+        except ConfigError as error:
+            return cls(problem=str(error))
+        replicas = present.layout.num_replicas
+        alike = max(1, round(plan.micro_batches * plan.layout.num_replicas / replicas))
+        plans = {
+            "present": present,
+            "packs": replace(present, limits=plan.limits, micro_batches=alike, predicted=None),
+            "cut": replace(plan, recompute=present.recompute, schedule=present.schedule, predicted=None),
+            "recompute": replace(plan, schedule=present.schedule, predicted=None),
+            "schedule": plan,
+        }
+        variants: list[Variant] = []
+        for name, variant in plans.items():
+            packing = run.packing(variant, steps=STEPS)
+            variants.append(Variant(name, run.profile, variant, packing.steps, packing.samples_per_step))
+        memory = present.memory(run.profile, largest_load(run.lengths, present.limits))
+        return cls(tuple(variants), _overflow(memory, present.known_cluster.stage_memory_bytes(present.layout)))
+
+    @property
+    def ratio(self) -> float | None:
+        """Samples a second of the plan, in multiples of the present ones; None where nothing can be compared."""
+        if not self.variants:
+            return None
+        return self.variants[-1].samples_per_second / self.variants[0].samples_per_second
+
+    @property
+    def reasons(self) -> dict[str, float]:
+        """What each change brings, as a factor of samples a second."""
+        pairs = pairwise(self.variants)
+        return {after.name: after.samples_per_second / before.samples_per_second for before, after in pairs}
+
+    def to_record(self) -> dict[str, Any]:
+        """The gain as JSON values."""
+        present = self.variants[0].samples_per_second if self.variants else None
+        return {
+            "present_samples_per_second": present, "gain": self.ratio, "reasons": self.reasons, "problem": self.problem,
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        if not self.variants:
+            return [f"the present configuration cannot train here: {self.problem}"] if self.problem else []
+        present, ratio = self.variants[0], self.ratio
+        lacks = f", which {self.problem}" if self.problem else ""
+        why = ", ".join(f"{name} {factor:.2f}" for name, factor in self.reasons.items())
+        rate = f"{present.samples_per_second:,.1f} samples/s"
+        return [f"gain: {ratio:.2f} times the {rate} of the present configuration{lacks}", f"why: {why} times"]
+
+
+def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
+    """What does not fit; nothing if all does."""
+    short = [(m.total - budget, stage) for stage, (m, budget) in enumerate(zip(memory, budgets, strict=True))]
+    missing, stage = max(short)
+    if missing <= 0:
+        return ""
+    return f"needs {in_words(memory[stage].total)} on stage {stage} and has {in_words(budgets[stage])}"
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """All that `omnibal plan` says.
+
+    Attributes:
+        result: The solver's plan, after trials the best of those that ran, and how it came about.
+        kept: The plan that was written: this one, or that of the paper's four steps.
+        gain: Over the present configuration.
+        out: Where the plan is.
+        folder: Where pictures go, or None.
+        trials: Plans on the real engine.
+        entered: The ds_config that names it now, or None.
+    """
+
+    result: PlanResult
+    kept: Plan
+    gain: Gain
+    out: Path
+    folder: Path | None
+    trials: tuple[TrialFigures, ...] = ()
+    entered: Path | None = None
+
+    def draw(self) -> None:
+        """Draw memory and timeline."""
+        if self.folder is None:
+            return
+        model, plan = self.result.choice.model, self.result.plan
+        step = plan.simulate(model.profile, model.packing.steps[0])
+        slowest = slowest_replica(step)
+        everything = model.footprint.stages(plan.partition, every_layer("full", len(model.profile.layers)))
+        plot_memory({"all recomputed": everything, "plan": self._memory()}, self._budgets, self._pictures[0])
+        plot_timeline({f"replica {slowest}, the slowest": step.replicas[slowest]}, self._pictures[1])
+
+    def to_record(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        result = self.result
+        return {
+            "plan": self.kept.to_record(),
+            "written": str(self.out),
+            "entered": None if self.entered is None else str(self.entered),
+            "plots": [str(path) for path in self._pictures],
+            **self.gain.to_record(),
+            "lower_bound_seconds": result.choice.model.lower_bound_seconds,
+            "two_phase": None if result.two_phase is None else _record(result.two_phase),
+            "two_phase_failure": result.two_phase_failure,
+            "tried": [_record(choice) for choice in result.tried],
+            "trials": [trial.to_record() for trial in self.trials],
+        }
+
+    def print(self, console: Console, *, explain: bool) -> None:
+        """Print the plan in five lines; explained, every stage and every packing that was weighed."""
+        plan = self.result.plan
+        predicted = plan.predicted
+        assert predicted is not None
+        if explain:
+            model = self.result.choice.model
+            console.print(stage_plan_table(plan, [layer.module for layer in model.profile.layers]))
+            console.print(memory_table(self._memory(), self._budgets))
+            console.print(_weighed_table(self.result.tried))
+        fullest = max(m.total / budget for m, budget in zip(self._memory(), self._budgets, strict=True))
+        rate = predicted.samples_per_step / predicted.step_seconds
+        limits = plan.limits
+        _say(
+            console,
+            f"chosen: {plan.layout} of {plan.known_cluster}, {plan.schedule}, {plan.micro_batches} micro-batches of at "
+            f"most {limits.vision_units:,} vision units and {limits.llm_tokens:,} LLM tokens",
+            f"cut at {cut_of(plan.partition.boundaries)}; {sum(level != 'none' for level in plan.recompute)} of "
+            f"{len(plan.recompute)} layers recompute; the fullest device holds {fullest:.1%} of its memory",
+            f"predicted: step {predicted.step_seconds:.3f} s of {predicted.samples_per_step:,.0f} samples, "
+            f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
+            *(self.gain.lines()),
+            *(self._comparisons() if explain or not self.gain.variants else ()),
+        )
+        if self.trials:
+            console.print(trials_table(self.trials))
+            _say(console, *(f"{trial.name}: {trial.outcome}" for trial in self.trials))
+        if self.kept is not plan:
+            _say(console, "written is the plan of the paper's four steps, above is the solver's")
+        _say(console, *(f"written: {path}" for path in [self.out, *self._pictures]))
+        if self.entered is not None:
+            _say(console, f"entered in {self.entered}")
+
+    def _comparisons(self) -> list[str]:
+        """How far from the best possible, and how far ahead of planning in two phases."""
+        result = self.result
+        assert result.plan.predicted is not None
+        gap = result.plan.predicted.step_seconds / result.choice.model.lower_bound_seconds - 1
+        bound = f"at most {gap:.1%} above the best partition of these packs"
+        if result.two_phase is None:
+            return [f"{bound}; in two phases nothing fits: {result.two_phase_failure}"]
+        return [f"{bound}; {result.gain:.1%} less time per sample than the plan made in two phases"]
+
+    @property
+    def _budgets(self) -> tuple[int, ...]:
+        """What devices have beside the head room: after a retreat a plan was made for less."""
+        model = self.result.choice.model
+        return model.request.budgets(model.layout)
+
+    def _memory(self) -> tuple[StageMemory, ...]:
+        assert self.result.plan.predicted is not None
+        return tuple(stage.memory for stage in self.result.plan.predicted.stages)
+
+    @property
+    def _pictures(self) -> list[Path]:
+        return [] if self.folder is None else [self.folder / "memory.png", self.folder / "timeline.png"]
+
+
+def _record(choice: Choice) -> dict[str, Any]:
+    """A choice as JSON values."""
+    model, limits = choice.model, choice.model.packing.limits
+    return {
+        "num_stages": model.num_stages,
+        "schedule": model.schedule_name,
+        "micro_batches": model.packing.micro_batches,
+        "limits": {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens},
+        "samples_per_step": model.packing.samples_per_step,
+        "step_seconds": choice.step_seconds,
+        "partition": list(choice.boundaries),
+        "recomputed": _recomputed(choice),
+    }
+
+
+def _recomputed(choice: Choice) -> list[int]:
+    """Layers of each stage that recompute."""
+    levels = np.array(choice.model.levels(choice.boundaries)) != "none"
+    return [int(levels[a:b].sum()) for a, b in pairwise(choice.boundaries)]
+
+
+def _weighed_table(choices: Sequence[Choice]) -> Table:
+    """A row per packing and number of stages: packs of a replica's step, their limits, and what a step is like."""
+    heads = ("schedule", "stages", "packs", "tiles", "tokens", "samples", "step s", "samples\na second", "re-\ncompute")
+    rows = (
+        (
+            choice.model.schedule_name,
+            f"{choice.model.num_stages}",
+            f"{choice.model.packing.micro_batches}",
+            f"{choice.model.packing.limits.vision_units:,}",
+            f"{choice.model.packing.limits.llm_tokens:,}",
+            f"{choice.model.packing.samples_per_step:,.0f}",
+            f"{choice.step_seconds:.3f}",
+            f"{1 / choice.sample_seconds:,.1f}",
+            f"{sum(_recomputed(choice))}",
+        )
+        for choice in choices
+    )
+    return make_table(heads, rows)
+
+
+def enter(config: Path, plan: Plan, path: Path) -> None:
+    """Enter a plan in a ds_config: where it is, and what else must be as it says.
+
+    Args:
+        config: The file; all else in it stays as it is.
+        plan: The plan.
+        path: Its file.
+
+    Raises:
+        ConfigError: The file has another form than JSON objects one within the other.
+    """
+    text = config.read_text(encoding="utf-8-sig")
+    content, section = read_config(config)
+    values: dict[tuple[str, ...], Any] = {
+        ("gradient_accumulation_steps",): plan.micro_batches,
+        ("omnibal", "pipeline", "plan"): str(path),
+    }
+    if content.get("train_batch_size", "auto") != "auto":
+        values["train_batch_size",] = plan.micro_batches * plan.layout.num_replicas
+    values["omnibal", "pipeline", "num_stages"] = plan.num_stages
+    if section.pipeline.schedule not in ("auto", plan.schedule):
+        values["omnibal", "pipeline", "schedule"] = "auto"
+    config.write_text(set_keys(text, values))
+    read_config(config)
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False)

@@ -1,0 +1,452 @@
+"""The one noun of the command line: a ds_config, with what commands about it keep in its run.output."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+from rich.console import Console
+
+from omnibal.cli.costs import devices_at_hand, is_of, measured_costs, read_cluster
+from omnibal.cli.files import Kind, expect
+from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
+from omnibal.cli.options import LLM_TOKENS, VISION_UNITS, Level
+from omnibal.cluster import Cluster, Layout
+from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config
+from omnibal.cost import Load
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.errors import ConfigError, DataError
+from omnibal.pipeline.partition import parameter_cut
+from omnibal.plan import Plan
+from omnibal.planner.packings import Packing, spread_steps
+from omnibal.profile.records import ModelProfile
+
+if TYPE_CHECKING:
+    from omnibal.families.base import LayerRecord
+    from omnibal.vlm import VisionLanguageModel
+
+CONFIG: Final[tuple[Kind, ...]] = ("ds_config",)
+MICRO_BATCHES_PER_STAGE: Final = 4
+"""As many make a step where nothing is said: the bubble is then a fifth at most."""
+
+
+class Run:
+    """What a command line names: a ds_config, or files where someone has none.
+
+    Lengths, profile, cluster and plan are found, or made and kept, when they are first asked for: what the command line
+    names comes first, then what the ds_config says, then what is kept in its ``run.output`` and still fits.
+
+    Args:
+        source: What the command line calls its argument.
+        config: ds_config without its "omnibal" section.
+        section: That section.
+        files: Where to keep things; None where there is no ds_config.
+        lengths: Of the command line.
+        profile: Of the command line.
+        cluster: Of the command line.
+        plan: Of the command line.
+        measure: Whether layers are to be measured, not counted.
+        broken: In place of the section's ``data.broken``.
+        processes: Most processes that measure lengths.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        config: dict[str, Any],
+        section: OmnibalSection,
+        files: RunFiles | None,
+        *,
+        lengths: Sequence[Path] = (),
+        profile: ModelProfile | None = None,
+        cluster: str | None = None,
+        plan: Plan | None = None,
+        measure: bool = False,
+        broken: Literal["error", "skip"] | None = None,
+        processes: int | None = None,
+    ) -> None:
+        self.source, self.config, self.section, self._files = source, config, section, files
+        self.doubts: list[str] = []
+        """What makes measured costs doubtful."""
+        self._lengths, self._profile, self._plan, self._measure = tuple(lengths), profile, plan, measure
+        self._cluster = section.cluster if cluster is None else read_cluster(cluster)
+        self._broken, self._processes = broken or section.data.broken, processes
+
+    @classmethod
+    def open(
+        cls,
+        source: Path,
+        *,
+        kinds: Collection[Kind] = CONFIG,
+        profile: Path | None = None,
+        lengths: Sequence[Path] | None = None,
+        **options: Any,
+    ) -> "Run":
+        """Read what the command line names.
+
+        Args:
+            source: A ds_config, a plan or a profile, told by its content.
+            kinds: Which of them.
+            profile: Of the command line.
+            lengths: Of the command line.
+            **options: As of the class.
+
+        Raises:
+            ConfigError: It is something else, or wrong; the message names the file.
+        """
+        kind = expect("source", source, kinds)
+        named = None if profile is None else ModelProfile.load(profile)
+        if kind == "ds_config":
+            config, section = _read_config(source)
+            return cls(source, config, section, section.run.files, profile=named, lengths=lengths or (), **options)
+        if kind == "profile":
+            costs = ModelProfile.load(source)
+            return cls(source, *_config_of(costs, 1), None, profile=costs, lengths=lengths or (), **options)
+        plan, beside = Plan.load(source), RunFiles(source.parent)
+        if named is None:
+            if not beside.profile.is_file():
+                raise ConfigError(f"--profile must name what {source} was made from, got none, and none lies beside it")
+            named = ModelProfile.load(beside.profile)
+        if lengths is None and (beside.lengths / "lengths.json").is_file():
+            lengths = [beside.lengths]
+        config, section = _config_of(named, plan.layout.zero_stage)
+        return cls(source, config, section, None, profile=named, plan=plan, lengths=lengths or (), **options)
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the command line names a ds_config."""
+        return self._files is not None
+
+    @property
+    def files(self) -> RunFiles:
+        """Where to keep things."""
+        assert self._files is not None, "only a ds_config keeps something"
+        return self._files
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Per step and replica, as the ds_config says."""
+        return micro_batches_of(self.config)
+
+    @property
+    def whole_config(self) -> dict[str, Any]:
+        """The ds_config with its section, as trials take it."""
+        return self.config | {"omnibal": self.section.model_dump(mode="json")}
+
+    @cached_property
+    def model(self) -> "VisionLanguageModel":
+        """The ds_config's model."""
+        from omnibal.vlm import load_model
+
+        return load_model(self._model_folder)
+
+    @cached_property
+    def records(self) -> "tuple[LayerRecord, ...]":
+        """Its layers; of any family that can be planned."""
+        from omnibal.vlm.families import load_records
+
+        return tuple(load_records(self._model_folder))
+
+    @property
+    def _model_folder(self) -> Path:
+        if self.section.model.path is None:
+            raise ConfigError(f"omnibal.model.path must name the model's folder, got none in {self.source}")
+        return Path(self.section.model.path)
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether anything says what samples hold."""
+        return bool(self._lengths or self.section.data.train)
+
+    @property
+    def lengths(self) -> SampleLengths:
+        """What samples hold."""
+        return self.named_lengths.lengths
+
+    @cached_property
+    def named_lengths(self) -> NamedLengths:
+        """The same with the names of sources; measured and kept unless the command line names them.
+
+        Raises:
+            ConfigError: Nothing says where they come from, or the model's folder cannot be used.
+            DataError: Samples are broken and not to be skipped.
+        """
+        if self._lengths:
+            return read_lengths(self._lengths, "--lengths")
+        data = self.section.data
+        if not data.train:
+            key = f"set omnibal.data.train in {self.source}, or " if self.has_config else ""
+            raise ConfigError(f"lengths must be known here, got none; {key}name a folder of lengths with --lengths")
+        found = measure_dataset(
+            Path(data.train), self._model_folder, image_folder=data.images, max_tiles=data.max_tiles,
+            broken=self._broken, processes=self._processes, cache=self.files.lengths,
+        )  # fmt: skip
+        if _kept_hash(self.files.lengths) != found.lengths.content_hash:
+            found.save(self.files.lengths)
+        return found
+
+    @property
+    def known_cluster(self) -> Cluster | None:
+        """The machines: of the command line, the ds_config, the plan, or the CUDA devices at hand; None of no machine.
+
+        Raises:
+            ConfigError: Nothing is known of the devices at hand.
+        """
+        return self._cluster or (None if self._plan is None else self._plan.cluster) or devices_at_hand()
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The same, of some machine.
+
+        Raises:
+            ConfigError: Nothing says which.
+        """
+        found = self.known_cluster
+        if found is None:
+            key = f'set "omnibal": {{"cluster": …}} in {self.source}, or ' if self.has_config else ""
+            raise ConfigError(
+                f"cluster must be known here, got none and no CUDA device; {key}say --cluster 4x8xA100-80GB"
+            )
+        return found
+
+    def layout(self, num_stages: int | None = None) -> Layout:
+        """How the ds_config lies on the cluster, with so many stages or as many as it says.
+
+        Raises:
+            ConfigError: The stages do not divide the devices, or are more than the layers.
+        """
+        tensor = self.profile.tensor_parallel
+        devices, left = divmod(self.cluster.num_devices, tensor)
+        wanted = num_stages or self.section.pipeline.num_stages
+        stages = devices if wanted == "auto" else wanted
+        if left or devices % stages:
+            raise ConfigError(
+                f"num_stages must divide the {self.cluster.num_devices} devices of the cluster {self.cluster}, "
+                f"got {stages}" + f" of {tensor} devices a layer" * (tensor > 1)
+            )
+        if stages > len(self.profile.layers):
+            raise ConfigError(
+                f"num_stages must be at most the model's {len(self.profile.layers)} layers, got {stages}"
+                + "; set omnibal.pipeline.num_stages" * (wanted == "auto")
+            )
+        return replace(layout_of(self.config, stages, devices // stages), num_tensor=tensor)
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """What each layer costs: named, kept, or counted for the cluster's device (measured where that is asked for).
+
+        Raises:
+            ConfigError: A named one is of another run, or there is nothing to count or measure.
+        """
+        if self._profile is not None:
+            if self.has_config:
+                self._check_profile(self._profile)
+            return self._profile
+        return self._kept_profile() or self.make_profile()
+
+    def make_profile(self, pack: Load | None = None) -> ModelProfile:
+        """Count, or measure, and keep.
+
+        Args:
+            pack: The largest one to measure; by default of the ds_config's pack limits, or the paper's for its data.
+        """
+        dtype, frozen = dtype_of(self.config), self.section.model.frozen
+        if self._measure:
+            pack = self._largest_pack() if pack is None else pack
+            made, self.doubts = measured_costs(self.model, pack, dtype=dtype, frozen=frozen)
+        else:
+            from omnibal.profile.counted import analytic_profile
+
+            made = analytic_profile(self.records, self.cluster.device, dtype=dtype, frozen=frozen)
+        self.files.folder.mkdir(parents=True, exist_ok=True)
+        made.save(self.files.profile)
+        return made
+
+    def _largest_pack(self) -> Load:
+        packing = self.section.packing
+        limits = choose_limits(self.lengths, packing.vision_units, packing.llm_tokens)
+        return Load(limits.vision_units, limits.llm_tokens)
+
+    def _check_profile(self, profile: ModelProfile) -> None:
+        records = None if self.section.model.path is None else self.records
+        profile.check_matches(records=records, dtype=dtype_of(self.config), frozen=self.section.model.frozen)
+
+    def _kept_profile(self) -> ModelProfile | None:
+        """The kept profile, if it still fits; says why it does not."""
+        file = self.files.profile
+        if not file.is_file():
+            return None
+        try:
+            found = ModelProfile.load(file)
+            self._check_profile(found)
+            cluster = self.known_cluster
+            if cluster is not None and not is_of(found, cluster.device):
+                raise ConfigError(f"profile must be of {cluster.device.name}, got {found.device}")
+            if self._measure and not found.versions:
+                raise ConfigError("profile must be measured, got a counted one")
+        except ConfigError as error:
+            say(f"{file} is made anew: {error}")
+            return None
+        return found
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the command line or the ds_config, or the kept one if it fits, or a new one; with a cluster.
+
+        Raises:
+            ConfigError: It does not fit the profile.
+        """
+        plan = self.named_plan or self._kept_plan()
+        if plan is None:
+            from omnibal.cli.plan import make_kept_plan
+
+            plan = make_kept_plan(self)
+        if plan.partition.num_layers != len(self.profile.layers):
+            raise ConfigError(
+                f"plan must be of the profile's {len(self.profile.layers)} layers, got {plan.partition.num_layers}"
+            )
+        return replace(plan, cluster=self._cluster or plan.cluster or self.cluster)
+
+    @cached_property
+    def named_plan(self) -> Plan | None:
+        """The plan of the command line or the ds_config, if they name one."""
+        if self._plan is None and self.section.pipeline.plan is not None:
+            return Plan.load(self.section.pipeline.plan)
+        return self._plan
+
+    def _kept_plan(self) -> Plan | None:
+        """The kept plan, if it still fits; says why it does not."""
+        if not self.has_config or not self.files.plan.is_file():
+            return None
+        try:
+            plan = Plan.load(self.files.plan)
+            now = layout_of(self.config, plan.num_stages, plan.layout.num_replicas)
+        except ConfigError as error:
+            say(f"{self.files.plan} is made anew: {error}")
+            return None
+        pairs = {
+            "lengths": (plan.made_from.get("lengths"), self.lengths.content_hash),
+            "costs": (plan.made_from.get("profile"), self.profile.content_hash),
+            "ZeRO stage": (plan.layout.zero_stage, now.zero_stage),
+            "sums of gradients": (plan.layout.sums_float32, now.sums_float32),
+            "cluster": (plan.cluster, self._cluster or plan.cluster),
+        }
+        changed = [name for name, (was, is_now) in pairs.items() if was != is_now]
+        if changed:
+            say(f"{self.files.plan} is made anew: {', '.join(changed)} changed")
+            return None
+        return plan
+
+    def present(
+        self,
+        num_stages: int | None = None,
+        *,
+        limits: tuple[int, int] | None = None,
+        micro_batches: int | None = None,
+        pipeline: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """What training does now, as a plan on the cluster: what the ds_config names or spells out.
+
+        Without one the model is cut by parameters and nothing recomputes.
+
+        Args:
+            num_stages: In place of the ds_config's.
+            limits: Vision units and LLM tokens, likewise.
+            micro_batches: Likewise.
+            pipeline: Keys of its ``pipeline``, likewise.
+
+        Raises:
+            ConfigError: Its keys do not fit the model or the cluster.
+        """
+        layout = self.layout(num_stages)
+        if self.has_config and self.section.model.path is not None:
+            plan = self._resolved(layout, limits, micro_batches, pipeline or {})
+        else:
+            most = choose_limits(self.lengths, *(limits or ())) if self.has_lengths else None
+            plan = Plan(
+                most or PackLimits(*(limits or (VISION_UNITS, LLM_TOKENS))),
+                micro_batches or MICRO_BATCHES_PER_STAGE * layout.num_stages,
+                parameter_cut(self.profile, layout.num_stages),
+                every_layer("none", len(self.profile.layers)),
+            )
+        return replace(plan, layout=layout, cluster=self.cluster)
+
+    def _resolved(
+        self, layout: Layout, limits: tuple[int, int] | None, micro_batches: int | None, pipeline: Mapping[str, Any]
+    ) -> Plan:
+        from omnibal.engine.resolve import Given, resolve_plan
+
+        most = {} if limits is None else dict(zip(("vision_units", "llm_tokens"), limits, strict=True))
+        section = self.section.model_copy(
+            update={
+                "pipeline": self.section.pipeline.model_copy(update=dict(pipeline)),
+                "packing": self.section.packing.model_copy(update=most),
+            }
+        )
+        config = self.config if micro_batches is None else self.config | {"gradient_accumulation_steps": micro_batches}
+        return resolve_plan(Given(config, section, self._model_folder, self.model, layout), self.lengths)
+
+    def packing(self, plan: Plan, *, steps: int, number: int | None = None) -> Packing:
+        """Steps of real packs under a plan, packed as the ds_config says; of equal packs where lengths are not known.
+
+        Args:
+            plan: Limits, micro-batches and layout.
+            steps: So many at most, spread over the first epoch.
+            number: Of the only one to take.
+
+        Raises:
+            ConfigError: There is no step of this number.
+        """
+        if not self.has_lengths:
+            if number is not None:
+                raise ConfigError(f"--step must come with lengths, got {number}: equal packs are alike in every step")
+            return Packing.alike(plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches)
+        packing = self.section.packing
+        epoch = arrange_epoch(
+            self.lengths, plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches,
+            method=packing.method, seed=packing.seed, oversized=packing.oversized,
+            exchange_steps=packing.exchange_steps, iterations=packing.iterations,
+        )  # fmt: skip
+        if number is not None and number >= epoch.num_steps:
+            raise ConfigError(f"--step must be below the epoch's {epoch.num_steps} steps, got {number}")
+        numbers = spread_steps(epoch.num_steps, steps) if number is None else np.array([number])
+        return Packing.of(epoch, self.lengths, plan.limits, numbers)
+
+
+def every_layer(level: Level, num_layers: int) -> tuple[Level, ...]:
+    """The same recompute level for each layer."""
+    return (level,) * num_layers
+
+
+def say(*lines: str) -> None:
+    """Tell the user, beside what a command prints."""
+    for line in lines:
+        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], OmnibalSection]:
+    """A ds_config whose keys can be right; errors name the file."""
+    try:
+        config, section = read_config(path)
+        layout_of(config, 1, 1)
+        micro_batches_of(config)
+    except ConfigError as error:
+        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
+    return config, section
+
+
+def _config_of(profile: ModelProfile, zero_stage: int) -> tuple[dict[str, Any], OmnibalSection]:
+    """The ds_config of someone who has none: what a profile says."""
+    config = {"bf16": {"enabled": profile.dtype == "bfloat16"}, "zero_optimization": {"stage": zero_stage}}
+    return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_kinds)}})
+
+
+def _kept_hash(folder: Path) -> str | None:
+    try:
+        return SampleLengths.load(folder).content_hash
+    except DataError:
+        return None
