@@ -47,8 +47,8 @@ class DataSection(Section):
     """What is evaluated on, alike; left out, nothing."""
     images: str | None = None
     """Folder that images of annotations are in, by default the annotations' own; meta files name theirs."""
-    max_tiles: Count = 12
-    """The most tiles an image is cut into (a thumbnail comes on top)."""
+    max_tiles: Count | None = None
+    """The most tiles an image is cut into (a thumbnail comes on top); left out, what the model's folder says."""
     broken: Literal["error", "skip"] = "error"
     """What to do with samples that cannot be read: stop, or leave them out and report each."""
     workers: Annotated[int, Field(ge=0)] | None = None

@@ -17,7 +17,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_FAMILIES)
 
 
 def register(family: Family) -> None:
-    """Adds a family; processes that are spawned to load samples must add it, too.
+    """Adds a family, in this process: every process of a run must.
 
     Raises:
         ConfigError: A ``model_type`` of it is another family's.

@@ -143,11 +143,8 @@ def test_a_run_reads_what_lengths_are_measured_of(tmp_path):
         run = section(model={"path": str(demo.model)}, data=data, run={"output": str(tmp_path / "run")})
         return _open(run, "train", measured=False).lengths()
 
-    assert (
-        read(train=str(demo.meta)).content_hash
-        == open_dataset(demo.meta, demo.model, max_tiles=12).lengths().content_hash
-    )
-    expected = open_dataset(annotation, demo.model, image_folder=images, max_tiles=12).lengths()
+    assert read(train=str(demo.meta)).content_hash == open_dataset(demo.meta, demo.model).lengths().content_hash
+    expected = open_dataset(annotation, demo.model, image_folder=images).lengths()
     assert read(train=str(annotation), images=str(images)).content_hash == expected.content_hash
     with pytest.raises(ConfigError, match="image_folder must be left out for a meta file"):
         read(train=str(demo.meta), images=str(images))

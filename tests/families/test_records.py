@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 
 from omnibal.errors import ConfigError
@@ -103,3 +104,23 @@ def test_a_family_is_registered_once():
         register(FAMILIES["internvl"])
     with pytest.raises(ConfigError, match=r"model_type must be one of internvl, llava.*got 'blip'; omnibal.families"):
         family_of({"model_type": "blip"})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_published_names_are_those_that_transformers_reads(model_type, tmp_path):
+    """Folders that transformers itself writes may have other names; it reads both."""
+    config = small_config(model_type)
+    model = AutoModelForImageTextToText.from_config(config)
+    prefixes = FAMILIES[model_type].disk_prefixes
+
+    def on_disk(name):
+        known = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        return name if known is None else prefixes[known] + name.removeprefix(known)
+
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    save_file({on_disk(name): weight for name, weight in weights.items()}, tmp_path / "model.safetensors")
+    loaded, found = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]] == []
+    assert all(torch.equal(weight, weights[name]) for name, weight in loaded.state_dict().items())
