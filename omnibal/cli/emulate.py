@@ -49,14 +49,15 @@ def emulate(
 
     Example: omnibal emulate ds_configs/mine.json --steps 5 --plot emulated.png
     """  # fmt: skip
+    from omnibal.cli.present import present_plan, real_packs
     from omnibal.cli.run import Run
     from omnibal.emulator.run import EmulationTask
 
     check_file("--trace", trace)
     check_picture("--plot", plot)
     run = Run.open(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
-    plan = run.present() if present else run.plan
-    task = EmulationTask(run.profile, plan, run.packing(plan, steps=steps).steps, time_scale)
+    plan = present_plan(run) if present else run.plan
+    task = EmulationTask(run.profile, plan, real_packs(run, plan, steps=steps).steps, time_scale)
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
     with Console(stderr=True).status(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         report = EmulationReport.run(task)

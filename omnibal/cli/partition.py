@@ -74,6 +74,7 @@ def partition(
     Example, tried on the machine itself: omnibal partition
     ds_configs/mine.json --trials 5 --out plan.json
     """
+    from omnibal.cli.present import present_plan, real_packs
     from omnibal.cli.run import Run
 
     check_file("--out", out)
@@ -82,8 +83,8 @@ def partition(
     run = Run.open(source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster)
     _check_trials(run, trials, num_stages)
     pipeline = {"partition": "uniform", "plan": None, "schedule": "1f1b"}
-    base = run.present(num_stages, limits=fixed, micro_batches=micro_batches, pipeline=pipeline)
-    task = PartitionTask(run.profile, base, run.packing(base, steps=MEDIAN_OF).median_step(run.profile))
+    base = present_plan(run, num_stages, limits=fixed, micro_batches=micro_batches, pipeline=pipeline)
+    task = PartitionTask(run.profile, base, real_packs(run, base, steps=MEDIAN_OF).median_step(run.profile))
     wanted = get_args(Method) if compare else (*(BASELINES if plot else ()), method)
     found = {name: task.search(name, max(SHOWN, trials)) for name in dict.fromkeys(wanted)}
     tried = _try(run, task, found[method], trials, launcher) if trials else []

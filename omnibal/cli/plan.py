@@ -142,8 +142,10 @@ def _present_samples(run: "Run") -> int:
     """What a step of the present configuration holds on average."""
     if not run.has_config:
         raise ConfigError(f"--samples-per-step must be given beside a profile, got none with {run.source}")
+    from omnibal.cli.present import present_plan, real_packs
+
     try:
-        return round(run.packing(run.present(), steps=1).samples_per_step)
+        return round(real_packs(run, present_plan(run), steps=1).samples_per_step)
     except ConfigError as error:
         raise ConfigError(
             f"--samples-per-step must be given where the present configuration cannot train, got none: {error}"

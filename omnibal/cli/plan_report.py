@@ -10,8 +10,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from omnibal.cli.present import every_layer, present_plan, real_packs
 from omnibal.cli.rewrite import set_keys
-from omnibal.cli.run import Run, every_layer
+from omnibal.cli.run import Run
 from omnibal.config import read_config
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError
@@ -50,7 +51,7 @@ class Gain:
         if not run.has_config:
             return cls()
         try:
-            present = run.present()
+            present = present_plan(run)
         except ConfigError as error:
             return cls(problem=str(error))
         replicas = present.layout.num_replicas
@@ -64,7 +65,7 @@ class Gain:
         }
         variants: list[Variant] = []
         for name, variant in plans.items():
-            packing = run.packing(variant, steps=STEPS)
+            packing = real_packs(run, variant, steps=STEPS)
             variants.append(Variant(name, run.profile, variant, packing.steps, packing.samples_per_step))
         memory = present.memory(run.profile, largest_load(run.lengths, present.limits))
         return cls(tuple(variants), _overflow(memory, present.known_cluster.stage_memory_bytes(present.layout)))

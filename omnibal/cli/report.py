@@ -78,7 +78,7 @@ def report(
 
 def _plan_part(run: "Run", batch_size: int, steps: int) -> "PlanPart":
     """What the page says of a plan."""
-    from omnibal.cli.run import every_layer
+    from omnibal.cli.present import every_layer
     from omnibal.data.limits import largest_load
     from omnibal.planner.prediction import variants_up_to
     from omnibal.report.page import PlanPart

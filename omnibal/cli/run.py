@@ -6,23 +6,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import numpy as np
 from rich.console import Console
 
 from omnibal.cli.costs import devices_at_hand, is_of, measured_costs, read_cluster
 from omnibal.cli.files import Kind, expect
 from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
-from omnibal.cli.options import LLM_TOKENS, VISION_UNITS, Level
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config
 from omnibal.cost import Load
-from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.data.limits import choose_limits
 from omnibal.errors import ConfigError, DataError
-from omnibal.pipeline.partition import parameter_cut
 from omnibal.plan import Plan
-from omnibal.planner.packings import Packing, spread_steps
 from omnibal.profile.records import ModelProfile
 
 if TYPE_CHECKING:
@@ -30,8 +25,6 @@ if TYPE_CHECKING:
     from omnibal.vlm import VisionLanguageModel
 
 CONFIG: Final[tuple[Kind, ...]] = ("ds_config",)
-MICRO_BATCHES_PER_STAGE: Final = 4
-"""As many make a step where nothing is said: the bubble is then a fifth at most."""
 
 
 class Run:
@@ -113,7 +106,7 @@ class Run:
             named = ModelProfile.load(beside.profile)
         if lengths is None and (beside.lengths / "lengths.json").is_file():
             lengths = [beside.lengths]
-        config, section = _config_of(named, plan.layout.zero_stage)
+        config, section = _config_of(named, plan.layout.zero_stage, plan.made_from.get("request", {}))
         return cls(source, config, section, None, profile=named, plan=plan, lengths=lengths or (), **options)
 
     @property
@@ -142,17 +135,22 @@ class Run:
         """The ds_config's model."""
         from omnibal.vlm import load_model
 
-        return load_model(self._model_folder)
+        return load_model(self.model_folder)
 
     @cached_property
     def records(self) -> "tuple[LayerRecord, ...]":
         """Its layers; of any family that can be planned."""
         from omnibal.vlm.families import load_records
 
-        return tuple(load_records(self._model_folder))
+        return tuple(load_records(self.model_folder))
 
     @property
-    def _model_folder(self) -> Path:
+    def model_folder(self) -> Path:
+        """Its Hugging Face folder.
+
+        Raises:
+            ConfigError: The ds_config names none.
+        """
         if self.section.model.path is None:
             raise ConfigError(f"omnibal.model.path must name the model's folder, got none in {self.source}")
         return Path(self.section.model.path)
@@ -182,7 +180,7 @@ class Run:
             key = f"set omnibal.data.train in {self.source}, or " if self.has_config else ""
             raise ConfigError(f"lengths must be known here, got none; {key}name a folder of lengths with --lengths")
         found = measure_dataset(
-            Path(data.train), self._model_folder, image_folder=data.images, max_tiles=data.max_tiles,
+            Path(data.train), self.model_folder, image_folder=data.images, max_tiles=data.max_tiles,
             broken=self._broken, processes=self._processes, cache=self.files.lengths,
         )  # fmt: skip
         if _kept_hash(self.files.lengths) != found.lengths.content_hash:
@@ -341,86 +339,6 @@ class Run:
             return None
         return plan
 
-    def present(
-        self,
-        num_stages: int | None = None,
-        *,
-        limits: tuple[int, int] | None = None,
-        micro_batches: int | None = None,
-        pipeline: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """What training does now, as a plan on the cluster: what the ds_config names or spells out.
-
-        Without one the model is cut by parameters and nothing recomputes.
-
-        Args:
-            num_stages: In place of the ds_config's.
-            limits: Vision units and LLM tokens, likewise.
-            micro_batches: Likewise.
-            pipeline: Keys of its ``pipeline``, likewise.
-
-        Raises:
-            ConfigError: Its keys do not fit the model or the cluster.
-        """
-        layout = self.layout(num_stages)
-        if self.has_config and self.section.model.path is not None:
-            plan = self._resolved(layout, limits, micro_batches, pipeline or {})
-        else:
-            most = choose_limits(self.lengths, *(limits or ())) if self.has_lengths else None
-            plan = Plan(
-                most or PackLimits(*(limits or (VISION_UNITS, LLM_TOKENS))),
-                micro_batches or MICRO_BATCHES_PER_STAGE * layout.num_stages,
-                parameter_cut(self.profile, layout.num_stages),
-                every_layer("none", len(self.profile.layers)),
-            )
-        return replace(plan, layout=layout, cluster=self.cluster)
-
-    def _resolved(
-        self, layout: Layout, limits: tuple[int, int] | None, micro_batches: int | None, pipeline: Mapping[str, Any]
-    ) -> Plan:
-        from omnibal.engine.resolve import Given, resolve_plan
-
-        most = {} if limits is None else dict(zip(("vision_units", "llm_tokens"), limits, strict=True))
-        section = self.section.model_copy(
-            update={
-                "pipeline": self.section.pipeline.model_copy(update=dict(pipeline)),
-                "packing": self.section.packing.model_copy(update=most),
-            }
-        )
-        config = self.config if micro_batches is None else self.config | {"gradient_accumulation_steps": micro_batches}
-        return resolve_plan(Given(config, section, self._model_folder, self.model, layout), self.lengths)
-
-    def packing(self, plan: Plan, *, steps: int, number: int | None = None) -> Packing:
-        """Steps of real packs under a plan, packed as the ds_config says; of equal packs where lengths are not known.
-
-        Args:
-            plan: Limits, micro-batches and layout.
-            steps: So many at most, spread over the first epoch.
-            number: Of the only one to take.
-
-        Raises:
-            ConfigError: There is no step of this number.
-        """
-        if not self.has_lengths:
-            if number is not None:
-                raise ConfigError(f"--step must come with lengths, got {number}: equal packs are alike in every step")
-            return Packing.alike(plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches)
-        packing = self.section.packing
-        epoch = arrange_epoch(
-            self.lengths, plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches,
-            method=packing.method, seed=packing.seed, oversized=packing.oversized,
-            exchange_steps=packing.exchange_steps, iterations=packing.iterations,
-        )  # fmt: skip
-        if number is not None and number >= epoch.num_steps:
-            raise ConfigError(f"--step must be below the epoch's {epoch.num_steps} steps, got {number}")
-        numbers = spread_steps(epoch.num_steps, steps) if number is None else np.array([number])
-        return Packing.of(epoch, self.lengths, plan.limits, numbers)
-
-
-def every_layer(level: Level, num_layers: int) -> tuple[Level, ...]:
-    """The same recompute level for each layer."""
-    return (level,) * num_layers
-
 
 def say(*lines: str) -> None:
     """Tell the user, beside what a command prints."""
@@ -439,10 +357,13 @@ def _read_config(path: Path) -> tuple[dict[str, Any], OmnibalSection]:
     return config, section
 
 
-def _config_of(profile: ModelProfile, zero_stage: int) -> tuple[dict[str, Any], OmnibalSection]:
-    """The ds_config of someone who has none: what a profile says."""
+def _config_of(
+    profile: ModelProfile, zero_stage: int, request: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], OmnibalSection]:
+    """The ds_config of someone who has none: what a profile says, and what a plan was asked for."""
+    packing = {key: (request or {})[key] for key in ("method", "seed") if key in (request or {})}
     config = {"bf16": {"enabled": profile.dtype == "bfloat16"}, "zero_optimization": {"stage": zero_stage}}
-    return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_kinds)}})
+    return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_kinds)}, "packing": packing})
 
 
 def _kept_hash(folder: Path) -> str | None:

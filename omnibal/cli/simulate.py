@@ -68,6 +68,7 @@ def simulate(
 
     Example: omnibal simulate runs/mine/plan.json --schedule 1f1b
     """
+    from omnibal.cli.present import real_packs
     from omnibal.cli.run import Run
     from omnibal.data.limits import PackLimits
     from omnibal.report.stages import PartitionFigures, stage_table
@@ -81,7 +82,7 @@ def simulate(
         plan = replace(plan, limits=PackLimits(*fixed), predicted=None)
     if schedule is not None and schedule != plan.schedule:
         plan = replace(plan, schedule=schedule, predicted=None)
-    packing = run.packing(plan, steps=MEDIAN_OF, number=step).median_step(run.profile)
+    packing = real_packs(run, plan, steps=MEDIAN_OF, number=step).median_step(run.profile)
     simulated = plan.simulate(run.profile, packing.steps[0])
     memory = [stage.total for stage in plan.memory(run.profile, packing.largest)]
     figures = PartitionFigures.of(run.profile, plan.partition, simulated, memory)
@@ -108,12 +109,13 @@ def _read_cut(partition: str | None) -> tuple[int, ...] | None:
 
 def _plan_of(run: "Run", cut: tuple[int, ...] | None, *, present: bool) -> "Plan":
     """The plan to simulate: that of the ds_config, the present one, or one with other boundaries."""
+    from omnibal.cli.present import present_plan
     from omnibal.pipeline.partition import Partition
 
     if cut is None:
         if run.named_plan is None and not run.has_config:
             raise ConfigError(f"--partition must be given beside a profile, got none with {run.source}")
-        return run.present() if present else run.plan
+        return present_plan(run) if present else run.plan
     if present:
         raise ConfigError("--partition must be left out beside --present, which has one, got both")
     partition = Partition(cut)
@@ -124,7 +126,7 @@ def _plan_of(run: "Run", cut: tuple[int, ...] | None, *, present: bool) -> "Plan
     plan = run.named_plan
     if plan is not None and plan.num_stages == partition.num_stages:
         return replace(run.plan, partition=partition, predicted=None)
-    base = run.present(partition.num_stages, pipeline={"partition": list(cut), "plan": None})
+    base = present_plan(run, partition.num_stages, pipeline={"partition": list(cut), "plan": None})
     return replace(base, partition=partition)
 
 

@@ -8,6 +8,7 @@ import pytest
 from omnibal.cli import costs, run
 from omnibal.cli.run import Run
 from omnibal.cluster import Cluster
+from omnibal.config import RunFiles
 from omnibal.data.lengths import SampleLengths
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
@@ -30,8 +31,9 @@ def test_each_command_finds_or_makes_what_it_needs(omnibal, ds_config, tmp_path)
     assert again.stderr == "" and json.loads(again.stdout) == record
 
 
-def test_whoever_has_the_plan_is_asked_for_nothing(omnibal, ds_config, tmp_path):
-    of_config = json.loads(omnibal("simulate", ds_config(), "--json").stdout)
+@pytest.mark.parametrize("method", ["balanced", "random"])
+def test_whoever_has_the_plan_is_asked_for_nothing(omnibal, ds_config, tmp_path, method):
+    of_config = json.loads(omnibal("simulate", ds_config(packing={"method": method}), "--json").stdout)
     of_plan = json.loads(omnibal("simulate", tmp_path / "run" / "plan.json", "--json").stdout)
     assert of_plan == of_config
 
@@ -164,13 +166,7 @@ def test_a_plan_without_its_profile_says_what_is_missing(omnibal, refusal, ds_co
     assert record["step"] is None  # packs as large as the limits allow
 
 
-def test_paths_in_a_run_folder_have_one_home():
-    names = [path.name for path in vars_of(Run)]
+def test_nothing_in_a_run_folder_has_the_name_of_something_else():
+    properties = [name for name in vars(RunFiles) if isinstance(getattr(RunFiles, name), property)]
+    names = [getattr(RunFiles(Path("run")), name) for name in properties]
     assert len(set(names)) == len(names)
-
-
-def vars_of(_):
-    from omnibal.config import RunFiles
-
-    files = RunFiles(Path("run"))
-    return [getattr(files, name) for name in vars(RunFiles) if isinstance(getattr(RunFiles, name), property)]

@@ -1,0 +1,105 @@
+"""The present configuration as a plan, and the packs that it, or any plan, is predicted on."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from omnibal.cli.options import LLM_TOKENS, VISION_UNITS, Level
+from omnibal.cli.run import Run
+from omnibal.cluster import Layout
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.errors import ConfigError
+from omnibal.pipeline.partition import parameter_cut
+from omnibal.plan import Plan
+from omnibal.planner.packings import Packing, spread_steps
+
+MICRO_BATCHES_PER_STAGE: Final = 4
+"""As many make a step where nothing is said: the bubble is then a fifth at most."""
+
+
+def present_plan(
+    run: Run,
+    num_stages: int | None = None,
+    *,
+    limits: tuple[int, int] | None = None,
+    micro_batches: int | None = None,
+    pipeline: Mapping[str, Any] | None = None,
+) -> Plan:
+    """What training does now, as a plan on the cluster: what the ds_config names or spells out.
+
+    Without one the model is cut by parameters and nothing recomputes.
+
+    Args:
+        run: What the command line names.
+        num_stages: In place of the ds_config's.
+        limits: Vision units and LLM tokens, likewise.
+        micro_batches: Likewise.
+        pipeline: Keys of its ``pipeline``, likewise.
+
+    Raises:
+        ConfigError: Its keys do not fit the model or the cluster.
+    """
+    layout = run.layout(num_stages)
+    if run.has_config and run.section.model.path is not None:
+        plan = _resolved(run, layout, limits, micro_batches, pipeline or {})
+    else:
+        most = choose_limits(run.lengths, *(limits or ())) if run.has_lengths else None
+        plan = Plan(
+            most or PackLimits(*(limits or (VISION_UNITS, LLM_TOKENS))),
+            micro_batches or MICRO_BATCHES_PER_STAGE * layout.num_stages,
+            parameter_cut(run.profile, layout.num_stages),
+            every_layer("none", len(run.profile.layers)),
+        )
+    return replace(plan, layout=layout, cluster=run.cluster)
+
+
+def _resolved(
+    run: Run, layout: Layout, limits: tuple[int, int] | None, micro_batches: int | None, pipeline: Mapping[str, Any]
+) -> Plan:
+    from omnibal.engine.resolve import Given, resolve_plan
+
+    most = {} if limits is None else dict(zip(("vision_units", "llm_tokens"), limits, strict=True))
+    section = run.section.model_copy(
+        update={
+            "pipeline": run.section.pipeline.model_copy(update=dict(pipeline)),
+            "packing": run.section.packing.model_copy(update=most),
+        }
+    )
+    config = run.config if micro_batches is None else run.config | {"gradient_accumulation_steps": micro_batches}
+    return resolve_plan(Given(config, section, run.model_folder, run.model, layout), run.lengths)
+
+
+def real_packs(run: Run, plan: Plan, *, steps: int, number: int | None = None) -> Packing:
+    """Steps of real packs under a plan, packed as the ds_config says; of equal packs where lengths are not known.
+
+    Args:
+        run: What the command line names.
+        plan: Limits, micro-batches and layout.
+        steps: So many at most, spread over the first epoch.
+        number: Of the only one to take.
+
+    Raises:
+        ConfigError: There is no step of this number.
+    """
+    if not run.has_lengths:
+        if number is not None:
+            raise ConfigError(f"--step must come with lengths, got {number}: equal packs are alike in every step")
+        return Packing.alike(plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches)
+    packing = run.section.packing
+    epoch = arrange_epoch(
+        run.lengths, plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches,
+        method=packing.method, seed=packing.seed, oversized=packing.oversized,
+        exchange_steps=packing.exchange_steps, iterations=packing.iterations,
+    )  # fmt: skip
+    if number is not None and number >= epoch.num_steps:
+        raise ConfigError(f"--step must be below the epoch's {epoch.num_steps} steps, got {number}")
+    numbers = spread_steps(epoch.num_steps, steps) if number is None else np.array([number])
+    return Packing.of(epoch, run.lengths, plan.limits, numbers)
+
+
+def every_layer(level: Level, num_layers: int) -> tuple[Level, ...]:
+    """The same recompute level for each layer."""
+    return (level,) * num_layers
