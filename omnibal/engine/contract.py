@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from omnibal.data.collate import IGNORED
+from omnibal.data.collate import IGNORED, Positions
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.distributed import gather, raise_on_all
 from omnibal.engine.loader import Batch, PackLoader, Step, Steps, VlmDataset
@@ -46,23 +46,36 @@ class SampleRules:
         tokens_per_tile: How many of them a tile brings, where every one brings as many.
         pixel_shape: (channels, height, width) of a tile.
         image_integers: As of ``VisionLanguageModel``; so ``image_tokens``.
-        image_tokens: See there.
+        image_tokens: See there; so ``positions``.
+        video_token: The id in whose place a video's features would come; -1 if there is none.
     """
 
     vocabulary: int
     image_token: int
     tokens_per_tile: int
-    pixel_shape: tuple[int, int, int]
+    pixel_shape: tuple[int, ...]
     image_integers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None
+    positions: Positions | None = None
+    video_token: int = -1
 
     @classmethod
     def of(cls, model: VisionLanguageModel) -> "SampleRules":
         """Those of a model."""
         config: Any = model.config
         vocabulary, image_token = int(config.text_config.vocab_size), int(config.image_token_id)
+        video_token = getattr(config, "video_token_id", None)
         per_tile = image_tokens_per_tile(model) if model.image_tokens is None else 0
-        return cls(vocabulary, image_token, per_tile, model.pixel_shape, model.image_integers, model.image_tokens)
+        return cls(
+            vocabulary,
+            image_token,
+            per_tile,
+            model.pixel_shape,
+            model.image_integers,
+            model.image_tokens,
+            model.positions,
+            -1 if video_token is None else int(video_token),
+        )
 
     def problem(self, sample: Any, *, tiles: int, tokens: int, decoded: bool) -> str | None:
         """The first rule that a sample breaks, and what it has instead.
@@ -94,6 +107,8 @@ class SampleRules:
             yield f"have labels from 0 to {self.vocabulary - 1} or {IGNORED}, got {beyond}"
         if len(labels) and labels[0] != IGNORED:
             yield f"begin with the label {IGNORED}, since nothing comes before its first token, got {int(labels[0])}"
+        if (ids == self.video_token).any():
+            yield f"have images and text only, got a video (token id {self.video_token})"
         image_tokens = int((ids == self.image_token).sum())
         yield from self._pixel_problems(sample.get("pixel_values"), tiles, decoded)
         if self.image_tokens is None:
@@ -102,6 +117,7 @@ class SampleRules:
                 yield f"have {each} image tokens (id {self.image_token}) for each of {tiles} tiles, got {image_tokens}"
         elif decoded:
             yield from self._integer_problems(sample, image_tokens, bool(tiles))
+            yield from self._position_problems(sample)
 
     def _integer_problems(self, sample: Mapping[str, Any], image_tokens: int, has_images: bool) -> Iterator[str]:
         for name, shape in self.image_integers.items():
@@ -113,6 +129,13 @@ class SampleRules:
         wanted = self.image_tokens(sample) if has_images and self.image_tokens is not None else 0
         if image_tokens != wanted:
             yield f"have {wanted} image tokens (id {self.image_token}) for its images, got {image_tokens}"
+
+    def _position_problems(self, sample: Mapping[str, Any]) -> Iterator[str]:
+        try:
+            if self.positions is not None:
+                self.positions(sample["input_ids"], sample)
+        except DataError as error:
+            yield f"have images that fit its tokens: {error}"
 
     def _pixel_problems(self, pixels: Any, tiles: int, decoded: bool) -> Iterator[str]:
         if not decoded and pixels is not None:

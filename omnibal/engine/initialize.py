@@ -103,6 +103,7 @@ def initialize(
         pixel_shape=given.vlm.pixel_shape,
         pixel_dtype=given.dtype,
         image_integers=given.vlm.image_integers,
+        positions=given.vlm.positions,
         workers=given.section.data.workers,
         step_seconds=None if plan.predicted is None else plan.predicted.step_seconds,
         pin_memory=get_accelerator().device_name() == "cuda",

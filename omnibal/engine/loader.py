@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from omnibal.cost import Load
-from omnibal.data.collate import pack_samples
+from omnibal.data.collate import Positions, pack_samples
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
 
@@ -40,7 +40,10 @@ class VlmDataset(Protocol):
         """Number of samples."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample: ``input_ids``, ``labels`` (both (tokens,)), ``pixel_values`` (tiles, 3, H, W) or None."""
+        """One sample: ``input_ids``, ``labels`` (both (tokens,)), ``pixel_values`` (tiles, 3, H, W) or None.
+
+        Patches of a native-resolution ViT are (patches, values); what else the model takes of images comes by name.
+        """
 
     def text(self, index: int) -> dict[str, Any]:
         """The same without decoding an image: ``pixel_values`` is None."""
@@ -128,9 +131,10 @@ class PackLoader:
         dataset: The samples.
         sampler: This rank's packs; the samplers of all ranks agree on every step.
         view: What this rank reads of a sample; with ``"nothing"`` only the position is kept.
-        pixel_shape: (channels, height, width) of a tile.
+        pixel_shape: (channels, height, width) of a tile, (values,) of a patch.
         pixel_dtype: What the model computes in.
         image_integers: What it reads of images beside pixels, as of ``VisionLanguageModel``.
+        positions: Of a sample's tokens, likewise.
         workers: DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in
             this process, when a step begins; None for as many as the images of a step need.
         step_seconds: What a step is predicted to take, None if nobody did.
@@ -143,9 +147,10 @@ class PackLoader:
         sampler: BalancedBatchSampler,
         *,
         view: View,
-        pixel_shape: tuple[int, int, int],
+        pixel_shape: tuple[int, ...],
         pixel_dtype: torch.dtype = torch.float32,
         image_integers: Mapping[str, tuple[int, ...]] | None = None,
+        positions: Positions | None = None,
         workers: int | None = None,
         step_seconds: float | None = None,
         pin_memory: bool = False,
@@ -158,6 +163,7 @@ class PackLoader:
             pixel_shape=pixel_shape,
             pixel_dtype=pixel_dtype,
             image_integers=image_integers,
+            positions=positions,
             workers=workers,
             step_seconds=step_seconds,
             pin_memory=pin_memory,
@@ -172,6 +178,7 @@ class PackLoader:
                 pixel_shape=pixel_shape,
                 pixel_dtype=pixel_dtype,
                 image_integers=image_integers,
+                positions=positions if view == "images" else None,
             ),
             num_workers=self.workers,
             prefetch_factor=-(-self.micro_batches // self.workers) if self.workers else None,

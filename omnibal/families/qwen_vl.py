@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, floor, sqrt
 
+from omnibal.errors import ConfigError
 from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, each, section, size
 from omnibal.families.llava import either_ties
 from omnibal.families.text import text_records
@@ -84,7 +85,7 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     vision, text = section(config, "vision_config"), section(config, "text_config")
     is_third = config["model_type"] == "qwen3_vl"
     tied = bool(config.get("tie_word_embeddings")) if is_third else either_ties(config)
-    deepstack = sorted(set(vision.get("deepstack_visual_indexes", ()))) if is_third else []
+    deepstack = _deepstack(vision, text) if is_third else []
     records = (
         _embedding(config, vision),
         *_blocks(config, vision, deepstack),
@@ -93,6 +94,20 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     )
     records = tuple(replace(record, token_bytes=TOKEN_BYTES) for record in records)
     return _carrying(records, deepstack) if deepstack else records
+
+
+def _deepstack(vision: Config, text: Config) -> list[int]:
+    """The blocks of the ViT whose outputs decoder layers read, by depth."""
+    given, depth = list(vision.get("deepstack_visual_indexes", ())), size(vision, "depth")
+    found = sorted(set(given))
+    if len(found) < len(given) or not all(0 <= number < depth for number in found):
+        raise ConfigError(f"deepstack_visual_indexes must be different ones of the ViT's {depth} blocks, got {given}")
+    if len(found) > size(text, "num_hidden_layers"):
+        raise ConfigError(
+            f"deepstack_visual_indexes must be at most as many as decoder layers, {text['num_hidden_layers']}, "
+            f"got {len(found)}"
+        )
+    return found
 
 
 def _embedding(config: Config, vision: Config) -> LayerRecord:

@@ -16,10 +16,19 @@ from omnibal.records import read_json
 from omnibal.vlm.internvl import internvl
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.llava import llava, llava_next, llava_onevision
+from omnibal.vlm.qwen_vl import qwen_vl
 from omnibal.vlm.weights import has_weights, ties_are_broken
 
 LAYERS: Mapping[str, Callable[[Any], VisionLanguageModel]] = MappingProxyType(
-    {"internvl": internvl, "llava": llava, "llava_next": llava_next, "llava_onevision": llava_onevision}
+    {
+        "internvl": internvl,
+        "llava": llava,
+        "llava_next": llava_next,
+        "llava_onevision": llava_onevision,
+        "qwen2_vl": qwen_vl,
+        "qwen2_5_vl": qwen_vl,
+        "qwen3_vl": qwen_vl,
+    }
 )
 """From ``model_type``, as in ``omnibal.families``, to what makes a model's layers from its configuration."""
 

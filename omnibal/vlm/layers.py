@@ -1,6 +1,6 @@
 """The contract of every family: a Hugging Face model as a list of pipeline layers, each built on its own."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from omnibal.data.collate import Positions
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import LayerRecord
 from omnibal.vlm.attention import PACKED_ATTENTION
@@ -37,10 +38,11 @@ class VisionLanguageModel:
         config: The model's transformers configuration.
         records: One per layer, first to last.
         skeleton: The whole Hugging Face model on the meta device: its modules and names, no memory.
-        pixel_shape: Channels, height and width of a tile.
+        pixel_shape: Channels, height and width of a tile; how many values a patch has.
         image_integers: What the vision layers read of images beside their pixels, by the names of the Hugging Face
             model's arguments: the shape of one entry, such as ``(2,)`` of each image's size. Packs hold all entries.
         image_tokens: From these of a sample to how many tokens its images bring; None where each tile brings as many.
+        positions: Of a sample's tokens, from its token ids and these integers; None where they just count.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class VisionLanguageModel:
         recipes: tuple[LayerRecipe, ...],
         *,
         disk_prefixes: Mapping[str, str],
-        pixel_shape: tuple[int, int, int],
+        pixel_shape: tuple[int, ...],
         image_integers: Mapping[str, tuple[int, ...]] | None = None,
         image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None,
+        positions: Positions | None = None,
+        features: Sequence[tuple[str, ...]] | None = None,
     ) -> None:
         """Bring together what a family knows.
 
@@ -61,9 +65,12 @@ class VisionLanguageModel:
             records: The family's layer records.
             recipes: How to make each layer.
             disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
-            pixel_shape: Channels, height and width of a tile.
+            pixel_shape: Channels, height and width of a tile; how many values a patch has.
             image_integers: What vision layers read beside pixels.
             image_tokens: How many tokens images bring.
+            positions: Of a sample's tokens, where they do not just count.
+            features: Names of those that a cut before each layer sends, and that the model gives at last; none by
+                default.
         """
         assert len(records) == len(recipes)
         self.config: PreTrainedConfig = skeleton.config
@@ -72,6 +79,9 @@ class VisionLanguageModel:
         self.pixel_shape = pixel_shape
         self.image_integers = image_integers or {}
         self.image_tokens = image_tokens
+        self.positions = positions
+        self._features = features or [()] * (len(records) + 1)
+        assert len(self._features) == len(records) + 1
         self._recipes = recipes
         self._disk_prefixes = disk_prefixes
 
@@ -80,7 +90,7 @@ class VisionLanguageModel:
         assert 0 <= boundary <= len(self.records)
         read_later = any(record.module != "language" for record in self.records[boundary:])
         images = self.image_integers if read_later else ()
-        return Layout(integers=("input_ids", "position_ids", *images, "cu_seq_lens"))
+        return Layout(self._features[boundary], ("input_ids", "position_ids", *images, "cu_seq_lens"))
 
     def layer_class(self, index: int) -> type[nn.Module]:
         """The class of layer ``index``."""

@@ -16,8 +16,9 @@ class Payload:
     """What every layer takes and returns. A layer changes what it names: ``payload.replace(hidden=...)``.
 
     Attributes:
-        hidden: Pixels (tiles, channels, height, width) at first, (tiles, patches, width) within the ViT, (image_tokens,
-            width) out of the projector, (1, tokens, width) within the language model, (1, tokens, vocab) at last.
+        hidden: Pixels (tiles, channels, height, width) at first, (tiles, patches, width) within the ViT, for a
+            native-resolution ViT (patches, values) and (patches, width); (image_tokens, width) out of the projector,
+            (1, tokens, width) within the language model, (1, tokens, vocab) at last.
         integers: What says how to read the floats, from the data; no layer changes it, and it has no gradient.
         features: Further floats that later layers read, such as those of earlier ViT blocks. A stage that receives one
             sends a gradient back for it.
@@ -57,7 +58,7 @@ class Payload:
 
     @property
     def position_ids(self) -> Tensor:
-        """Int64 of shape (1, tokens); they restart with each sample."""
+        """Int64 of shape (1, tokens), or (3, 1, tokens) in time, height and width; they restart with each sample."""
         return self.integers["position_ids"]
 
     def on_host(self, name: str) -> list[Any]:

@@ -62,7 +62,13 @@ def _pixels(sizes, loads, processor, options, generator):
 
 def pack_of(model, samples):
     """What the engine's loader makes of samples."""
-    return pack_samples(samples, pad_token_id=0, pixel_shape=model.pixel_shape, image_integers=model.image_integers)
+    return pack_samples(
+        samples,
+        pad_token_id=0,
+        pixel_shape=model.pixel_shape,
+        image_integers=model.image_integers,
+        positions=model.positions,
+    )
 
 
 def shaken(module, seed=0):

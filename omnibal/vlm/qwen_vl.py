@@ -1,0 +1,363 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL as pipeline layers, around transformers' own modules.
+
+The patches of all images of a pack are one sequence, and attention stays within an image. Each stage makes what it
+needs of the images' places from their grids, so that a cut sends no more of them than rows and columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from omnibal.errors import DataError
+from omnibal.families import family_of, layer_records
+from omnibal.families.base import LayerRecord
+from omnibal.vlm.attention import attention_kwargs
+from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
+from omnibal.vlm.payload import PackCounts, Payload, note_counts
+from omnibal.vlm.text import DecoderBlock, ExactRotary, text_recipes
+
+GRIDS = "image_grid_thw"
+"""Name of the integers of each image: its frames (one), and the rows and columns of its patches."""
+_CLASSES = {
+    "qwen2_vl": Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+}
+
+
+def mrope_positions(ids: Tensor, sample: Mapping[str, Any], *, image_token_id: int, merge_size: int) -> Tensor:
+    """Positions of a sample's tokens in time, height and width.
+
+    Text counts up in all three. An image's tokens share one time and count its rows and columns from there; the text
+    behind it goes on above the largest of them.
+
+    Args:
+        ids: Int64 of shape (tokens,).
+        sample: Holds ``image_grid_thw`` if there are images.
+        image_token_id: Stands for a piece of an image.
+        merge_size: Patches, in each direction, that become one token.
+
+    Returns:
+        Int64 of shape (3, tokens).
+
+    Raises:
+        DataError: The image tokens, run by run, are not those of the grids, ``pixel_values`` are other patches, or a
+            grid is a video's.
+
+    >>> ids, grid = torch.tensor([7, 3, 3, 8]), torch.tensor([[1, 2, 4]])
+    >>> mrope_positions(ids, {"image_grid_thw": grid}, image_token_id=3, merge_size=2).tolist()
+    [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
+    """
+    is_image, grids = ids == image_token_id, sample[GRIDS].tolist() if GRIDS in sample else []
+    changes = [] if len(ids) == 0 else (torch.where(is_image.diff())[0] + 1).tolist()
+    runs = [(bool(is_image[start]), stop - start) for start, stop in pairwise([0, *changes, len(ids)]) if start < stop]
+    _check_grids(grids, [length for image, length in runs if image], merge_size, sample.get("pixel_values"))
+    parts, begin, remaining = [torch.empty(3, 0, dtype=torch.int64)], 0, iter(grids)
+    for image, length in runs:
+        if image:
+            _, rows, columns = (side // merge_size for side in next(remaining))
+            place = torch.arange(length)
+            parts.append(begin + torch.stack([torch.zeros_like(place), place // columns, place % columns]))
+            begin += max(rows, columns)
+        else:
+            parts.append(torch.arange(begin, begin + length).expand(3, -1))
+            begin += length
+    return torch.cat(parts, dim=1)
+
+
+def _check_grids(grids: Sequence[Sequence[int]], runs: Sequence[int], merge_size: int, pixels: Tensor | None) -> None:
+    for frames, _, _ in grids:
+        if frames != 1:
+            raise DataError(f"{GRIDS} must be of images, got one of {frames} frames: a video")
+    patches = [rows * columns for _, rows, columns in grids]
+    wanted = [number // merge_size**2 for number in patches]
+    if list(runs) != wanted:
+        raise DataError(
+            f"image tokens must stand in runs of {wanted}, one for each grid of {GRIDS}, got runs of {list(runs)}"
+        )
+    if pixels is not None and len(pixels) != sum(patches):
+        raise DataError(f"pixel_values must be the {sum(patches)} patches of {GRIDS}, got {len(pixels)}")
+
+
+class PatchPlaces(NamedTuple):
+    """Where the patches of a pack are, in the order in which the ViT's blocks have them.
+
+    Attributes:
+        grids: As ``image_grid_thw``, on the host.
+        rows_columns: Of each patch, of shape (patches, 2).
+        images: Bounds of the images, int32 of shape (images + 1,).
+        windows: Bounds of the windows; of the images where there are no windows.
+        window_order: Which merged patch stands at each place, of shape (image tokens,); None where they are in order.
+    """
+
+    grids: Tensor
+    rows_columns: Tensor
+    images: Tensor
+    windows: Tensor
+    window_order: Tensor | None
+
+
+def patch_places(payload: Payload, vision: Any) -> PatchPlaces:
+    """The places of a pack's patches; made once for all layers of a stage, and kept with the pack's grids."""
+    on_device = payload.integers[GRIDS]
+    places: PatchPlaces | None = getattr(on_device, "_omnibal_places", None)
+    if places is None:
+        grids = torch.tensor(payload.on_host(GRIDS), dtype=torch.int64)
+        places = _places(grids.view(-1, 3), vision, on_device.device)
+        on_device._omnibal_places = places  # type: ignore[attr-defined]
+    return places
+
+
+def _places(grids: Tensor, vision: Any, device: torch.device) -> PatchPlaces:
+    merge, order = vision.spatial_merge_size, None
+    lengths = (grids[:, 1] * grids[:, 2]).tolist()
+    window_lengths, rows_columns = lengths, torch.empty(0, 2, dtype=torch.int64)
+    if lengths:
+        rows_columns = get_vision_position_ids(grids, merge)
+        if hasattr(vision, "window_size"):
+            order, bounds = get_vision_window_index(grids, merge, vision.window_size, vision.patch_size)
+            rows_columns, window_lengths = _reordered(rows_columns, order), bounds.diff().tolist()
+    return PatchPlaces(
+        grids,
+        _sent(rows_columns, device),
+        _bounds(lengths, device),
+        _bounds(window_lengths, device),
+        None if order is None else _sent(order, device),
+    )
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    bounds = _sent(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+    note_counts([bounds], PackCounts(None, tuple(lengths)))
+    return bounds
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; from pinned memory, since the host would wait for a GPU otherwise."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _reordered(patches: Tensor, order: Tensor) -> Tensor:
+    """Patches (patches, …) in another order of the squares that are merged."""
+    squares = patches.view(len(order), -1, *patches.shape[1:])
+    return squares[order].flatten(0, 1)
+
+
+class PatchEmbedding(nn.Module):
+    """Pixels to patch embeddings, with Qwen3-VL's positions, in the order of Qwen2.5-VL's windows."""
+
+    def __init__(self, config: Any, patch_embed: nn.Module, pos_embed: nn.Embedding | None = None) -> None:
+        super().__init__()
+        self.vision = config.vision_config
+        self.patch_embed = patch_embed
+        if pos_embed is not None:
+            self.pos_embed = pos_embed
+
+    def forward(self, payload: Payload) -> Payload:
+        """From pixels (patches, values) to (patches, width)."""
+        projection: Any = self.patch_embed.proj  # a convolution of windows that do not overlap is one product
+        pixels = payload.hidden.to(projection.weight.dtype)
+        patches = functional.linear(pixels, projection.weight.flatten(1), projection.bias)
+        places = patch_places(payload, self.vision)
+        if hasattr(self, "pos_embed"):
+            patches = patches + self._positions(places.grids, patches)
+        if places.window_order is not None:
+            patches = _reordered(patches, places.window_order)
+        return payload.replace(hidden=patches.contiguous())
+
+    def _positions(self, grids: Tensor, patches: Tensor) -> Tensor:
+        """The table of learned positions, stretched to each image's grid."""
+        if not len(patches):
+            return self.pos_embed(torch.empty(0, dtype=torch.int64, device=patches.device))  # type: ignore[no-any-return]
+        taps, shares = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=int(self.pos_embed.num_embeddings**0.5),
+            mode="bilinear",
+            align_corners=True,
+            spatial_merge_size=self.vision.spatial_merge_size,
+        )
+        taps, shares = _sent(taps, patches.device), _sent(shares, patches.device)
+        positions: Tensor = (self.pos_embed(taps) * shares[..., None]).sum(1)
+        return positions.to(patches.dtype)
+
+
+class VisionBlock(nn.Module):
+    """One block of the ViT, whose patches attend to their whole image."""
+
+    def __init__(self, config: Any, block: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.vision = config.vision_config
+        self.block = block
+        self.rotary = ExactRotary(rotary)
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (patches, width) to the same."""
+        return payload.replace(hidden=self._attend(payload, patch_places(payload, self.vision)))
+
+    def _attend(self, payload: Payload, places: PatchPlaces) -> Tensor:
+        hidden = payload.hidden
+        if not len(hidden):  # transformers' block cannot take none: one made-up patch gives all weights zero gradients
+            one = hidden.new_zeros(1, hidden.shape[1])
+            bounds = _bounds([1], hidden.device)
+            return hidden + self._run(one, places.rows_columns.new_zeros(1, 2), bounds)[:0]
+        return self._run(hidden, places.rows_columns, self._segments(places)).contiguous()
+
+    def _segments(self, places: PatchPlaces) -> Tensor:
+        return places.images
+
+    def _run(self, hidden: Tensor, rows_columns: Tensor, segments: Tensor) -> Tensor:
+        # To transformers it is one segment, which it need not ask the device for; our attention splits it.
+        whole = torch.tensor([0, len(hidden)], dtype=torch.int32)
+        run: Tensor = self.block(
+            hidden,
+            cu_seqlens=whole,
+            position_embeddings=self.rotary(hidden, rows_columns),
+            **attention_kwargs(segments),
+        )
+        return run
+
+
+class WindowBlock(VisionBlock):
+    """A block of Qwen2.5-VL's ViT whose patches attend to their window."""
+
+    def _segments(self, places: PatchPlaces) -> Tensor:
+        return places.windows
+
+
+class DeepstackBlock(VisionBlock):
+    """A block of Qwen3-VL's ViT whose output enters the language model as well."""
+
+    def __init__(self, config: Any, block: nn.Module, rotary: nn.Module, merger: nn.Module) -> None:
+        super().__init__(config, block, rotary)
+        self.merger = merger
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (patches, width) to the same, and a feature (image tokens, language model's width)."""
+        payload = super().forward(payload)
+        feature = self.merger(payload.hidden).contiguous()
+        return payload.replace(features={**payload.features, _feature_name(len(payload.features)): feature})
+
+
+def _feature_name(level: int) -> str:
+    """Levels are counted by the depth of their blocks in the ViT."""
+    return f"deepstack.{level}"
+
+
+class Merger(nn.Module):
+    """Squares of patches to what the language model reads, in the order of its image tokens."""
+
+    def __init__(self, config: Any, merger: nn.Module) -> None:
+        super().__init__()
+        self.vision = config.vision_config
+        self.merger = merger
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (patches, vision width) to (image tokens, language model's width)."""
+        order = patch_places(payload, self.vision).window_order
+        features: Tensor = self.merger(payload.hidden)
+        return payload.replace(hidden=(features if order is None else features[order.argsort()]).contiguous())
+
+
+class DeepstackDecoderBlock(DecoderBlock):
+    """A decoder layer behind which the next deep-stack feature is added to the image tokens."""
+
+    def __init__(self, config: Any, block: nn.Module, rotary: nn.Module) -> None:
+        super().__init__(config, block, rotary)
+        self.image_token_id: int = config.image_token_id
+
+    def forward(self, payload: Payload) -> Payload:
+        """From hidden states (1, tokens, width) to the same, with a feature less."""
+        payload = super().forward(payload)
+        name, *later = payload.features
+        image = (payload.input_ids == self.image_token_id)[..., None]
+        added = torch.zeros_like(payload.hidden).masked_scatter(image, payload.features[name].to(payload.hidden.dtype))
+        return payload.replace(
+            hidden=payload.hidden + added, features={other: payload.features[other] for other in later}
+        )
+
+
+def qwen_vl(config: Any) -> VisionLanguageModel:
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL model as pipeline layers.
+
+    Raises:
+        ConfigError: If the configuration has a setting that the layers do not serve.
+    """
+    records = layer_records(config.to_dict())
+    skeleton = skeleton_of(_CLASSES[config.model_type], config)
+    vision: Any = config.vision_config
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    merge_size = vision.spatial_merge_size
+    positions = partial(mrope_positions, image_token_id=config.image_token_id, merge_size=merge_size)
+    return VisionLanguageModel(
+        skeleton,
+        records,
+        (*_vision_recipes(records, vision), *_text_recipes(records)),
+        disk_prefixes=family_of(config.to_dict()).disk_prefixes,
+        pixel_shape=(values,),
+        image_integers={GRIDS: (3,)},
+        image_tokens=partial(_image_tokens, merge_size=merge_size),
+        positions=positions,
+        features=_features(records),
+    )
+
+
+def _image_tokens(sample: Mapping[str, Tensor], *, merge_size: int) -> int:
+    return int(sample[GRIDS].prod(dim=-1).sum()) // merge_size**2
+
+
+def _vision_recipes(records: Sequence[LayerRecord], vision: Any) -> list[LayerRecipe]:
+    visual = "model.visual"
+    embeddings = {"patch_embed": f"{visual}.patch_embed"}
+    if hasattr(vision, "num_position_embeddings"):
+        embeddings["pos_embed"] = f"{visual}.pos_embed"
+    recipes = [LayerRecipe(PatchEmbedding, embeddings)]
+    classes = {"vision_block": VisionBlock, "window_block": WindowBlock, "deepstack_block": DeepstackBlock}
+    blocks = [classes[record.kind] for record in records if record.kind in classes]
+    for number, block_class in enumerate(blocks):
+        parts = {"block": f"{visual}.blocks.{number}", "rotary": f"{visual}.rotary_pos_emb"}
+        if block_class is DeepstackBlock:
+            parts["merger"] = f"{visual}.deepstack_merger_list.{vision.deepstack_visual_indexes.index(number)}"
+        recipes.append(LayerRecipe(block_class, parts))
+    return [*recipes, LayerRecipe(Merger, {"merger": f"{visual}.merger"})]
+
+
+def _text_recipes(records: Sequence[LayerRecord]) -> list[LayerRecipe]:
+    kinds = [record.kind for record in records]
+    recipes = text_recipes(
+        kinds.count("decoder_block"),
+        tied=records[-1].tied_key is not None,
+        language_model="model.language_model",
+        head="lm_head",
+    )
+    deep = kinds.count("deepstack_block")
+    return [
+        LayerRecipe(DeepstackDecoderBlock, recipe.parts) if 0 < number <= deep else recipe
+        for number, recipe in enumerate(recipes)
+    ]
+
+
+def _features(records: Sequence[LayerRecord]) -> list[tuple[str, ...]]:
+    """What each cut sends: a deep-stack feature from the block that makes it to the decoder layer that adds it."""
+    kinds = [record.kind for record in records]
+    deep, made, added = kinds.count("deepstack_block"), 0, 0
+    found: list[tuple[str, ...]] = [()]
+    for kind in kinds:
+        made += kind == "deepstack_block"
+        added = min(added + (kind == "decoder_block"), deep)
+        found.append(tuple(map(_feature_name, range(added, made))))
+    return found

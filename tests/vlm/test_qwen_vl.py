@@ -1,0 +1,205 @@
+"""What is particular to Qwen-VL: places of patches and tokens, windows, deep-stack features, names on disk."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from omnibal.engine.transfers import describe, read_description
+from omnibal.errors import ConfigError, DataError
+from omnibal.profile.levels import LEVELS
+from omnibal.vlm import Payload, attention, load_model
+from omnibal.vlm.loss import token_losses
+from omnibal.vlm.payload import PackCounts, note_counts
+from omnibal.vlm.qwen_vl import GRIDS, mrope_positions
+from omnibal.vlm.recompute import run_layer
+from omnibal.vlm.weights import load_layer, save_model
+from tests.vlm.families import pack_of
+from tests.vlm.models import build_layers, disk_state, run_layers
+from tests.vlm.qwen import CLASSES, IMAGE_TOKEN, as_plain_takes, make_sample, tiny_qwen
+
+SAMPLES = [
+    make_sample(3, answer=5),
+    make_sample(2, grids=((2, 2), (10, 14))),
+    make_sample(4, question=2, answer=1),
+    make_sample(1, grids=((8, 8),)),
+    make_sample(7, grids=((2, 12), (6, 2), (4, 4))),
+]
+TEXTS = [SAMPLES[0], SAMPLES[2]]
+SIDES = st.integers(1, 9).map(lambda side: 2 * side)
+
+
+def shaken_layers(model):
+    """With weights that all matter."""
+    layers, generator = build_layers(model), torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return layers
+
+
+@given(st.lists(st.tuples(SIDES, SIDES), max_size=4), st.integers(1, 5), st.sampled_from(list(CLASSES)))
+def test_positions_are_those_of_transformers(grids, question, family):
+    sample = make_sample(0, grids=tuple(grids), question=question)
+    ids = sample["input_ids"]
+    found = mrope_positions(ids, sample, image_token_id=IMAGE_TOKEN, merge_size=2)
+    if not grids:
+        assert found.tolist() == [list(range(len(ids)))] * 3
+        return
+    expected, _ = PLAIN[family].get_rope_index(
+        ids[None], (ids == IMAGE_TOKEN).int()[None], image_grid_thw=sample[GRIDS]
+    )
+    assert torch.equal(found, expected[:, 0])
+
+
+with torch.device("meta"):
+    PLAIN = {family: CLASSES[family][1]._from_config(tiny_qwen(family)).model for family in CLASSES}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({GRIDS: torch.tensor([[2, 4, 4]])}, "got one of 2 frames: a video"),
+        ({GRIDS: torch.tensor([[1, 4, 6]])}, r"runs of \[6\], one for each grid .* got runs of \[4\]"),
+        ({GRIDS: torch.tensor([[1, 4, 4], [1, 2, 2]])}, r"runs of \[4, 1\]"),
+        ({"pixel_values": torch.zeros(15, 24)}, "must be the 16 patches of image_grid_thw, got 15"),
+    ],
+)
+def test_images_that_do_not_fit_their_tokens_are_refused(change, message):
+    sample = make_sample(0, grids=((4, 4),)) | change
+    with pytest.raises(DataError, match=message):
+        mrope_positions(sample["input_ids"], sample, image_token_id=IMAGE_TOKEN, merge_size=2)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_cuts_send_what_later_layers_read_and_give_it_gradients(family):
+    model = load_model(tiny_qwen(family))
+    layers, pack = shaken_layers(model), pack_of(model, SAMPLES)
+    token_losses(run_layers(layers, pack), pack["labels"]).sum().backward()
+    whole = {name: gradient.clone() for name, gradient in disk_state(model, layers, gradients=True).items()}
+    for layer in layers:
+        layer.zero_grad()
+    kinds = [record.kind for record in model.records]
+    sent, stages = Payload.of_pack(pack), []
+    for boundary, layer in enumerate(layers):
+        layout = model.layout(boundary)
+        assert (GRIDS in layout.integers) == (boundary <= kinds.index("projector"))
+        received = [t.detach().requires_grad_(t.is_floating_point()) for t in layout.flatten(sent)]
+        sent = layer(layout.build(received))
+        assert all(tensor.is_contiguous() for tensor in model.layout(boundary + 1).flatten(sent))
+        stages.append((received, model.layout(boundary + 1).floats(sent)))
+    loss = token_losses(sent.hidden, pack["labels"]).sum()
+    gradients = torch.autograd.grad(loss, sent.hidden)
+    for received, outputs in reversed(stages):
+        torch.autograd.backward(outputs, gradients)
+        gradients = [tensor.grad for tensor in received if tensor.is_floating_point()]
+        assert all(gradient is not None for gradient in gradients)
+    for name, gradient in disk_state(model, layers, gradients=True).items():
+        assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_deep_feature_goes_as_far_as_the_layer_that_adds_it():
+    model = load_model(tiny_qwen("qwen3_vl"))
+    names = [record.name for record in model.records]
+    features = {names[boundary - 1]: model.layout(boundary).features for boundary in range(1, len(names) + 1)}
+    first, second, third = "deepstack.0", "deepstack.1", "deepstack.2"
+    assert {name: found for name, found in features.items() if found} == {
+        "vision_block.0": (first,),
+        "vision_block.1": (first, second),
+        **dict.fromkeys(("vision_block.2", "vision_block.3"), (first, second, third)),
+        **dict.fromkeys(("projector", "text_embedding"), (first, second, third)),
+        "decoder_block.0": (second, third),
+        "decoder_block.1": (third,),
+    }
+    carried = [record.sizes["carried"] for record in model.records]  # what the planner counts
+    assert carried == [len(features[name]) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("indexes", "message"),
+    [
+        ([1, 1], "must be different ones of the ViT's 4 blocks, got .1, 1."),
+        ([4], "must be different ones"),
+        ([0, 1, 2, 3], "at most as many as decoder layers, 3, got 4"),
+    ],
+)
+def test_deep_features_that_no_layer_makes_or_reads_are_refused(indexes, message):
+    config = tiny_qwen("qwen3_vl", vision={"deepstack_visual_indexes": indexes}, num_hidden_layers=3)
+    with pytest.raises(ConfigError, match=message):
+        load_model(config)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("samples", [SAMPLES, TEXTS], ids=["images", "text only"])
+@pytest.mark.parametrize("family", CLASSES)
+def test_layers_ask_the_device_for_nothing(family, samples, level, monkeypatch):
+    monkeypatch.setattr(attention, "_kernel_serves", lambda query, dropout: dropout == 0)
+    model = load_model(tiny_qwen(family))
+    layers = [layer.to("meta") for layer in build_layers(model, dtype=torch.bfloat16)]
+    pack = pack_of(model, samples)
+    payload = Payload.of_pack({name: tensor.to("meta") for name, tensor in pack.items()}, torch.bfloat16)
+    image_tokens = int((pack["input_ids"] == IMAGE_TOKEN).sum())
+    counts = PackCounts(image_tokens, tuple(pack["cu_seq_lens"].diff().tolist()), {GRIDS: pack[GRIDS].tolist()})
+    note_counts([payload.cu_seq_lens], counts)
+    for layer in layers:
+        payload = run_layer(layer, payload, level)
+    payload.hidden.sum().backward()
+    assert all(parameter.grad is not None for layer in layers for parameter in layer.parameters())
+
+
+def test_counts_of_grids_reach_the_next_stage():
+    tensors = [torch.zeros(2), torch.zeros(2, dtype=torch.int32)]
+    for integers in ({}, {GRIDS: [[1, 4, 6], [1, 2, 2]]}, {GRIDS: [], "batch_num_images": [2, 1]}):
+        note_counts(tensors, PackCounts(7, (4, 5), integers))
+        assert read_description(describe(tensors))[1] == PackCounts(7, (4, 5), integers)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_frequencies_stay_float32_in_a_bfloat16_run(family):
+    model = load_model(tiny_qwen(family))
+    exact, rounded = (build_layers(model, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    for one, other in zip(exact, rounded, strict=True):
+        for name, buffer in one.named_buffers():
+            assert other.get_buffer(name).dtype == torch.float32
+            assert torch.equal(other.get_buffer(name), buffer)
+    pack = pack_of(model, SAMPLES)
+    assert_close(run_layers(rounded, pack).float(), run_layers(exact, pack), rtol=0, atol=0.15)
+
+
+def write_plain(family, folder, *, tied):
+    torch.manual_seed(0)
+    plain = CLASSES[family][1](tiny_qwen(family, tied=tied))
+    plain.save_pretrained(folder)
+    return plain
+
+
+def read_layers(model, folder):
+    layers = build_layers(model, seed=None)
+    for index, layer in enumerate(layers):
+        load_layer(model, index, layer, folder)
+    return layers
+
+
+@pytest.mark.parametrize("layout", ["saved", "in memory"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", CLASSES)
+def test_folders_go_from_transformers_to_us_and_back(family, tied, layout, tmp_path):
+    plain = write_plain(family, tmp_path / "theirs", tied=tied)
+    file = tmp_path / "theirs" / "model.safetensors"
+    names = load_file(file).keys()
+    if layout == "in memory":  # as transformers 4.52 wrote it
+        save_file({name: plain.state_dict()[name].clone() for name in plain.state_dict()}, file, {"format": "pt"})
+        assert tied or family == "qwen3_vl" or load_file(file).keys() != names
+    model = load_model(tmp_path / "theirs")
+    layers = read_layers(model, tmp_path / "theirs")
+    expected = plain.eval()(**as_plain_takes(SAMPLES[1])).logits
+    assert_close(run_layers(layers, pack_of(model, SAMPLES[1:2])), expected, rtol=1e-5, atol=5e-6)
+    save_model(model, lambda index: layers[index].state_dict(), tmp_path / "ours")
+    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == names
+    again, report = CLASSES[family][1].from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
