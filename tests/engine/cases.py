@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
-from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
@@ -28,7 +27,8 @@ from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
 from tests.engine.deep import DeepModel
-from tests.engine.small import PIXEL_SHAPE, small_samples
+from tests.engine.small import IMAGE_TOKEN, small_samples
+from tests.vlm.families import family_samples, pack_of
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -38,16 +38,13 @@ class FixedPacks:
 
     steps_per_epoch = 1
 
-    def __init__(self, steps, replica, reads):
-        """Args: for each step the packs of every replica; which replica this is, and whether it reads anything."""
+    def __init__(self, steps, replica, reads, vlm):
+        """Args: for each step the packs of every replica; which one this is, whether it reads anything; the model."""
         self.micro_batches = len(steps[0][replica])
-        samples = small_samples()
+        family = vlm.config.model_type
+        samples = small_samples() if vlm.config.image_token_id == IMAGE_TOKEN else family_samples(family)
         self._steps = cycle(
-            [
-                pack_samples([samples[index] for index in pack], pad_token_id=0, pixel_shape=PIXEL_SHAPE)
-                for pack in packs[replica]
-            ]
-            for packs in steps
+            [pack_of(vlm, [samples[index] for index in pack]) for pack in packs[replica]] for packs in steps
         )
         self._reads = reads
         self._num_samples = sum(len(pack) for packs_of_rank in steps[0] for pack in packs_of_rank)
@@ -82,7 +79,7 @@ def engine_of(case):
     plan = Plan(
         PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
     )
-    loader = FixedPacks([case.packs, *case.later_packs], replica, reads=stage in (0, num_stages - 1))
+    loader = FixedPacks([case.packs, *case.later_packs], replica, stage in (0, num_stages - 1), vlm)
     return build_engine(given, plan, loader, case.steps, Own(**case.own))
 
 
