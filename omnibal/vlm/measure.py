@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from omnibal.cost import CostModel, Load
 from omnibal.data.collate import IGNORED
 from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import LayerCost, ModelProfile
@@ -57,13 +58,18 @@ def measure_profile(
         report: Called with the name of each layer before it is measured.
 
     Raises:
-        ConfigError: Not just these kinds can be frozen.
+        ConfigError: Not just these kinds can be frozen, or the model's image tokens follow from more than tiles.
 
     Warns:
         MeasurementWarning: Repetitions, or layers of one kind, differ by more than ``max_spread``: other programs are
             running, or the clock is not stable.
     """
     check_frozen(model.records, frozen)
+    if model.image_tokens is not None:
+        raise ConfigError(
+            "model must bring as many tokens with each of its tiles to be measured, got "
+            f"{model.config.model_type}; count its costs for a device instead"
+        )
     bench = _Bench(model, made_packs(model, limits), dtype, torch.device(device), frozen, target_share, seed)
     measured = bench.measure_all(report)
     for message in _doubts(bench, measured, max_spread):

@@ -231,6 +231,16 @@ def train(config, first_step, last_step, folder, save_at=None):
     }
 
 
+def train_and_save(configs, steps, folder):
+    """Losses of each configuration's own data; a checkpoint of each goes into a folder of its number."""
+    losses = []
+    for number, config in enumerate(configs):
+        engine, *_ = initialize(config=config)
+        losses.append([engine.train_batch().item() for _ in range(steps)])
+        engine.save_checkpoint(Path(folder) / str(number), "end")
+    return losses
+
+
 def train_all(configs, *arguments):
     """As train, for several configurations after another."""
     return [train(config, *steps, Path(folder), *arguments) for config, *steps, folder in configs]

@@ -117,8 +117,8 @@ def named_on_disk(model, plain):
     return {name: parameter for name, parameter in named.items() if name not in model.spare_names}
 
 
-def plain_steps(folder, samples, steps, *, clipping, frozen=(), **adam):
-    """Losses, norms and final weights of a plain loop over all samples."""
+def plain_steps(folder, samples_of_steps, *, clipping, frozen=(), **adam):
+    """Losses, norms and final weights of a plain loop; gradients of parameters that no sample reaches are zeros."""
     model = load_model(folder)
     plain = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
     kinds = {name: r.kind for i, r in enumerate(model.records) for name in model.weight_names(i).values()}
@@ -127,8 +127,11 @@ def plain_steps(folder, samples, steps, *, clipping, frozen=(), **adam):
         parameter.requires_grad_(kinds[name] not in frozen)
     optimizer = torch.optim.AdamW([p for p in parameters.values() if p.requires_grad], **adam)
     losses, norms = [], []
-    for _ in range(steps):
+    for samples in samples_of_steps:
         losses.append(plain_backward(plain, samples)[0])
+        for parameter in parameters.values():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), clipping).item())
         optimizer.step()
         optimizer.zero_grad()

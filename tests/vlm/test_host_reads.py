@@ -12,6 +12,8 @@ from omnibal.vlm.loss import target_rows, token_losses
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
+from tests.families.models import small_config
+from tests.vlm.families import family_samples, pack_of
 from tests.vlm.models import IMAGE_TOKEN, build_layers, make_pack, make_sample, tiny_config
 
 PACK = make_pack([make_sample(1, tiles=(1,)), make_sample(2), make_sample(3, tiles=(2, 1))])
@@ -30,6 +32,27 @@ def on_meta(pack, *, noted=True):
         image_tokens = int((pack["input_ids"] == IMAGE_TOKEN).sum())
         note_counts([payload.cu_seq_lens], PackCounts(image_tokens, tuple(pack["cu_seq_lens"].diff().tolist())))
     return payload
+
+
+def family_on_meta(model, samples):
+    """What a family's model gets on a GPU, with all that the engine notes of it."""
+    pack = pack_of(model, samples)
+    payload = Payload.of_pack({name: tensor.to("meta") for name, tensor in pack.items()}, torch.bfloat16)
+    image_tokens = int((pack["input_ids"] == model.config.image_token_id).sum())
+    integers = {name: pack[name].tolist() for name in model.image_integers}
+    note_counts([payload.cu_seq_lens], PackCounts(image_tokens, tuple(pack["cu_seq_lens"].diff().tolist()), integers))
+    return payload, pack["labels"]
+
+
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 6], [1, 4]], ids=["mixed", "text only"])
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision"])
+def test_families_ask_the_device_for_nothing(family, chosen):
+    model = load_model(small_config(family))
+    layers = [layer.to("meta") for layer in build_layers(model, dtype=torch.bfloat16)]
+    payload, labels = family_on_meta(model, [family_samples(family)[index] for index in chosen])
+    logits = run(layers, payload, "full")
+    token_losses(logits, labels.to("meta"), target_rows(labels).to("meta")).sum().backward()
+    assert all(parameter.grad is not None for layer in layers for parameter in layer.parameters())
 
 
 def run(layers, payload, level):

@@ -20,6 +20,7 @@ from omnibal.vlm.measure import measure_profile, measured_versions
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
+from tests.families.models import small_config
 from tests.vlm.models import build_layers, tiny_config
 
 MODEL = load_model(tiny_config())
@@ -188,3 +189,9 @@ def test_doubtful_measurements_come_with_a_warning(monkeypatch):
 def test_frozen_kinds_must_occur():
     with pytest.raises(ConfigError, match=r"frozen must hold kinds of the model's layers.*got 'vision'"):
         measure_profile(MODEL, LIMITS, frozen=["vision"])
+
+
+@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
+def test_models_whose_tokens_follow_from_more_than_tiles_are_refused(family):
+    with pytest.raises(ConfigError, match=f"to be measured, got {family}; count its costs"):
+        measure_profile(load_model(small_config(family)), PackLimits(4, 64))
