@@ -78,20 +78,13 @@ def report(
 
 def _plan_part(run: "Run", batch_size: int, steps: int) -> "PlanPart":
     """What the page says of a plan."""
-    from omnibal.cli.present import every_layer
     from omnibal.data.limits import largest_load
     from omnibal.planner.prediction import variants_up_to
     from omnibal.report.page import PlanPart
 
     plan, lengths = run.plan, run.lengths
-    footprint = plan.footprint(run.profile, largest_load(lengths, plan.limits))
-    return PlanPart(
-        plan=plan,
-        variants=variants_up_to(plan, run.profile, lengths, batch_size=batch_size, steps=steps),
-        memory=footprint.stages(plan.partition, plan.recompute),
-        recomputed_memory=footprint.stages(plan.partition, every_layer("full", len(run.profile.layers))),
-        budget_bytes=plan.known_cluster.stage_memory_bytes(plan.layout),
-    )
+    variants = variants_up_to(plan, run.profile, lengths, batch_size=batch_size, steps=steps)
+    return PlanPart(variants, largest_load(lengths, plan.limits))
 
 
 def _read_run(files: "RunFiles", *, is_needed: bool) -> "Metrics | None":

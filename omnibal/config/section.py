@@ -79,6 +79,7 @@ class PackingSection(Section):
     """What `omnibal plan` keeps whatever packs are like; left out, what a step of this configuration holds on
     average."""
     seed: int = 0
+    """Decides every draw: the same seed gives the same epochs."""
 
 
 class PipelineSection(Section):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from omnibal.cost import Load
 from omnibal.data.metrics import dist_ratio
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner.prediction import Variant
+from omnibal.profile.levels import Level
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance, plot_imbalance
 from omnibal.report.memory import plot_memory
@@ -27,18 +30,34 @@ class PlanPart:
     """What the page says of a plan.
 
     Attributes:
-        plan: It.
         variants: From present batching to the plan.
-        memory: What a device of each stage holds at its peak, under the plan.
-        recomputed_memory: The same with everything recomputed.
-        budget_bytes: What a device of each stage may hold.
+        largest: A micro-batch that none within the plan's limits exceeds.
     """
 
-    plan: Plan
     variants: tuple[Variant, ...]
-    memory: tuple[StageMemory, ...]
-    recomputed_memory: tuple[StageMemory, ...]
-    budget_bytes: tuple[int, ...]
+    largest: Load
+
+    @property
+    def plan(self) -> Plan:
+        """It."""
+        return self.variants[-1].plan
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """What a device of each stage holds at its peak."""
+        return self.plan.memory(self.variants[-1].profile, self.largest)
+
+    @property
+    def recomputed_memory(self) -> tuple[StageMemory, ...]:
+        """The same with everything recomputed."""
+        everything: Level = "full"
+        levels = (everything,) * self.plan.partition.num_layers
+        return replace(self.plan, recompute=levels).memory(self.variants[-1].profile, self.largest)
+
+    @property
+    def budget_bytes(self) -> tuple[int, ...]:
+        """What a device of each stage may hold."""
+        return self.plan.known_cluster.stage_memory_bytes(self.plan.layout)
 
 
 def write_page(path: Path, title: str, *, plan: PlanPart | None, run: Metrics | None) -> None:

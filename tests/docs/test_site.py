@@ -50,6 +50,7 @@ def test_every_key_of_a_ds_config_is_told(site):
     cells = [re.findall("<td>(.*?)</td>", row, re.DOTALL) for row in rows]
     told = [(plain(row[0]), plain(row[-1])) for row in cells if len(row) == 4]
     assert sorted(keys(OmnibalSection)) == sorted(key for key, _ in told)
+    assert [key for key, meaning in told if not meaning] == []
 
 
 def test_every_command_is_told(site):
