@@ -9,8 +9,10 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.errors import DataError
 from omnibal.vlm import load_model
+from omnibal.vlm.qwen_vl import GRIDS
 from tests.engine.cases import SmallDataset
 from tests.engine.small import IMAGE_TOKEN, VOCABULARY, small_config
+from tests.vlm.qwen import VIDEO_TOKEN, make_sample, tiny_qwen
 
 INDEX = 2  # two images of two tiles and one, four tokens each; nine tokens of text
 RULES = SampleRules.of(load_model(small_config()))
@@ -137,3 +139,32 @@ def test_lengths_belong_to_the_dataset(lengths, message):
     dataset.lengths = lambda: lengths
     with pytest.raises(DataError, match=message):
         checked_lengths(dataset)
+
+
+QWEN = SampleRules.of(load_model(tiny_qwen("qwen2_5_vl")))
+SEEN = make_sample(0, grids=((4, 6), (2, 2)))
+
+
+def problem(sample, *, decoded=True):
+    return QWEN.problem(sample, tiles=len(SEEN["pixel_values"]), tokens=len(SEEN["input_ids"]), decoded=decoded)
+
+
+def test_patches_with_their_grids_pass():
+    assert problem(SEEN) is None
+    assert problem(SEEN | {"pixel_values": None}, decoded=False) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({GRIDS: None}, "have image_grid_thw that are a tensor of int64 of shape (entries, 3), got none"),
+        ({GRIDS: torch.ones(2, 2).long()}, "of shape (entries, 3), got int64 of shape (2, 2)"),
+        ({GRIDS: torch.tensor([[1, 4, 6]])}, "have 6 image tokens (id 3) for its images, got 7"),
+        ({GRIDS: torch.tensor([[1, 2, 2], [1, 4, 6]])}, "must stand in runs of [1, 6], one for each grid"),
+        ({GRIDS: torch.tensor([[2, 2, 6], [1, 2, 2]])}, "got one of 2 frames: a video"),
+        ({"pixel_values": torch.zeros(28, 5)}, "have pixel_values of shape (tiles, 24), got float32 of shape (28, 5)"),
+        ({"input_ids": SEEN["input_ids"].clone().index_fill_(0, torch.tensor([1]), VIDEO_TOKEN)}, "got a video"),
+    ],
+)
+def test_patches_that_do_not_fit_are_named(change, message):
+    assert message in problem(SEEN | change)

@@ -75,9 +75,9 @@ def test_weights_after_several_steps_are_those_of_plain_transformers(tmp_path):
 
 
 def test_a_folder_is_trained_exported_and_asked(tmp_path):
-    """From pictures on disk: OneVision's rule is per sample, LLaVA's last block is never computed."""
+    """From pictures on disk: OneVision's rule is per sample, LLaVA's last block is never computed, Qwen has patches."""
     demo = write_demo(tmp_path / "demo", samples=60, held_out=20)
-    folders = {family: tmp_path / family for family in ("llava", "llava_onevision")}
+    folders = {family: tmp_path / family for family in ("llava", "llava_onevision", "qwen2_5_vl")}
     for family, folder in folders.items():
         save_folder(family, folder, demo.model, weights=True)
     configs = [
@@ -88,7 +88,7 @@ def test_a_folder_is_trained_exported_and_asked(tmp_path):
             "omnibal": {
                 "model": {"path": str(folder)},
                 "data": {"train": str(demo.meta), "workers": 0},
-                "packing": {"vision_units": 80, "llm_tokens": 1500},
+                "packing": {"vision_units": 2000, "llm_tokens": 1500},
                 "pipeline": {"num_stages": 2, "partition": [0, 3, len(load_model(folder).records)]},
                 "run": {"output": str(tmp_path / "runs" / family), "epochs": 9},
             },

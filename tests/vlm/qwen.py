@@ -63,10 +63,3 @@ def make_sample(
         "labels": torch.tensor(labels),
         "pixel_values": torch.randn(patches, VALUES, generator=generator) if grids else None,
     } | ({"image_grid_thw": torch.tensor([[1, *grid] for grid in grids])} if grids else {})
-
-
-def as_plain_takes(sample: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of transformers' forward for one sample alone."""
-    ids = sample["input_ids"][None]
-    taken = {"input_ids": ids, "pixel_values": sample["pixel_values"], "mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
-    return taken | {name: sample[name] for name in ("image_grid_thw",) if name in sample}
