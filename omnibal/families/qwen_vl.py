@@ -84,6 +84,7 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     """
     vision, text = section(config, "vision_config"), section(config, "text_config")
     is_third = config["model_type"] == "qwen3_vl"
+    _check_width(config, vision, text)
     tied = bool(config.get("tie_word_embeddings")) if is_third else either_ties(config)
     deepstack = _deepstack(vision, text) if is_third else []
     records = (
@@ -94,6 +95,13 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     )
     records = tuple(replace(record, token_bytes=TOKEN_BYTES) for record in records)
     return _carrying(records, deepstack) if deepstack else records
+
+
+def _check_width(config: Config, vision: Config, text: Config) -> None:
+    """The merger's output is as wide as the language model; Qwen2-VL calls its width hidden_size."""
+    key, wanted = "hidden_size" if config["model_type"] == "qwen2_vl" else "out_hidden_size", size(text, "hidden_size")
+    if size(vision, key, default=wanted) != wanted:
+        raise ConfigError(f"vision_config.{key} must be text_config's hidden_size {wanted}, got {vision[key]}")
 
 
 def _deepstack(vision: Config, text: Config) -> list[int]:

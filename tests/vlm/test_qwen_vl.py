@@ -134,6 +134,12 @@ def test_deep_features_that_no_layer_makes_or_reads_are_refused(indexes, message
         load_model(config)
 
 
+@pytest.mark.parametrize(("family", "key"), [("qwen2_vl", "hidden_size"), ("qwen3_vl", "out_hidden_size")])
+def test_features_of_another_width_than_the_language_model_are_refused(family, key):
+    with pytest.raises(ConfigError, match=f"vision_config.{key} must be text_config's hidden_size 32, got 28"):
+        load_model(tiny_qwen(family, vision={key: 28}))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("samples", [SAMPLES, TEXTS], ids=["images", "text only"])
 @pytest.mark.parametrize("family", CLASSES)
