@@ -126,7 +126,10 @@ class SampleRules:
             if has_images and (not is_integer or value.dim() == 0 or value.shape[1:] != shape):
                 sides = "".join(f", {side}" for side in shape)
                 yield f"have {name} that are a tensor of int64 of shape (entries{sides}), got {_kind(value)}"
-        wanted = self.image_tokens(sample) if has_images and self.image_tokens is not None else 0
+        try:
+            wanted = self.image_tokens(sample) if has_images and self.image_tokens is not None else 0
+        except DataError as error:
+            yield f"have images that fit one another: {error}"
         if image_tokens != wanted:
             yield f"have {wanted} image tokens (id {self.image_token}) for its images, got {image_tokens}"
 

@@ -20,6 +20,7 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
 )
 
+from omnibal.errors import DataError
 from omnibal.families import layer_records
 from omnibal.families.base import Family, ImageRule
 from omnibal.families.llava import FAMILY
@@ -172,9 +173,18 @@ def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
 
 
 def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
-    """What a sample's images bring to the language model."""
+    """What a sample's images bring to the language model.
+
+    Raises:
+        DataError: Its integers do not fit one another.
+    """
     sizes = [(width, height) for height, width in sample[IMAGE_SIZES].tolist()]
-    return sum(load.llm_tokens for load in rule(sizes))
+    counts = sample[IMAGES_OF_SAMPLES].tolist() if IMAGES_OF_SAMPLES in sample else [len(sizes)]
+    if sum(counts) != len(sizes) or min(counts, default=0) < 0:
+        raise DataError(f"{IMAGES_OF_SAMPLES} must add up to {len(sizes)}, the entries of {IMAGE_SIZES}, got {counts}")
+    images = iter(sizes)
+    groups = [[next(images) for _ in range(count)] for count in counts]
+    return sum(load.llm_tokens for group in groups for load in rule(group))
 
 
 def _model(

@@ -12,6 +12,8 @@ from omnibal.vlm import load_model
 from omnibal.vlm.qwen_vl import GRIDS
 from tests.engine.cases import SmallDataset
 from tests.engine.small import IMAGE_TOKEN, VOCABULARY, small_config
+from tests.families import models as families
+from tests.vlm.families import family_samples
 from tests.vlm.qwen import VIDEO_TOKEN, make_sample, tiny_qwen
 
 INDEX = 2  # two images of two tiles and one, four tokens each; nine tokens of text
@@ -168,3 +170,24 @@ def test_patches_with_their_grids_pass():
 )
 def test_patches_that_do_not_fit_are_named(change, message):
     assert message in problem(SEEN | change)
+
+
+def test_what_a_family_reads_of_images_fits_its_tokens():
+    several, text = (family_samples("llava_onevision")[index] for index in (2, 1))
+    rules = SampleRules.of(load_model(families.small_config("llava_onevision")))
+    tokens, image_tokens = len(several["input_ids"]), 3 * (3 * 3 + 1)
+
+    def found(**changes):
+        return rules.problem(several | changes, tiles=3, tokens=tokens, decoded=True)
+
+    assert found() is None
+    assert rules.problem(text, tiles=0, tokens=5, decoded=True) is None
+    assert rules.problem(several | {"pixel_values": None}, tiles=3, tokens=tokens, decoded=False) is None
+    assert found(image_sizes=None) == "have image_sizes that are a tensor of int64 of shape (entries, 2), got none"
+    floats = several["batch_num_images"].float()
+    assert found(batch_num_images=floats).startswith("have batch_num_images that are a tensor of int64 of shape (ent")
+    assert found(batch_num_images=torch.tensor([2])) == (
+        "have images that fit one another: batch_num_images must add up to 3, the entries of image_sizes, got [2]"
+    )
+    apart = found(batch_num_images=torch.tensor([1, 2]))  # the first one would be cut into tiles
+    assert re.fullmatch(rf"have \d+ image tokens \(id 600\) for its images, got {image_tokens}", apart)
