@@ -29,11 +29,8 @@ PACKS = {
     "one sample": [ONE_IMAGE],
 }
 CONFIGS = {
-    "qwen2": tiny_config(),
     "qwen2 tied": tiny_config(tied=True),
     "llama tied": tiny_config(tied=True, text="llama", text_options={"attention_bias": True, "mlp_bias": True}),
-    "mistral": tiny_config(text="mistral", text_options={"sliding_window": None}),
-    "qwen3": tiny_config(text="qwen3"),
     "sliding window": tiny_config(
         text_options={"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "num_hidden_layers": 2}
     ),
