@@ -1,0 +1,1 @@
+"""What balance would bring under the trainer that a run already uses."""
