@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from omnibal.cost import Load
+from omnibal.device import DEVICES
 from omnibal.engine.transfers import describe, read_description
 from omnibal.errors import ConfigError, DataError
+from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import Payload, attention, load_model
 from omnibal.vlm.loss import token_losses
@@ -118,6 +121,19 @@ def test_a_deep_feature_goes_as_far_as_the_layer_that_adds_it():
     }
     carried = [record.sizes["carried"] for record in model.records]  # what the planner counts
     assert carried == [len(features[name]) for name in names]
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_counted_bytes_of_a_cut_are_those_that_it_sends(family):
+    model = load_model(tiny_qwen(family))
+    payload = Payload.of_pack(pack_of(model, SAMPLES))
+    counted = analytic_profile(model.records, DEVICES["A100-80GB"], dtype="float32").layers
+    load = Load(len(payload.hidden), payload.input_ids.shape[1])
+    for boundary, layer in enumerate(build_layers(model), start=1):
+        payload = layer(payload)
+        sent = [*model.layout(boundary).floats(payload), payload.input_ids, payload.position_ids]
+        if boundary < len(counted):  # behind the head no cut can lie
+            assert counted[boundary - 1].output_bytes(load) == sum(tensor.nbytes for tensor in sent), boundary
 
 
 @pytest.mark.parametrize(
