@@ -6,8 +6,7 @@ needs of the images' places from their grids, so that a cut sends no more of the
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,145 +16,21 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
-from transformers.vision_utils import (
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-    get_vision_window_index,
-)
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
-from omnibal.errors import DataError
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import LayerRecord
 from omnibal.vlm.attention import attention_kwargs
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
-from omnibal.vlm.payload import PackCounts, Payload, note_counts
+from omnibal.vlm.patches import GRIDS, PatchPlaces, bounds_of, mrope_positions, patch_places, reordered, sent_to
+from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import DecoderBlock, ExactRotary, text_recipes
 
-GRIDS = "image_grid_thw"
-"""Name of the integers of each image: its frames (one), and the rows and columns of its patches."""
 _CLASSES = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
     "qwen3_vl": Qwen3VLForConditionalGeneration,
 }
-
-
-def mrope_positions(ids: Tensor, sample: Mapping[str, Any], *, image_token_id: int, merge_size: int) -> Tensor:
-    """Positions of a sample's tokens in time, height and width.
-
-    Text counts up in all three. An image's tokens share one time and count its rows and columns from there; the text
-    behind it goes on above the largest of them.
-
-    Args:
-        ids: Int64 of shape (tokens,).
-        sample: Holds ``image_grid_thw`` if there are images.
-        image_token_id: Stands for a piece of an image.
-        merge_size: Patches, in each direction, that become one token.
-
-    Returns:
-        Int64 of shape (3, tokens).
-
-    Raises:
-        DataError: The image tokens, run by run, are not those of the grids, ``pixel_values`` are other patches, or a
-            grid is a video's.
-
-    >>> ids, grid = torch.tensor([7, 3, 3, 8]), torch.tensor([[1, 2, 4]])
-    >>> mrope_positions(ids, {"image_grid_thw": grid}, image_token_id=3, merge_size=2).tolist()
-    [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
-    """
-    is_image, grids = ids == image_token_id, sample[GRIDS].tolist() if GRIDS in sample else []
-    changes = [] if len(ids) == 0 else (torch.where(is_image.diff())[0] + 1).tolist()
-    runs = [(bool(is_image[start]), stop - start) for start, stop in pairwise([0, *changes, len(ids)]) if start < stop]
-    _check_grids(grids, [length for image, length in runs if image], merge_size, sample.get("pixel_values"))
-    parts, begin, remaining = [torch.empty(3, 0, dtype=torch.int64)], 0, iter(grids)
-    for image, length in runs:
-        if image:
-            _, rows, columns = (side // merge_size for side in next(remaining))
-            place = torch.arange(length)
-            parts.append(begin + torch.stack([torch.zeros_like(place), place // columns, place % columns]))
-            begin += max(rows, columns)
-        else:
-            parts.append(torch.arange(begin, begin + length).expand(3, -1))
-            begin += length
-    return torch.cat(parts, dim=1)
-
-
-def _check_grids(grids: Sequence[Sequence[int]], runs: Sequence[int], merge_size: int, pixels: Tensor | None) -> None:
-    for frames, _, _ in grids:
-        if frames != 1:
-            raise DataError(f"{GRIDS} must be of images, got one of {frames} frames: a video")
-    patches = [rows * columns for _, rows, columns in grids]
-    wanted = [number // merge_size**2 for number in patches]
-    if list(runs) != wanted:
-        raise DataError(
-            f"image tokens must stand in runs of {wanted}, one for each grid of {GRIDS}, got runs of {list(runs)}"
-        )
-    if pixels is not None and len(pixels) != sum(patches):
-        raise DataError(f"pixel_values must be the {sum(patches)} patches of {GRIDS}, got {len(pixels)}")
-
-
-class PatchPlaces(NamedTuple):
-    """Where the patches of a pack are, in the order in which the ViT's blocks have them.
-
-    Attributes:
-        grids: As ``image_grid_thw``, on the host.
-        rows_columns: Of each patch, of shape (patches, 2).
-        images: Bounds of the images, int32 of shape (images + 1,).
-        windows: Bounds of the windows; of the images where there are no windows.
-        window_order: Which merged patch stands at each place, of shape (image tokens,); None where they are in order.
-    """
-
-    grids: Tensor
-    rows_columns: Tensor
-    images: Tensor
-    windows: Tensor
-    window_order: Tensor | None
-
-
-def patch_places(payload: Payload, vision: Any) -> PatchPlaces:
-    """The places of a pack's patches; made once for all layers of a stage, and kept with the pack's grids."""
-    on_device = payload.integers[GRIDS]
-    places: PatchPlaces | None = getattr(on_device, "_omnibal_places", None)
-    if places is None:
-        grids = torch.tensor(payload.on_host(GRIDS), dtype=torch.int64)
-        places = _places(grids.view(-1, 3), vision, on_device.device)
-        on_device._omnibal_places = places  # type: ignore[attr-defined]
-    return places
-
-
-def _places(grids: Tensor, vision: Any, device: torch.device) -> PatchPlaces:
-    merge, order = vision.spatial_merge_size, None
-    lengths = (grids[:, 1] * grids[:, 2]).tolist()
-    window_lengths, rows_columns = lengths, torch.empty(0, 2, dtype=torch.int64)
-    if lengths:
-        rows_columns = get_vision_position_ids(grids, merge)
-        if hasattr(vision, "window_size"):
-            order, bounds = get_vision_window_index(grids, merge, vision.window_size, vision.patch_size)
-            rows_columns, window_lengths = _reordered(rows_columns, order), bounds.diff().tolist()
-    return PatchPlaces(
-        grids,
-        _sent(rows_columns, device),
-        _bounds(lengths, device),
-        _bounds(window_lengths, device),
-        None if order is None else _sent(order, device),
-    )
-
-
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    bounds = _sent(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
-    note_counts([bounds], PackCounts(None, tuple(lengths)))
-    return bounds
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device; from pinned memory, since the host would wait for a GPU otherwise."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
-def _reordered(patches: Tensor, order: Tensor) -> Tensor:
-    """Patches (patches, …) in another order of the squares that are merged."""
-    squares = patches.view(len(order), -1, *patches.shape[1:])
-    return squares[order].flatten(0, 1)
 
 
 class PatchEmbedding(nn.Module):
@@ -177,7 +52,7 @@ class PatchEmbedding(nn.Module):
         if hasattr(self, "pos_embed"):
             patches = patches + self._positions(places.grids, patches)
         if places.window_order is not None:
-            patches = _reordered(patches, places.window_order)
+            patches = reordered(patches, places.window_order)
         return payload.replace(hidden=patches.contiguous())
 
     def _positions(self, grids: Tensor, patches: Tensor) -> Tensor:
@@ -191,7 +66,7 @@ class PatchEmbedding(nn.Module):
             align_corners=True,
             spatial_merge_size=self.vision.spatial_merge_size,
         )
-        taps, shares = _sent(taps, patches.device), _sent(shares, patches.device)
+        taps, shares = sent_to(taps, patches.device), sent_to(shares, patches.device)
         positions: Tensor = (self.pos_embed(taps) * shares[..., None]).sum(1)
         return positions.to(patches.dtype)
 
@@ -213,7 +88,7 @@ class VisionBlock(nn.Module):
         hidden = payload.hidden
         if not len(hidden):  # transformers' block cannot take none: one made-up patch gives all weights zero gradients
             one = hidden.new_zeros(1, hidden.shape[1])
-            bounds = _bounds([1], hidden.device)
+            bounds = bounds_of([1], hidden.device)
             return hidden + self._run(one, places.rows_columns.new_zeros(1, 2), bounds)[:0]
         return self._run(hidden, places.rows_columns, self._segments(places)).contiguous()
 

@@ -9,7 +9,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.errors import DataError
 from omnibal.vlm import load_model
-from omnibal.vlm.qwen_vl import GRIDS
+from omnibal.vlm.patches import GRIDS
 from tests.engine.cases import SmallDataset
 from tests.engine.small import IMAGE_TOKEN, VOCABULARY, small_config
 from tests.families import models as families
@@ -154,6 +154,8 @@ def problem(sample, *, decoded=True):
 def test_patches_with_their_grids_pass():
     assert problem(SEEN) is None
     assert problem(SEEN | {"pixel_values": None}, decoded=False) is None
+    text = make_sample(0) | {GRIDS: None}
+    assert QWEN.problem(text, tiles=0, tokens=len(text["input_ids"]), decoded=True) is None
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import Payload, attention, load_model
 from omnibal.vlm.loss import token_losses
+from omnibal.vlm.patches import GRIDS, mrope_positions
 from omnibal.vlm.payload import PackCounts, note_counts
-from omnibal.vlm.qwen_vl import GRIDS, mrope_positions
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import save_model
 from tests.vlm.families import pack_of
