@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.cli.present import every_layer, present_plan, real_packs
+from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.rewrite import set_keys
 from omnibal.cli.run import Run
 from omnibal.config import read_config
@@ -22,6 +22,7 @@ from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
+from omnibal.profile.levels import every_layer
 from omnibal.report.memory import memory_table, plot_memory
 from omnibal.report.stages import cut_of, slowest_replica, stage_plan_table
 from omnibal.report.style import make_table

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.cli.options import LLM_TOKENS, VISION_UNITS, Level
+from omnibal.cli.options import LLM_TOKENS, VISION_UNITS
 from omnibal.cli.run import Run
 from omnibal.cluster import Layout
 from omnibal.data.epoch import arrange_epoch
@@ -15,6 +15,7 @@ from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import parameter_cut
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, spread_steps
+from omnibal.profile.levels import every_layer
 
 MICRO_BATCHES_PER_STAGE: Final = 4
 """As many make a step where nothing is said: the bubble is then a fifth at most."""
@@ -53,7 +54,8 @@ def present_plan(
             parameter_cut(run.profile, layout.num_stages),
             every_layer("none", len(run.profile.layers)),
         )
-    return replace(plan, layout=layout, cluster=run.cluster)
+    # Trained are all layers at the level that the ds_config says, but costs do not tell all levels of all layers apart.
+    return replace(plan, recompute=run.profile.levels_like(plan.recompute), layout=layout, cluster=run.cluster)
 
 
 def _resolved(
@@ -98,8 +100,3 @@ def real_packs(run: Run, plan: Plan, *, steps: int, number: int | None = None) -
         raise ConfigError(f"--step must be below the epoch's {epoch.num_steps} steps, got {number}")
     numbers = spread_steps(epoch.num_steps, steps) if number is None else np.array([number])
     return Packing.of(epoch, run.lengths, plan.limits, numbers)
-
-
-def every_layer(level: Level, num_layers: int) -> tuple[Level, ...]:
-    """The same recompute level for each layer."""
-    return (level,) * num_layers

@@ -96,6 +96,10 @@ class EmulatedModel:
         """The same for all."""
         return EmulatedLayer
 
+    def spare_shapes(self) -> dict[str, torch.Size]:
+        """None: every weight is in a layer."""
+        return {}
+
     def weight_names(self, index: int) -> dict[str, str]:
         """From names in layer ``index`` to names of all."""
         return {"weight": f"{index}"}

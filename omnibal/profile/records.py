@@ -14,6 +14,7 @@ from typing import Any
 from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, Module
+from omnibal.profile.levels import Level
 from omnibal.records import Record, read_record
 
 VERSION = 5
@@ -145,6 +146,15 @@ class ModelProfile:
     def frozen_kinds(self) -> tuple[str, ...]:
         """Kinds of layers that have parameters and are not trained, sorted."""
         return tuple(sorted({layer.kind for layer in self.layers if layer.parameter_bytes and not layer.trainable}))
+
+    def levels_like(self, recompute: Sequence[Level]) -> tuple[Level, ...]:
+        """A recompute level for each layer, ``"none"`` in place of one that its costs do not have.
+
+        Counted costs have no ``"selective"`` for layers outside blocks: what it would drop there is hardly anything.
+        """
+        return tuple(
+            level if level in layer.saved_bytes else "none" for level, layer in zip(recompute, self.layers, strict=True)
+        )
 
     def check_matches(
         self,

@@ -120,9 +120,10 @@ def test_a_profile_does_not_say_how_many_samples_a_step_has(refusal, arguments):
     assert line.startswith("--samples-per-step must be given beside a profile, got none with")
 
 
-def test_a_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path):
+@pytest.mark.parametrize("recompute", ["full", "selective"])  # counted costs know the latter in blocks alone
+def test_a_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path, recompute):
     """Five lines say what was chosen, what it gains over the present configuration, and why."""
-    config = ds_config(pipeline={"recompute": "full", "num_stages": 4, "schedule": "auto"})
+    config = ds_config(pipeline={"recompute": recompute, "num_stages": 4, "schedule": "auto"})
     before = config.read_text()
     record = json.loads(omnibal("plan", config, "--json").stdout)
     assert record["written"] == str(tmp_path / "run" / "plan.json")
