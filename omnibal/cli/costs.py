@@ -69,7 +69,7 @@ def measured_costs(
         model: Its layers.
         pack: The largest one.
         dtype: Of the forward pass.
-        frozen: Kinds of layers that are not trained.
+        frozen: What is not trained.
     """
     import torch
 

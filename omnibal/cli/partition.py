@@ -142,7 +142,7 @@ class PartitionTask:
 
         plan = replace(self.base, partition=partition, predicted=None)
         profile = self.profile
-        made_from = {"method": method, "profile": profile.content_hash, "frozen": list(profile.frozen_kinds)}
+        made_from = {"method": method, "profile": profile.content_hash, "frozen": list(profile.frozen_parts)}
         return replace(plan, predicted=predict(profile, plan, self.packing), made_from=made_from)
 
     def figures(self, partition: "Partition") -> "PartitionFigures":

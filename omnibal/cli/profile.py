@@ -45,7 +45,9 @@ def profile(
     frozen: Annotated[
         list[str] | None,
         typer.Option(
-            help="A kind of its layers that is not trained, such as vision_block; repeatable.", show_default=False
+            help="A module (vision), kind of layers (vision_block) or pattern of weights' names that is not trained; "
+            "repeatable.",
+            show_default=False,
         ),
     ] = None,
     tensor_parallel: Annotated[

@@ -363,7 +363,7 @@ def _config_of(
     """The ds_config of someone who has none: what a profile says, and what a plan was asked for."""
     packing = {key: (request or {})[key] for key in ("method", "seed") if key in (request or {})}
     config = {"bf16": {"enabled": profile.dtype == "bfloat16"}, "zero_optimization": {"stage": zero_stage}}
-    return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_kinds)}, "packing": packing})
+    return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_parts)}, "packing": packing})
 
 
 def _kept_hash(folder: Path) -> str | None:

@@ -35,7 +35,8 @@ class ModelSection(Section):
     seed: int = 0
     """Seed of random initial weights and of dropout."""
     frozen: list[str] = []
-    """Kinds of layers that are not trained, such as ``vision_block``."""
+    """What is not trained: modules (``vision``, ``projector``, ``language``), kinds of layers (``vision_block``), or
+    patterns of weights' names on disk (``*.layers.[0-3].*``)."""
 
 
 class DataSection(Section):

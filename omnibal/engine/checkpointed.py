@@ -21,6 +21,7 @@ from omnibal.engine.resolve import Given
 from omnibal.engine.saved_files import SavedFile
 from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
+from omnibal.families.base import check_frozen
 from omnibal.plan import Plan
 from omnibal.vlm.weights import SINGLE_FILE
 
@@ -220,7 +221,7 @@ class CheckpointedEngine(TableEngine):
     def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
         """What a run must share with a checkpoint to go on from it."""
         optimizer = {
-            "frozen": sorted(set(self.given.section.model.frozen)),
+            "frozen": list(check_frozen(self.given.vlm.records, self.given.section.model.frozen)),
             "optimizer": type(self.basic_optimizer).__name__,
             "parameter_groups": grouping(self.given.section.optimizer),
         }

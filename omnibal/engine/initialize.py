@@ -38,7 +38,7 @@ MEASURES: Final = "measures the samples"
 
 OTHERWISE = {
     "args": "pass the ds_config as config",
-    "model_parameters": "all are trained but the kinds of layers that omnibal.model.frozen names, in the groups that "
+    "model_parameters": "all are trained but what omnibal.model.frozen names, in the groups that "
     "omnibal.optimizer asks for",
     "training_data": "pass it as dataset",
     "collate_fn": "samples of dataset are packed",

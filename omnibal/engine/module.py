@@ -205,6 +205,8 @@ def _build(given: Given, index: int) -> nn.Module:
     if source is not None and dist.get_rank() % given.layout.num_replicas == 0:
         load_layer(given.vlm, index, module, source)
     assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
-    if given.vlm.records[index].kind in settings.frozen:
-        module.requires_grad_(False)
+    record, names = given.vlm.records[index], given.vlm.weight_names(index)
+    for name, parameter in module.named_parameters():
+        if record.freezes(names[name], settings.frozen):
+            parameter.requires_grad_(False)
     return module

@@ -106,14 +106,14 @@ def _check_frozen_alike(model: PreTrainedModel, vlm: VisionLanguageModel, frozen
     trained = {
         name
         for index, record in enumerate(vlm.records)
-        if record.kind not in frozen
         for name in vlm.weight_names(index).values()
+        if not record.freezes(name, frozen)
     }
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and vlm.disk_name(name) in trained:
             raise ConfigError(
-                f"parameters of model must be trained but for the layers of omnibal.model.frozen, got {name} with "
-                "requires_grad False; name its kind of layers there"
+                f"parameters of model must be trained but for those of omnibal.model.frozen, got {name} with "
+                "requires_grad False; name it there"
             )
 
 
@@ -147,18 +147,18 @@ def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
     """The plan file that the section names, or the plan that its keys spell out.
 
     Raises:
-        ConfigError: The plan does not fit the model, the layout, the micro-batches or the frozen layers of the run; or
+        ConfigError: The plan does not fit the model, the layout, the micro-batches or the frozen parts of the run; or
             what is frozen does not fit the model.
     """
     pipeline, packing, frozen = given.section.pipeline, given.section.packing, given.section.model.frozen
     records, num_stages, micro_batches = given.vlm.records, given.layout.num_stages, micro_batches_of(given.config)
     num_layers = len(records)
-    check_frozen(records, frozen)
+    parts = check_frozen(records, frozen)
     if pipeline.plan is not None:
         plan = Plan.load(pipeline.plan)
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
         if "frozen" in plan.made_from:  # times and memory are other ones where other layers are trained
-            _check("frozen kinds of the plan", sorted(plan.made_from["frozen"]), sorted(set(frozen)))
+            _check("frozen parts of the plan", sorted(plan.made_from["frozen"]), list(parts))
         _check_partition(plan.partition, num_layers, num_stages)
         if plan.cluster is not None:  # predicted for this layout; else it is a default that nobody chose
             _check_layout(plan.layout, given.layout)

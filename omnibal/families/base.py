@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from omnibal.errors import ConfigError
 
@@ -25,6 +27,8 @@ class LayerRecord:
         tied_key: Layers with the same key share one weight; None for a layer on its own.
         module: Where it belongs. Costs of the language model's layers depend on tokens, others' on vision units.
         token_bytes: Of the integers that a cut behind the layer sends for each LLM token: its id and its position.
+        weights: From names on disk of the weights that may get a gradient to how many numbers each has; empty where
+            only a configuration is known. Layers are told apart by the rest.
     """
 
     name: str
@@ -34,10 +38,19 @@ class LayerRecord:
     _: KW_ONLY
     module: Module
     token_bytes: int = 16
+    weights: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def freezes(self, weight: str, frozen: Collection[str]) -> bool:
+        """Whether a weight of this layer, by its name on disk, is among what ``frozen`` names."""
+        whole = self.kind in frozen or self.module in frozen
+        return whole or any(fnmatchcase(weight, pattern) for pattern in frozen)
 
     def trainable_parameters(self, frozen: Collection[str]) -> int:
-        """Parameters that get a gradient, if the kinds in ``frozen`` are not trained."""
-        return 0 if self.kind in frozen else self.sizes["parameters"] - self.sizes.get("untrained", 0)
+        """Parameters that get a gradient, if kinds, modules and weights that ``frozen`` names are not trained."""
+        if self.kind in frozen or self.module in frozen:
+            return 0
+        not_trained = sum(size for name, size in self.weights.items() if self.freezes(name, frozen))
+        return self.sizes["parameters"] - self.sizes.get("untrained", 0) - not_trained
 
 
 class ImageLoad(NamedTuple):
@@ -120,26 +133,48 @@ class Family:
         return options, self.image_rule(config, {**preprocessor, **options})
 
 
-def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> None:
-    """Refuse kinds of layers that cannot be left untrained.
+def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> tuple[str, ...]:
+    """What is not trained, modules spelled out as their kinds of layers.
+
+    Args:
+        records: The model's layers; patterns are understood where they know their weights.
+        frozen: Kinds of layers, modules, and patterns of weights' names on disk, as a shell's file names have them.
+
+    Returns:
+        Kinds and patterns, sorted, each once.
 
     Raises:
-        ConfigError: A kind does not occur in the model, shares weights with layers of a kind that is trained, or none
-            is left to train.
+        ConfigError: A name stands for nothing in the model, shares weights with layers that are trained, or none is
+            left to train.
     """
-    kinds = dict.fromkeys(record.kind for record in records)
-    unknown = sorted(set(frozen) - set(kinds))
-    if unknown:
-        raise ConfigError(f"frozen must hold kinds of the model's layers ({', '.join(kinds)}), got {unknown[0]!r}")
-    if not set(kinds) - set(frozen):
-        raise ConfigError(f"frozen must leave layers to train, got all kinds: {', '.join(kinds)}")
+    for name in frozen:
+        _check_frozen_name(records, name)
+    if not any(record.trainable_parameters(frozen) for record in records):
+        raise ConfigError(f"frozen must leave layers to train, got all of them by {', '.join(map(repr, frozen))}")
     tied = [record for record in records if record.tied_key is not None]
     for record in tied:
-        others = {other.kind for other in tied if other.tied_key == record.tied_key} - set(frozen)
-        if record.kind in frozen and others:
+        others = [other for other in tied if other.tied_key == record.tied_key]
+        trained = [other.kind for other in others if other.trainable_parameters(frozen)]
+        if trained and not record.trainable_parameters(frozen):
             raise ConfigError(
-                f"frozen must hold all kinds that share weights, got {record.kind!r} without {others.pop()!r}"
+                f"frozen must hold all kinds that share weights, got {record.kind!r} without {trained[0]!r}"
             )
+    of_modules = {record.kind for record in records if record.module in frozen}
+    return tuple(sorted(of_modules | (set(frozen) - set(get_args(Module)))))
+
+
+def _check_frozen_name(records: Sequence[LayerRecord], name: str) -> None:
+    kinds, modules = ([*dict.fromkeys(getattr(record, part) for record in records)] for part in ("kind", "module"))
+    weights = [weight for record in records for weight in record.weights]
+    if name in kinds or name in modules or any(fnmatchcase(weight, name) for weight in weights):
+        return
+    literal = "".join(character for character in name if character not in "*?[]")
+    nearest = get_close_matches(literal, dict.fromkeys([*kinds, *modules, *weights]), n=3, cutoff=0.4)
+    remedy = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+    raise ConfigError(
+        f"frozen must hold kinds of the model's layers ({', '.join(kinds)}), modules ({', '.join(modules)}) or "
+        f"patterns of its weights' names, got {name!r}{remedy}"
+    )
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

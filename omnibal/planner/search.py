@@ -236,7 +236,7 @@ def make_plan(
         "device": profile.devices,
         "dtype": profile.dtype,
         "versions": dict(profile.versions),
-        "frozen": list(profile.frozen_kinds),
+        "frozen": list(profile.frozen_parts),
         "lengths": lengths.content_hash,
         "request": request.to_record(),
     }

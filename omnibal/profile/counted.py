@@ -41,21 +41,24 @@ def analytic_profile(
         device: What they run on, such as one of ``omnibal.device.DEVICES``.
         dtype: ``"bfloat16"`` or ``"float32"``.
         tensor_parallel: Degree, a divisor of all costs but of what is sent; its own communication is not counted.
-        frozen: Kinds of layers that are not trained.
+        frozen: What is not trained, as ``check_frozen`` takes it. Of a layer that is trained in part, gradients and
+            optimizer state are those of its trained weights, and so, by their share, is the time of the backward pass
+            to the weights; what it keeps counts in full.
 
     Raises:
-        ConfigError: A kind of layer is unknown, a frozen kind does not occur, the dtype is unknown, or the degree is
+        ConfigError: A kind of layer is unknown, a frozen part does not occur, the dtype is unknown, or the degree is
             not positive; or the device's speed is not known.
     """
-    _check(records, dtype, tensor_parallel, frozen)
+    _check(records, dtype, tensor_parallel)
+    parts = check_frozen(records, frozen)
     unit = _Unit(device, _ELEMENT_BYTES[dtype], tensor_parallel)
     works = [_WORK[record.kind](record.sizes) for record in records]
     before = [None, *works[:-1]]
     layers = [
-        _layer_cost(record, work, previous, unit, trainable=record.kind not in frozen)
+        _layer_cost(record, work, previous, unit, trained=record.trainable_parameters(frozen))
         for record, work, previous in zip(records, works, before, strict=True)
     ]
-    return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=tensor_parallel)
+    return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=tensor_parallel, frozen=parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +100,18 @@ class _Unit:
         self.share = 1 / tensor_parallel
 
 
-def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _Unit, *, trainable: bool) -> LayerCost:
+def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _Unit, *, trained: int) -> LayerCost:
     operation, element = unit.operation_seconds * unit.share, unit.element_bytes * unit.share
     traffic = unit.byte_seconds * element * work.traffic
     inputs = operation * (work.products + _ATTENTION_BACKWARD * work.attention) + traffic
     backward = inputs if before is not None else CostModel()  # pixels need no gradient
-    weights = operation * work.products if trainable else CostModel()
-    waits = trainable and record.tied_key is None and work.pending != CostModel()
+    share = trained / max(record.trainable_parameters(()), 1)
+    weights = operation * share * work.products if trained else CostModel()
+    waits = trained > 0 and record.tied_key is None and work.pending != CostModel()
     parameters = record.sizes["parameters"] * unit.share
-    trained = record.trainable_parameters(() if trainable else (record.kind,)) * unit.share
+    numbers = trained * unit.share
     master_bytes = _FLOAT32_BYTES if unit.element_bytes < _FLOAT32_BYTES else 0
-    optimizer_bytes = trained * (2 * _FLOAT32_BYTES + master_bytes)
+    optimizer_bytes = numbers * (2 * _FLOAT32_BYTES + master_bytes)
     return LayerCost(
         record.name,
         record.kind,
@@ -124,11 +128,11 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
             "full": unit.element_bytes * (before.output if before else work.saved),
         },
         parameter_bytes=round(parameters * unit.element_bytes),
-        gradient_bytes=round(trained * unit.element_bytes),
+        gradient_bytes=round(numbers * unit.element_bytes),
         optimizer_bytes=round(optimizer_bytes),
         # its state is read and written, the gradient read, the parameter written
-        optimizer_seconds=(2 * optimizer_bytes + 2 * trained * unit.element_bytes) * unit.byte_seconds,
-        trainable=trainable,
+        optimizer_seconds=(2 * optimizer_bytes + 2 * numbers * unit.element_bytes) * unit.byte_seconds,
+        trainable=trained > 0,
         sizes=dict(record.sizes),
         tied_key=record.tied_key,
     )
@@ -263,12 +267,11 @@ _WORK: Mapping[str, Callable[[Mapping[str, int]], _Work]] = {
 }
 
 
-def _check(records: Sequence[LayerRecord], dtype: str, tensor_parallel: int, frozen: Collection[str]) -> None:
+def _check(records: Sequence[LayerRecord], dtype: str, tensor_parallel: int) -> None:
     kinds = {record.kind for record in records}
     unknown = sorted(kinds - set(_WORK))
     if unknown:
         raise ConfigError(f"kind of a layer must be one of {', '.join(_WORK)}, got {unknown[0]!r}")
-    check_frozen(records, frozen)
     if dtype not in _ELEMENT_BYTES:
         raise ConfigError(f"dtype must be one of {', '.join(_ELEMENT_BYTES)}, got {dtype!r}")
     if tensor_parallel < 1:

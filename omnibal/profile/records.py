@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from omnibal.cost import CostModel
 from omnibal.errors import ConfigError
@@ -107,6 +107,8 @@ class ModelProfile:
         dtype: Of the forward pass, such as ``"bfloat16"``.
         tensor_parallel: How many such devices share each layer.
         versions: Versions of the software behind measured costs; empty for analytic ones.
+        frozen: What is not trained: kinds of layers and patterns of weights' names, as ``check_frozen`` gives them; by
+            default the kinds of layers that are not.
 
     Raises:
         ConfigError: There is no layer, two have one name, the whole model costs no time, or no device has a layer.
@@ -118,6 +120,7 @@ class ModelProfile:
     dtype: str
     tensor_parallel: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
+    frozen: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -131,6 +134,8 @@ class ModelProfile:
             raise ConfigError("a model must cost some time, got a profile of zeros")
         if self.tensor_parallel < 1:
             raise ConfigError(f"tensor_parallel must be positive, got {self.tensor_parallel}")
+        if self.frozen == self._frozen_kinds():
+            object.__setattr__(self, "frozen", None)
 
     @property
     def devices(self) -> str:
@@ -143,7 +148,11 @@ class ModelProfile:
         return _hash(self._content())
 
     @property
-    def frozen_kinds(self) -> tuple[str, ...]:
+    def frozen_parts(self) -> tuple[str, ...]:
+        """What is not trained, sorted."""
+        return self._frozen_kinds() if self.frozen is None else self.frozen
+
+    def _frozen_kinds(self) -> tuple[str, ...]:
         """Kinds of layers that have parameters and are not trained, sorted."""
         return tuple(sorted({layer.kind for layer in self.layers if layer.parameter_bytes and not layer.trainable}))
 
@@ -166,7 +175,7 @@ class ModelProfile:
         versions: Mapping[str, str] | None = None,
         frozen: Collection[str] | None = None,
     ) -> None:
-        """Refuse to use the profile for another model, device, dtype, frozen layers or software than it is of.
+        """Refuse to use the profile for another model, device, dtype, frozen parts or software than it is of.
 
         Only what is given is compared; of ``versions`` only what the profile states too.
 
@@ -181,7 +190,9 @@ class ModelProfile:
         for name, version in (versions or {}).items():
             pairs[f"version of {name}"] = (self.versions.get(name, version), version)
         if frozen is not None:
-            pairs["frozen kinds"] = (list(self.frozen_kinds), sorted(set(frozen)))
+            kinds = {layer.kind if layer.module in frozen else "" for layer in self.layers} - {""}
+            wanted = kinds | (set(frozen) - set(get_args(Module)))
+            pairs["frozen parts"] = (list(self.frozen_parts), sorted(wanted))
         differences = _differences(pairs)
         if records is not None:
             differences += _layer_differences(self.layers, records)
@@ -206,7 +217,7 @@ class ModelProfile:
             layers = tuple(layer for group in content.layers for layer in group.costs())
             profile = cls(
                 layers, device=content.device, dtype=content.dtype, tensor_parallel=content.tensor_parallel,
-                versions=content.versions,
+                versions=content.versions, frozen=content.frozen,
             )  # fmt: skip
             if profile.content_hash != content.hash:
                 raise ConfigError(f"profile must have the hash {content.hash} it was saved with, got changed content")
@@ -222,6 +233,7 @@ class ModelProfile:
             "dtype": self.dtype,
             "tensor_parallel": self.tensor_parallel,
             "versions": dict(self.versions),
+            **({} if self.frozen is None else {"frozen": list(self.frozen)}),
             "layers": [{"names": [layer.name for layer in group], **_layer_content(group[0])} for group in groups],
         }
 
@@ -261,6 +273,7 @@ class _ProfileFile(Record):
     dtype: str
     tensor_parallel: int
     versions: dict[str, str]
+    frozen: tuple[str, ...] | None = None
     layers: tuple[_LayersRecord, ...]
     hash: str
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,6 @@ class VisionLanguageModel:
         """
         assert len(records) == len(recipes)
         self.config: PreTrainedConfig = skeleton.config
-        self.records = records
         self.skeleton = skeleton
         self.pixel_shape = pixel_shape
         self.image_integers = image_integers or {}
@@ -84,6 +83,7 @@ class VisionLanguageModel:
         assert len(self._features) == len(records) + 1
         self._recipes = recipes
         self._disk_prefixes = disk_prefixes
+        self.records = tuple(replace(record, weights=self._trained_weights(i)) for i, record in enumerate(records))
 
     def layout(self, boundary: int) -> Layout:
         """What a cut before layer ``boundary`` sends; at 0 what the model is given, at the end what it gives."""
@@ -133,6 +133,12 @@ class VisionLanguageModel:
             inner = [f".{key}" for key in part.state_dict()] if isinstance(part, nn.Module) else [""]
             names |= {name + key: self.disk_name(path + key) for key in inner}
         return names
+
+    def _trained_weights(self, index: int) -> dict[str, int]:
+        """Names on disk and sizes of the weights of layer ``index`` that may get a gradient."""
+        recipe, names = self._recipes[index], self.weight_names(index)
+        layer = recipe.layer_class(self.config, **{name: deepcopy(self._part(at)) for name, at in recipe.parts.items()})
+        return {names[name]: weight.numel() for name, weight in layer.named_parameters() if weight.requires_grad}
 
     @property
     def spare_names(self) -> tuple[str, ...]:

@@ -51,20 +51,20 @@ def measure_profile(
         limits: The most a pack may hold.
         dtype: Of parameters and activations.
         device: What to measure on.
-        frozen: Kinds of layers that are not trained.
+        frozen: What is not trained, as ``check_frozen`` takes it.
         target_share: Share of the tokens that carry loss.
         max_spread: See Warns.
         seed: Of weights and inputs.
         report: Called with the name of each layer before it is measured.
 
     Raises:
-        ConfigError: Not just these kinds can be frozen, or the model's image tokens follow from more than tiles.
+        ConfigError: Not just these parts can be frozen, or the model's image tokens follow from more than tiles.
 
     Warns:
         MeasurementWarning: Repetitions, or layers of one kind, differ by more than ``max_spread``: other programs are
             running, or the clock is not stable.
     """
-    check_frozen(model.records, frozen)
+    parts = check_frozen(model.records, frozen)
     if model.image_tokens is not None:
         raise ConfigError(
             "model must bring as many tokens with each of its tiles to be measured, got "
@@ -74,12 +74,13 @@ def measure_profile(
     measured = bench.measure_all(report)
     for message in _doubts(bench, measured, max_spread):
         warnings.warn(message, MeasurementWarning, stacklevel=2)
-    costs = [replace(measured[_group(r)].cost, name=r.name, tied_key=r.tied_key) for r in model.records]
+    costs = [replace(measured[bench.group(r)].cost, name=r.name, tied_key=r.tied_key) for r in model.records]
     return ModelProfile(
         tuple(costs),
         device=device_name(bench.device),
         dtype=str(dtype).removeprefix("torch."),
         versions=measured_versions(),
+        frozen=parts,
     )
 
 
@@ -115,7 +116,8 @@ class _Bench:
         measured: dict[str, _Measured] = {}
         payloads = [p.payload(self.model, dtype=self.dtype, device=self.device, seed=self.seed) for p in self.packs]
         for index, record in enumerate(self.model.records):
-            if _group(record) in measured:
+            group = self.group(record)
+            if group in measured:
                 continue
             report(record.name)
             layer = self._build(index)
@@ -123,8 +125,8 @@ class _Bench:
             distinct = {repr(load): (load, payload) for load, payload in zip(loads, payloads, strict=True)}
             rows = [(load, self._run(index, layer, payload).measure()) for load, payload in distinct.values()]
             _, largest = rows[-1]
-            cost = _fit(record, layer, rows, trainable=record.kind not in self.frozen)
-            measured[_group(record)] = _Measured(cost, payloads[-1], largest.forward + largest.backward)
+            cost = _fit(record, layer, rows, trainable=record.trainable_parameters(self.frozen) > 0)
+            measured[group] = _Measured(cost, payloads[-1], largest.forward + largest.backward)
             with torch.no_grad():
                 payloads = [layer(payload) for payload in payloads]
         return measured
@@ -136,9 +138,16 @@ class _Bench:
 
     def _build(self, index: int) -> nn.Module:
         layer = self.model.build_layer(index, seed=self.seed, dtype=self.dtype, device=self.device)
-        if self.model.records[index].kind in self.frozen:
-            layer.requires_grad_(False)
+        record, names = self.model.records[index], self.model.weight_names(index)
+        for name, parameter in layer.named_parameters():
+            if record.freezes(names[name], self.frozen):
+                parameter.requires_grad_(False)
         return layer
+
+    def group(self, record: LayerRecord) -> str:
+        """The same for layers that cost the same."""
+        frozen = [record.freezes(name, self.frozen) for name in record.weights]
+        return f"{record.kind} {sorted(record.sizes.items())} {frozen}"
 
     def _run(self, index: int, layer: nn.Module, payload: Payload) -> LayerRun:
         is_last = index == len(self.model.records) - 1
@@ -209,24 +218,19 @@ def _fit(
     )
 
 
-def _group(record: LayerRecord) -> str:
-    """The same for layers that cost the same."""
-    return f"{record.kind} {sorted(record.sizes.items())}"
-
-
 def _doubts(bench: _Bench, measured: Mapping[str, _Measured], max_spread: float) -> Iterator[str]:
     """What speaks against the measurements."""
     records = bench.model.records
     total = Timing(0.0, 0.0)
     for record in records:
-        total += measured[_group(record)].largest
+        total += measured[bench.group(record)].largest
     if total.spread > max_spread:
         yield (
             f"repeated passes should differ by at most {max_spread:.0%}, got {total.spread:.0%} over all layers; "
             f"stop other programs and measure again"
         )
-    for last, record in {_group(record): (index, record) for index, record in enumerate(records)}.values():
-        first = measured[_group(record)]
+    for last, record in {bench.group(record): (index, record) for index, record in enumerate(records)}.values():
+        first = measured[bench.group(record)]
         if first.cost.name == record.name:
             continue
         again = bench.time_largest(last, first.largest_input)

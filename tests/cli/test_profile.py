@@ -94,7 +94,7 @@ def test_doubtful_measurements_are_said(omnibal, model, tmp_path, monkeypatch):
         (("--cluster", "a100", "--measure"), "for a --cluster or come from --measure, got both"),
         (("--cluster", "tpu"), "device must be how one of A100-40GB, A100-80GB, H100-80GB, H200-141GB starts, got"),
         (("--cluster", cluster_of(1)), "flops_per_second"),
-        (("--cluster", "a100", "--frozen", "vision"), "got 'vision'"),
+        (("--cluster", "a100", "--frozen", "visoin"), "got 'visoin'; did you mean 'vision'"),
         (("--measure", "--tensor-parallel", 2), "--tensor-parallel must come with --cluster, got 2 with --measure"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_ds_config_says_model_device_precision_and_frozen_layers(omnibal, refu
     record = json.loads(omnibal("profile", config, "--json").stdout)
     assert record["profile"] == str(tmp_path / "run" / "profile.json")
     made = ModelProfile.load(tmp_path / "run" / "profile.json")
-    assert (made.device, made.dtype, made.frozen_kinds) == ("H100-80GB", "bfloat16", ("vision_block",))
+    assert (made.device, made.dtype, made.frozen_parts) == ("H100-80GB", "bfloat16", ("vision_block",))
     assert "--dtype must be left out here, got float32" in refusal("profile", config, "--dtype", "float32")
 
 

@@ -61,7 +61,7 @@ def test_what_was_made_from_something_else_is_made_anew(omnibal, demo, ds_config
     assert "plan.json is made anew: costs, cluster changed" in result.stderr
     changed |= {"cluster": "2xH100-80GB", "model": {"frozen": ["vision_block"]}}
     result = omnibal("simulate", ds_config(**changed))
-    assert "profile.json is made anew: profile must fit this run, got frozen kinds []" in result.stderr
+    assert "profile.json is made anew: profile must fit this run, got frozen parts []" in result.stderr
     plan.write_text("{")
     result = omnibal("simulate", ds_config(**changed))
     assert "plan.json is made anew: plan must be JSON" in result.stderr
@@ -122,7 +122,7 @@ def test_a_measured_profile_stays_while_its_device_does(ds_config, demo, tmp_pat
         ({"pipeline": {"num_stages": 3}}, "num_stages must divide the 4 devices of the cluster 4xA100-80GB, got 3"),
         ({"model": {"path": "nowhere"}}, "nowhere without config.json"),
         ({"model": {"path": None}}, "omnibal.model.path must name the model's folder, got none in "),
-        ({"model": {"frozen": ["vision"]}}, "got 'vision'"),
+        ({"model": {"frozen": ["visoin"]}}, "got 'visoin'"),
         ({"data": {"train": "nowhere.json"}}, "nowhere.json"),
         ({"data": {"train": None}}, "lengths must be known here, got none; set omnibal.data.train in "),
         ({"pipeline": {"plan": "nowhere.json"}}, "plan must be a readable file, got nowhere.json"),

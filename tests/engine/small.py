@@ -26,7 +26,7 @@ class Case:
     steps: int = 1
     extra: dict = field(default_factory=dict)
     schedule: str = "1f1b"
-    frozen: tuple = ()  # kinds of layers
+    frozen: tuple = ()  # modules, kinds of layers, patterns of weights' names
     pending_bytes: int | None = None  # what the plan says each stage's weight gradients may keep
     own: dict = field(default_factory=dict)  # arguments of Own
     grouped: dict = field(default_factory=dict)  # "omnibal.optimizer"
@@ -140,11 +140,11 @@ def plain_training(
     return losses, norms, _by_disk_name(folder, model, torch.Tensor.detach)
 
 
-def names_of(folder, kinds):
-    """Names on disk of the weights of some kinds of layers."""
+def names_of(folder, frozen):
+    """Names on disk of the weights that are not trained."""
     layers = load_model(folder)
-    indices = [index for index, record in enumerate(layers.records) if record.kind in kinds]
-    return {name for index in indices for name in layers.weight_names(index).values()}
+    named = [(record, layers.weight_names(index).values()) for index, record in enumerate(layers.records)]
+    return {name for record, names in named for name in names if record.freezes(name, frozen)}
 
 
 def backward_one_by_one(model, samples):

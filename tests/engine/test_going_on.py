@@ -128,7 +128,7 @@ def test_a_run_with_everything_of_its_own_is_that_of_its_ds_config(seen):
 
 @pytest.mark.parametrize(
     ("argument", "remedy"),
-    [("model_parameters", "all are trained but the kinds of layers that"), ("data_set", "leave it out")],
+    [("model_parameters", "all are trained but what omnibal.model.frozen names"), ("data_set", "leave it out")],
 )
 def test_what_initialize_does_not_take_is_refused(argument, remedy):
     with pytest.raises(ConfigError, match=f"lr_scheduler and on_gradient, got {argument}; {remedy}"):

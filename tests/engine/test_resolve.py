@@ -74,7 +74,7 @@ def test_frozen_parameters_do_not_count(vlm):
         abs(sum(trained[:boundary]) - sum(trained[boundary:])) for boundary in range(1, 5)
     )
     with pytest.raises(ConfigError, match="frozen must hold kinds"):
-        plan_of(vlm, model={"frozen": ["vision"]})
+        plan_of(vlm, model={"frozen": ["visoin"]})
 
 
 def test_recompute_levels(vlm):
@@ -88,7 +88,7 @@ def test_a_plan_for_other_frozen_layers_is_refused(vlm, tmp_path):
     plan = Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS)
     replace(plan, made_from={"frozen": ["vision_block"]}).save(tmp_path / "plan.json")
     named = {"plan": str(tmp_path / "plan.json")}
-    with pytest.raises(ConfigError, match=r"frozen kinds of the plan must be \[\] as .*, got \['vision_block'\]"):
+    with pytest.raises(ConfigError, match=r"frozen parts of the plan must be \[\] as .*, got \['vision_block'\]"):
         plan_of(vlm, pipeline=named)
     assert plan_of(vlm, pipeline=named, model={"frozen": ["vision_block"]}).partition == plan.partition
 

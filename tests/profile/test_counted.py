@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, InternVLConfig
 
 from omnibal.cost import CostModel, Load
 from omnibal.device import DEVICES, Device
@@ -13,6 +13,8 @@ from omnibal.families import layer_records as records_of
 from omnibal.families.base import LayerRecord
 from omnibal.families.internvl import layer_records
 from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
+from omnibal.vlm import load_model
 from omnibal.vlm.passes import kept_bytes
 from tests.families.models import TEMPLATES, small_config
 
@@ -114,6 +116,32 @@ def test_frozen_layers_have_no_weight_gradient():
     assert costs(frozen=["vision_block"])["head"].trainable
 
 
+def test_a_layer_that_is_trained_in_part_costs_its_trained_weights():
+    model = load_model(InternVLConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"}))
+    whole, part = (analytic_profile(model.records, COUNTER, frozen=frozen) for frozen in ((), ("*.mlp.*", "head")))
+    assert (whole.frozen_parts, part.frozen_parts) == ((), ("*.mlp.*", "head"))
+    for record, full, layer in zip(model.records, whole.layers, part.layers, strict=True):
+        numbers = sum(size for name, size in record.weights.items() if ".mlp." not in name and record.kind != "head")
+        share = numbers / record.sizes["parameters"]
+        assert (layer.gradient_bytes, layer.optimizer_bytes) == (2 * numbers, 12 * numbers)
+        assert layer.weight_seconds(LOAD) == pytest.approx(share * full.weight_seconds(LOAD))
+        assert layer.saved_bytes == full.saved_bytes
+        assert layer.trainable == (numbers > 0)
+        assert 0 < share < 1 or ".mlp" not in "".join(record.weights)
+
+
+def test_a_profile_says_what_is_frozen(tmp_path):
+    model = load_model(InternVLConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"}))
+    for frozen, parts in ((["vision"], ("patch_embedding", "vision_block")), (["*.layer.0.*"], ("*.layer.0.*",))):
+        analytic_profile(model.records, COUNTER, frozen=frozen).save(tmp_path / "profile.json")
+        made = ModelProfile.load(tmp_path / "profile.json")
+        assert made.frozen_parts == parts
+        made.check_matches(records=model.records, frozen=frozen)
+        made.check_matches(frozen=parts)
+        with pytest.raises(ConfigError, match=r"frozen parts \[.*\] where the run has \['projector'\]; make"):
+            made.check_matches(frozen=["projector"])
+
+
 def test_tensor_parallelism_divides_all_but_what_is_sent():
     one, four = costs(), costs(tensor_parallel=4)
     for kind, layer in four.items():
@@ -149,7 +177,7 @@ def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
             {"records": [LayerRecord("a", "magic", {}, module="vision")]},
             "kind of a layer must be one of patch_embedding, .* got 'magic'",
         ),
-        ({"frozen": ["vision"]}, "frozen must hold kinds of the model's layers.*got 'vision'"),
+        ({"frozen": ["visoin"]}, "frozen must hold kinds of the model's layers.*got 'visoin'; did you mean 'vision'"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float32, got 'int8'"),
         ({"tensor_parallel": 0}, "tensor_parallel must be positive, got 0"),
         (

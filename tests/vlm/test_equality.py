@@ -1,12 +1,16 @@
 """The layers of every family that can be trained are plain transformers on each sample alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.testing import assert_close
 
+from omnibal.families.base import check_frozen
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.loss import token_losses
+from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.recompute import run_layer
 from tests.families.models import small_config
 from tests.vlm.families import (
@@ -81,19 +85,59 @@ def test_packs_give_logits_loss_and_gradients_of_plain_transformers(config, chos
         check_gradient(gradient, theirs[name].grad, name)
 
 
+def freeze(model, layers, frozen):
+    for index, layer in enumerate(layers):
+        names = model.weight_names(index)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(not model.records[index].freezes(names[name], frozen))
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_frozen_front_keeps_nothing_and_sends_no_gradient(family):
+    config = small_config(family)
+    model, samples = load_model(config), family_samples(family)
+    layers = layers_of(model, plain_family_model(config).state_dict())
+    given = Payload.of_pack(pack_of(model, [samples[index] for index in PACKS["mixed"]]))
+    with torch.no_grad():  # tables of positions are made once for a pack, and kept with it
+        layers[0](given)
+    for frozen, keeps in ((("vision",), False), ((), True)):
+        freeze(model, layers, frozen)
+        for level in LEVELS:
+            payload, kept = given, []
+            for layer, record in zip(layers, model.records, strict=True):
+                if record.module != "vision":
+                    break
+                free = [*layer.parameters(), *layer.buffers(), *floats(payload), *payload.integers.values()]
+                made = []
+                kept.append(kept_bytes(partial(forward, layer, payload, level, made), free=free))
+                payload = made[0]
+            assert keeps or not any(kept), kept
+            assert any(kept) or not keeps or level == "full"  # full keeps inputs, which are handed on anyway
+            assert any(tensor.requires_grad for tensor in floats(payload)) == keeps
+
+
+def forward(layer, payload, level, made):
+    made.append(run_layer(layer, payload, level))
+    return floats(made[0])
+
+
+def floats(payload):
+    return [payload.hidden, *payload.features.values()]
+
+
 @pytest.mark.parametrize("family", TRAINED)
 def test_levels_and_frozen_layers_leave_the_other_gradients_as_they_are(family):
     model, layers, pack, _, _, theirs = family_of_config(small_config(family), "mixed")
-    for frozen in ((), ("patch_embedding", "vision_block"), ("text_embedding", "decoder_block", "final_norm", "head")):
+    for frozen in ((), ("vision",), ("language",), ("*.[02].*", "*.bias", "*norm*", "projector")):
+        check_frozen(model.records, frozen)
         for level in LEVELS:
-            for layer, record in zip(layers, model.records, strict=True):
-                layer.requires_grad_(record.kind not in frozen)
-                layer.zero_grad()
+            freeze(model, layers, frozen)
             mean_loss(run(layers, pack, level), pack).backward()
             for index, layer in enumerate(layers):
                 names = model.weight_names(index)
                 for name, parameter in layer.named_parameters():
-                    if model.records[index].kind in frozen:
+                    if model.records[index].freezes(names[name], frozen):
                         assert parameter.grad is None
                     else:
                         check_gradient(parameter.grad, theirs[names[name]].grad, names[name])

@@ -187,8 +187,8 @@ def test_doubtful_measurements_come_with_a_warning(monkeypatch):
 
 
 def test_frozen_kinds_must_occur():
-    with pytest.raises(ConfigError, match=r"frozen must hold kinds of the model's layers.*got 'vision'"):
-        measure_profile(MODEL, LIMITS, frozen=["vision"])
+    with pytest.raises(ConfigError, match=r"frozen must hold kinds of the model's layers.*got 'visoin'"):
+        measure_profile(MODEL, LIMITS, frozen=["visoin"])
 
 
 @pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
