@@ -1,0 +1,1 @@
+"""Drop-ins: balanced packs for training loops that exist already."""

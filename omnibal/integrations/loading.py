@@ -1,0 +1,130 @@
+"""What a host's own data loader needs to train on balanced packs: a batch sampler and a view of its dataset.
+
+No torch and no host is imported here: a DataLoader takes both as they are, and a host that counts batches (Trainer,
+Accelerate, Lightning) counts packs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.sampler import BalancedBatchSampler
+
+
+class Pack(list[int]):
+    """Samples of a pack, and a filler: a sample that is run along without its targets, or None.
+
+    Alone in its part of the sequence and without targets, the filler adds zeros to the gradients. It is there for the
+    ViT, which some ranks would else not run, or for a pack that holds nothing.
+    """
+
+    def __init__(self, samples: Sequence[int] = (), filler: int | None = None) -> None:
+        super().__init__(samples)
+        self.filler = filler
+
+
+class PackSampler(BalancedBatchSampler):
+    """A ``BalancedBatchSampler`` whose packs say which filler they need.
+
+    A pack without an image gets the smallest sample with one as its filler where another pack of the step has an image:
+    whatever a host does as layers run or as gradients come, the ranks then do it alike. An empty pack of a step without
+    images gets the smallest sample. A filler is not counted under the limits.
+
+    The ranks' packs differ, so the host must not deal them to its ranks again. A host that resumes by skipping batches
+    needs nothing else; one that saves its loader's state calls ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        lengths: As of ``BalancedBatchSampler``, like all arguments that are not named here.
+        limits: The most a pack may hold.
+        image_in_every_pack: Whether packs of steps without any image get a filler with one too, for hosts that cannot
+            do without the ViT's gradients. Nothing is done where no sample has an image.
+        options: The others of ``BalancedBatchSampler``.
+
+    >>> sampler = PackSampler(SampleLengths([2, 1, 0], [50, 30, 20]), PackLimits(2, 60), num_replicas=3, rank=0)
+    >>> sorted((pack, pack.filler) for pack in sampler.packs_of_all_ranks(step=0))
+    [([0], None), ([1], None), ([2], 1)]
+    """
+
+    def __init__(
+        self, lengths: SampleLengths, limits: PackLimits, *, image_in_every_pack: bool = False, **options: Any
+    ) -> None:
+        super().__init__(lengths, limits, **options)
+        self._in_every_pack = image_in_every_pack
+        self._smallest = _smallest(lengths, np.arange(len(lengths)))
+        self._smallest_with_image = _smallest(lengths, np.flatnonzero(lengths.vision_units))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, _ in enumerate(super().__iter__()):
+            step, micro_batch = divmod(number, self.micro_batches)
+            if micro_batch == 0:
+                packs = self.packs_of_all_ranks(self.steps_done + step)
+            yield packs[self.rank * self.micro_batches + micro_batch]
+
+    def packs_of_all_ranks(self, step: int) -> list[Pack]:
+        """The packs of a step of the current epoch, rank after rank, micro-batch after micro-batch.
+
+        Raises:
+            ConfigError: The epoch has no such step, or other ranks did it.
+        """
+        packs = self.step(step).packs
+        has_image = packs.vision_units(self.lengths) > 0
+        wants_image = self._in_every_pack or bool(has_image.any())
+        fillers = (
+            self._filler(len(pack) == 0, wants_image and not has) for pack, has in zip(packs, has_image, strict=True)
+        )
+        return [Pack(pack.tolist(), filler) for pack, filler in zip(packs, fillers, strict=True)]
+
+    def _filler(self, is_empty: bool, lacks_image: bool) -> int | None:
+        if lacks_image and self._smallest_with_image is not None:
+            return self._smallest_with_image
+        return self._smallest if is_empty else None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a dataset holds for a pack: what a pack's collator gets."""
+
+    samples: tuple[int, ...]
+    """Their numbers, the filler's last."""
+    items: tuple[Any, ...]
+    """What the dataset has at these numbers."""
+    has_filler: bool
+    """Whether the last one carries no targets."""
+
+
+class Dataset(Protocol):
+    """A dataset of any host."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, sample: int, /) -> Any: ...
+
+
+class PackedView:
+    """A dataset that is read pack by pack: a DataLoader asks it for a whole ``Pack``, and hands on what was drawn."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, sample: int) -> Any:
+        return self.dataset[sample]
+
+    def __getitems__(self, pack: Pack) -> Drawn:
+        """What a DataLoader calls in place of one ``[sample]`` after the other."""
+        samples = (*pack, *([] if pack.filler is None else [pack.filler]))
+        return Drawn(samples, tuple(self.dataset[sample] for sample in samples), pack.filler is not None)
+
+
+def _smallest(lengths: SampleLengths, among: Any) -> int | None:
+    """The sample with the fewest vision units, of several the one with the fewest tokens, the first of several."""
+    if not len(among):
+        return None
+    order = np.lexsort((lengths.llm_tokens[among], lengths.vision_units[among]))
+    return int(among[order[0]])

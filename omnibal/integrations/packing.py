@@ -1,0 +1,190 @@
+"""A host's own collator, wrapped so that it makes packs: one sequence in which no sample sees another.
+
+transformers' attention tells samples apart by positions that restart, if it is given no mask and no cache: with a mask,
+even of ones, or with the cache that is the default, samples see each other without a word.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from omnibal.data.collate import IGNORED, Positions
+from omnibal.data.lengths import SampleLengths
+from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.loading import Drawn
+from omnibal.vlm.qwen_vl import mrope_positions
+
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(
+    {"internvl": False, "llava": False, "qwen2_vl": True, "qwen2_5_vl": True, "qwen3_vl": True}
+)
+"""Of each ``model_type`` that packs: whether its positions have three rows (time, height, width) beside the text's."""
+PER_TOKEN: Final = ("input_ids", "labels", "mm_token_type_ids")
+PER_IMAGE: Final = ("pixel_values", "image_grid_thw")
+EXACT: Final = MappingProxyType({torch.float32: 1e-3, torch.float64: 1e-3})
+ROUNDED: Final = 0.05
+"""Of 16 bits; samples that see each other change logits by as much as these are."""
+
+
+def positions_of(config: Any) -> Positions | None:
+    """How positions of a sample's tokens are counted; None for one row that counts up.
+
+    Raises:
+        ConfigError: Models of this type do not pack, or nobody has shown that they do.
+    """
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type must be one of {', '.join(FAMILIES)} to train on packs, got {config.model_type!r}"
+        )
+    if not FAMILIES[config.model_type]:
+        return None
+    merge_size = config.vision_config.spatial_merge_size
+    return partial(_four_rows, image_token_id=config.image_token_id, merge_size=merge_size)
+
+
+def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
+    """The text's positions, which tell samples apart, above those in time, height and width."""
+    return torch.cat([torch.arange(len(ids))[None], mrope_positions(ids, sample, **sizes)])
+
+
+class PackCollator:
+    """Collates each sample alone by the host's collator, and lays them one after another.
+
+    Args:
+        collate: The host's: from a list of items to tensors, ``input_ids`` and ``labels`` (1, tokens) among them; what
+            its ``attention_mask`` marks as padding is cut off.
+        positions: As ``positions_of`` gives it.
+        lengths: What the packs were planned with, to refuse other samples than were planned; None to take any.
+    """
+
+    def __init__(self, collate: Collator, positions: Positions | None, lengths: SampleLengths | None = None) -> None:
+        self._collate, self._positions, self._lengths = collate, positions, lengths
+
+    def sample(self, item: Any) -> dict[str, Tensor]:
+        """One item as a pack of its own would hold it: per token (tokens,), per image as the model takes it.
+
+        Raises:
+            DataError: The collator gives a field that packs cannot have, or lacks ids or labels.
+        """
+        fields = dict(self._collate([item]))
+        mask = fields.pop("attention_mask", None)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        unknown, missing = sorted(set(fields) - {*PER_TOKEN, *PER_IMAGE}), {"input_ids", "labels"} - set(fields)
+        if unknown or missing:
+            raise DataError(
+                "data_collator must give input_ids, labels and of the others only attention_mask, mm_token_type_ids, "
+                f"{' and '.join(PER_IMAGE)}, got {', '.join(map(str, [*fields]))}"
+            )
+        for name in PER_TOKEN:
+            if name in fields:
+                fields[name] = fields[name][0] if mask is None else fields[name][0][mask[0].bool()]
+        fields["labels"] = fields["labels"].clone()
+        fields["labels"][:1] = IGNORED  # or the sample before it would predict it
+        return fields
+
+    def __call__(self, drawn: Drawn) -> dict[str, Any]:
+        """The arguments of the model's forward pass for a pack.
+
+        Raises:
+            DataError: As of ``sample``; or a sample has another length than was planned.
+        """
+        samples = [self.sample(item) for item in drawn.items]
+        for number, sample in zip(drawn.samples, samples, strict=True):
+            self._check_length(number, sample)
+        if drawn.has_filler:
+            samples[-1]["labels"].fill_(IGNORED)
+        return self.pack(samples)
+
+    def pack(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+        """Lay samples, as ``sample`` gives them, one after another."""
+        placed = [
+            torch.arange(len(sample["input_ids"]))
+            if self._positions is None
+            else self._positions(sample["input_ids"], sample)
+            for sample in samples
+        ]
+        tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
+        images = {
+            name: torch.cat([sample[name] for sample in samples if name in sample])
+            for name in PER_IMAGE
+            if any(name in sample for sample in samples)
+        }
+        positions = torch.cat(placed, dim=-1).unsqueeze(-2)
+        return tokens | images | {"position_ids": positions, "use_cache": False}
+
+    def measure(self, dataset: Any, numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Vision units, LLM tokens and target tokens of some samples: reads each of them once."""
+        return [_loads(self.sample(dataset[number])) for number in numbers]
+
+    def _check_length(self, number: int, sample: Mapping[str, Tensor]) -> None:
+        if self._lengths is None:
+            return
+        planned = int(self._lengths.vision_units[number]), int(self._lengths.llm_tokens[number])
+        found = _loads(sample)[:2]
+        if found != planned:
+            raise DataError(
+                f"sample {number} must have the vision units and LLM tokens that were planned, {planned}, got {found}; "
+                "lengths belong to another dataset, or the dataset put another sample in its place"
+            )
+
+
+def _loads(sample: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    vision_units = len(sample["pixel_values"]) if "pixel_values" in sample else 0
+    return vision_units, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum())
+
+
+def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Cross entropy of all target tokens over their number in the whole step: what Trainer calls ``compute_loss_func``.
+
+    Args:
+        outputs: Hold ``logits`` (batch, tokens, vocab).
+        labels: (batch, tokens), not shifted.
+        num_items_in_batch: Target tokens of all ranks and micro-batches of the step; by default those at hand.
+    """
+    targets = labels[:, 1:]
+    counted = targets != IGNORED
+    losses = functional.cross_entropy(outputs["logits"][:, :-1][counted].float(), targets[counted], reduction="sum")
+    total = counted.sum() if num_items_in_batch is None else num_items_in_batch
+    return losses / max(total, 1)
+
+
+def check_packed(model: torch.nn.Module, collator: PackCollator, items: Sequence[Any]) -> None:
+    """Check that a pack gives each sample the logits that it gets alone.
+
+    Raises:
+        ConfigError: It does not; the message says by how much.
+    """
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
+    try:
+        with torch.no_grad():
+            samples = [collator.sample(item) for item in items]
+            alone = torch.cat([_logits(model, _plain(sample), device) for sample in samples])
+            packed = _logits(model, collator.pack(samples), device)
+    finally:
+        model.train(was_training)
+    error = float((packed - alone).float().norm() / alone.float().norm())
+    if not error <= EXACT.get(alone.dtype, ROUNDED):
+        raise ConfigError(
+            f"packed samples must get the logits that they get alone, got an error of {error:.1%}; "
+            "this model's attention lets samples of a pack see each other: it cannot train on packs"
+        )
+
+
+def _plain(sample: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A sample as the model takes it without any packing."""
+    rows = {name: value[None] if name in PER_TOKEN else value for name, value in sample.items()}
+    return rows | {"attention_mask": torch.ones_like(rows["input_ids"])}
+
+
+def _logits(model: torch.nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Tensor:
+    sent = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    del sent["labels"]
+    logits: Tensor = model(**sent)["logits"][0]
+    return logits

@@ -1,0 +1,103 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.loading import Drawn
+from omnibal.integrations.packing import FAMILIES, PackCollator, check_packed, loss_per_target, positions_of
+from tests.families.models import small_config
+from tests.integrations.items import Collate, items_of
+from tests.vlm.families import plain_backward, plain_family_model
+
+
+def collator_of(family, lengths=None):
+    return PackCollator(Collate(family), positions_of(small_config(family)), lengths)
+
+
+def drawn_of(family, samples, *, has_filler=False):
+    items = items_of(family)
+    return Drawn(tuple(samples), tuple(items[sample] for sample in samples), has_filler)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pack_has_the_gradients_and_logits_of_its_samples_alone(family):
+    plain = plain_family_model(small_config(family))
+    items = items_of(family)
+    check_packed(plain, collator_of(family), items[:4])
+    plain_backward(plain, items[:5])
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    plain.zero_grad()
+    pack = collator_of(family)(drawn_of(family, range(5)))
+    labels = pack.pop("labels")
+    loss_per_target(plain(**pack), labels).backward()
+    for name, parameter in plain.named_parameters():
+        if expected[name] is not None:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_filler_adds_zeros():
+    plain = plain_family_model(small_config("internvl"))
+    pack = collator_of("internvl")(drawn_of("internvl", [0], has_filler=True))
+    labels = pack.pop("labels")
+    loss = loss_per_target(plain(**pack), labels, num_items_in_batch=torch.tensor(9))
+    loss.backward()
+    gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+    assert loss == 0
+    assert len(gradients) > 20
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_a_model_whose_samples_see_each_other_is_refused():
+    class Cached(torch.nn.Module):
+        """Keeps the cache that is the default, with which attention is not told samples apart."""
+
+        def __init__(self):
+            super().__init__()
+            self.model = plain_family_model(small_config("internvl"))
+
+        def forward(self, **inputs):
+            return self.model(**inputs | {"use_cache": True})
+
+    with pytest.raises(ConfigError, match="packed samples must get the logits that they get alone, got an error of"):
+        check_packed(Cached(), collator_of("internvl"), items_of("internvl")[:3])
+
+
+def test_the_check_leaves_the_model_in_its_mode():
+    plain = plain_family_model(small_config("internvl"))
+    for training in (True, False):
+        plain.train(training)
+        check_packed(plain, collator_of("internvl"), items_of("internvl")[:2])
+        assert plain.training == training
+
+
+def test_other_samples_than_planned_are_named():
+    items = items_of("internvl")
+    measured = collator_of("internvl").measure(items, range(len(items)))
+    vision_units, llm_tokens, target_tokens = zip(*measured, strict=True)
+    assert (vision_units[1], llm_tokens[1], target_tokens[1]) == (0, 5, 2)
+    lengths = SampleLengths(vision_units, llm_tokens)
+    assert collator_of("internvl", lengths)(drawn_of("internvl", [0, 1]))["input_ids"].shape[1] == sum(llm_tokens[:2])
+    replaced = Drawn((1,), (items[4],), has_filler=False)
+    with pytest.raises(DataError, match=r"sample 1 must have .* planned, \(0, 5\), got \(0, 12\)"):
+        collator_of("internvl", lengths)(replaced)
+
+
+@pytest.mark.parametrize("change", [{"video_grid_thw": torch.ones(1, 3)}, {"labels": None}])
+def test_fields_that_packs_cannot_have_are_refused(change):
+    collator = PackCollator(lambda items: Collate("internvl")(items) | change, None)
+    with pytest.raises(DataError, match="data_collator must give input_ids, labels and of the others only"):
+        collator(drawn_of("internvl", [0]))
+
+
+def test_families_that_nobody_has_shown_to_pack_are_refused():
+    with pytest.raises(ConfigError, match=r"model_type must be one of internvl, .* got 'gemma3'"):
+        positions_of(SimpleNamespace(model_type="gemma3"))
+
+
+def test_a_step_without_targets_has_no_loss():
+    outputs = {"logits": torch.zeros(1, 3, 4, requires_grad=True)}
+    loss = loss_per_target(outputs, torch.full((1, 3), -100), num_items_in_batch=torch.tensor(0))
+    loss.backward()
+    assert (loss.item(), outputs["logits"].grad.any().item()) == (0, False)
