@@ -17,7 +17,7 @@ from omnibal.data.collate import IGNORED, Positions
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loading import Drawn
-from omnibal.vlm.qwen_vl import mrope_positions
+from omnibal.vlm.patches import mrope_positions
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
