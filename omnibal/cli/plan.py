@@ -144,6 +144,7 @@ def _present_samples(run: "Run") -> int:
         raise ConfigError(f"--samples-per-step must be given beside a profile, got none with {run.source}")
     from omnibal.cli.present import present_plan, real_packs
 
+    _readable = run.profile, run.lengths  # outside: that a file is missing is no matter of the configuration
     try:
         return round(real_packs(run, present_plan(run), steps=1).samples_per_step)
     except ConfigError as error:

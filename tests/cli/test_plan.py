@@ -171,6 +171,11 @@ def test_a_present_configuration_that_cannot_train_is_said(omnibal, refusal, ds_
     assert "cannot train here: layers" in omnibal("plan", config, "--samples-per-step", 16).stdout
 
 
+def test_a_missing_model_is_no_matter_of_the_present_configuration(refusal, ds_config, tmp_path):
+    line = refusal("plan", ds_config(model={"path": str(tmp_path / "nowhere")}))
+    assert line.startswith("model must be a Hugging Face folder") and str(tmp_path / "nowhere") in line
+
+
 def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path):
     config = ds_config(
         deepspeed={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}},
