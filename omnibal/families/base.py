@@ -147,6 +147,8 @@ def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> tup
         ConfigError: A name stands for nothing in the model, shares weights with layers that are trained, or none is
             left to train.
     """
+    if not frozen:
+        return ()
     for name in frozen:
         _check_frozen_name(records, name)
     if not any(record.trainable_parameters(frozen) for record in records):
