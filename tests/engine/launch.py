@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -31,6 +32,8 @@ COLLECTIVES = (
 ROOT = Path(__file__).parents[2]
 KEPT_GROUPS = 3
 """Each process holds some hundred megabytes."""
+MOST_THREADS = 200
+"""Of a process that waits: gloo's stay, some fifteen an engine, and each wakes up a hundred times a second."""
 
 
 def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator="cpu", ends=False):
@@ -49,7 +52,7 @@ def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator
     except BaseException:
         group.end()
         raise
-    if ends:
+    if ends or group.num_threads > MOST_THREADS:
         group.end()
         return results
     _groups[num_processes, accelerator] = group  # behind those that were used before
@@ -108,6 +111,11 @@ class _Group:
             time.sleep(0.02)
         assert not [*SHARED_MEMORY.glob(f"deepspeed_*_{self._port}_*")], "a launch leaves memory taken"
         return [torch.load(path, weights_only=False) for path in results]
+
+    @property
+    def num_threads(self):
+        """Of the process that has most."""
+        return max(psutil.Process(process.pid).num_threads() for process in self._processes)
 
     def _output(self, rank):
         return f"rank {rank}:\n{(self._folder / f'log{rank}.txt').read_text()[-6000:]}"
