@@ -47,8 +47,7 @@ def render_chatml(conversation: Conversation, image: str, start: str = "") -> Re
         image: What stands for an image.
         start: What stands before the first turn.
 
-    >>> from omnibal.data.collate import IGNORED
-    from omnibal.data.sources.chat import Turn
+    >>> from omnibal.data.sources.chat import Turn
     >>> turns = (Turn("user", "<image>\nWhat?"), Turn("assistant", "A cat."))
     >>> rendered = render_chatml(Conversation(turns, ()), "<img>")
     >>> rendered.text
