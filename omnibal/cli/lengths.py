@@ -38,7 +38,9 @@ def lengths(
         Literal["error", "skip"] | None,
         typer.Option(help="Samples that cannot be read: refuse them all in one report, or leave them out."),
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="Most processes; all cores by default.", min=1)] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)
+    ] = None,
     plot: PlotsOption = None,
     as_json: JsonOption = False,
 ) -> None:

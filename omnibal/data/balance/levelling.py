@@ -27,10 +27,11 @@ MEETINGS: Final = 4
 STUCK: Final = 4
 """Where more than one pack in so many has wrong vision units, rounds end when one mends fewer than a tenth of them."""
 LOOKS: Final = 128
-"""Packs that one over a limit looks at in the first round of repairs, twice as many in each that follows."""
+"""Packs that one over a limit looks at in the first two rounds of repairs, twice as many in each that follows."""
 HOPELESS: Final = 256
 """Where more than one pack in so many is over a limit after repairs, and more than a few are, none will fit in time."""
 FEW: Final = 4
+"""Packs over a limit that never make a window hopeless."""
 REPAIRS: Final = 16
 """Exchanges that a repair may try, per pack of the window."""
 

@@ -149,7 +149,10 @@ def settle_problems(problems: Sequence[Problem], num_items: int, broken: Broken)
     hidden = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     summary = f"{len(problems)} of {num_items} items cannot be used:\n  {listed}{hidden}"
     if broken == "error":
-        raise DataError(f'{summary}\nCorrect them, or leave them out: broken="skip", `omnibal lengths --broken skip`.')
+        raise DataError(
+            f"{summary}\nCorrect them, or leave them out: 'skip' for omnibal.data.broken of a ds_config, "
+            "for `omnibal lengths --broken`, or for broken in code."
+        )
     if len(problems) == num_items:
         raise DataError(f"items must hold at least one usable, got none; {summary}")
     logger.warning("Left out: %s", summary)
