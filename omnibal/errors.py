@@ -13,6 +13,8 @@ _EXTRAS: Final = {
     "transformers": "train",
     "tokenizers": "train",
     "safetensors": "train",
+    "accelerate": "trainer",
+    "peft": "lora",
     "PIL": "train",
 }
 """What setup.cfg's extras bring, by the names they are imported by."""
