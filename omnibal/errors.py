@@ -73,3 +73,12 @@ def said(error: Exception) -> str:
     """
     text = " ".join(str(error).split())
     return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def bytes_in_words(size: int) -> str:
+    """Bytes as people read them.
+
+    >>> bytes_in_words(5 * 2**29), bytes_in_words(3 * 2**19), bytes_in_words(0)
+    ('2.50 GiB', '1.50 MiB', '0.00 MiB')
+    """
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

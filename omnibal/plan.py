@@ -136,14 +136,20 @@ class Plan:
         return SCHEDULES[self.schedule](self.num_stages, self.micro_batches)
 
     def simulate(self, profile: ModelProfile, loads: Iterable[Load], *, mode: Mode = "rendezvous") -> StepSimulation:
-        """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`."""
+        """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`.
+
+        Raises:
+            ConfigError: The layout has another number of tensor ranks than the profile's layers.
+        """
+        self._check(profile)
         return simulate_step(
             profile, self.partition, loads, self.links, zero_stage=self.layout.zero_stage, recompute=self.recompute,
             schedule=self.make_schedule(), mode=mode,
         )  # fmt: skip
 
     def footprint(self, profile: ModelProfile, load: Load, *, target_share: float = 1.0) -> Footprint:
-        """What stages hold for micro-batches of one size; arguments and errors as of ``Footprint``."""
+        """What stages hold for micro-batches of one size; arguments and errors as of ``Footprint`` and ``simulate``."""
+        self._check(profile)
         overhead = OVERHEAD_BYTES if self.cluster is None else self.cluster.overhead_bytes
         return Footprint(profile, load, self.make_schedule(), self.layout, overhead, target_share)
 
@@ -151,6 +157,12 @@ class Plan:
         """What a device of each stage holds at its peak; the same."""
         footprint = self.footprint(profile, load, target_share=target_share)
         return footprint.stages(self.partition, self.recompute)
+
+    def _check(self, profile: ModelProfile) -> None:
+        if self.layout.num_tensor != profile.tensor_parallel:
+            raise ConfigError(
+                f"num_tensor of layout must be the profile's {profile.tensor_parallel}, got {self.layout.num_tensor}"
+            )
 
     def to_record(self) -> dict[str, Any]:
         """The plan as JSON values."""

@@ -1,10 +1,12 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omnibal.cluster import Cluster, Layout, Links
+from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
 from omnibal.errors import ConfigError
@@ -12,6 +14,8 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.profile.levels import LEVELS
+from tests.clusters import on_cluster
+from tests.pipeline.profiles import fixed_profile
 
 MEMORY = StageMemory(8, 16, 96, 1000, 0, 20, 30, 0, 7)
 STAGE = StagePrediction(0.1, 0.25, 0.05, 0.125, 9, MEMORY)
@@ -181,6 +185,15 @@ def test_links_and_memory_follow_from_cluster_and_layout():
 def test_levels_must_fit_the_partition(levels, message):
     with pytest.raises(ConfigError, match=message):
         Plan(PackLimits(1, 1), 1, Partition((0, 3, 5)), levels)
+
+
+def test_a_layout_shares_layers_as_the_profile_does():
+    """Costs of two devices a layer say nothing of a layout of one, and the links would be another layout's."""
+    plan = on_cluster(Plan(PackLimits(9, 4096), 1, Partition((0, 1, 2)), ("none",) * 2))
+    shared, load = replace(fixed_profile([1, 1]), tensor_parallel=2), Load([1], [1])
+    for ask in (lambda: plan.simulate(shared, [load]), lambda: plan.memory(shared, load[0])):
+        with pytest.raises(ConfigError, match="num_tensor of layout must be the profile's 2, got 1"):
+            ask()
 
 
 def test_a_schedule_is_known():

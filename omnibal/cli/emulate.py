@@ -98,7 +98,6 @@ class EmulationReport:
     def write(self, trace: Path | None, plot: Path | None) -> list[str]:
         """Write the timeline of the median step as asked; the paths."""
         from omnibal.pipeline.simulate import chrome_trace
-        from omnibal.report.stages import slowest_replica
         from omnibal.report.timeline import plot_timeline
 
         seconds = self.figures.step_seconds
@@ -108,7 +107,7 @@ class EmulationReport:
             trace.parent.mkdir(parents=True, exist_ok=True)
             trace.write_text(json.dumps(chrome_trace(emulated.replicas)))
         if plot is not None:
-            slowest = slowest_replica(emulated)
+            slowest = emulated.slowest_replica
             panels = {
                 f"step {number}, replica {slowest}, emulated": emulated.replicas[slowest],
                 "the same, predicted": predicted.replicas[slowest],

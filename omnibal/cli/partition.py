@@ -221,7 +221,7 @@ class PartitionReport:
 
     def _draw(self, plot: Path) -> None:
         """The slowest replica under the best partition of each method; methods that agree share a title."""
-        from omnibal.report.stages import cut_of, slowest_replica
+        from omnibal.report.stages import cut_of
         from omnibal.report.timeline import plot_timeline
 
         task, methods = self.task, dict[Any, list[str]]()
@@ -231,7 +231,7 @@ class PartitionReport:
         for cut, names in methods.items():
             plan = replace(task.base, partition=cut, predicted=None)
             step = plan.simulate(task.profile, task.packing.steps[0])
-            panels[f"{', '.join(names)} ({cut_of(cut.boundaries)})"] = step.replicas[slowest_replica(step)]
+            panels[f"{', '.join(names)} ({cut_of(cut.boundaries)})"] = step.replicas[step.slowest_replica]
         plot_timeline(panels, plot)
 
     def to_record(self) -> dict[str, Any]:

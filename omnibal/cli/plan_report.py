@@ -15,16 +15,15 @@ from omnibal.cli.rewrite import set_keys
 from omnibal.cli.run import Run
 from omnibal.config import read_config
 from omnibal.data.limits import largest_load
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, bytes_in_words
 from omnibal.memory.footprint import StageMemory
-from omnibal.memory.recompute import in_words
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
 from omnibal.profile.levels import every_layer
 from omnibal.report.memory import memory_table, plot_memory
-from omnibal.report.stages import cut_of, slowest_replica, stage_plan_table
+from omnibal.report.stages import cut_of, stage_plan_table
 from omnibal.report.style import make_table
 from omnibal.report.timeline import plot_timeline
 from omnibal.report.trials import TrialFigures, trials_table
@@ -108,7 +107,7 @@ def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
     missing, stage = max(short)
     if missing <= 0:
         return ""
-    return f"needs {in_words(memory[stage].total)} on stage {stage} and has {in_words(budgets[stage])}"
+    return f"needs {bytes_in_words(memory[stage].total)} on stage {stage} and has {bytes_in_words(budgets[stage])}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class PlanReport:
             return
         model, plan = self.result.choice.model, self.result.plan
         step = plan.simulate(model.profile, model.packing.steps[0])
-        slowest = slowest_replica(step)
+        slowest = step.slowest_replica
         everything = model.footprint.stages(plan.partition, every_layer("full", len(model.profile.layers)))
         plot_memory({"all recomputed": everything, "plan": self._memory()}, self._budgets, self._pictures[0])
         plot_timeline({f"replica {slowest}, the slowest": step.replicas[slowest]}, self._pictures[1])

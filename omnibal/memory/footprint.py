@@ -117,7 +117,7 @@ class Footprint:
         """
         if not self.schedule.pending_weights[stage]:
             return self._transient[:stop]
-        own = self._pending[np.arange(stop), np.arange(1, stop + 1)]
+        own = self._pending[np.arange(stop), np.arange(1, stop + 1)]  # each layer by itself
         behind = self._pending[1 : stop + 1, stop]
         beyond_kept = own[:, None] - self._kept[:stop]
         transient: IntArray = np.maximum(self._transient[:stop], beyond_kept) + behind[:, None]
@@ -173,7 +173,7 @@ class Footprint:
                 f"recompute must be a level that the profile has for {self.profile.layers[a + layer].name}, "
                 f"got {levels[layer]!r}"
             )
-        freed = kept[::-1].cumsum()[::-1] - kept
+        freed = kept[::-1].cumsum()[::-1] - kept  # by the time a layer runs backward, by those behind it
         activations = self.schedule.in_flight[stage] * int(kept.sum())
         update = int(self.update_bytes(stage)[a, b]) - activations
         return StageMemory(
@@ -209,6 +209,7 @@ class Footprint:
     def _transient(self) -> IntArray:
         """Without what waits."""
         everything = self._kept[:, :1]
+        # Recomputing a layer brings back what it did not keep, and its backward pass begins after that.
         recomputed = np.maximum(everything - self._kept, 0)
         around = self._sent[1:] + np.concatenate([[0], self._sent[1:-1]])
         gradients = np.maximum(around[:, None], (_GRADIENT_SHARE * everything).astype(np.int64))

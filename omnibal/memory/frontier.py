@@ -140,13 +140,13 @@ def sweep(
     best, least_peak = np.full(num_layers, -1), np.full(num_layers, NOT_OFFERED)
     frontier = start(least_transient)
     for layer in range(num_layers - 1, -1, -1):
-        most = room[: layer + 1].max()
+        most = room[: layer + 1].max()  # of this start and of those that are yet to come
         frontier = extend(frontier, kept[layer], time[layer], transient[layer], held, most)
         if len(frontier.kept) == 0:
             break
         least_peak[layer] = frontier.peak.min()
         for point in range(len(frontier.kept)):
-            if frontier.peak[point] <= room[layer]:
+            if frontier.peak[point] <= room[layer]:  # in the order of time: the first that fits is the fastest
                 best[layer] = frontier.time[point]
                 break
     return best, least_peak

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnibal.cost import FloatArray, IntArray, Load
-from omnibal.errors import InfeasibleError
+from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.memory.footprint import Footprint, first_trainable
 from omnibal.memory.frontier import NOT_OFFERED, extend, start, sweep
 from omnibal.profile.levels import LEVELS, Level
@@ -45,8 +45,8 @@ def choose_levels(
     if chosen is None or update > room:
         least = fixed + max(least_bytes(kept, transient, held=held, least_transient=floor), update)
         raise InfeasibleError(
-            f"stage {stage} must fit its budget of {in_words(budget_bytes)}, got {in_words(least)} with as much "
-            f"recomputed as possible ({least - budget_bytes} bytes are missing)"
+            f"stage {stage} must fit its budget of {bytes_in_words(budget_bytes)}, got {bytes_in_words(least)} with as "
+            f"much recomputed as possible ({least - budget_bytes} bytes are missing)"
         )
     return tuple(LEVELS[level] for level in chosen)
 
@@ -84,6 +84,7 @@ def least_recompute(
         >>> least_recompute(kept, transient, seconds, room_bytes=110).tolist()
         [0, 1]
     """
+    # From the last layer to the first, as a backward pass runs; whole numbers, so that equal times are equal.
     frontiers, time = [start(least_transient)], picoseconds(seconds)
     for layer in range(len(kept) - 1, -1, -1):
         frontiers.append(extend(frontiers[-1], kept[layer], time[layer], transient[layer], held, room_bytes))
@@ -92,6 +93,7 @@ def least_recompute(
         return None
     fastest = np.flatnonzero(found.time == found.time[0])
     point = int(fastest[found.peak[fastest].argmin()])
+    # Back along the points that it grew from: each frontier knows the level of the layer that it added.
     chosen = []
     for frontier in reversed(frontiers[1:]):
         chosen.append(frontier.level[point])
@@ -127,15 +129,6 @@ def picoseconds(seconds: FloatArray) -> IntArray:
 def in_seconds(time: IntArray) -> FloatArray:
     """Picoseconds to seconds; -1 (does not fit) becomes infinity."""
     return np.where(time < 0, np.inf, time / _PICOSECONDS)
-
-
-def in_words(size: int) -> str:
-    """Bytes as people read them.
-
-    >>> in_words(5 * 2**29), in_words(3 * 2**19), in_words(0)
-    ('2.50 GiB', '1.50 MiB', '0.00 MiB')
-    """
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def _seconds(layer: LayerCost, level: Level, loads: Load) -> float:
@@ -185,6 +178,7 @@ class StageTable:
         kept, floor = footprint.kept_bytes(stage), footprint.least_transient(stage)
         held = footprint.schedule.in_flight[stage]
         best, least = np.full((size, size), -1), np.full((size, size), NOT_OFFERED)
+        # One sweep finds all stages that end with the same layer: each frontier on its way is a stage of its own.
         for b in np.flatnonzero((room >= 0).any(axis=0)):
             transient = footprint.transient_bytes(stage, int(b))
             inputs = kept[:b], time[:b], transient, held, floor, np.ascontiguousarray(room[:b, b])

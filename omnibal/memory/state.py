@@ -109,10 +109,10 @@ class TrainingState:
         layers = self.profile.layers
         sums = np.concatenate([[0], np.cumsum([bytes_of(layer) for layer in layers])]).astype(np.int64)
         between: IntArray = sums[None, :] - sums[:, None]
-        newest: dict[str, int] = {}
+        newest: dict[str, int] = {}  # of each tied weight, the layer that held it last
         for index, layer in enumerate(layers):
             if layer.tied_key is not None:
-                if layer.tied_key in newest:
+                if layer.tied_key in newest:  # stages that hold both count it once
                     between[: newest[layer.tied_key] + 1, index + 1 :] -= bytes_of(layer)
                 newest[layer.tied_key] = index
         return between

@@ -50,9 +50,10 @@ def least_maximum(costs: FloatArray) -> tuple[float, Boundaries]:
 def _solve(costs: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
     """The partition with the least sum (``np.add``) or maximum (``np.maximum``) of its stages' costs."""
     num_stages, size, _ = costs.shape
-    choices = np.zeros((num_stages, size), dtype=int)
-    rest = _last_boundary(size)
+    choices = np.zeros((num_stages, size), dtype=int)  # where a stage ends at best, by where it starts
+    rest = _last_boundary(size)  # the least cost of all stages behind, by where the first of them starts
     for stage in reversed(range(num_stages)):
+        # Row: the stage's start, column: its end, where the stages behind it start.
         combined = np.where(_stages(size), combine(costs[stage], rest), np.inf)
         choices[stage] = combined.argmin(axis=1)
         rest = combined.min(axis=1)
@@ -80,8 +81,11 @@ def model_optima(pace_seconds: FloatArray, passing_seconds: FloatArray, micro_ba
     """
     shortest, loosest = _solve(passing_seconds, np.add)
     last_limit = _pace(loosest, pace_seconds, passing_seconds) * _STEP  # beyond it no passage gets shorter
+    # No partition has a faster pace: neither its slowest stage nor the round trip that all stages share is shorter.
     limit = max(least_maximum(pace_seconds)[0], shortest / len(pace_seconds))
     best, found = np.inf, dict[Boundaries, None]()
+    # A looser limit may shorten the passage, which is paid once, and slows the pace, which is paid by all others. Once
+    # even the shortest of all passages could not make up for the pace, no looser limit can either.
     while limit <= last_limit and shortest + (micro_batches - 1) * limit < best:
         boundaries = _within(limit, pace_seconds, passing_seconds)
         if boundaries:
@@ -103,6 +107,7 @@ def _within(limit: float, pace_seconds: FloatArray, passing_seconds: FloatArray)
         candidates = np.where(allowed[stage], scores[stage] + score, np.inf)
         choices[stage] = candidates.argmin(axis=1)
         passage = passing_seconds[stage, np.arange(size), choices[stage]] + passage[choices[stage]]
+        # The round trip from here to the end is shared by as many micro-batches as there are stages on the way.
         keeps = passage / (num_stages - stage) <= limit * _ROUNDING
         score = np.where(keeps, candidates.min(axis=1), np.inf)
     return _follow(choices) if np.isfinite(score[0]) else ()
@@ -175,7 +180,7 @@ def neighbours(boundaries: Boundaries, reach: int) -> IntArray:
         [[0, 2, 4], [0, 3, 4]]
     """
     inner = len(boundaries) - 2
-    first, last = np.triu_indices(inner)
+    first, last = np.triu_indices(inner)  # every run of inner boundaries, by the first and the last of it
     rows = (np.arange(inner) >= first[:, None]) & (np.arange(inner) <= last[:, None])
     moves = [sign * rows.astype(np.int64) for sign in (1, -1)]
     moves += [sign * far * np.eye(inner, dtype=np.int64) for far in range(2, reach + 1) for sign in (1, -1)]
@@ -198,6 +203,7 @@ class _Search:
         rows = _rows(moved)
         unknown = moved[[row not in self.seconds for row in rows]]
         bounds = self.bound(unknown)
+        # A neighbour whose bound is no better than what we have cannot be better; the most promising ones come first.
         order = np.argsort(bounds, kind="stable")[: np.count_nonzero(bounds < limit)]
         for first in range(0, len(order), _AT_A_TIME):
             few = unknown[order[first : first + _AT_A_TIME]]
@@ -205,6 +211,7 @@ class _Search:
             best = min(_rows(few), key=self.seconds.__getitem__)
             if self.seconds[best] < limit:
                 return best
+        # Nothing new is better; another descent may have evaluated a better neighbour and not gone on from it.
         better = [row for row in rows if self.seconds.get(row, limit) < limit and row not in self.left]
         return min(better, key=self.seconds.__getitem__, default=None)
 

@@ -125,6 +125,7 @@ def balanced_boundaries(weights: Sequence[float], num_stages: int) -> tuple[int,
         for i in range(stage, num_layers + 1):
             most = np.maximum(before[0][:i], sums[i] - sums[:i])
             least = np.minimum(before[1][:i], sums[i] - sums[:i])
+            # Entry c belongs to a last stage of layers c to i - 1; reversed, argmin finds the last of equal ones.
             kept = i - 1 - int(np.argmin((most - least)[::-1]))
             last_cut[stage, i], heaviest[i], lightest[i] = kept, most[kept], least[kept]
     boundaries = [num_layers]

@@ -216,7 +216,7 @@ def _zero_bubble_stage(depth: int, micro_batches: int, lag: int) -> tuple[Instru
     instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
     for m in range(micro_batches):
         instructions.append(Instruction(Operation.B, m))
-        if m >= lag:
+        if m >= lag:  # the oldest one that waits makes room for the B that has just run
             instructions.append(Instruction(Operation.W, m - lag))
         if m + warm_up < micro_batches:
             instructions.append(Instruction(Operation.F, m + warm_up))
@@ -250,6 +250,7 @@ def _table(stages: Sequence[Sequence[Instruction]]) -> Table:
 def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
     own = schedule.stages[stage]
     is_last = stage == schedule.num_stages - 1
+    # What the next stage runs when: where both of us have a transfer, its order decides (see Schedule.blocking).
     order = {} if is_last else {entry: position for position, entry in enumerate(schedule.stages[stage + 1])}
     result: list[Instruction] = []
     before: Instruction | None = None

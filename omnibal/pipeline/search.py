@@ -63,7 +63,7 @@ def search_partition(
     *,
     method: str = "search",
     mode: Mode = "rendezvous",
-    zero_stage: int = 0,
+    zero_stage: int = 1,
     recompute: Sequence[str] | None = None,
     top: int = 10,
 ) -> PartitionSearch:
@@ -147,6 +147,7 @@ def _simulate(problem: PartitionProblem, partitions: list[Boundaries]) -> dict[B
 
 
 def _search(problem: PartitionProblem) -> dict[Boundaries, float]:
+    # All other methods' results are known before the descent begins, so it cannot end above any of them.
     seconds: dict[Boundaries, float] = {}
     starts: list[Boundaries] = []
     for method, propose in _PROPOSALS.items():
@@ -173,6 +174,7 @@ def greedy_anchor(forward_seconds: FloatArray, num_stages: int) -> Boundaries:
     for stages_left in range(num_stages, 1, -1):
         start = boundaries[-1]
         target = sums[start] + (sums[-1] - sums[start]) / stages_left
+        # Every stage that is left needs a layer.
         ends = np.arange(start + 1, num_layers - stages_left + 2)
         boundaries.append(int(ends[np.argmin(np.abs(sums[ends] - target))]))
     return (*boundaries, num_layers)
@@ -211,6 +213,8 @@ def best_neighbours(
         deviation = (sums[end] - sums[start] - mean) ** 2
         return float((deviation / mean if deviation else 0.0) + (crossing_seconds[end] if end < num_layers else 0.0))
 
+    # The best beginnings that end at each place, as (penalty so far, boundaries). One that is not among the best of its
+    # place cannot grow into one of the best partitions: whatever follows adds the same to all that end there.
     beginnings: dict[int, list[tuple[float, Boundaries]]] = {0: [(0.0, (0,))]}
     for middle in (*anchor[1:-1], num_layers):
         places = range(middle - radius, middle + radius + 1) if middle < num_layers else [num_layers]

@@ -102,6 +102,11 @@ class StepSimulation:
     optimizer_seconds: FloatArray
 
     @property
+    def slowest_replica(self) -> int:
+        """Number of the replica whose pipeline is done last."""
+        return int(np.argmax([replica.makespan_seconds for replica in self.replicas]))
+
+    @property
     def pipeline_seconds(self) -> float:
         """Makespan of the slowest replica."""
         return max(replica.makespan_seconds for replica in self.replicas)
@@ -114,6 +119,7 @@ class StepSimulation:
         they need the norm of all gradients.
         """
         finish = np.max([replica.finish_seconds for replica in self.replicas], axis=0)
+        # A stage that is done early reduces while others still compute.
         return float((finish + self.reduce_seconds).max() + self.optimizer_seconds.max())
 
     @property
@@ -164,7 +170,8 @@ def simulate(
     weight = np.zeros(shape) if weight_seconds is None else _seconds("weight_seconds", weight_seconds, shape)
     cuts = (shape[0], shape[1] - 1)
     transfer = np.zeros(cuts) if transfer_seconds is None else _seconds("transfer_seconds", transfer_seconds, cuts)
-    return run(schedule, np.stack([forward, backward + weight, backward, weight]), transfer, mode)
+    by_operation = np.stack([forward, backward + weight, backward, weight])  # F, BW, B, W: the order of Operation
+    return run(schedule, by_operation, transfer, mode)
 
 
 def simulate_step(
@@ -173,7 +180,7 @@ def simulate_step(
     loads: Iterable[Load],
     links: Links,
     *,
-    zero_stage: int = 0,
+    zero_stage: int = 1,
     recompute: Sequence[str] | None = None,
     schedule: Schedule | None = None,
     mode: Mode = "rendezvous",
@@ -185,7 +192,7 @@ def simulate_step(
         partition: Which layers each stage holds.
         loads: One Load per replica, each with one entry per micro-batch in the order in which they run.
         links: How fast data moves.
-        zero_stage: 0, or 1: each replica updates its share of the parameters only.
+        zero_stage: 0, or 1 as in Layout: each replica updates its share of the parameters only.
         recompute: A level for each layer; by default ``"none"``.
         schedule: By default 1F1B.
         mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`).

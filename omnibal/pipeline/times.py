@@ -44,7 +44,7 @@ def step_times(
     loads: Iterable[Load],
     links: Links,
     *,
-    zero_stage: int = 0,
+    zero_stage: int = 1,
     recompute: Sequence[str] | None = None,
 ) -> StepTimes:
     """Seconds of every layer for every micro-batch of every replica.
@@ -62,6 +62,7 @@ def step_times(
         [c.backward_seconds + c.recompute_seconds[k] for c, k in zip(layers, levels, strict=True)], load
     )
     trained = np.array([layer.trainable for layer in layers])
+    # In the first stage no gradient is needed before the first trainable layer.
     after_frozen = np.where(np.logical_or.accumulate(trained), backward, 0)
     crossing = _evaluate([layer.output_bytes for layer in layers[:-1]], load) / links.bandwidth_bytes_per_second
     share = 2 * (num_replicas - 1) / num_replicas / links.between_replicas

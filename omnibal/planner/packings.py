@@ -131,6 +131,7 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
     if request.limits is not None:
         request.limits.refuse_none(lengths)
         return [task.pack(request.limits)]
+    # The paper's first: planning in two phases takes them. Others that come to as many micro-batches add nothing.
     found = [task.pack(paper_limits(lengths))]
     for packing in map(task.pack, task.spread_limits()):
         known = {other.micro_batches for other in found}
@@ -166,6 +167,7 @@ class _Task:
             count = self._micro_batches(scored.samples_per_pack)
             if self.keeps_batch(scored.samples_per_pack * self.num_replicas * count):
                 best.setdefault(count, scored.limits)
+        # In about equal ratios: one micro-batch more matters where they are few.
         counts = sorted(best)
         places = np.unique(np.geomspace(1, max(len(counts), 1), MOST_PACKINGS).round().astype(int) - 1)
         return (best[counts[place]] for place in places if counts)

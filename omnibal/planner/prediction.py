@@ -35,6 +35,7 @@ def predict(profile: ModelProfile, plan: Plan, packing: Packing, *, mode: Mode =
         ConfigError: The plan has no cluster, or profile, plan and packing do not fit each other.
     """
     steps = [plan.simulate(profile, loads, mode=mode) for loads in packing.steps]
+    # Until the slowest replica is done: the others wait for it, and that is idle time too.
     busy = np.mean(
         [replica.busy_seconds / step.pipeline_seconds for step in steps for replica in step.replicas], axis=0
     )

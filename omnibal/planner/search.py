@@ -13,8 +13,7 @@ import numpy as np
 
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
-from omnibal.errors import InfeasibleError
-from omnibal.memory.recompute import in_words
+from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.pipeline.optimize import Boundaries, Evaluate, descend, model_optima
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
@@ -87,6 +86,7 @@ def improve(model: StepModel, starts: Iterable[Boundaries] = ()) -> Choice:
     Raises:
         InfeasibleError: No partition fits.
     """
+    # Formula without recomputation: where memory hardly matters its optima are the better starts.
     nothing, evaluate = np.zeros_like(model.recompute), model.step_seconds
     proposed = _formula(model, nothing, evaluate) | _formula(model, model.recompute, evaluate)
     return _best(model, _search(proposed, evaluate, model.bound, starts))
@@ -206,6 +206,8 @@ def make_plan(
         ConfigError: The request does not fit the model or the data.
         InfeasibleError: Nothing fits; the message says how many bytes are missing.
     """
+    # 1. Every packing of every layout under every schedule is a problem of its own; the first packing of a layout is
+    #    under the paper's limits, or those asked for, and is what planning in two phases starts from.
     models, first_models = [], []
     for layout in request.layouts(profile):
         report(f"packing for {layout}")
@@ -217,6 +219,7 @@ def make_plan(
         ]
         models += new
         first_models.append(new[0])
+    # 2. The closed formula proposes a partition for each: cheap, and good enough to tell which deserve a search.
     proposals: dict[StepModel, Choice] = {}
     for model in models:
         report(f"proposing partitions: {model}")
@@ -224,6 +227,7 @@ def make_plan(
             proposals[model] = propose(model)
     if not proposals:
         raise _infeasible(models)
+    # 3. The simulator searches around the best proposals and around the two-phase plans, so none of those is faster.
     baselines, failure = _baselines(first_models, report)
     for model in dict.fromkeys([*_finalists(proposals), *baselines]):
         report(f"searching partitions: {model}")
@@ -270,9 +274,9 @@ def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
     best = min(models, key=lambda model: model.missing[0])
     missing, boundaries = best.missing
     return InfeasibleError(
-        f"memory must hold every stage, got {in_words(max(best.budgets))} a device beside the head room: for {best}, "
-        f"{missing} bytes ({in_words(missing)}) are missing even with as much recomputed as possible and the partition "
-        f"{boundaries}; use more or larger devices, or smaller packs"
+        f"memory must hold every stage, got {bytes_in_words(max(best.budgets))} a device beside the head room: for "
+        f"{best}, {missing} bytes ({bytes_in_words(missing)}) are missing even with as much recomputed as possible and "
+        f"the partition {boundaries}; use more or larger devices, or smaller packs"
     )
 
 

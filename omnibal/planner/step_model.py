@@ -59,6 +59,7 @@ class StepModel:
         self.steps = self._split(self.average)
         """A problem per step of the packing, without recomputation."""
         loads = packing.all_loads
+        # Only the first stage differs: no gradient passes the frozen layers at its start.
         first, later = (recompute_seconds(profile, loads, stage) for stage in (0, 1))
         self.recompute_seconds = [first] + [later] * (self.num_stages - 1)
         self._chosen: dict[tuple[int, int, int], tuple[Level, ...]] = {}
@@ -155,6 +156,7 @@ class StepModel:
             for level in LEVELS
         ]
         sums = np.array([[level.backward for level in times], [level.first_backward for level in times]])
+        # Sums over layers back to single layers, which may then be summed up again at any mix of levels.
         return np.moveaxis(np.diff(sums, axis=-1), -1, 2)
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:

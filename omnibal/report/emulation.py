@@ -12,58 +12,38 @@ from rich.table import Table
 
 from omnibal.cost import FloatArray
 from omnibal.pipeline.simulate import StepSimulation
-from omnibal.report.stages import slowest_replica
 from omnibal.report.style import GIB, Figures, make_table
 
 
 @dataclass(frozen=True)
 class EmulatedStage:
-    """A stage, on average over steps and replicas.
-
-    Attributes:
-        busy_seconds: Computing, in a step.
-        predicted_busy_seconds: As the simulator says.
-        idle_ratio: Share of the pipeline's time in which it does not compute.
-        predicted_idle_ratio: As the simulator says.
-        peak_bytes: The most that a device held.
-        predicted_peak_bytes: What it would hold if a micro-batch were as large as the limits allow.
-        budget_bytes: What it may hold.
-    """
+    """A stage, on average over steps and replicas; predictions are the simulator's."""
 
     busy_seconds: float
     predicted_busy_seconds: float
     idle_ratio: float
+    """Share of the pipeline's time in which it does not compute."""
     predicted_idle_ratio: float
     peak_bytes: int
     predicted_peak_bytes: int
+    """If a micro-batch were as large as the limits allow."""
     budget_bytes: int
 
 
 @dataclass(frozen=True)
 class EmulatedReplica:
-    """A replica.
-
-    Attributes:
-        waiting_ratio: Share of the pipelines' time in which it is done and waits for the slowest one.
-        predicted_waiting_ratio: As the simulator says.
-        times_slowest: Steps in which the others waited for it.
-    """
+    """A data-parallel rank."""
 
     waiting_ratio: float
+    """Share of the pipelines' time in which it is done and waits for the slowest one."""
     predicted_waiting_ratio: float
     times_slowest: int
+    """Steps in which the others waited for it."""
 
 
 @dataclass(frozen=True)
 class EmulationFigures(Figures):
-    """An emulated run in figures, in the cluster's time.
-
-    Attributes:
-        step_seconds: Of every step.
-        predicted_seconds: As the simulator says.
-        stages: Those of the pipeline.
-        replicas: The data-parallel ranks.
-    """
+    """An emulated run in figures, in the cluster's time."""
 
     step_seconds: tuple[float, ...]
     predicted_seconds: tuple[float, ...]
@@ -84,7 +64,7 @@ class EmulationFigures(Figures):
             _busy(emulated), _busy(predicted), _idle(emulated), _idle(predicted), peak_bytes, predicted_peak_bytes,
             budget_bytes, strict=True,
         )  # fmt: skip
-        slowest = [slowest_replica(step) for step in emulated]
+        slowest = [step.slowest_replica for step in emulated]
         waiting = zip(_waiting(emulated), _waiting(predicted), strict=True)
         return cls(
             step_seconds=tuple(step.step_seconds for step in emulated),

@@ -56,12 +56,7 @@ def _spread(seconds: FloatArray, size: FloatArray) -> tuple[str, str]:
 
 
 def plot_imbalance(variants: Mapping[str, Imbalance], path: Path) -> None:
-    """Draw each stage's forward time over micro-batches, a column per variant on common axes.
-
-    Args:
-        variants: By title; drawn from left to right.
-        path: The PNG.
-    """
+    """Draw each stage's forward time over micro-batches, a column per variant on common axes."""
     with drawing(path, 4.9 * len(variants), 3.2) as figure:
         axes = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
         for panel, (title, imbalance) in zip(axes, variants.items(), strict=True):

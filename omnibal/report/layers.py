@@ -8,68 +8,61 @@ from itertools import groupby
 
 from rich.table import Table
 
-from omnibal.cost import CostModel, Load
+from omnibal.cost import Load
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.style import MIB, Figures, make_table
 
 
 @dataclass(frozen=True)
 class LayerFigures(Figures):
-    """Layers of equal cost that follow one another, in figures for one micro-batch.
-
-    Attributes:
-        kind: What they compute.
-        layers: How many they are.
-        forward_seconds: Of one of them, as everything that follows.
-        backward_seconds: To the inputs.
-        weight_seconds: Backward to the weights.
-        share: Of all layers' time, these layers together.
-        output_bytes: What a cut after one sends.
-        saved_bytes: What one keeps for its backward pass, by recompute level.
-        parameter_bytes: In the dtype of the forward pass.
-        trainable: Whether any parameter is trained.
-        spread: Largest relative spread among the measurements; 0 for counted costs.
-    """
+    """Layers of equal cost that follow one another; figures are one layer's for one micro-batch."""
 
     kind: str
     layers: int
+    """How many they are."""
     forward_seconds: float
     backward_seconds: float
+    """To the inputs."""
     weight_seconds: float
+    """Backward to the weights."""
     share: float
+    """Of all layers' time, these layers together."""
     output_bytes: float
     saved_bytes: dict[str, float]
+    """Kept for the backward pass, by recompute level."""
     parameter_bytes: int
     trainable: bool
     spread: float
+    """Largest relative spread among the measurements; 0 for counted costs."""
+
+    @classmethod
+    def of(cls, group: Sequence[LayerCost], load: Load, total_seconds: float) -> LayerFigures:
+        """Of equal layers of a model that takes so long for the micro-batch."""
+        layer = group[0]
+        return cls(
+            kind=layer.kind,
+            layers=len(group),
+            forward_seconds=float(layer.forward_seconds(load)),
+            backward_seconds=float(layer.backward_seconds(load)),
+            weight_seconds=float(layer.weight_seconds(load)),
+            share=len(group) * _seconds(layer, load) / total_seconds if total_seconds else 0.0,
+            output_bytes=float(layer.output_bytes(load)),
+            saved_bytes={level: float(model(load)) for level, model in layer.saved_bytes.items()},
+            parameter_bytes=layer.parameter_bytes,
+            trainable=layer.trainable,
+            spread=layer.spread,
+        )
 
 
 def layer_figures(profile: ModelProfile, load: Load) -> list[LayerFigures]:
     """Figures of a profile's layers for one micro-batch, a row for each run of equal layers."""
-    total = sum(float(_seconds(layer)(load)) for layer in profile.layers)
+    total = sum(_seconds(layer, load) for layer in profile.layers)
     groups = groupby(profile.layers, key=lambda layer: replace(layer, name=""))
-    return [_figures([*group], load, total) for _, group in groups]
+    return [LayerFigures.of([*group], load, total) for _, group in groups]
 
 
-def _seconds(layer: LayerCost) -> CostModel:
-    return layer.forward_seconds + layer.backward_seconds + layer.weight_seconds
-
-
-def _figures(group: Sequence[LayerCost], load: Load, total: float) -> LayerFigures:
-    layer = group[0]
-    return LayerFigures(
-        kind=layer.kind,
-        layers=len(group),
-        forward_seconds=float(layer.forward_seconds(load)),
-        backward_seconds=float(layer.backward_seconds(load)),
-        weight_seconds=float(layer.weight_seconds(load)),
-        share=len(group) * float(_seconds(layer)(load)) / total if total else 0.0,
-        output_bytes=float(layer.output_bytes(load)),
-        saved_bytes={level: float(model(load)) for level, model in layer.saved_bytes.items()},
-        parameter_bytes=layer.parameter_bytes,
-        trainable=layer.trainable,
-        spread=layer.spread,
-    )
+def _seconds(layer: LayerCost, load: Load) -> float:
+    return float((layer.forward_seconds + layer.backward_seconds + layer.weight_seconds)(load))
 
 
 def time_table(rows: Sequence[LayerFigures]) -> Table:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from omnibal.cost import FloatArray
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.report.style import SERIES, Figures, drawing, make_table, whole_numbers
 
@@ -48,23 +49,16 @@ class Statistics:
 
 @dataclass(frozen=True)
 class SourceStatistics(Figures):
-    """The samples of one source, or of all.
-
-    Attributes:
-        name: What the source is called.
-        samples: How many it has.
-        with_image: How many of them bring vision units.
-        vision_units: What they bring to the ViT.
-        llm_tokens: What they bring to the LLM.
-        target_tokens: What of that carries loss, where it is known.
-    """
+    """The samples of one source, or of all."""
 
     name: str
     samples: int
     with_image: int
+    """Those that bring vision units."""
     vision_units: Statistics
     llm_tokens: Statistics
     target_tokens: Statistics | None
+    """Tokens that carry loss, where that is known."""
 
     @classmethod
     def of(cls, name: str, lengths: SampleLengths) -> SourceStatistics:
@@ -111,21 +105,20 @@ def lengths_table(lengths: SampleLengths, names: Sequence[str]) -> Table:
 def plot_lengths(lengths: SampleLengths, names: Sequence[str], path: Path) -> None:
     """Draw histograms of LLM tokens and vision units, stacked by source, the largest source at the bottom.
 
-    Args:
-        lengths: Loads of every sample, at least one.
-        names: One per source; where there are more than ten, the smallest are drawn together.
-        path: The PNG.
+    Of more than ten sources the smallest are drawn together. There is at least one sample.
     """
     parts = _drawn(_members(lengths, len(names)), names)
+    tokens = [np.maximum(lengths.llm_tokens[samples], 1) for samples in parts.values()]
+    vision = [lengths.vision_units[samples] for samples in parts.values()]
     with drawing(path, 10, 3.9) as figure:
-        tokens, vision = figure.subplots(1, 2)
-        _draw_tokens(tokens, [np.maximum(lengths.llm_tokens[samples], 1) for samples in parts.values()])
-        _draw_vision(vision, [lengths.vision_units[samples] for samples in parts.values()])
-        for axes in (tokens, vision):
-            axes.set_ylabel("samples")
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes = figure.subplots(1, 2)
+        patches = _draw_tokens(axes[0], tokens)
+        _draw_vision(axes[1], vision)
+        for panel in axes:
+            panel.set_ylabel("samples")
+            panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         labels = [f"{name} ({len(samples):,})" for name, samples in parts.items()]
-        figure.legend(tokens.patches, labels, loc="outside right upper")
+        figure.legend(patches, labels, loc="outside right upper")
 
 
 def _drawn(members: list[npt.NDArray[np.int64]], names: Sequence[str]) -> dict[str, npt.NDArray[np.int64]]:
@@ -138,26 +131,29 @@ def _drawn(members: list[npt.NDArray[np.int64]], names: Sequence[str]) -> dict[s
     return parts
 
 
-def _draw_tokens(axes: Axes, parts: Sequence[IntArray]) -> None:
+def _draw_tokens(axes: Axes, parts: Sequence[IntArray]) -> list[Any]:
+    """Draw an area for each part; what stands for them in a legend."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    values = np.concatenate(parts)
-    least, most = int(values.min()), int(values.max())
+    least, most = min(int(part.min()) for part in parts if len(part)), max(int(part.max(initial=0)) for part in parts)
     wide = most > WIDE * least
     edges = token_edges(least, most, wide=wide)
-    below = np.zeros(len(edges) - 1)
-    for part, colour in zip(parts, SERIES, strict=False):
-        above = below + np.histogram(part, edges)[0]
-        axes.stairs(above, edges, baseline=below, fill=True, color=colour)
-        below = above
+    patches = _stack(axes, parts, edges, histtype="stepfilled")
     axes.set(xscale="log" if wide else "linear", xlabel="LLM tokens in a sample", xlim=(edges[0], edges[-1]))
     whole_numbers(axes.xaxis)
     if wide:
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
+    return patches
 
 
-def token_edges(least: int, most: int, *, wide: bool) -> npt.NDArray[np.float64]:
+def _stack(axes: Axes, parts: Sequence[IntArray], edges: npt.NDArray[Any], **style: Any) -> list[Any]:
+    """Draw a histogram of each part on top of the one before; a patch of each."""
+    patches: Any = axes.hist([*parts], list(edges), stacked=True, color=SERIES[: len(parts)], **style)[2]
+    return [part[0] for part in patches] if len(parts) > 1 else [patches[0]]
+
+
+def token_edges(least: int, most: int, *, wide: bool) -> FloatArray:
     """Edges of at most 80 bins that hold whole numbers, equally many or, if ``wide``, in about equal ratios."""
     if wide:
         return np.asarray(np.unique(np.geomspace(least, most + 1, TOKEN_BINS + 1).round()) - 0.5, dtype=np.float64)
@@ -167,14 +163,9 @@ def token_edges(least: int, most: int, *, wide: bool) -> npt.NDArray[np.float64]
 
 
 def _draw_vision(axes: Axes, parts: Sequence[IntArray]) -> None:
-    """A bar for each number of tiles, or for a range of numbers where there are many."""
+    """Draw a bar for each number of tiles, or for a range of numbers where there are many."""
     most = max(int(part.max(initial=0)) for part in parts)
     width = -(-(most + 1) // MOST_BARS)
-    edges = np.arange(0, most + 1 + width, width)
-    below = np.zeros(len(edges) - 1)
-    for part, colour in zip(parts, SERIES, strict=False):
-        counts = np.histogram(part, edges)[0]
-        axes.bar(edges[:-1] + (width - 1) / 2, counts, 0.8 * width, bottom=below, color=colour)
-        below = below + counts
+    _stack(axes, parts, np.arange(0, most + 1 + width, width) - 0.5, rwidth=0.8)
     axes.set_xlabel("vision units in a sample")
     whole_numbers(axes.xaxis, 8)

@@ -37,10 +37,6 @@ def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> 
     """A row per stage: what a device holds at its peak, term by term, in GiB, or MiB where none holds a GiB.
 
     Of weight gradients that wait there is a column only where some do.
-
-    Args:
-        stages: Their memory.
-        budget_bytes: What a device of each may hold.
     """
     unit, name = unit_of(memory.total for memory in stages)
     heads = {term: head for term, head in HEADS.items() if term != "pending" or any(m.pending for m in stages)}
@@ -57,13 +53,7 @@ def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> 
 
 
 def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Sequence[int], path: Path) -> None:
-    """Draw what a device of each stage holds, variants side by side, against its budget.
-
-    Args:
-        variants: Each stage's memory, by title; from left to right.
-        budget_bytes: The most that a device of each stage may hold.
-        path: The PNG.
-    """
+    """Draw what a device of each stage holds, variants side by side, against its budget."""
     places = np.arange(len(budget_bytes))
     width = 2 * BAR / len(variants)
     unit, name = unit_of(memory.total for stages in variants.values() for memory in stages)

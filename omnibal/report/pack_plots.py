@@ -46,12 +46,7 @@ class Arranged:
 
 
 def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path) -> None:
-    """Draw the ranks' vision units and LLM cost over some steps, one column per method.
-
-    Args:
-        arranged: By method; drawn from left to right on common axes.
-        path: The PNG.
-    """
+    """Draw the ranks' vision units and LLM cost over some steps, a column per method on common axes."""
     with drawing(path, 4.6 * len(arranged), 5.2) as figure:
         axes = figure.subplots(2, len(arranged), sharey="row", squeeze=False)
         for column, (method, entry) in enumerate(arranged.items()):
@@ -82,13 +77,7 @@ def _draw_waiting(axes: Axes, title: str, loads: FloatArray) -> None:
 
 
 def plot_fill(loads: Mapping[str, Load], limits: PackLimits, path: Path) -> None:
-    """Draw how many packs hold how many vision units and LLM tokens, with the limits, one panel per method.
-
-    Args:
-        loads: What the packs of each method hold; drawn from left to right on common axes and colours.
-        limits: Drawn as lines.
-        path: The PNG.
-    """
+    """Draw how many packs hold how many vision units and LLM tokens, with the limits as lines, a panel per method."""
     from matplotlib.colors import LogNorm
 
     edges = (

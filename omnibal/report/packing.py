@@ -57,50 +57,39 @@ class Largest:
 
 @dataclass(frozen=True)
 class PackingFigures:
-    """An arrangement in figures.
-
-    Attributes:
-        method: What made it.
-        samples: Samples that are in a pack.
-        packs: Packs that hold a sample.
-        empty_packs: Packs that hold none.
-        fewest_packs: A number of packs that no method can do without.
-        steps: Steps of every rank.
-        pad_ratio: Padding as a share of the tokens that the LLM works on; the mean over packs.
-        pad_ratio_if_padded: The same if the samples of a pack were padded to the longest one.
-        dist_ratio_vision: Dist Ratio of the vision units.
-        dist_ratio_tokens: Dist Ratio of the LLM tokens.
-        dist_ratio_cost: Dist Ratio of what the micro-batches cost the LLM.
-        randomness: χ² per degree of freedom of the steps' mixes: 1 is as random as shuffling, more is sorted. NaN where
-            there is nothing to compare.
-        largest: The largest micro-batch in each respect.
-        largest_bytes: The most memory that a micro-batch takes; None where that is not known.
-        rank_means: The ranks' micro-batches on average.
-        lost: Samples in no pack, those aside that were left out on purpose.
-        repeated: Samples in a pack beyond the first time.
-        over_limit: Packs of several samples that exceed a limit.
-        seconds: It took to plan.
-    """
+    """An arrangement in figures."""
 
     method: str
     samples: int
+    """Those that are in a pack."""
     packs: int
+    """Those that hold a sample."""
     empty_packs: int
     fewest_packs: int
+    """No method can do with fewer."""
     steps: int
     pad_ratio: float
+    """Padding as a share of the tokens that the LLM works on; the mean over packs."""
     pad_ratio_if_padded: float
+    """The same if the samples of a pack were padded to the longest one."""
     dist_ratio_vision: float
     dist_ratio_tokens: float
     dist_ratio_cost: float
+    """Of what the micro-batches cost the LLM."""
     randomness: float
+    """χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare."""
     largest: Largest
     largest_bytes: float | None
+    """The most memory that a micro-batch takes; None where that is not known."""
     rank_means: RankMeans
     lost: int
+    """Samples in no pack, those aside that were left out on purpose."""
     repeated: int
+    """Samples in a pack beyond the first time."""
     over_limit: int
+    """Packs of several samples that exceed a limit."""
     seconds: float
+    """It took to plan."""
 
     @property
     def packs_over_fewest(self) -> float:

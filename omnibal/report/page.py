@@ -19,7 +19,6 @@ from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance, plot_imbalance
 from omnibal.report.memory import plot_memory
 from omnibal.report.pack_plots import Arranged, plot_rank_loads
-from omnibal.report.stages import slowest_replica
 from omnibal.report.style import GIB
 from omnibal.report.timeline import plot_timeline
 from omnibal.report.training import Metrics, plot_training, training_rows
@@ -61,14 +60,7 @@ class PlanPart:
 
 
 def write_page(path: Path, title: str, *, plan: PlanPart | None, run: Metrics | None) -> None:
-    """Write the page; its pictures are in it.
-
-    Args:
-        path: The HTML file; its folder is made.
-        title: Heading.
-        plan: Of a plan, if there is one.
-        run: The log of a training run, if there is one.
-    """
+    """Write an HTML file about a plan, a run's log, or both; its pictures are in it, and its folder is made."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sections = [] if plan is None else _plan_sections(plan, folder)
@@ -197,7 +189,7 @@ def _timeline(part: PlanPart, folder: Path) -> str:
     panels = {}
     for title, variant in (("as today", part.variants[0]), ("with the plan", part.variants[-1])):
         step = variant.simulated[0]
-        panels[f"{title}, slowest replica"] = step.replicas[slowest_replica(step)]
+        panels[f"{title}, slowest replica"] = step.replicas[step.slowest_replica]
     plot_timeline(panels, folder / "timeline.png")
     return section(
         "One step, stage by stage",

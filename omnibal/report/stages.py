@@ -19,116 +19,89 @@ from omnibal.report.style import Figures, make_table, milliseconds, unit_of
 
 @dataclass(frozen=True)
 class StageFigures:
-    """A stage of one replica's pipeline, in figures.
-
-    Attributes:
-        stage: Its place in the pipeline.
-        first_layer: Name of the first layer it holds.
-        last_layer: Name of the last one.
-        vision_layers: How many of its layers belong to the ViT, the projector included.
-        language_layers: How many belong to the LLM.
-        memory_bytes: What a device holds at its peak.
-        forward_seconds: Of the step's micro-batches on average.
-        backward_seconds: The same.
-        busy_seconds: Computing, in the whole step.
-        transfer_seconds: In transfers, of the idle time; 0 where they run beside the computations.
-        idle_seconds: Not computing until the pipeline's last stage is done.
-        idle_ratio: The same as a share.
-        in_flight: Most forward passes that await their backward.
-        reduce_seconds: All-reduce of the gradients.
-        optimizer_seconds: Optimizer step.
-    """
+    """A stage of one replica's pipeline in a step; a forward and a backward pass are those of a mean micro-batch."""
 
     stage: int
     first_layer: str
     last_layer: str
     vision_layers: int
+    """The projector among them."""
     language_layers: int
     memory_bytes: int
+    """What a device holds at its peak."""
     forward_seconds: float
     backward_seconds: float
     busy_seconds: float
     transfer_seconds: float
+    """Of the idle time; 0 where transfers run beside the computations."""
     idle_seconds: float
+    """Not computing until the pipeline's last stage is done."""
     idle_ratio: float
     in_flight: int
+    """Most forward passes that await their backward."""
     reduce_seconds: float
     optimizer_seconds: float
+
+    @classmethod
+    def of(
+        cls, profile: ModelProfile, partition: Partition, step: StepSimulation, stage: int, memory_bytes: int
+    ) -> StageFigures:
+        """A stage of the slowest replica."""
+        simulation = step.replicas[step.slowest_replica]
+        layers = [profile.layers[index] for index in partition.layers(stage)]
+        vision = sum(layer.module != "language" for layer in layers)
+        micro_batches, makespan = simulation.schedule.micro_batches, simulation.makespan_seconds
+        idle = float(simulation.idle_seconds[stage])
+        transfers = [operation for operation in Operation if operation.is_transfer]
+        return cls(
+            stage=stage,
+            first_layer=layers[0].name,
+            last_layer=layers[-1].name,
+            vision_layers=vision,
+            language_layers=len(layers) - vision,
+            memory_bytes=memory_bytes,
+            forward_seconds=_seconds(simulation, stage, Operation.F) / micro_batches,
+            backward_seconds=_seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
+            busy_seconds=float(simulation.busy_seconds[stage]),
+            transfer_seconds=_seconds(simulation, stage, *transfers),
+            idle_seconds=idle,
+            idle_ratio=idle / makespan if makespan else 0.0,
+            in_flight=simulation.schedule.in_flight[stage],
+            reduce_seconds=float(step.reduce_seconds[stage]),
+            optimizer_seconds=float(step.optimizer_seconds[stage]),
+        )
 
 
 @dataclass(frozen=True)
 class PartitionFigures(Figures):
-    """A simulated step under a partition, in figures.
-
-    Attributes:
-        boundaries: The partition's.
-        micro_batches: Per replica and step.
-        step_seconds: Until the optimizer is done.
-        pipeline_seconds: Until the slowest replica's pipeline is done.
-        bubble_ratio: Share of all stages' time in all replicas that is idle until then.
-        stages: Of the slowest replica.
-    """
+    """A simulated step under a partition."""
 
     boundaries: tuple[int, ...]
     micro_batches: int
+    """Per replica."""
     step_seconds: float
+    """Until the optimizer is done."""
     pipeline_seconds: float
+    """Until the slowest replica's pipeline is done."""
     bubble_ratio: float
+    """Share of all stages' time in all replicas that is idle until then."""
     stages: tuple[StageFigures, ...]
+    """Of the slowest replica."""
 
     @classmethod
     def of(
         cls, profile: ModelProfile, partition: Partition, step: StepSimulation, memory_bytes: Sequence[int]
     ) -> PartitionFigures:
-        """Figures of a step that was simulated under the partition.
-
-        Args:
-            profile: What the layers cost.
-            partition: Of the profile's layers.
-            step: The simulated step.
-            memory_bytes: What a device of each stage holds at its peak.
-        """
+        """Of a step that was simulated under the partition, and what a device of each stage holds at its peak."""
+        stages = enumerate(memory_bytes)
         return cls(
             boundaries=partition.boundaries,
             micro_batches=step.replicas[0].schedule.micro_batches,
             step_seconds=step.step_seconds,
             pipeline_seconds=step.pipeline_seconds,
             bubble_ratio=step.bubble_ratio,
-            stages=tuple(_figures(profile, partition, step, *entry) for entry in enumerate(memory_bytes)),
+            stages=tuple(StageFigures.of(profile, partition, step, *stage) for stage in stages),
         )
-
-
-def slowest_replica(step: StepSimulation) -> int:
-    """The replica whose pipeline is done last."""
-    return int(np.argmax([replica.makespan_seconds for replica in step.replicas]))
-
-
-def _figures(
-    profile: ModelProfile, partition: Partition, step: StepSimulation, stage: int, memory_bytes: int
-) -> StageFigures:
-    simulation = step.replicas[slowest_replica(step)]
-    layers = [profile.layers[index] for index in partition.layers(stage)]
-    vision = sum(layer.module != "language" for layer in layers)
-    micro_batches, makespan = simulation.schedule.micro_batches, simulation.makespan_seconds
-    idle = float(simulation.idle_seconds[stage])
-    transfers = [operation for operation in Operation if operation.is_transfer]
-    return StageFigures(
-        stage=stage,
-        first_layer=layers[0].name,
-        last_layer=layers[-1].name,
-        vision_layers=vision,
-        language_layers=len(layers) - vision,
-        memory_bytes=memory_bytes,
-        forward_seconds=_seconds(simulation, stage, Operation.F) / micro_batches,
-        backward_seconds=_seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
-        busy_seconds=float(simulation.busy_seconds[stage]),
-        transfer_seconds=_seconds(simulation, stage, *transfers),
-        idle_seconds=idle,
-        idle_ratio=idle / makespan if makespan else 0.0,
-        in_flight=simulation.schedule.in_flight[stage],
-        reduce_seconds=float(step.reduce_seconds[stage]),
-        optimizer_seconds=float(step.optimizer_seconds[stage]),
-    )
 
 
 def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> float:

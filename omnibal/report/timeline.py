@@ -36,10 +36,6 @@ def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
 
     Forward and backward passes are numbered by micro-batch where there is room. To the right of each row: how long the
     stage is idle until the pipeline is done, and what share of the time that is.
-
-    Args:
-        simulations: By title; drawn from top to bottom.
-        path: The PNG.
     """
     end = max(simulation.makespan_seconds for simulation in simulations.values())
     unit, name = (1.0, "seconds") if end >= 10 else (1e3, "milliseconds")

@@ -15,10 +15,9 @@ from typing_extensions import TypedDict, Unpack  # pydantic needs it before Pyth
 
 from omnibal.cost import FloatArray
 from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.errors import DataError
+from omnibal.errors import DataError, bytes_in_words
 from omnibal.families.base import LayerRecord
 from omnibal.memory.footprint import StageMemory
-from omnibal.memory.recompute import in_words
 from omnibal.plan import Plan
 from omnibal.report.style import BLUE, GREEN, ORANGE, drawing, legend_below
 
@@ -142,13 +141,7 @@ class MetricsLog:
 
 
 def run_table(plan: Plan, records: Sequence[LayerRecord], sampler: BalancedBatchSampler) -> Table:
-    """The data's arrangement, and the layers of each stage.
-
-    Args:
-        plan: What the run follows.
-        records: The model's layers.
-        sampler: Any rank's.
-    """
+    """The data's arrangement as any rank's sampler knows it, and the layers of each stage."""
     packs = sampler.num_replicas * sampler.micro_batches
     return _titled(
         "plan",
@@ -192,14 +185,14 @@ def peak_text(peak_bytes: Sequence[int], overhead_bytes: Sequence[int], plan: Pl
 def _peak(peak: int, overhead: int, predicted: StageMemory | None) -> str:
     most = 0 if predicted is None else predicted.total - predicted.overhead
     words = [
-        f"{in_words(peak)}, {peak / most:.1%} of the {in_words(most)} predicted for the largest packs"
+        f"{bytes_in_words(peak)}, {peak / most:.1%} of the {bytes_in_words(most)} predicted for the largest packs"
         if most
-        else f"{in_words(peak)}; nothing predicted"
+        else f"{bytes_in_words(peak)}; nothing predicted"
     ]
     if overhead:
-        words.append(f"{in_words(overhead)} beside the model")
+        words.append(f"{bytes_in_words(overhead)} beside the model")
         if predicted is not None:
-            words[-1] += f", {in_words(predicted.overhead)} planned (overhead_bytes of the cluster)"
+            words[-1] += f", {bytes_in_words(predicted.overhead)} planned (overhead_bytes of the cluster)"
     return "; ".join(words)
 
 
@@ -226,12 +219,7 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
 
 
 def training_table(metrics: Metrics, written: Mapping[str, Path]) -> Table:
-    """A run in a few lines, and the paths of what it wrote.
-
-    Args:
-        metrics: The run's log, with at least one step.
-        written: Paths by name.
-    """
+    """A run of at least one step in a few lines, and the paths of what it wrote."""
     return _titled("training", training_rows(metrics) | {name: str(path) for name, path in written.items()})
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from omnibal.memory.recompute import in_words
+from omnibal.errors import bytes_in_words
 from omnibal.report.style import Figures, make_table, milliseconds, unit_of
 
 if TYPE_CHECKING:
@@ -18,32 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialFigures(Figures):
-    """A plan that was tried, in figures.
-
-    Attributes:
-        name: What it is.
-        boundaries: Of its partition.
-        micro_batches: Per step and replica.
-        recomputed: Layers of each stage that recompute.
-        measured_seconds: Median of the timed steps; None where the trial failed.
-        predicted_seconds: Of a step; None where nobody predicted.
-        samples_per_step: Alike.
-        peak_bytes: What a device of each stage held at its peak, zeros where the device does not count; empty where the
-            trial ended before.
-        predicted_bytes: Of each stage, without the overhead; empty where nobody predicted.
-        outcome: Whether it fits or why it failed, and what it is a retreat from.
-    """
+    """A plan that was tried."""
 
     name: str
     boundaries: tuple[int, ...]
     micro_batches: int
     recomputed: tuple[int, ...]
+    """Layers of each stage that recompute."""
     measured_seconds: float | None
+    """Median of the timed steps; None where the trial failed."""
     predicted_seconds: float | None
+    """Of a step; None where nobody predicted, as the next one."""
     samples_per_step: float | None
     peak_bytes: tuple[int, ...]
+    """What a device of each stage held, zeros where it does not count; empty where the trial ended before."""
     predicted_bytes: tuple[int, ...]
+    """Without the overhead; empty where nobody predicted."""
     outcome: str
+    """Whether it fits or why it failed, and what it is a retreat from."""
 
     @classmethod
     def of(cls, name: str, trial: Trial) -> TrialFigures:
@@ -79,7 +71,9 @@ def _outcome(trial: Trial) -> str:
 
 
 def _by_stage(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size} bytes ({in_words(size)}) on stage {stage}" for stage, size in enumerate(sizes) if size)
+    return ", ".join(
+        f"{size} bytes ({bytes_in_words(size)}) on stage {stage}" for stage, size in enumerate(sizes) if size
+    )
 
 
 def trials_table(trials: Sequence[TrialFigures]) -> Table:

@@ -6,7 +6,7 @@ from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
-from omnibal.report.stages import PartitionFigures, slowest_replica, stage_table
+from omnibal.report.stages import PartitionFigures, stage_table
 from tests.pipeline.profiles import layer, profile
 from tests.report.printed import rows_of
 
@@ -50,7 +50,7 @@ def test_figures_are_of_the_slowest_replica():
     model = profile([costs, replace(costs, name="b")])
     cut = Partition((0, 1, 2))
     step = simulate_step(model, cut, [Load(0, [1]), Load(0, [7]), Load(0, [3])], Links(1))
-    assert slowest_replica(step) == 1
+    assert step.slowest_replica == 1
     assert [stage.forward_seconds for stage in PartitionFigures.of(model, cut, step, [0, 0]).stages] == [7, 7]
 
 

@@ -63,12 +63,12 @@ LINKS = Links(NETWORK)
 def step_seconds(row: Published, profile: ModelProfile, boundaries: Sequence[int]) -> float:
     """Of the row's steps on average."""
     cut = Partition(boundaries)
-    return fmean(simulate_step(profile, cut, loads, LINKS).step_seconds for loads in steps_of(row))
+    return fmean(simulate_step(profile, cut, loads, LINKS, zero_stage=0).step_seconds for loads in steps_of(row))
 
 
 def find(row: Published, profile: ModelProfile, method: str) -> tuple[int, ...]:
     """Boundaries by a method, on the first step."""
-    found = search_partition(profile, steps_of(row)[0], len(row.blocks), LINKS, method=method)
+    found = search_partition(profile, steps_of(row)[0], len(row.blocks), LINKS, method=method, zero_stage=0)
     return found.best.partition.boundaries
 
 
