@@ -1,0 +1,153 @@
+"""Algorithms 1 and 4 of OrchMLLM: the longest sample first, to the rank with least. Compiled, as fast as sorting.
+
+Ranks wait in a tournament: a tree whose leaves are ranks and where every inner node keeps the loser of the match played
+there. The winner, the rank with least, stands at the top. When it gets a sample only the matches on its way up are
+played again, one comparison a level, and where they stand in memory depends on the rank alone: several times faster
+than a heap. A rank and its load are one integer, the load in the upper bits, so that a match is a minimum and equal
+loads go to the lower rank.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from omnibal.compiled import compiled
+from omnibal.cost import FloatArray, IntArray
+
+BITS: Final = 62
+"""Of an integer that holds a rank or a sample beside its load, without its sign and one bit to spare."""
+LAST: Final = np.iinfo(np.int64).max
+"""Loses every match: leaves that are no ranks."""
+
+
+def longest_first(costs: FloatArray, num_ranks: int) -> IntArray:
+    """Algorithm 1: samples by falling cost, each to the rank with the least so far.
+
+    Its largest rank is at most 4/3 - 1/(3 num_ranks) times the best (Graham 1969). O(n log n).
+
+    Args:
+        costs: Of each sample, (samples,), not negative. Kept to 2⁻⁴⁰ of their sum or better.
+        num_ranks: At least 1.
+
+    Returns:
+        The rank of each sample, (samples,).
+    """
+    return _deal(*_sorted(costs, num_ranks), len(costs), num_ranks)
+
+
+def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float = 0.01) -> IntArray:
+    """Algorithm 4: as Algorithm 1, but among ranks with about as little, the one whose samples' squares sum to least.
+
+    For costs whose square matters beside them. The paper compares two ranks by squares if they are closer than a
+    tolerance, which is no order: a may come before b, b before c and c before a. Here loads are counted in whole
+    tolerances, and squares break ties. Where the square's weight is known, Algorithm 1 on the sum of both is better.
+
+    Args:
+        costs: Of each sample (its length), (samples,), not negative.
+        num_ranks: At least 1.
+        tolerance: Relative to the mean of all ranks' sums.
+
+    Returns:
+        The rank of each sample, (samples,).
+    """
+    keys, sample_bits = _sorted(costs, num_ranks)
+    whole = keys >> sample_bits
+    mean, largest = whole.sum() / num_ranks, whole.max(initial=0)
+    # A power of two, so that counting loads in tolerances is a shift.
+    coarse = max(int(tolerance * mean), 1).bit_length() - 1
+    # No rank ends above the mean and one sample more, and its part of the squares is at most all of them.
+    square_bits = BITS - (num_ranks - 1).bit_length() - (int(mean + largest) >> coarse).bit_length() - 1
+    excess = np.frexp(np.square(whole, dtype=np.float64).sum())[1] - square_bits
+    return _deal_by_squares(keys, sample_bits, len(costs), num_ranks, coarse, square_bits, max((excess + 1) // 2, 0))
+
+
+def _sorted(costs: FloatArray, num_ranks: int) -> tuple[IntArray, int]:
+    """Costs as integers with their sample in the lower bits, ascending, and how many bits those are.
+
+    Equal costs come in falling order of their samples: they are read from the end.
+    """
+    sample_bits = max(len(costs) - 1, 1).bit_length()
+    largest, total = costs.max(initial=0.0), costs.sum()
+    # The largest must fit above its sample, and the sum above its rank. A power of two keeps whole numbers whole.
+    room = min(BITS - sample_bits - np.frexp(largest)[1], BITS - (num_ranks - 1).bit_length() - np.frexp(total)[1] - 1)
+    keys = np.rint(np.ldexp(costs, room)).astype(np.int64)
+    keys <<= sample_bits
+    keys |= np.arange(len(costs) - 1, -1, -1)
+    keys.sort()
+    return keys, sample_bits
+
+
+@compiled
+def _deal(keys: IntArray, sample_bits: int, num_samples: int, num_ranks: int) -> IntArray:
+    """Deal samples out of ``keys``, the last first, to whoever has least."""
+    leaves, rank_bits = 1, 0
+    while leaves < num_ranks:
+        leaves, rank_bits = leaves * 2, rank_bits + 1
+    losers = _first_round(leaves, num_ranks)
+    destination = np.empty(num_samples, dtype=np.int64)
+    best = losers[0]
+    for position in range(num_samples - 1, -1, -1):
+        key = keys[position]
+        rank = best & (leaves - 1)
+        destination[num_samples - 1 - (key & ((1 << sample_bits) - 1))] = rank
+        best += (key >> sample_bits) << rank_bits
+        best = _replay(losers, (leaves + rank) >> 1, best)
+    return destination
+
+
+@compiled
+def _deal_by_squares(
+    keys: IntArray,
+    sample_bits: int,
+    num_samples: int,
+    num_ranks: int,
+    coarse: int,
+    square_bits: int,
+    square_shift: int,
+) -> IntArray:
+    """Deal samples out of ``keys``: loads in whole tolerances above squares above ranks in one integer."""
+    leaves, rank_bits = 1, 0
+    while leaves < num_ranks:
+        leaves, rank_bits = leaves * 2, rank_bits + 1
+    losers = _first_round(leaves, num_ranks)
+    loads, squares = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+    destination = np.empty(num_samples, dtype=np.int64)
+    best = losers[0]
+    for position in range(num_samples - 1, -1, -1):
+        key = keys[position]
+        rank = best & (leaves - 1)
+        destination[num_samples - 1 - (key & ((1 << sample_bits) - 1))] = rank
+        cost = key >> sample_bits
+        loads[rank] += cost
+        squares[rank] += (cost >> square_shift) ** 2
+        place = ((loads[rank] >> coarse) << square_bits) | squares[rank]
+        best = _replay(losers, (leaves + rank) >> 1, (place << rank_bits) | rank)
+    return destination
+
+
+@compiled
+def _first_round(leaves: int, num_ranks: int) -> IntArray:
+    """The tournament of ranks that have nothing: the loser of each node, the winner at 0.
+
+    Node n plays the winners of nodes 2n and 2n + 1; rank r is leaf ``leaves + r``.
+    """
+    winners = np.full(2 * leaves, LAST)
+    for rank in range(num_ranks):
+        winners[leaves + rank] = rank
+    losers = np.empty(leaves, dtype=np.int64)
+    for node in range(leaves - 1, 0, -1):
+        left, right = winners[2 * node], winners[2 * node + 1]
+        winners[node], losers[node] = min(left, right), max(left, right)
+    losers[0] = winners[1]
+    return losers
+
+
+@compiled
+def _replay(losers: IntArray, node: int, best: int) -> int:
+    """Play the matches from ``node`` up to the top, and return who wins there."""
+    while node > 0:
+        other = losers[node]
+        losers[node] = max(other, best)
+        best = min(other, best)
+        node >>= 1
+    return best

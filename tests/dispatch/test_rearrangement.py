@@ -1,0 +1,100 @@
+"""Rearrangements, undone and chained, and which rank takes which list."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnibal.dispatch.nodes import keep_in_nodes
+from omnibal.dispatch.rearrangement import Rearrangement
+from omnibal.errors import ConfigError
+
+RANKS = 3
+
+
+def moved(lists, rearrangement):
+    """What an all-to-all does: every rank's list of samples, each rank's parts in the order of their senders."""
+    for rank, held in enumerate(lists):
+        assert held == rearrangement.held_by(rank).tolist()
+    sent = [[s for s in rearrangement.sent_by(rank).tolist()] for rank in range(RANKS)]
+    arrived = [
+        [s for source in range(RANKS) for s in sent[source] if rearrangement.destination[s] == rank]
+        for rank in range(RANKS)
+    ]
+    for rank, samples in enumerate(arrived):
+        assert samples == rearrangement.received_by(rank).tolist()
+    return [sorted(samples) for samples in arrived]
+
+
+@given(st.lists(st.tuples(*[st.integers(0, RANKS - 1)] * 3), max_size=12))
+def test_there_and_back_and_on_are_what_they_say(places):
+    drawn, encoder, llm = np.array(places, dtype=int).reshape(-1, 3).T
+    to_encoder, to_llm = Rearrangement(drawn, encoder, RANKS), Rearrangement(drawn, llm, RANKS)
+    begin = [to_encoder.held_by(rank).tolist() for rank in range(RANKS)]
+    encoded = moved(begin, to_encoder)
+    assert moved(encoded, to_encoder.inverse()) == begin
+    assert moved(encoded, to_llm.after(to_encoder.inverse())) == moved(begin, to_llm)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 9)), max_size=12))
+def test_volumes_count_every_sample_once(samples):
+    source, destination, sizes = np.array(samples, dtype=int).reshape(-1, 3).T
+    expected = np.zeros((RANKS, RANKS))
+    for held, brought, size in samples:
+        expected[held, brought] += size
+    np.testing.assert_array_equal(Rearrangement(source, destination, RANKS).volumes(sizes), expected)
+
+
+def test_wrong_rearrangements_are_refused():
+    with pytest.raises(ConfigError, match="destination must hold a rank from 0 to 1 for each sample, got 2"):
+        Rearrangement([0], [2], 2)
+    with pytest.raises(ConfigError, match="equally long, got 1 and 2"):
+        Rearrangement([0], [0, 1], 2)
+    move = Rearrangement([0, 1], [1, 1], 2)
+    with pytest.raises(ConfigError, match="source must be the other's destination"):
+        move.after(move)
+    with pytest.raises(ConfigError, match="sizes must hold one for each of 2 samples"):
+        move.volumes([1])
+
+
+def most_sent(volumes, rank_of, ranks_per_node):
+    node = np.arange(len(volumes)) // ranks_per_node
+    return np.where(node[:, None] != node[rank_of], volumes, 0).sum(axis=1).max()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_least_that_a_rank_sends_is_found(seed):
+    """Against all permutations of six lists over nodes of 1, 2 and 3 ranks."""
+    volumes = np.random.default_rng(seed).integers(0, 50, (6, 6)).astype(float)
+    for ranks_per_node in (1, 2, 3):
+        best = min(most_sent(volumes, np.array(order), ranks_per_node) for order in itertools.permutations(range(6)))
+        plan = keep_in_nodes(volumes, ranks_per_node, time_limit_seconds=20)
+        assert sorted(plan.rank_of.tolist()) == list(range(6))
+        assert plan.after == most_sent(volumes, plan.rank_of, ranks_per_node) == best
+        assert plan.before == most_sent(volumes, np.arange(6), ranks_per_node)
+
+
+def test_large_clusters_keep_much_in_their_nodes():
+    generator = np.random.default_rng(0)
+    num_ranks = 128
+    source = np.repeat(np.arange(num_ranks), 60)
+    sizes = generator.lognormal(6, 1, len(source))
+    volumes = Rearrangement(source, generator.permutation(source), num_ranks).volumes(sizes)
+    plan = keep_in_nodes(volumes, 8)
+    assert sorted(plan.rank_of.tolist()) == list(range(num_ranks))
+    assert plan.after == pytest.approx(most_sent(volumes, plan.rank_of, 8))
+    assert plan.after < 0.8 * plan.before
+
+
+def test_one_node_has_nothing_to_send_and_keeps_what_it_can_on_its_rank():
+    plan = keep_in_nodes([[0.0, 7.0], [5.0, 1.0]], 2)
+    assert (plan.rank_of.tolist(), plan.before, plan.after) == ([1, 0], 0.0, 0.0)
+
+
+def test_wrong_nodes_are_refused():
+    with pytest.raises(ConfigError, match="ranks_per_node must divide the 2 ranks, got 3"):
+        keep_in_nodes(np.zeros((2, 2)), 3)
+    with pytest.raises(ConfigError, match="volumes must be of shape"):
+        keep_in_nodes(np.zeros((2, 3)), 1)
