@@ -7,12 +7,17 @@ Accelerate, Lightning) counts packs.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from warnings import warn
 
 import numpy as np
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.errors import DataError
+
+Loads = tuple[int, int, int]
+"""Vision units, LLM tokens and target tokens of a sample."""
 
 
 class Pack(list[int]):
@@ -63,6 +68,11 @@ class PackSampler(BalancedBatchSampler):
             if micro_batch == 0:
                 packs = self.packs_of_all_ranks(self.steps_done + step)
             yield packs[self.rank * self.micro_batches + micro_batch]
+
+    @property
+    def sampler(self) -> "PackSampler":
+        """Itself: Lightning tells the epoch to a batch sampler's sampler."""
+        return self
 
     def packs_of_all_ranks(self, step: int) -> list[Pack]:
         """The packs of a step of the current epoch, rank after rank, micro-batch after micro-batch.
@@ -120,6 +130,51 @@ class PackedView:
         """What a DataLoader calls in place of one ``[sample]`` after the other."""
         samples = (*pack, *([] if pack.filler is None else [pack.filler]))
         return Drawn(samples, tuple(self.dataset[sample] for sample in samples), pack.filler is not None)
+
+
+class PlannedLoads:
+    """Notices samples that are not as long as planned: plans are no better than lengths.
+
+    Args:
+        lengths: What was planned with.
+        absorb: Whether to warn of the first such sample, and to refuse only what would let ranks wait for each other.
+    """
+
+    def __init__(self, lengths: SampleLengths, *, absorb: bool = False) -> None:
+        self._lengths, self._absorb, self._warned = lengths, absorb, False
+
+    def check(self, samples: Sequence[int], found: Sequence[Loads]) -> None:
+        """Compare a pack's samples with the plan.
+
+        Raises:
+            DataError: A sample is longer or shorter than planned, or has other targets; where that is absorbed: the
+                pack was to have an image and has none.
+        """
+        planned = [self._planned(sample) for sample in samples]
+        for sample, expected, loads in zip(samples, planned, found, strict=True):
+            if loads[: len(expected)] != expected:
+                self._note(
+                    f"sample {sample} must have the vision units, LLM tokens and target tokens that were planned, "
+                    f"{expected}, got {loads}; lengths belong to another dataset, the dataset put another sample in "
+                    "its place, or ranks hold different data"
+                )
+        if any(loads[0] for loads in planned) and not any(loads[0] for loads in found):
+            raise DataError(
+                f"samples {', '.join(map(str, samples))} must have an image among them, as planned, got none; "
+                "the other ranks would wait for this one's ViT"
+            )
+
+    def _planned(self, sample: int) -> tuple[int, ...]:
+        """Target tokens are compared where lengths know them."""
+        columns = (self._lengths.vision_units, self._lengths.llm_tokens, self._lengths.target_tokens)
+        return tuple(int(column[sample]) for column in columns if column is not None)
+
+    def _note(self, message: str) -> None:
+        if not self._absorb:
+            raise DataError(message)
+        if not self._warned:
+            warn(f"{message}; trained as it is, and so will be all further ones", stacklevel=2)
+            self._warned = True
 
 
 def _smallest(lengths: SampleLengths, among: Any) -> int | None:

@@ -16,8 +16,7 @@ from torch.nn import functional
 from omnibal.data.collate import IGNORED, Positions
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.loading import Drawn
-from omnibal.vlm.patches import mrope_positions
+from omnibal.integrations.loading import Drawn, Loads, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -50,6 +49,8 @@ def positions_of(config: Any) -> Positions | None:
 
 def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
     """The text's positions, which tell samples apart, above those in time, height and width."""
+    from omnibal.vlm.patches import mrope_positions  # the only part that needs transformers, and its newest
+
     return torch.cat([torch.arange(len(ids))[None], mrope_positions(ids, sample, **sizes)])
 
 
@@ -61,10 +62,19 @@ class PackCollator:
             its ``attention_mask`` marks as padding is cut off.
         positions: As ``positions_of`` gives it.
         lengths: What the packs were planned with, to refuse other samples than were planned; None to take any.
+        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
     """
 
-    def __init__(self, collate: Collator, positions: Positions | None, lengths: SampleLengths | None = None) -> None:
-        self._collate, self._positions, self._lengths = collate, positions, lengths
+    def __init__(
+        self,
+        collate: Collator,
+        positions: Positions | None,
+        lengths: SampleLengths | None = None,
+        *,
+        absorb: bool = False,
+    ) -> None:
+        self._collate, self._positions = collate, positions
+        self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
     def sample(self, item: Any) -> dict[str, Tensor]:
         """One item as a pack of its own would hold it: per token (tokens,), per image as the model takes it.
@@ -95,8 +105,8 @@ class PackCollator:
             DataError: As of ``sample``; or a sample has another length than was planned.
         """
         samples = [self.sample(item) for item in drawn.items]
-        for number, sample in zip(drawn.samples, samples, strict=True):
-            self._check_length(number, sample)
+        if self._planned is not None:
+            self._planned.check(drawn.samples, [_loads(sample) for sample in samples])
         if drawn.has_filler:
             samples[-1]["labels"].fill_(IGNORED)
         return self.pack(samples)
@@ -118,23 +128,12 @@ class PackCollator:
         positions = torch.cat(placed, dim=-1).unsqueeze(-2)
         return tokens | images | {"position_ids": positions, "use_cache": False}
 
-    def measure(self, dataset: Any, numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
         """Vision units, LLM tokens and target tokens of some samples: reads each of them once."""
         return [_loads(self.sample(dataset[number])) for number in numbers]
 
-    def _check_length(self, number: int, sample: Mapping[str, Tensor]) -> None:
-        if self._lengths is None:
-            return
-        planned = int(self._lengths.vision_units[number]), int(self._lengths.llm_tokens[number])
-        found = _loads(sample)[:2]
-        if found != planned:
-            raise DataError(
-                f"sample {number} must have the vision units and LLM tokens that were planned, {planned}, got {found}; "
-                "lengths belong to another dataset, or the dataset put another sample in its place"
-            )
 
-
-def _loads(sample: Mapping[str, Tensor]) -> tuple[int, int, int]:
+def _loads(sample: Mapping[str, Tensor]) -> Loads:
     vision_units = len(sample["pixel_values"]) if "pixel_values" in sample else 0
     return vision_units, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum())
 

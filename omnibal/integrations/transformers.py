@@ -3,9 +3,7 @@
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
@@ -14,8 +12,9 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.data.packs import random_padded_steps
-from omnibal.errors import ConfigError, DataError, said
+from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loading import PackedView, PackSampler
+from omnibal.integrations.loops import PackLoader, gathered, measured, refuse_unlike_sizes, two_samples
 from omnibal.integrations.packing import PackCollator, check_packed, loss_per_target, positions_of
 
 COMPARED_STEPS = 64
@@ -54,9 +53,9 @@ def balance(
     args, dataset = trainer.args, _sized_dataset(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     measuring = PackCollator(trainer.data_collator, positions_of(model.config))
-    _refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
+    refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
     if lengths is None:
-        lengths = _measured(measuring, dataset, rank=args.process_index, num_ranks=args.world_size)
+        lengths = measured(measuring, dataset)
     sampler = PackSampler(
         lengths,
         limits,
@@ -66,23 +65,14 @@ def balance(
         seed=args.seed if args.data_seed is None else args.data_seed,
         image_in_every_pack=_wants_all_gradients(trainer),
     )
-    sampler.verify(_gathered)
-    check_packed(model, measuring, [dataset[sample] for sample in _two_samples(lengths)])
+    sampler.verify(gathered)
+    check_packed(model, measuring, [dataset[sample] for sample in two_samples(lengths)])
     collator = PackCollator(trainer.data_collator, positions_of(model.config), lengths if check_lengths else None)
     trainer.compute_loss_func = loss_per_target
     vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
     if trainer.is_world_process_zero():
         print(describe(sampler, batch_size=args.per_device_train_batch_size))
     return sampler
-
-
-class PackLoader(DataLoader[Any]):
-    """A loader that tells its batch sampler which epoch it is, as Trainer tells the loader."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch."""
-        sampler: Any = self.batch_sampler
-        sampler.set_epoch(epoch)
 
 
 def _loader(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: PackCollator) -> PackLoader:
@@ -171,48 +161,3 @@ def _wants_all_gradients(trainer: Trainer) -> bool:
     """Whether DDP waits for the gradients of all parameters, as it does under gradient checkpointing unless told."""
     finds_unused = trainer.args.ddp_find_unused_parameters
     return bool(trainer.args.gradient_checkpointing if finds_unused is None else not finds_unused)
-
-
-def _two_samples(lengths: SampleLengths) -> list[int]:
-    """The shortest sample of those with an image, or of all, and the shortest of the others."""
-    order = np.lexsort((lengths.llm_tokens, lengths.vision_units == 0))
-    others = order[1:][np.argsort(lengths.llm_tokens[order[1:]], kind="stable")]
-    return [int(sample) for sample in (*order[:1], *others[:1])]
-
-
-def _refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:
-    """Refuse lengths of another dataset, on all ranks alike: none may wait for one that has stopped."""
-    for rank, (theirs, their_lengths) in enumerate(_gathered((samples, num_lengths))):
-        if theirs != samples:
-            raise DataError(f"train_dataset must have as many samples on all ranks, got {theirs} on rank {rank}")
-        if their_lengths not in (None, theirs):
-            raise DataError(f"lengths must be those of the dataset's {theirs} samples, got {their_lengths}")
-
-
-def _measured(collator: PackCollator, dataset: Any, *, rank: int, num_ranks: int) -> SampleLengths:
-    """Every sample is read by one of the ranks; what one of them cannot read ends all.
-
-    Raises:
-        DataError: The message names the rank and says what it met.
-    """
-    found: list[tuple[int, int, int]] | str
-    try:
-        found = collator.measure(dataset, range(rank, len(dataset), num_ranks))
-    except Exception as error:  # whatever a user's dataset raises, the other ranks wait for an answer
-        found = f"rank {rank}: {said(error)}"
-    measured = np.zeros((len(dataset), 3), dtype=np.int64)
-    for number, part in enumerate(_gathered(found)):
-        if isinstance(part, str):
-            raise DataError(part)
-        measured[number::num_ranks] = np.reshape(part, (-1, 3))
-    vision_units, llm_tokens, target_tokens = measured.T
-    return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens)
-
-
-def _gathered(record: Any) -> list[Any]:
-    """What all ranks passed."""
-    if not dist.is_initialized():
-        return [record]
-    records: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(records, record)
-    return records

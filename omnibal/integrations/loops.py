@@ -1,0 +1,341 @@
+"""What a training loop of one's own needs to train on balanced packs: a loader, and a loss exact over each step.
+
+The loop may run under DDP, FSDP, DeepSpeed, Accelerate or Lightning, or be a trainer's whose loader can be replaced. No
+host and no transformers is imported here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from omnibal.data.collate import IGNORED
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError, DataError, said
+from omnibal.integrations.loading import Dataset, Drawn, Loads, PackedView, PackSampler, PlannedLoads
+from omnibal.integrations.packing import Collator, PackCollator, check_packed, loss_per_target, positions_of
+
+TOKEN_WEIGHT: Final = "token_weight"
+"""What a batch says beside the model's arguments: by what the sum of its target tokens' losses is multiplied."""
+
+CHECKED_SAMPLES: Final = 16
+"""That every rank reads before training, to see whether they are as they were measured."""
+
+
+class PackLoader(DataLoader[Any]):
+    """A loader that tells its batch sampler which epoch it is, as trainers tell the loader."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; where it is the current one, stay where a state was loaded."""
+        self.pack_sampler.set_epoch(epoch)
+
+    @property
+    def pack_sampler(self) -> PackSampler:
+        """Who deals the packs."""
+        sampler: Any = self.batch_sampler
+        return sampler  # type: ignore[no-any-return]
+
+
+class StepLoader(PackLoader):
+    """A loader whose batches weigh their tokens for ``pack_loss``, and that goes on in the middle of an epoch.
+
+    Its state says how many whole steps the loop has taken from it, so save it behind an optimizer step. Packs that
+    workers have prefetched do not count.
+    """
+
+    _taken = 0
+    """Batches that the loop has taken since the epoch began, or since it was resumed."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
+        if epoch != self.epoch:
+            self._taken = 0
+        super().set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch: the one to begin with after ``load_state_dict``."""
+        return self.pack_sampler.epoch
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a loop asks for no more than an iterator
+        sampler = self.pack_sampler
+        for number, batch in enumerate(super().__iter__()):
+            self._taken = number + 1
+            targets = sampler.step(sampler.steps_done + number // sampler.micro_batches).target_tokens(sampler.lengths)
+            yield batch | {TOKEN_WEIGHT: torch.tensor(sampler.num_replicas / max(targets, 1))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands, the same on all ranks, as a few JSON values."""
+        sampler = self.pack_sampler
+        return sampler.state_dict(sampler.steps_done + self._taken // sampler.micro_batches)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, also one of another number of ranks.
+
+        Raises:
+            ConfigError: As of ``BalancedBatchSampler``: the plan is another one.
+        """
+        self.pack_sampler.load_state_dict(state)
+        self._taken = 0
+
+
+class ItemCollator:
+    """A host's own collator of several items, for hosts that flatten or pad the items of a batch themselves.
+
+    Args:
+        collate: The host's: from a list of items to a batch.
+        measure: Vision units, LLM tokens and target tokens of an item.
+        lengths: What the packs were planned with; None to take any samples.
+        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        measure: Callable[[Any], Loads],
+        lengths: SampleLengths | None = None,
+        *,
+        absorb: bool = False,
+    ) -> None:
+        self._collate, self._measure = collate, measure
+        self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
+
+    def measure(self, dataset: Dataset, numbers: Sequence[int]) -> list[Loads]:
+        """Vision units, LLM tokens and target tokens of some samples: reads each of them once."""
+        return [self._measure(dataset[number]) for number in numbers]
+
+    def __call__(self, drawn: Drawn) -> Any:
+        """The host's batch; the filler's labels are all ignored.
+
+        Raises:
+            DataError: A sample has another length than was planned.
+        """
+        if self._planned is not None:
+            self._planned.check(drawn.samples, [self._measure(item) for item in drawn.items])
+        items = list(drawn.items)
+        if drawn.has_filler:
+            labels = items[-1]["labels"]
+            items[-1] = dict(items[-1]) | {"labels": torch.full_like(torch.as_tensor(labels), IGNORED)}
+        return self._collate(items)
+
+
+def item_loads(item: Mapping[str, Any]) -> Loads:
+    """Loads of an item: ``input_ids``, ``labels`` and, where it has an image, ``pixel_values`` (tiles or patches, …).
+
+    >>> item_loads({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})
+    (0, 3, 2)
+    """
+    pixels = item.get("pixel_values")
+    targets = torch.as_tensor(item["labels"]).flatten()[1:] != IGNORED
+    return 0 if pixels is None else len(pixels), torch.as_tensor(item["input_ids"]).numel(), int(targets.sum())
+
+
+def balanced_loader(
+    dataset: Dataset,
+    collate: Collator,
+    limits: PackLimits,
+    *,
+    model: torch.nn.Module | None = None,
+    measure: Callable[[Any], Loads] = item_loads,
+    lengths: SampleLengths | None = None,
+    micro_batches: int = 1,
+    seed: int = 0,
+    other_lengths: Literal["refuse", "absorb"] = "refuse",
+    weigh_tokens: bool = True,
+    **options: Any,
+) -> Any:
+    """A loader of this rank's packs: every sample once an epoch, and ranks that end together.
+
+    Call it on all ranks, behind ``init_process_group`` and before the model is wrapped or sharded. Hand the loader to
+    nothing that deals batches to ranks again. Where a pack has no image, an image of another sample is run along
+    without its targets: all ranks run the ViT, and none waits for another.
+
+    Args:
+        dataset: Read by index; the same on all ranks.
+        collate: Of a list of items. With ``model`` it is called with single items, which are laid one after another.
+        limits: The most a pack may hold.
+        model: The model that will train on packs, in a family of ``omnibal.integrations.packing.FAMILIES``: a pack of
+            two samples is run to see that neither sees the other. None where ``collate`` flattens the items of a batch
+            or pads them itself, as the host's model wants them.
+        measure: Vision units, LLM tokens and target tokens of an item, for ``collate`` without ``model``.
+        lengths: Of every sample, target tokens among them; by default each is read once, on one of the ranks.
+        micro_batches: Packs of each rank and step.
+        seed: The same seed gives the same epochs.
+        other_lengths: What becomes of a sample that is not as long as planned, as where a dataset puts another one in
+            the place of a broken one: ``"refuse"`` ends the run, ``"absorb"`` warns of the first one and trains it; the
+            loss of its step is then divided by the target tokens that were planned.
+        weigh_tokens: Whether batches hold what ``pack_loss`` needs. A trainer that counts the target tokens of a step
+            itself wants batches without.
+        options: Of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory`` and the like.
+
+    Returns:
+        A ``StepLoader``, or a ``PackLoader`` where tokens are not weighed.
+
+    Raises:
+        ConfigError: An argument or the model does not allow packs, or ranks hold different data.
+        DataError: The dataset or its collator does not, or the lengths are not the dataset's.
+    """
+    collator_of: Callable[..., Any]
+    if model is None:
+        collator_of = partial(ItemCollator, collate, measure)
+    else:
+        collator_of = partial(PackCollator, collate, positions_of(model.config))
+    refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
+    lengths = measured(collator_of(), dataset) if lengths is None else lengths
+    if weigh_tokens and lengths.target_tokens is None:
+        raise ConfigError("lengths must have target_tokens for an exact loss, got none")
+    if other_lengths == "refuse":
+        refuse_other_lengths(collator_of(), dataset, lengths)
+    rank, num_ranks = _place()
+    # A filler costs little, and no host then needs to know about parameters without gradients.
+    sampler = PackSampler(
+        lengths,
+        limits,
+        num_replicas=num_ranks,
+        rank=rank,
+        micro_batches=micro_batches,
+        seed=seed,
+        image_in_every_pack=True,
+    )
+    sampler.verify(gathered)
+    collator: Any = collator_of(lengths, absorb=other_lengths == "absorb")
+    if model is not None:
+        check_packed(model, collator, [dataset[sample] for sample in two_samples(lengths)])
+    view: Any = PackedView(dataset)
+    kind = StepLoader if weigh_tokens else PackLoader
+    return kind(view, batch_sampler=sampler, collate_fn=collator, **options)
+
+
+def replace_loader(trainer: Any, limits: PackLimits, **options: Any) -> PackLoader:
+    """Let a trainer that is built on transformers.Trainer train on packs; only its loader changes.
+
+    For training code that pins its own transformers or computes its own loss; ``omnibal.integrations.transformers``
+    does more for a Trainer of transformers 5.
+
+    Args:
+        trainer: Before training. Its ``train_dataset`` and ``data_collator`` are read, and what its arguments say about
+            steps and workers.
+        limits: The most a pack may hold.
+        options: Of ``balanced_loader``.
+
+    Returns:
+        The loader, which the trainer will use as it is.
+    """
+    args = trainer.args
+    loader: PackLoader = balanced_loader(
+        trainer.train_dataset,
+        trainer.data_collator,
+        limits,
+        micro_batches=args.gradient_accumulation_steps,
+        seed=args.seed,
+        weigh_tokens=False,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        **options,
+    )
+    trainer.get_train_dataloader = lambda *_, **__: loader
+    return loader
+
+
+def pack_loss(
+    model: Callable[..., Any], batch: Mapping[str, Any], *, device: torch.device | str | None = None
+) -> Tensor:
+    """A pack's share of its step's loss, the mean over all of the step's target tokens, on all ranks and in all packs.
+
+    Call ``backward`` on it for every pack of a step: hosts take the mean of gradients over ranks, for which it makes
+    up. A host that divides by the packs of a step too (Accelerate, DeepSpeed, Lightning) wants it multiplied by them.
+
+    Args:
+        model: Returns ``logits``, wrapped or not.
+        batch: Of a ``StepLoader``.
+        device: Where to send the batch; by default it stays where it is.
+    """
+    inputs = {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+    labels, weight = inputs.pop("labels"), inputs.pop(TOKEN_WEIGHT)
+    return loss_per_target(model(**inputs), labels, num_items_in_batch=1) * weight
+
+
+def two_samples(lengths: SampleLengths) -> list[int]:
+    """The shortest sample of those with an image, or of all, and the shortest of the others."""
+    order = np.lexsort((lengths.llm_tokens, lengths.vision_units == 0))
+    others = order[1:][np.argsort(lengths.llm_tokens[order[1:]], kind="stable")]
+    return [int(sample) for sample in (*order[:1], *others[:1])]
+
+
+def refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:
+    """Refuse lengths of another dataset, on all ranks alike: none may wait for one that has stopped."""
+    for rank, (theirs, their_lengths) in enumerate(gathered((samples, num_lengths))):
+        if theirs != samples:
+            raise DataError(f"train_dataset must have as many samples on all ranks, got {theirs} on rank {rank}")
+        if their_lengths not in (None, theirs):
+            raise DataError(f"lengths must be those of the dataset's {theirs} samples, got {their_lengths}")
+
+
+def measured(collator: Any, dataset: Dataset) -> SampleLengths:
+    """Every sample is read by one of the ranks; what one of them cannot read ends all.
+
+    Args:
+        collator: Its ``measure`` gives loads.
+        dataset: The same on all ranks.
+
+    Raises:
+        DataError: The message names the rank and says what it met.
+    """
+    rank, num_ranks = _place()
+    found: list[Loads] | str
+    try:
+        found = collator.measure(dataset, range(rank, len(dataset), num_ranks))
+    except Exception as error:  # whatever a user's dataset raises, the other ranks wait for an answer
+        found = f"rank {rank}: {said(error)}"
+    loads = np.zeros((len(dataset), 3), dtype=np.int64)
+    for number, part in enumerate(gathered(found)):
+        if isinstance(part, str):
+            raise DataError(part)
+        loads[number::num_ranks] = np.reshape(part, (-1, 3))
+    vision_units, llm_tokens, target_tokens = loads.T
+    return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens)
+
+
+def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths) -> None:
+    """Refuse a dataset that is not alike on all ranks, or not the one that was measured: a few samples tell.
+
+    Args:
+        collator: Its ``measure`` gives loads.
+        dataset: Of this rank; a few samples are read.
+        lengths: The same on all ranks.
+
+    Raises:
+        DataError: On all ranks alike; the message names the rank and the sample.
+    """
+    problem = None
+    numbers = np.unique(np.linspace(0, len(dataset) - 1, CHECKED_SAMPLES, dtype=np.int64)).tolist()
+    try:
+        PlannedLoads(lengths).check(numbers, collator.measure(dataset, numbers))
+    except Exception as error:  # as in ``measured``
+        problem = f"rank {_place()[0]}: {said(error)}"
+    for found in gathered(problem):
+        if found is not None:
+            raise DataError(found)
+
+
+def gathered(record: Any) -> list[Any]:
+    """What all ranks passed."""
+    if not dist.is_initialized():
+        return [record]
+    records: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(records, record)
+    return records
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank, of how many."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
