@@ -18,7 +18,7 @@ from tests.engine.cases import changed
 
 
 def memory_trials(config, plan, modules, share, folder):
-    """The paper's four steps, each trial with an engine; then a trial on devices whose allocators give up.
+    """The paper's four steps, each trial with an engine.
 
     The budget lies at a share of the way from the peaks with all blocks recomputed to those with none.
     """
@@ -34,14 +34,13 @@ def memory_trials(config, plan, modules, share, folder):
     ends = [run(replace(plan, recompute=levels)).peak_bytes for levels in (blocks, ("none",) * len(modules))]
     budgets = tuple(int(least + share * (most - least)) for least, most in zip(*ends, strict=True))
     found = take_four_steps(plan, modules, (2, 1), budgets, lambda tried: within_budget(run(tried), budgets))
-    tried = path.with_suffix(".config.json")
-    tried.write_text(json.dumps(changed(config, "pipeline", plan=str(path))))
-    _run_out_of_memory(tried)
     return found, ends, budgets
 
 
-def _run_out_of_memory(config):
+def run_out_of_memory(config, folder):
     """A trial whose first step ends as an accelerator's allocator ends it."""
+    file = Path(folder) / f"config.{dist.get_rank()}.json"
+    file.write_text(json.dumps(config))
 
     def train_batch(engine):
         raise torch.OutOfMemoryError(
@@ -49,7 +48,7 @@ def _run_out_of_memory(config):
             "GiB of which 1.50 GiB is free."
         )
 
-    options = {"--deepspeed_config": config, "--output": config.parent / "out.json", "--steps": 1}
+    options = {"--deepspeed_config": file, "--output": file.parent / "out.json", "--steps": 1}
     arguments = ["trial", *(str(word) for option in options.items() for word in option)]
     with patch.object(OmnibalEngine, "train_batch", train_batch), patch.object(sys, "argv", arguments):
         try:

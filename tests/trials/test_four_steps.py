@@ -10,7 +10,7 @@ from omnibal.memory.paper import BlockBytes, block_modules
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.trials.four_steps import take_four_steps
-from omnibal.trials.run import Trial, read_missing
+from omnibal.trials.run import Trial
 from omnibal.vlm import load_model
 from tests.engine.demo import demo_config
 from tests.engine.launch import launch
@@ -53,6 +53,7 @@ def kept(levels):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_on_the_real_engine(tmp_path):
     config = demo_config(tmp_path) | {"gradient_accumulation_steps": 4}
@@ -74,8 +75,6 @@ def test_on_the_real_engine(tmp_path):
     for stage in range(2):
         assert recomputed.peak_bytes[stage] < fits.peak_bytes[stage] <= budgets[stage]
     assert found.plan == fits.plan
-    # What the allocators of both devices said at last.
-    assert read_missing(tmp_path, 2) == (2**29, 3 * 2**29)
 
 
 @pytest.mark.parametrize(("budgets", "blocks"), [((1000, 1000), [3, 6]), ((131, 185), [2, 3]), ((100, 150), [0, 0])])

@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from omnibal.plan import Plan
 from omnibal.trials import run as trials_module
 from omnibal.trials.run import Trial, missing_bytes, read_missing, run_trials, write_missing
 from tests.engine.demo import demo_config
+from tests.engine.launch import launch
 
 LIMITS = PackLimits(12, 256)
 
@@ -17,15 +19,34 @@ def plan(*boundaries):
     return Plan(LIMITS, 2, Partition(boundaries), ("none",) * boundaries[-1])
 
 
-@pytest.mark.distributed
 def test_a_launch_that_fails_is_a_row(tmp_path, monkeypatch):
-    """tests/cli/test_plan_trials.py has launches that succeed, or run out of memory."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (trial,) = run_trials(demo_config(tmp_path), [plan(0, 12)], launcher_options=["--num_gpus", "1"])
+    """tests/cli/test_plan.py has launches by DeepSpeed's launcher."""
+    says = "import sys; print(sys.argv[1:]); raise ValueError('layers of the partition must be 13, got 12')"
+    monkeypatch.setattr(trials_module, "LAUNCHER", (sys.executable, "-c", says))
+    (trial,) = run_trials({"omnibal": {}}, [plan(0, 12)], launcher_options=["--num_gpus", "1"])
     assert trial.median_seconds == float("inf")
     assert trial.missing_bytes == ()
-    assert "layers of the partition must be 13" in trial.error
+    assert trial.error == "ValueError: layers of the partition must be 13, got 12"
+
+
+def test_a_launch_gets_the_plan_and_its_result_is_read(tmp_path, monkeypatch):
+    """In place of the engine: looks at what it is given, and says how long and how large its steps were."""
+    writes = """
+import json, sys
+from omnibal.plan import Plan
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+config = json.load(open(options["--deepspeed_config"]))
+plan = Plan.load(config["omnibal"]["pipeline"]["plan"])
+assert (options["--module"], options["--num_gpus"]) == ("omnibal.trials.process", "2")
+assert (config["gradient_accumulation_steps"], config["train_batch_size"]) == (plan.micro_batches, "auto")
+assert config["omnibal"]["pipeline"]["num_stages"] == plan.num_stages
+result = {"step_seconds": [3, 1, 2], "peak_bytes": plan.partition.boundaries[1:], "pass_bytes": [4, 5]}
+json.dump(result, open(options["--output"], "w"))
+"""
+    monkeypatch.setattr(trials_module, "LAUNCHER", (sys.executable, "-c", writes))
+    (trial,) = run_trials({"omnibal": {}}, [plan(0, 5, 12)], launcher_options=["--num_gpus", "2"])
+    assert trial == Trial(plan(0, 5, 12), (3, 1, 2), (5, 12), (4, 5))
+    assert trial.median_seconds == 2
 
 
 @pytest.fixture
@@ -65,6 +86,12 @@ def test_a_retreat_ends_where_nothing_is_left(made_up):
     assert len(trials) == 3
     assert all(trial.error for trial in trials)
     assert len(run_trials({}, [plan(0, 2, 12)], budget_bytes=(50, 200))) == 1
+
+
+@pytest.mark.distributed
+def test_what_the_allocators_of_two_stages_say_is_found(tmp_path):
+    launch(2, "tests.trials.memory_trials:run_out_of_memory", demo_config(tmp_path), str(tmp_path))
+    assert read_missing(tmp_path, 2) == (2**29, 3 * 2**29)
 
 
 def test_what_an_allocator_says_is_missing(tmp_path):
