@@ -1,0 +1,178 @@
+"""The examples of launch/examples train what plain transformers would, and go on where they were stopped."""
+
+import importlib
+import os
+import socket
+import sys
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.loading import PackSampler
+from omnibal.integrations.loops import balanced_loader, item_loads, two_samples
+from tests.families.models import small_config
+from tests.integrations.items import Collate, items_of
+from tests.vlm.families import plain_backward, plain_family_model
+
+EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
+RANKS, MICRO_BATCHES, FAMILY, LIMITS = 2, 2, "internvl", PackLimits(4, 40)
+ADAM = {"lr": 0.01, "eps": 0.1}
+"""With so large an epsilon the first steps follow the size of gradients, and not only their signs."""
+STOPPED = 3
+"""Steps of a run that is stopped; the second epoch begins within them."""
+
+
+class Items(list):
+    """A dataset that notes what is read."""
+
+    def __init__(self):
+        super().__init__(items_of(FAMILY))
+        self.read = []
+
+    def __getitem__(self, sample):
+        self.read.append(sample)
+        return super().__getitem__(sample)
+
+
+def model_of(change=0.0):
+    """The same model each time, or one whose weights a checkpoint must replace."""
+    model = plain_family_model(small_config(FAMILY))
+    for parameter in model.parameters():
+        parameter.data.add_(change)
+    return model
+
+
+def plan(rank):
+    """Packs of all ranks of each step of two epochs, and what a rank reads for them."""
+    vision_units, llm_tokens, target_tokens = zip(*map(item_loads, items_of(FAMILY)), strict=True)
+    lengths = SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens)
+    options = {"num_replicas": RANKS, "rank": rank, "micro_batches": MICRO_BATCHES, "image_in_every_pack": True}
+    sampler = PackSampler(lengths, LIMITS, **options)
+    steps, own = [], []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        steps += [sampler.packs_of_all_ranks(step) for step in range(sampler.num_steps)]
+        own += [[*pack, *([] if pack.filler is None else [pack.filler])] for pack in sampler]
+    before = [*range(rank, len(lengths), RANKS), *range(len(lengths)), *two_samples(lengths)]
+    return steps, own, before
+
+
+def plain_weights(steps):
+    """Weights after each step of a plain loop over the same samples, one by one."""
+    model, items = model_of(), items_of(FAMILY)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    after = []
+    for packs in steps:
+        plain_backward(model, [items[sample] for pack in packs for sample in pack])
+        optimizer.step()
+        optimizer.zero_grad()
+        after.append(weights_of(model))
+    return after
+
+
+def weights_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def weights_of_fsdp(model):
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+def weights_of_zero(model):
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return weights_of(model)
+
+
+def run_generator(example, steps, *arguments):
+    for _ in islice(example.train(*arguments, micro_batches=MICRO_BATCHES), steps):
+        pass
+
+
+def run_lightning(example, steps, *arguments):
+    options = {"accelerator": "cpu", "devices": RANKS, "strategy": "ddp", "logger": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    steps = -1 if steps is None else steps
+    example.train(*arguments, micro_batches=MICRO_BATCHES, max_steps=steps, **options, **quiet)
+
+
+HOSTS = {
+    "ddp": (run_generator, weights_of),
+    "fsdp2": (run_generator, weights_of_fsdp),
+    "zero3": (run_generator, weights_of_zero),
+    "accelerate_loop": (run_generator, weights_of),
+    "lightning_module": (run_lightning, weights_of),
+}
+
+
+def check_host(name, folder, rank):
+    """Weights of plain transformers after three steps; stopped there and resumed within epoch 1, also at the end."""
+    run, weights = HOSTS[name]
+    example = importlib.import_module(name)
+    example.ADAM = ADAM
+    steps, own, before = plan(rank)
+    assert sorted(s for packs in steps[: len(steps) // 2] for pack in packs for s in pack) == list(range(11))
+    assert len(steps) // 2 < STOPPED < len(steps)
+    expected = plain_weights(steps)
+    for change, stop, drawn in ((0.0, STOPPED, own[: STOPPED * 2]), (0.5, None, own[STOPPED * 2 :])):
+        model, dataset = model_of(change), Items()
+        run(example, stop, model, dataset, Collate(FAMILY), LIMITS, folder)
+        assert dataset.read == before + [sample for pack in drawn for sample in pack], name
+        after, found = expected[-1 if stop is None else stop - 1], weights(model)
+        assert found.keys() == after.keys()
+        for parameter, value in found.items():
+            message = partial("{}, {}: {}".format, name, parameter)
+            torch.testing.assert_close(value, after[parameter], rtol=1e-4, atol=2e-5, msg=message)
+
+
+def check_unlike_data(rank):
+    """What differs between ranks ends all of them, none waits."""
+    items = items_of(FAMILY)
+    loader = partial(balanced_loader, items, Collate(FAMILY), LIMITS, model=model_of())
+    with pytest.raises(ConfigError, match=r"rank 1: .* must be the same on all ranks"):
+        lengths = SampleLengths([1] * 11, [20 + rank] * 11, target_tokens=[1] * 11)
+        loader(lengths=lengths, other_lengths="absorb")
+    with pytest.raises(DataError, match=r"rank 0: sample 0 must have .* planned, \(1, 9, 4\), got \(7, 36, 3\)"):
+        loader(lengths=SampleLengths([1] * 11, [9] * 11, target_tokens=[4] * 11))
+    if rank:
+        items[2] = items[3]
+    with pytest.raises(DataError, match=r"rank 1: sample 2 must have .* ranks hold different data"):
+        loader()
+    if rank:
+        items.pop()
+    with pytest.raises(DataError, match="train_dataset must have as many samples on all ranks"):
+        loader()
+
+
+def work(rank, port, folder):
+    torch.set_num_threads(1)
+    named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    named |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {name: str(value) for name, value in named.items()}
+    sys.path.insert(0, str(EXAMPLES))
+    torch.distributed.init_process_group("gloo")
+    for name in HOSTS:
+        (folder / name).mkdir(exist_ok=True)
+        check_host(name, folder / name, rank)
+        torch.distributed.barrier()
+    check_unlike_data(rank)
+    (folder / f"done{rank}").touch()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_two_processes_of_every_host_train_what_plain_transformers_would(tmp_path):
+    for package in ("accelerate", "lightning"):
+        pytest.importorskip(package)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, args=(port, tmp_path), nprocs=RANKS)
+    assert len([*tmp_path.glob("done*")]) == RANKS
