@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -22,7 +25,7 @@ from tests.vlm.families import plain_backward, plain_family_model
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
 RANKS, MICRO_BATCHES, FAMILY, LIMITS = 2, 2, "internvl", PackLimits(4, 40)
-ADAM = {"lr": 0.01, "eps": 0.1}
+ADAM = {"lr": 0.01, "eps": 0.1, "weight_decay": 0.0}
 """With so large an epsilon the first steps follow the size of gradients, and not only their signs."""
 STOPPED = 3
 """Steps of a run that is stopped; the second epoch begins within them."""
@@ -103,12 +106,29 @@ def run_lightning(example, steps, *arguments):
     example.train(*arguments, micro_batches=MICRO_BATCHES, max_steps=steps, **options, **quiet)
 
 
+def run_trl(example, steps, model, dataset, collate, limits, folder):
+    words = Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="a")
+    for checkpoint in folder.glob(f"checkpoint-{STOPPED}"):
+        # Trainer saves this family's weights under the names on disk, and does not find them by these names again.
+        model.load_state_dict(AutoModelForImageTextToText.from_pretrained(checkpoint).state_dict())
+    example.train(
+        *(model, dataset, collate, limits, folder),
+        tokenizer=tokenizer,
+        micro_batches=MICRO_BATCHES,
+        max_steps=-1 if steps is None else steps,
+        **{"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0, "disable_tqdm": True},
+        **{"adam_epsilon": ADAM["eps"], "max_grad_norm": 0, "lr_scheduler_type": "constant", "logging_strategy": "no"},
+    )
+
+
 HOSTS = {
     "ddp": (run_generator, weights_of),
     "fsdp2": (run_generator, weights_of_fsdp),
     "zero3": (run_generator, weights_of_zero),
     "accelerate_loop": (run_generator, weights_of),
     "lightning_module": (run_lightning, weights_of),
+    "trl_sft": (run_trl, weights_of),
 }
 
 
@@ -169,7 +189,7 @@ def work(rank, port, folder):
 
 @pytest.mark.distributed
 def test_two_processes_of_every_host_train_what_plain_transformers_would(tmp_path):
-    for package in ("accelerate", "lightning"):
+    for package in ("accelerate", "lightning", "trl"):
         pytest.importorskip(package)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,0 +1,279 @@
+"""Trains in every way in turn, on two processes of one thread, and prints tables: python tools/dropin/run.py.
+
+Seconds are processor time of a rank's forward and backward passes, so other work on the machine hardly counts; a step
+takes as long as its slowest rank. Gradients are exchanged and weights updated untimed: both are the same for all.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import (
+    AutoModelForImageTextToText,
+    InternVLConfig,
+    InternVLVisionConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+)
+from ways import Task, Way, default, group_by_length, knapsack, limits_for, ours, padded, rebalance
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.integrations.loading import Drawn
+from omnibal.integrations.packing import PackCollator, loss_per_target, positions_of
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "sampling")]
+from data import real_lengths  # noqa: E402
+
+RANKS, SAMPLES, SHORTER = 2, 4000, 16
+"""SHORTER: so many times fewer patches in a tile, and tokens in a text, than in the data."""
+IMAGE_TOKEN, PAD_TOKEN, VOCABULARY, WORDS = 3, 0, 512, 32
+TILE, PATCH, TILE_TOKENS = 56, 7, 16
+
+
+def model_of(kind: str) -> Any:
+    """A tiny InternVL or Qwen2.5-VL; the ViT takes about half as long as the language model."""
+    language = {
+        "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "native":
+        vision = {
+            "depth": 4, "hidden_size": 96, "num_heads": 3, "intermediate_size": 256, "patch_size": PATCH,
+            "out_hidden_size": 192, "window_size": 56, "fullatt_block_indexes": [3],
+        }  # fmt: skip
+        rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+        config: Any = Qwen2_5_VLConfig(
+            vision_config=vision, text_config=language | rope, image_token_id=IMAGE_TOKEN, tie_word_embeddings=False
+        )
+    else:
+        tower = InternVLVisionConfig(
+            hidden_size=96, intermediate_size=384, num_hidden_layers=5, num_attention_heads=3, image_size=TILE,
+            patch_size=PATCH,
+        )  # fmt: skip
+        config = InternVLConfig(
+            vision_config=tower, text_config=Qwen2Config(**language), image_token_id=IMAGE_TOKEN,
+            image_seq_length=TILE_TOKENS, downsample_ratio=0.5, tie_word_embeddings=False,
+        )  # fmt: skip
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+
+
+def lengths_of(kind: str) -> SampleLengths:
+    """A few thousand samples, as long as the model is small."""
+    if kind == "native":
+        drawn = patch_lengths(SAMPLES, seed=2)
+        images = np.maximum(drawn.vision_units // SHORTER // 4, drawn.vision_units > 0)
+        text = drawn.llm_tokens - drawn.vision_units // 4
+        return SampleLengths(images * 4, images + np.maximum(text // SHORTER, 4), vision_squared=(images * 4) ** 2)
+    drawn = tiled_lengths(SAMPLES, seed=2)
+    if kind == "real":
+        everything, _ = real_lengths()
+        drawn = everything.take(np.random.default_rng(2).permutation(len(everything))[:SAMPLES])
+    text = np.maximum(drawn.llm_tokens.astype(np.int64) - 256 * drawn.vision_units, 0)
+    return SampleLengths(drawn.vision_units, drawn.vision_units * TILE_TOKENS + np.maximum(text // SHORTER, 4))
+
+
+class Samples:
+    """Random pixels, and texts in which every token follows from the one before."""
+
+    def __init__(self, kind: str, lengths: SampleLengths) -> None:
+        self.kind, self.lengths = kind, lengths
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        units, tokens = int(self.lengths.vision_units[number]), int(self.lengths.llm_tokens[number])
+        generator = torch.Generator().manual_seed(number)
+        image_tokens = units // 4 if self.kind == "native" else units * TILE_TOKENS
+        first = int(torch.randint(WORDS, (1,), generator=generator))
+        words = IMAGE_TOKEN + 1 + (first + torch.arange(tokens - image_tokens)) % WORDS
+        ids = torch.cat([torch.full((image_tokens,), IMAGE_TOKEN), words])
+        item = {"input_ids": ids, "labels": torch.where(ids == IMAGE_TOKEN, -100, ids)}
+        item["labels"][0] = -100
+        if units and self.kind == "native":
+            item["pixel_values"] = torch.randn(units, 3 * 2 * PATCH**2, generator=generator)
+            item["image_grid_thw"] = torch.tensor([[1, 2, units // 2]])
+        elif units:
+            item["pixel_values"] = torch.randn(units, 3, TILE, TILE, generator=generator)
+        return item
+
+    def collate(self, items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """As people's collators do: padded to the longest."""
+        longest = max(len(item["input_ids"]) for item in items)
+        batch = {
+            name: torch.stack([pad(item[name], (0, longest - len(item[name])), value=value) for item in items])
+            for name, value in (("input_ids", PAD_TOKEN), ("labels", -100))
+        }
+        sizes = torch.tensor([len(item["input_ids"]) for item in items])
+        batch["attention_mask"] = (torch.arange(longest) < sizes[:, None]).long()
+        if self.kind == "native":
+            batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).long()
+        for name in ("pixel_values", "image_grid_thw"):
+            found = [item[name] for item in items if name in item]
+            if found:
+                batch[name] = torch.cat(found)
+        return batch
+
+
+@dataclass
+class Trained:
+    """A way, its model, and what was measured: by step, of all ranks."""
+
+    way: Way
+    model: Any
+    optimizer: Any
+    seconds: list[list[float]] = field(default_factory=list)
+    kept: list[list[float]] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def kept_bytes(model: Any) -> Iterator[Callable[[], int]]:
+    """Count what autograd keeps, each storage once, beside the model's parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield lambda: sum(found.values())
+
+
+def step(trained: Trained, number: int, samples: Samples, collator: PackCollator) -> None:
+    """A step on this rank."""
+    groups = trained.way.steps[number][dist.get_rank()]
+    batches = [batch_of(group, trained.way, samples, collator) for group in groups]
+    targets = torch.tensor(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches))
+    dist.all_reduce(targets)
+    own = {"seconds": 0.0, "kept": 0.0, "loss": 0.0, "samples": sum(map(len, groups))}
+    for batch in batches:
+        labels = batch.pop("labels")
+        before = time.process_time()
+        with kept_bytes(trained.model) as kept:
+            loss = loss_per_target(trained.model(**batch), labels, num_items_in_batch=targets)
+            own["kept"] = max(own["kept"], kept())
+        loss.backward()
+        own["seconds"] += time.process_time() - before
+        own["loss"] += loss.item()
+    add_up(trained.model)
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+    ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(ranks, own)
+    trained.seconds.append([rank["seconds"] for rank in ranks])
+    trained.kept.append([rank["kept"] for rank in ranks])
+    trained.samples.append(sum(rank["samples"] for rank in ranks))
+    trained.losses.append(sum(rank["loss"] for rank in ranks))
+
+
+def add_up(model: Any) -> None:
+    """Add the gradients of all ranks; a rank without an image has none of the ViT."""
+    parameters = list(model.parameters())
+    flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)
+    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = gradient.view_as(parameter)
+
+
+def batch_of(group: list[int], way: Way, samples: Samples, collator: PackCollator) -> dict[str, Any]:
+    """What the model gets for a micro-batch."""
+    items = [samples[number] for number in group]
+    if way.padded:
+        return samples.collate(items) | {"use_cache": False}
+    return collator(Drawn(tuple(group), tuple(items), has_filler=False))
+
+
+def compare(rank: int, port: int, kind: str, micro_batches: int, minutes: float, out: str) -> None:
+    """A process: all ways in turn, a step of each in every round, until time is up."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    lengths = lengths_of(kind)
+    task, samples = Task(lengths, RANKS, micro_batches), Samples(kind, lengths)
+    limits = limits_for(task)
+    own = ours(task, limits)
+    ways = [default(task), group_by_length(task), rebalance(task), knapsack(task, limits), own, padded(own)]
+    if micro_batches > 1:  # packs that need the memory of default batches, and fewer of them
+        fewer = micro_batches // 2
+        ways.append(
+            ours(task, limits_for(task, micro_batches=fewer), micro_batches=fewer, name="omnibal, larger packs")
+        )
+    trained = []
+    for way in ways:
+        model = model_of(kind)
+        trained.append(Trained(way, model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
+    collator = PackCollator(samples.collate, positions_of(trained[0].model.config))
+    ends = time.perf_counter() + 60 * minutes
+    for number in range(min(len(way.steps) for way in ways)):
+        for one in trained:
+            step(one, number, samples, collator)
+        late = torch.tensor(float(time.perf_counter() > ends))
+        dist.all_reduce(late)
+        if late:
+            break
+    if rank == 0:
+        Path(out).write_text(json.dumps([record(one) for one in trained]))
+    dist.destroy_process_group()
+
+
+def record(trained: Trained) -> dict[str, Any]:
+    """What is kept of a way, as JSON values; the first step warms up."""
+    steps = {name: getattr(trained, name)[1:] for name in ("seconds", "kept", "samples", "losses")}
+    return {"name": trained.way.name, **steps}
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| way | samples/s | gain | ranks' spread | MiB kept, fullest | mean rank | samples a step | last loss |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rates = []
+    for way in found:
+        seconds, kept = np.array(way["seconds"]), np.array(way["kept"]) / 2**20
+        rates.append(sum(way["samples"]) / seconds.max(axis=1).sum())
+        spread = 1 - seconds.min(axis=1).sum() / seconds.max(axis=1).sum()
+        loss = np.mean(way["losses"][-max(len(way["losses"]) // 4, 1) :])
+        lines.append(
+            f"| {way['name']} | {rates[-1]:.1f} | {rates[-1] / rates[0]:.2f} | {spread:.0%} | {kept.max():.0f} "
+            f"| {kept.max(axis=0).mean():.0f} | {np.mean(way['samples']):.1f} | {loss:.2f} |"
+        )
+    return "\n".join(lines) + f"\n\n{len(found[0]['seconds'])} steps of each, in turn."
+
+
+def main() -> None:
+    """Train and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.5, help="of each table, after which no round begins")
+    parser.add_argument("--kinds", nargs="+", default=["real", "mix", "native"])
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--out", type=Path, default=Path("dropin.json"), help="where measured steps are kept")
+    arguments = parser.parse_args()
+    kept = {}
+    for number, kind in enumerate(arguments.kinds):
+        for micro_batches in arguments.accumulation:
+            port = 29600 + 10 * number + micro_batches
+            given = (port, kind, micro_batches, arguments.minutes, str(arguments.out))
+            torch.multiprocessing.spawn(compare, args=given, nprocs=RANKS)
+            found = json.loads(arguments.out.read_text())
+            kept[f"{kind}, accumulation {micro_batches}"] = found
+            print(f"\n### {kind}, accumulation {micro_batches}\n\n{table(found)}", flush=True)
+    arguments.out.write_text(json.dumps(kept) + "\n")
+
+
+if __name__ == "__main__":
+    main()
