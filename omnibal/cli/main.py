@@ -5,6 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from omnibal.cli.advise import advise
 from omnibal.cli.ask import ask
 from omnibal.cli.demo import demo
 from omnibal.cli.emulate import emulate
@@ -54,5 +55,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Balanced training of vision-language models on DeepSpeed: data, pipeline and memory.",
 )
-for command in (demo, lengths, pack, profile, partition, plan, simulate, emulate, report, ask, export):
+for command in (advise, demo, lengths, pack, profile, partition, plan, simulate, emulate, report, ask, export):
     app.command()(command)

@@ -1,5 +1,10 @@
 """A dataset of conversations about images, read from annotation files; formats differ only in where those stand."""
 
+# ruff: noqa: E402
+from omnibal.errors import require
+
+require("torch", "PIL")  # what is missing is said before it is missed
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,5 +1,6 @@
 """Image files: their size from the header alone, and their pixels, upright in both cases."""
 
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -9,8 +10,8 @@ SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 
 
-def image_size(path: Path) -> tuple[int, int]:
-    """Width and height in pixels as a viewer shows the image, without decoding it.
+def image_size(path: Path | BytesIO) -> tuple[int, int]:
+    """Width and height in pixels as a viewer shows the image, a file or its content, without decoding it.
 
     Raises:
         ValueError: With the reason, if there is no file or its header cannot be read.
@@ -35,7 +36,7 @@ def load_image(path: Path) -> Image.Image:
             raise ValueError(f"image must be decodable, got {path} ({error})") from error
 
 
-def _open(path: Path) -> Image.Image:
+def _open(path: Path | BytesIO) -> Image.Image:
     try:
         return Image.open(path)
     except FileNotFoundError as error:

@@ -1,0 +1,96 @@
+"""What a data-parallel rank holds at its peak, with the whole model on it or its share of it under ZeRO and FSDP.
+
+Assumptions, beside those of counted costs: AdamW in float32 with a master copy of 16-bit weights (16 bytes a trained
+parameter in all), gradients in 16 bits; ZeRO 3 and FSDP hold two gathered layers at a time; the logits of all tokens
+are there, as transformers' losses compute them, in 16 bits and in float32, with logarithmic softmax and both gradients.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from omnibal.advise.wait import Trainer
+from omnibal.cluster import Cluster
+from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.memory.footprint import first_trainable
+from omnibal.profile.levels import Level
+from omnibal.profile.records import LayerCost, ModelProfile
+
+SHARED: Final[dict[Trainer, tuple[str, ...]]] = {
+    "ddp": (),
+    "zero1": ("optimizer_bytes",),
+    "zero2": ("optimizer_bytes", "gradient_bytes"),
+    "zero3": ("optimizer_bytes", "gradient_bytes", "parameter_bytes"),
+    "fsdp": ("optimizer_bytes", "gradient_bytes", "parameter_bytes"),
+}
+"""What ranks hold only their share of."""
+LOGIT_BYTES: Final = 16
+"""Per logit: 2 and their gradient's 2, and three times 4 (float32 logits, their logarithmic softmax, its gradient)."""
+GRADIENT_SHARE: Final = 1 / 3
+"""Of what a block keeps, as in ``omnibal.memory.footprint``."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """How much ranks hold under a trainer.
+
+    Attributes:
+        profile: What the layers hold.
+        trainer: How ranks share their work.
+        cluster: All of its devices are ranks.
+        recompute: At which level the layers run.
+    """
+
+    profile: ModelProfile
+    trainer: Trainer
+    cluster: Cluster
+    recompute: Level
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a device has."""
+        given = self.cluster.memory_bytes
+        return int(min(given) if isinstance(given, tuple) else given or self.cluster.device.memory_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients, optimizer state and what the process holds beside the model."""
+        ranks, total = self.cluster.num_devices, self.cluster.overhead_bytes
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+            held = sum(getattr(layer, name) for layer in _untied(self.profile))
+            total += -(-held // ranks) if name in SHARED[self.trainer] else held
+        if "parameter_bytes" in SHARED[self.trainer]:
+            total += 2 * max(layer.parameter_bytes for layer in self.profile.layers)
+        return total
+
+    def peak_bytes(self, loads: Load) -> FloatArray:
+        """What a rank holds while each micro-batch runs, in the shape of the loads."""
+        first = first_trainable(self.profile)
+        trained = self.profile.layers[first:]
+        levels = [self.recompute if self.recompute in layer.saved_bytes else "none" for layer in trained]
+        kept = sum((layer.saved_bytes[level] for layer, level in zip(trained, levels, strict=True)), start=CostModel())
+        working = [_working(layer, level) for layer, level in zip(trained, levels, strict=True)]
+        passing = np.max([cost(loads) for cost in set(working)], axis=0)
+        head = next(layer for layer in self.profile.layers if layer.kind == "head")
+        logits = LOGIT_BYTES * head.sizes["vocab"] * loads.llm_tokens
+        # behind the head the logits have gone
+        held: FloatArray = self.state_bytes + kept(loads) + np.maximum(passing, logits)
+        return held
+
+
+def _working(layer: LayerCost, level: Level) -> CostModel:
+    """What a layer's backward pass needs beyond what is kept: recomputed activations, and gradients."""
+    everything = layer.saved_bytes["none"]
+    return everything * ((level != "none") + GRADIENT_SHARE)
+
+
+def _untied(profile: ModelProfile) -> list[LayerCost]:
+    """Layers, each weight once."""
+    seen: set[str] = set()
+    found = []
+    for layer in profile.layers:
+        if layer.tied_key is None or layer.tied_key not in seen or layer.kind != "head":
+            found.append(layer)
+        seen.add(layer.tied_key or "")
+    return found

@@ -1,0 +1,275 @@
+"""Sizes of the models that people train, as their publishers state them; and configurations without their defaults.
+
+A ``config.json`` leaves out what the class of its configuration has by default, and those of Qwen2-VL and Qwen2.5-VL
+have the language model at the top. transformers fills both in; here it is done without it.
+
+Sources: the ``config.json`` and ``preprocessor_config.json`` of the named repositories on huggingface.co (Qwen/…,
+OpenGVLab/…-hf, llava-hf/…); defaults as in transformers 5.23.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Final, NamedTuple
+
+from omnibal.errors import ConfigError
+from omnibal.families import family_of, layer_records
+from omnibal.families.base import Config, ImageRule, LayerRecord
+
+
+class Text(NamedTuple):
+    """A decoder-only language model: the sizes that a configuration has."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model without its weights.
+
+    Attributes:
+        name: For people.
+        config: Complete, as ``config.to_dict()`` has it.
+        preprocessor: Of its image processor.
+    """
+
+    name: str
+    config: Config
+    preprocessor: Config
+
+    @property
+    def records(self) -> tuple[LayerRecord, ...]:
+        """Its layers."""
+        return layer_records(self.config)
+
+    def image_rule(self, max_tiles: int | None = None, max_pixels: int | None = None) -> ImageRule:
+        """What images bring.
+
+        Args:
+            max_tiles: Most tiles of an image, where the family has such a limit.
+            max_pixels: Most pixels of an image that the family resizes.
+
+        Raises:
+            ConfigError: The family has no such limit.
+        """
+        preprocessor, family = dict(self.preprocessor), family_of(self.config)
+        if max_pixels is not None:
+            if "longest_edge" not in preprocessor["size"]:
+                raise ConfigError(f"max_pixels must be left out for {self.name}, got {max_pixels}; give max_tiles")
+            preprocessor["size"] = {**preprocessor["size"], "longest_edge": max_pixels}
+        return family.images(self.config, preprocessor, max_tiles=max_tiles)[1]
+
+    @classmethod
+    def known(cls, name: str) -> "Model":
+        """A published model by its name, with or without its owner and what is said of its training.
+
+        Raises:
+            ConfigError: There is none; the message names the nearest one.
+
+        >>> Model.known("Qwen/Qwen2.5-VL-7B-Instruct").name, Model.known("internvl3-8b-hf").name
+        ('Qwen2.5-VL-7B', 'InternVL3-8B')
+        """
+        wanted = _plain(name)
+        by_plain = {_plain(known): known for known in MODELS}
+        if wanted not in by_plain:
+            nearest = get_close_matches(wanted, by_plain, n=1, cutoff=0.4)
+            hint = f"did you mean {by_plain[nearest[0]]}? " if nearest else f"known are {', '.join(MODELS)}; "
+            raise ConfigError(
+                f"model must be a known name, a Hugging Face folder or a config.json, got {name!r}; {hint}"
+                "of another model give its config.json"
+            )
+        found = by_plain[wanted]
+        return cls(found, *MODELS[found])
+
+    @classmethod
+    def of(cls, name: str, config: Config, preprocessor: Config | None = None) -> "Model":
+        """A model by its ``config.json``, and its ``preprocessor_config.json`` or what is usual for its family.
+
+        Raises:
+            ConfigError: No family knows it, or the family refuses it.
+        """
+        whole = complete(config)
+        family_of(whole)
+        usual = _usual_preprocessor(whole)
+        return cls(name, whole, usual if preprocessor is None else _resized(usual, preprocessor))
+
+
+def _plain(name: str) -> str:
+    words = name.rpartition("/")[2].lower().replace("_", "-").split("-")
+    said = {"hf", "instruct", "thinking", "chat", "base", "ov", "si", "awq"}
+    return "-".join(word for word in words if word not in said)
+
+
+def complete(config: Config) -> dict[str, Any]:
+    """A configuration with the parts and values that its ``config.json`` leaves out.
+
+    >>> complete({"model_type": "qwen2_5_vl", "hidden_size": 3584})["text_config"]["hidden_size"]
+    3584
+    """
+    kind = str(config.get("model_type"))
+    vision, text = DEFAULTS.get(kind, ({}, {}))
+    parts = {"vision_config": dict(config.get("vision_config") or {})}
+    own = config.get("text_config")
+    parts["text_config"] = dict(own) if own else {key: value for key, value in config.items() if key not in parts}
+    text = TEXTS.get(str(parts["text_config"].get("model_type")), {}) if kind.startswith("llava") else text
+    for part, defaults in (("vision_config", vision), ("text_config", text)):
+        given = {key: value for key, value in parts[part].items() if value is not None}
+        parts[part] = {**defaults, **given}
+    if kind in ("qwen2_vl", "qwen2_5_vl"):
+        parts["text_config"]["model_type"] = f"{kind}_text"
+    return {**config, **parts}
+
+
+def _resized(usual: Config, given: Config) -> dict[str, Any]:
+    """Qwen's pixels may stand at the top, where transformers moves them into the size."""
+    found = {**usual, **given}
+    pixels = {"shortest_edge": given.get("min_pixels"), "longest_edge": given.get("max_pixels")}
+    moved = {key: value for key, value in pixels.items() if value is not None}
+    return {**found, "size": {**usual["size"], **dict(given.get("size") or {}), **moved}}
+
+
+_LLAMA: Final = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "intermediate_size": 11008, "vocab_size": 32000,
+}  # fmt: skip
+TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "None": _LLAMA,
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": {**_LLAMA, "model_type": "qwen2", "intermediate_size": 22016, "vocab_size": 151936},
+}
+"""Defaults of language models beside LLaVA's towers."""
+_CLIP: Final = {
+    "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
+}  # fmt: skip
+_SIGLIP: Final = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26,
+    "num_attention_heads": 16, "image_size": 384, "patch_size": 14, "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+_QWEN2_VIT: Final = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14}
+_QWEN25_VIT: Final = {
+    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14, "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31), "hidden_act": "silu",
+}  # fmt: skip
+_QWEN3_VIT: Final = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+    "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24), "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+_QWEN3_SMALL_VIT: Final = {
+    **_QWEN3_VIT, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": (5, 11, 17),
+}  # fmt: skip
+_INTERN_VIT: Final = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": (448, 448), "patch_size": (14, 14), "attention_bias": True, "norm_type": "layer_norm",
+}  # fmt: skip
+_INTERN_VIT_6B: Final = {
+    **_INTERN_VIT, "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45,
+    "num_attention_heads": 25, "attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm",
+}  # fmt: skip
+DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
+    "qwen2_vl": (_QWEN2_VIT, {}),
+    "qwen2_5_vl": (_QWEN25_VIT, {}),
+    "qwen3_vl": (_QWEN3_VIT, {"model_type": "qwen3_vl_text", "head_dim": 128}),
+    "llava": (_CLIP, {}),
+    "llava_next": (_CLIP, {}),
+    "llava_onevision": (_SIGLIP, {}),
+    "internvl": (_INTERN_VIT, {"model_type": "qwen2"}),
+}
+"""Of ViT and language model, by ``model_type``."""
+_NEXT_CANVASES: Final = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+_ONEVISION_CANVASES: Final = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
+
+
+def _usual_preprocessor(config: Config) -> dict[str, Any]:
+    """What a family's published folders tell their image processors."""
+    kind, vision = config["model_type"], config["vision_config"]
+    if kind in ("qwen2_vl", "qwen2_5_vl"):
+        return {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}
+    if kind == "qwen3_vl":
+        return {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}
+    tile = vision["image_size"]
+    side = tile[0] if isinstance(tile, list | tuple) else tile
+    pinpoints = {"image_grid_pinpoints": config["image_grid_pinpoints"]} if "image_grid_pinpoints" in config else {}
+    return {"size": {"height": side, "width": side}, "max_patches": 12, "min_patches": 1, **pinpoints}
+
+
+def _qwen2(*sizes: int) -> Text:
+    return Text("qwen2", *sizes)
+
+
+def _entry(kind: str, vision: Mapping[str, Any], text: Text, **more: Any) -> tuple[Config, Config]:
+    sizes = {key: value for key, value in text._asdict().items() if value is not None}
+    if "qwen" in kind:
+        sizes["model_type"] = f"{kind}_text"
+        vision = vision if kind == "qwen2_vl" else {**vision, "out_hidden_size": text.hidden_size}
+    config = {"model_type": kind, "tie_word_embeddings": False, "vision_config": vision, "text_config": sizes, **more}
+    return config, _usual_preprocessor(config)
+
+
+_QWEN_05B, _QWEN_15B = (896, 24, 14, 2, 4864), (1536, 28, 12, 2, 8960)
+_QWEN_7B, _QWEN_14B = (3584, 28, 28, 4, 18944), (5120, 48, 40, 8, 13824)
+_QWEN_32B, _QWEN_72B = (5120, 64, 40, 8, 27648), (8192, 80, 64, 8, 29568)
+_QWEN3: Final = {
+    "0.6B": (1024, 28, 16, 8, 3072), "1.7B": (2048, 28, 16, 8, 6144), "4B": (2560, 36, 32, 8, 9728),
+    "8B": (4096, 36, 32, 8, 12288), "14B": (5120, 40, 40, 8, 17408), "32B": (5120, 64, 64, 8, 25600),
+}  # fmt: skip
+_SMALL, _LARGE, _INTERN = 151_936, 152_064, 151_674
+_WIDER_VIT: Final = {**_QWEN25_VIT, "intermediate_size": 3456}
+_TIED: Final = {"tie_word_embeddings": True}
+_VICUNA_7B = Text("llama", 4096, 32, 32, 32, 11008, 32064)
+_VICUNA_13B = Text("llama", 5120, 40, 40, 40, 13824, 32064)
+_MISTRAL_7B = Text("mistral", 4096, 32, 32, 8, 14336, 32064)
+_LLAVA: Final = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+_NEXT: Final = {**_LLAVA, "image_grid_pinpoints": _NEXT_CANVASES}
+_ONEVISION: Final = {
+    "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9",
+    "image_grid_pinpoints": _ONEVISION_CANVASES,
+}  # fmt: skip
+
+
+def _qwen3(size: str) -> Text:
+    return Text("qwen3", *_QWEN3[size], vocab_size=_SMALL, head_dim=128)
+
+
+MODELS: Final[Mapping[str, tuple[Config, Config]]] = {
+    "Qwen2-VL-2B": _entry("qwen2_vl", _QWEN2_VIT, _qwen2(*_QWEN_15B, _SMALL), **_TIED),
+    "Qwen2-VL-7B": _entry("qwen2_vl", _QWEN2_VIT, _qwen2(*_QWEN_7B, _LARGE)),
+    "Qwen2-VL-72B": _entry("qwen2_vl", _QWEN2_VIT, _qwen2(*_QWEN_72B, _LARGE)),
+    "Qwen2.5-VL-3B": _entry("qwen2_5_vl", _QWEN25_VIT, _qwen2(2048, 36, 16, 2, 11008, _SMALL), **_TIED),
+    "Qwen2.5-VL-7B": _entry("qwen2_5_vl", _QWEN25_VIT, _qwen2(*_QWEN_7B, _LARGE)),
+    "Qwen2.5-VL-32B": _entry("qwen2_5_vl", _WIDER_VIT, _qwen2(*_QWEN_32B, _LARGE)),
+    "Qwen2.5-VL-72B": _entry("qwen2_5_vl", _WIDER_VIT, _qwen2(*_QWEN_72B, _LARGE)),
+    "Qwen3-VL-2B": _entry("qwen3_vl", _QWEN3_SMALL_VIT, _qwen3("1.7B"), **_TIED),
+    "Qwen3-VL-4B": _entry("qwen3_vl", _QWEN3_SMALL_VIT, _qwen3("4B"), **_TIED),
+    "Qwen3-VL-8B": _entry("qwen3_vl", _QWEN3_VIT, _qwen3("8B")),
+    "Qwen3-VL-32B": _entry("qwen3_vl", _QWEN3_VIT, _qwen3("32B")),
+    "InternVL3-1B": _entry("internvl", _INTERN_VIT, _qwen2(*_QWEN_05B, _INTERN)),
+    "InternVL3-2B": _entry("internvl", _INTERN_VIT, _qwen2(*_QWEN_15B, _INTERN)),
+    "InternVL3-8B": _entry("internvl", _INTERN_VIT, _qwen2(*_QWEN_7B, _INTERN)),
+    "InternVL3-14B": _entry("internvl", _INTERN_VIT, _qwen2(*_QWEN_14B, _INTERN)),
+    "InternVL3-38B": _entry("internvl", _INTERN_VIT_6B, _qwen2(*_QWEN_32B, _INTERN)),
+    "InternVL3-78B": _entry("internvl", _INTERN_VIT_6B, _qwen2(*_QWEN_72B, _INTERN)),
+    "InternVL3.5-1B": _entry("internvl", _INTERN_VIT, _qwen3("0.6B")),
+    "InternVL3.5-2B": _entry("internvl", _INTERN_VIT, _qwen3("1.7B")),
+    "InternVL3.5-4B": _entry("internvl", _INTERN_VIT, _qwen3("4B")),
+    "InternVL3.5-8B": _entry("internvl", _INTERN_VIT, _qwen3("8B")),
+    "InternVL3.5-14B": _entry("internvl", _INTERN_VIT, _qwen3("14B")),
+    "InternVL3.5-38B": _entry("internvl", _INTERN_VIT_6B, _qwen3("32B")),
+    "LLaVA-1.5-7B": _entry("llava", _CLIP, _VICUNA_7B, **_LLAVA),
+    "LLaVA-1.5-13B": _entry("llava", _CLIP, _VICUNA_13B, **_LLAVA),
+    "LLaVA-v1.6-mistral-7B": _entry("llava_next", _CLIP, _MISTRAL_7B, **_NEXT),
+    "LLaVA-v1.6-vicuna-7B": _entry("llava_next", _CLIP, _VICUNA_7B, **_NEXT),
+    "LLaVA-v1.6-vicuna-13B": _entry("llava_next", _CLIP, _VICUNA_13B, **_NEXT),
+    "LLaVA-OneVision-Qwen2-0.5B": _entry("llava_onevision", _SIGLIP, _qwen2(*_QWEN_05B, 152_000), **_ONEVISION | _TIED),
+    "LLaVA-OneVision-Qwen2-7B": _entry("llava_onevision", _SIGLIP, _qwen2(*_QWEN_7B, 152_128), **_ONEVISION),
+    "LLaVA-OneVision-Qwen2-72B": _entry("llava_onevision", _SIGLIP, _qwen2(*_QWEN_72B, 152_064), **_ONEVISION),
+}
+"""Configuration and image processor of each."""

@@ -1,0 +1,246 @@
+"""Lengths of a few items drawn from a dataset, in whatever form conversations about images come, without torch.
+
+Read are InternVL's and LLaVA's annotations, ShareGPT-like ones (``messages`` or ``conversations``, ``images``), those
+of Qwen and ms-swift (images within a message's content), questions with answers (``query``, ``response``), as JSON or
+JSON lines, and folders that Hugging Face ``datasets`` saved. Nothing is checked beyond what lengths need: training
+checks the rest.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.sources.images import image_size
+from omnibal.data.sources.shards import Shards, open_shards
+from omnibal.errors import DataError
+from omnibal.families.base import ImageRule, Size
+
+TURN_TOKENS: Final = 5
+"""What ChatML adds to a turn."""
+IMAGE_TOKENS: Final = 2
+"""What stands before and behind an image."""
+TOKENS_OF: Final = {"word": 1.2, "digit": 1.0, "marks": 0.9, "ideograph": 0.6, "other": 0.5}
+"""Of Qwen's vocabulary per word of Latin letters, digit, run of other marks, ideograph, and letter of other scripts.
+
+On 5,800 paragraphs of English prose, Markdown and code they are 5 % below to 5 % above what its tokenizer counts, a
+paragraph by itself 10 % (standard deviation).
+"""
+ESTIMATE_ERROR: Final = 0.1
+"""Share by which a text's estimated tokens may be off."""
+MARKS: Final = re.compile(r"<image>|<\|?image_pad\|?>|<img>|</img>")
+TEXT_KEYS: Final = ("system", "instruction", "input", "prompt", "query", "question", "output", "response", "answer")
+TURN_KEYS: Final = ("conversations", "messages", "conversation")
+IMAGE_KEYS: Final = ("images", "image", "image_path", "img")
+VIDEO_KEYS: Final = ("videos", "video")
+Image = str | Mapping[str, Any]
+Count = Callable[[str], int]
+Drawn = tuple[str, Path, Callable[[], Mapping[str, Any]]]
+_PARTS: Final = re.compile(
+    r"(?P<word>[A-Za-zÀ-ɏ]+)|(?P<digit>\d)|(?P<ideograph>[⺀-鿿가-힯豈-﫿＀-￯])|(?P<other>[^\W\d_])|(?P<marks>[^\w\s]+|_+)"
+)
+
+
+def estimated_tokens(text: str) -> int:
+    """About how many tokens a text has, where no tokenizer is at hand.
+
+    >>> estimated_tokens("What is shown in this picture, and where was it taken?")
+    15
+    """
+    return round(sum(TOKENS_OF[str(part.lastgroup)] for part in _PARTS.finditer(text)))
+
+
+@dataclass(frozen=True)
+class Item:
+    """A sample: how many turns it has, what is said, and its images (paths, or records of bytes or sizes)."""
+
+    turns: int
+    text: str
+    images: tuple[Image, ...]
+    sizes: tuple[Size, ...] | None
+    root: Path
+
+
+@dataclass(frozen=True)
+class DrawnLengths:
+    """What a few items hold.
+
+    Attributes:
+        lengths: Of the items that could be measured.
+        num_samples: Of the whole dataset.
+        problems: Why the others could not.
+        text_tokens: Mean tokens of an item that are text.
+    """
+
+    lengths: SampleLengths
+    num_samples: int
+    problems: tuple[str, ...]
+    text_tokens: float
+
+
+def draw_lengths(
+    path: Path,
+    rule: ImageRule,
+    *,
+    count: int = 1000,
+    seed: int = 0,
+    image_folder: Path | None = None,
+    count_tokens: Count = estimated_tokens,
+) -> DrawnLengths:
+    """Measure items drawn at random.
+
+    Args:
+        path: A file of annotations, InternVL's meta file, or a folder of Hugging Face ``datasets``.
+        rule: What images bring.
+        count: Of items to draw; all where there are fewer.
+        seed: Of the draw.
+        image_folder: What the paths of images are relative to; by default each file's own folder.
+        count_tokens: How many tokens a text has.
+
+    Raises:
+        DataError: No item can be measured; the message says why the first one cannot.
+    """
+    num_samples, items = _open(path, count, seed, image_folder)
+    measured, text, problems = [], 0, []
+    for place, root, read in items:
+        try:
+            item = parse_item(read(), root)
+            loads = rule(_sizes(item))
+        except ValueError as error:
+            problems.append(f"{place}: {error}")
+            continue
+        tokens = count_tokens(item.text) + TURN_TOKENS * item.turns + IMAGE_TOKENS * len(loads)
+        text += tokens
+        sums = np.array(loads, dtype=np.int64).reshape(-1, 3).sum(axis=0).tolist()
+        measured.append((sums[0], sums[1] + tokens, sums[2]))
+    if not measured:
+        raise DataError(f"data must have items whose lengths can be told, got none in {path}; {problems[0]}")
+    units, all_tokens, squared = np.array(measured, dtype=np.int64).T
+    lengths = SampleLengths(units, all_tokens, vision_squared=squared if squared.any() else None)
+    return DrawnLengths(lengths, num_samples, tuple(problems), text / len(measured))
+
+
+def _open(path: Path, count: int, seed: int, image_folder: Path | None) -> tuple[int, Iterator[Drawn]]:
+    """How many samples there are, and drawn ones: where each stands, where its images are, and how to read it."""
+    generator = np.random.default_rng(seed)
+    if path.is_dir():
+        table = _saved_dataset(path)
+        chosen = np.sort(generator.permutation(len(table))[:count]).tolist()
+        root = image_folder or path
+        return len(table), ((f"{path}, item {place}", root, partial(table.__getitem__, place)) for place in chosen)
+    shards = Shards(open_shards(path, image_folder=image_folder))
+    some = np.sort(generator.permutation(shards.num_samples)[:count])
+    return shards.num_samples, _of_shards(shards, shards.item_of(some).tolist())
+
+
+def _of_shards(shards: Shards, items: list[int]) -> Iterator[Drawn]:
+    for item in items:
+        shard, place = shards.locate(item)
+        where = f"{shard.records.path}, line {shard.records.line(place)}"
+        yield where, shard.root, partial(shard.records.__getitem__, place)
+
+
+def _saved_dataset(path: Path) -> Any:
+    """A folder of Hugging Face ``datasets``, whose images stay as they are."""
+    try:
+        from datasets import DatasetDict, Features, Image, load_from_disk
+    except ModuleNotFoundError as error:
+        raise DataError(f"datasets must be installed to read {path}, got none; run pip install datasets") from error
+    table = load_from_disk(str(path))
+    if isinstance(table, DatasetDict):
+        table = table["train"] if "train" in table else next(iter(table.values()))
+    plain = {name: _undecoded(feature, Image) for name, feature in table.features.items()}
+    return table.cast(Features(plain)) if plain != dict(table.features) else table
+
+
+def _undecoded(feature: Any, image: Any) -> Any:
+    inner = getattr(feature, "feature", None)
+    if isinstance(feature, image):
+        return image(decode=False)
+    return type(feature)(image(decode=False)) if isinstance(inner, image) else feature
+
+
+def parse_item(record: Mapping[str, Any], root: Path) -> Item:
+    """What lengths need of a record, whatever its form.
+
+    >>> item = parse_item({"messages": [{"role": "user", "content": "<image>What?"}], "images": ["a.jpg"]}, Path("."))
+    >>> item.turns, item.text, item.images
+    (1, 'What?', ('a.jpg',))
+
+    Raises:
+        DataError: It holds no conversation, or a video.
+    """
+    if any(record.get(key) for key in VIDEO_KEYS):
+        raise DataError("samples must hold images and text, got a video, which is not supported")
+    turns = next((record[key] for key in TURN_KEYS if isinstance(record.get(key), list)), None)
+    texts: list[str] = []
+    images = [image for key in IMAGE_KEYS for image in _listed(record.get(key))]
+    if turns is None:
+        texts = [str(record[key]) for key in TEXT_KEYS if record.get(key)]
+    else:
+        texts += [str(record["system"])] if record.get("system") else []
+        for turn in turns:
+            content = turn.get("value", turn.get("content", "")) if isinstance(turn, Mapping) else turn
+            text, more = _content(content)
+            texts.append(text)
+            images += more
+    if not texts:
+        raise DataError(
+            f"samples must hold a conversation ({', '.join(TURN_KEYS[:2])}) or {TEXT_KEYS[4]} and {TEXT_KEYS[7]}, "
+            f"got the keys {', '.join(record)}"
+        )
+    return Item(len(texts), MARKS.sub("", "\n".join(texts)), tuple(images), _stated_sizes(record, len(images)), root)
+
+
+def _content(content: Any) -> tuple[str, list[Image]]:
+    """Text and images of a turn, which may be a list of parts."""
+    if not isinstance(content, list):
+        return str(content), []
+    texts, images = [], []
+    for part in content:
+        if not isinstance(part, Mapping):
+            texts.append(str(part))
+        elif part.get("type", "").startswith("image"):
+            named = part.get("image") or part.get("path") or part.get("image_url")
+            images += _listed(named.get("url") if isinstance(named, Mapping) and "url" in named else named)
+        elif part.get("text"):
+            texts.append(str(part["text"]))
+    return "\n".join(texts), images
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None or value == "":
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _stated_sizes(record: Mapping[str, Any], count: int) -> tuple[Size, ...] | None:
+    """Sizes that the record itself states, as InternVL's annotations do."""
+    widths, heights = (_listed(record.get(side)) for side in ("width", "height"))
+    if not count or len(widths) != count or len(heights) != count:
+        return None
+    whole = all(isinstance(side, int) and side > 0 for side in (*widths, *heights))
+    return tuple(zip(widths, heights, strict=True)) if whole else None
+
+
+def _sizes(item: Item) -> tuple[Size, ...]:
+    if item.sizes is not None:
+        return item.sizes
+    return tuple(_size(image, item.root) for image in item.images)
+
+
+def _size(image: Image, root: Path) -> Size:
+    if isinstance(image, Mapping):
+        if image.get("bytes"):
+            return image_size(BytesIO(image["bytes"]))
+        image = str(image.get("path"))
+    if image.startswith(("http://", "https://", "data:")):
+        raise ValueError(f"image must be a file to know its size, got {image[:60]}")
+    path = Path(image.removeprefix("file://"))
+    return image_size(path if path.is_absolute() else root / path)

@@ -1,0 +1,248 @@
+"""What `omnibal advise` says: ten lines, a picture, a page."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from omnibal.advise.changes import Advice, Change, causes_before_and_after, proposed_limits
+from omnibal.advise.estimate import Estimate, Way
+from omnibal.advise.present import Present
+from omnibal.cluster import Cluster
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.report.html import page, paragraph, picture, section, table
+from omnibal.report.style import BLUE, GIB, GREEN, GREY, ORANGE, PINK, VERMILION, drawing, legend_below
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE)
+"""Of the causes, in their order."""
+UNITS: Final = {"qwen2_vl": "patches", "qwen2_5_vl": "patches", "qwen3_vl": "patches"}
+PASTED: Final = {
+    "trainer": (
+        "from omnibal import PackLimits",
+        "from omnibal.integrations.transformers import balance",
+        "balance(trainer, PackLimits({vision}, {tokens}))  # before trainer.train(); "
+        "gradient_accumulation_steps={micro_batches}",
+    ),
+    "loop": (
+        "from omnibal import BalancedBatchSampler, PackLimits",
+        "sampler = BalancedBatchSampler(lengths, PackLimits({vision}, {tokens}), num_replicas={ranks}, rank=rank, "
+        "micro_batches={micro_batches})",
+    ),
+}
+"""For a transformers.Trainer and what is built on it; for a loop of one's own."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is said.
+
+    Attributes:
+        advice: What was estimated.
+        model: Its name.
+        cluster: The machines.
+        present: What was read of the present way.
+        measured: Where the lengths come from, in words.
+        data: The data, as the command line names it.
+        lengths: Of the samples.
+    """
+
+    advice: Advice
+    model: str
+    cluster: Cluster
+    present: Present
+    measured: str
+    data: str
+    lengths: SampleLengths
+
+    @cached_property
+    def limits(self) -> PackLimits:
+        """Those to take."""
+        return proposed_limits(self.advice.after, self.lengths)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether packs are part of the advice."""
+        return any(change.name in ("packing", "balance", "limits") for change in self.advice.adopted)
+
+    def lines(self) -> list[str]:
+        """What to print."""
+        advice, today = self.advice, self.advice.today
+        found = [
+            f"{self.model}{self._trained()} on {self.cluster}: {_way(today)}, "
+            f"{today.samples_per_step:,.0f} samples a step",
+            f"data: {self.measured}",
+            *([f"read: {', '.join(f'{key} {value}' for key, value in self.present.said.items())}"]),
+            f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}",
+        ]
+        found += [f"{number}. {_said(change)}" for number, change in enumerate(advice.changes, start=1)]
+        if not advice.adopted:
+            return [*found, "leave it as it is: nothing brings more than the estimate's error", *self._memory()]
+        found.append(f"all that brings something: {advice.factor:.2f} ± {advice.error:.2f} times the samples a second")
+        found += self._memory()
+        if self.is_packed:
+            found += [self._limits(), *self._paste()]
+        return found
+
+    def to_record(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        advice = self.advice
+        return {
+            "model": self.model,
+            "cluster": str(self.cluster),
+            "data": self.measured,
+            "read": dict(self.present.said),
+            "today": _figures(advice.today),
+            "changes": [
+                {
+                    "name": change.name, "detail": change.detail, "factor": change.factor, "error": change.error,
+                    "brings": change.brings, "cost": change.cost,
+                }
+                for change in advice.changes
+            ],
+            "factor": advice.factor,
+            "error": advice.error,
+            "after": _figures(advice.after),
+            "limits": {"vision_units": self.limits.vision_units, "llm_tokens": self.limits.llm_tokens},
+        }  # fmt: skip
+
+    def _trained(self) -> str:
+        if self.present.lora:
+            return f", LoRA of rank {self.present.lora},"
+        return f", {' and '.join(self.present.frozen)} frozen," if self.present.frozen else ""
+
+    def _memory(self) -> list[str]:
+        today, after = self.advice.today, self.advice.after
+        has = today.memory.budget_bytes / GIB
+        fullest, mean = (size / GIB for size in today.peaks)
+        line = f"memory: fullest rank {fullest:.1f} of {has:.1f} GiB, mean {mean:.1f}"
+        if after is not today:
+            line += f"; then {after.peaks[0] / GIB:.1f} and {after.peaks[1] / GIB:.1f}"
+        if fullest > has:
+            line += f"; today's fullest micro-batch lacks {fullest - has:.1f} GiB: such a step would end the run"
+        return [line]
+
+    def _limits(self) -> str:
+        after = self.advice.after
+        return (
+            f"limits: {self.limits.vision_units:,} vision units and {self.limits.llm_tokens:,} LLM tokens a pack, "
+            f"{after.way.micro_batches} packs of a rank: {after.samples_per_pack:.1f} samples a pack make "
+            f"{after.samples_per_step:,.0f} a step ({self.advice.today.samples_per_step:,.0f} today); every sample fits"
+        )
+
+    def _paste(self) -> list[str]:
+        after = self.advice.after
+        kind = "loop" if self.present.host == "deepspeed" else "trainer"
+        values = {
+            "vision": self.limits.vision_units, "tokens": self.limits.llm_tokens,
+            "ranks": self.cluster.num_devices, "micro_batches": after.way.micro_batches,
+        }  # fmt: skip
+        measure = (
+            f"omnibal lengths {self.data} lengths --model FOLDER && omnibal pack lengths "
+            f"--limits {self.limits.vision_units},{self.limits.llm_tokens}"
+        )
+        return ["paste:", *(f"    {line.format(**values)}" for line in PASTED[kind]), f"measure: {measure}"]
+
+
+def _way(estimate: Estimate) -> str:
+    way: Way = estimate.way
+    shared = {
+        "random": f"batches of {way.batch}", "group_by_length": f"batches of {way.batch} by length",
+        "flattened": f"flattened batches of {way.batch}", "packed": "random packs", "even": "even packs",
+    }[way.batching]  # fmt: skip
+    again = "recomputing" if way.recompute != "none" else "nothing recomputed"
+    return f"{way.trainer}, {shared}, {way.micro_batches} a rank and step, {again}"
+
+
+def _said(change: Change) -> str:
+    if change.factor is None:
+        return f"{change.name}: {change.detail}"
+    error = f"{change.factor:.2f} ± {change.error:.2f} ×"
+    if not change.brings:
+        return f"{change.name}: brings nothing ({error}; {change.detail})"
+    return f"{change.name}: {error} ({change.detail}; takes {change.cost})"
+
+
+def _figures(estimate: Estimate) -> dict[str, Any]:
+    way = estimate.way
+    return {
+        "trainer": way.trainer, "batching": way.batching, "batch": way.batch, "micro_batches": way.micro_batches,
+        "recompute": way.recompute, "samples_per_step": estimate.samples_per_step, "shares": estimate.shares,
+        "sample_seconds": float(estimate.sample_seconds.mean()),
+        "fullest_rank_bytes": estimate.peaks[0], "mean_rank_bytes": estimate.peaks[1],
+    }  # fmt: skip
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw where the time goes today and with the changes, and what each change brings.
+
+    Args:
+        report: What is said.
+        path: The PNG.
+    """
+    with drawing(path, 9.6, 3.0) as figure:
+        where, gains = figure.subplots(1, 2, width_ratios=(3, 2))
+        _draw_causes(report.advice, where)
+        _draw_changes(report.advice, gains)
+        legend_below(figure, where)
+
+
+def _draw_causes(advice: Advice, axes: Axes) -> None:
+    left = [0.0, 0.0]
+    for (cause, *shares), colour in zip(causes_before_and_after(advice), COLOURS, strict=True):
+        axes.barh([1, 0], shares, left=left, color=colour, label=cause)
+        left = [start + share for start, share in zip(left, shares, strict=True)]
+    axes.set_yticks([1, 0], ["today", "with the changes"])
+    axes.set_xlabel("time of the devices for a sample, today's is 1")
+    axes.set_title("Where the time goes", loc="left")
+
+
+def _draw_changes(advice: Advice, axes: Axes) -> None:
+    known = [change for change in advice.changes if change.factor is not None]
+    places = list(range(len(known)))[::-1]
+    for place, change in zip(places, known, strict=True):
+        colour = GREEN if change.brings else GREY
+        axes.barh(place, change.factor or 0.0, xerr=change.error, color=colour, error_kw={"ecolor": "black"})
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(places, [change.name for change in known])
+    axes.set_xlabel("samples a second, before the change 1")
+    axes.set_title("What each change brings", loc="left")
+
+
+def write_advice_page(report: Report, path: Path) -> None:
+    """Write the page; its picture is in it.
+
+    Args:
+        report: What is said.
+        path: The HTML file; its folder is made.
+    """
+    rows = [
+        (change.name, change.detail, "–" if change.factor is None else f"{change.factor:.2f} ± {change.error:.2f} ×",
+         "yes" if change.brings else "no", change.cost)
+        for change in report.advice.changes
+    ]  # fmt: skip
+    causes = [
+        (cause, f"{before:.0%}", f"{after:.0%}") for cause, before, after in causes_before_and_after(report.advice)
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        drawn = Path(name) / "advice.png"
+        draw(report, drawn)
+        sections = [
+            section("In short", *(paragraph(line) for line in report.lines())),
+            section(
+                "Where the devices' time goes",
+                table(("of today's time", "today", "with the changes"), causes),
+                picture(drawn, "Left: the devices' time for a sample. Right: what each change brings on top of those "
+                        "before it; black lines are errors, grey what brings nothing."),
+            ),
+            section("Changes, one on top of the other", table(("", "what", "samples/s", "brings", "takes"), rows)),
+        ]  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lead = f"{report.model} on {report.cluster}, estimated from {report.measured}"
+        path.write_text(page("What balancing would bring", lead, sections))

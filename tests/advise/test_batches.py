@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+
+from omnibal.advise.batches import Samples, even_packs, padded_batches, random_packs
+from omnibal.advise.costs import phase_seconds
+from omnibal.advise.wait import wait
+from omnibal.cost import Load
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.device import DEVICES
+from omnibal.profile.counted import analytic_profile
+from tests.profile.test_counted import RECORDS
+
+SHAPE = {"num_ranks": 2, "micro_batches": 3}
+
+
+def samples_of(lengths):
+    squared = np.zeros(len(lengths)) if lengths.vision_squared is None else lengths.vision_squared
+    tokens = lengths.llm_tokens.astype(float)
+    return Samples(np.stack([lengths.vision_units, tokens, tokens**2, squared], axis=1).astype(float))
+
+
+def sums(load):
+    return [getattr(load, name).sum() for name in ("vision_units", "llm_tokens", "llm_tokens_squared")]
+
+
+def test_padded_batches_are_as_long_as_their_longest_sample():
+    samples = samples_of(SampleLengths([1, 0, 2, 3], [10, 4, 7, 8]))
+    found = padded_batches(samples, batch=2, num_ranks=1, micro_batches=2)
+    assert found.loads == Load([[[1, 5]]], [[[20, 16]]], [[[200, 128]]])
+    assert found.real == Load([[[1, 5]]], [[[14, 15]]], [[[116, 113]]])
+    assert found.samples_per_step == 4
+    assert padded_batches(samples, batch=2, num_ranks=1, micro_batches=2, batching="flattened").loads == found.real
+
+
+def test_batches_by_length_go_to_the_ranks_in_turn():
+    lengths = SampleLengths([0] * 8, [1, 8, 2, 7, 3, 6, 4, 5])
+    found = padded_batches(samples_of(lengths), batch=2, num_ranks=2, micro_batches=2, batching="group_by_length")
+    assert found.loads.llm_tokens.tolist() == [[[16, 8], [12, 4]]]
+
+
+@pytest.mark.parametrize("lengths", [tiled_lengths(600, seed=3), patch_lengths(600, seed=3)])
+def test_packs_hold_every_sample_once(lengths):
+    samples = samples_of(lengths)
+    even = even_packs(samples, samples.sizes[:, :2], samples_per_step=200, **SHAPE)
+    assert sums(even.loads) == pytest.approx(samples.sizes[:, :3].sum(axis=0))
+    limits = PackLimits(30_000, 9_000)
+    packed = random_packs(samples, limits, **SHAPE)
+    assert packed.largest.llm_tokens <= limits.llm_tokens
+    assert packed.largest.vision_units <= limits.vision_units
+    assert packed.loads.shape[1:] == (2, 3)
+    mean = packed.loads.llm_tokens.sum() / packed.num_samples
+    assert mean == pytest.approx(lengths.llm_tokens.mean(), rel=0.05)
+
+
+def test_even_packs_are_about_as_even_as_the_planners():
+    """Both keep ranks waiting for at most a few percent, where random batches wait for more."""
+    profile = analytic_profile(RECORDS, DEVICES["A100-80GB"])
+    lengths = tiled_lengths(8 * 8 * 8 * 4, seed=2)
+    samples = samples_of(lengths)
+    costs = phase_seconds(profile, samples.load)
+    parts = np.stack([costs["vision forward"], costs["language forward"]], axis=1)
+    even = even_packs(samples, parts, num_ranks=8, micro_batches=8, samples_per_step=8 * 8 * 8)
+    epoch = arrange_epoch(lengths, even.largest, num_replicas=8, micro_batches=8)
+    planned = epoch.packs.load(lengths)[epoch.steps[:-1]]
+    random = padded_batches(samples, batch=8, num_ranks=8, micro_batches=8).real
+    waited = []
+    for load in (planned, even.loads, random):
+        seconds = phase_seconds(profile, load)
+        waited.append(sum(wait(seconds, "zero3").values()).sum() / sum(seconds.values()).sum())
+    assert waited[0] < waited[1] + 0.01
+    assert waited[1] < 0.03
+    assert waited[2] > 0.1

@@ -1,0 +1,75 @@
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from omnibal.advise.models import MODELS, Model, complete
+from omnibal.errors import ConfigError
+from omnibal.families import layer_records
+
+
+def parameters(model):
+    tied = {record.tied_key: record.sizes["parameters"] for record in model.records if record.tied_key}
+    return sum(record.sizes["parameters"] for record in model.records if not record.tied_key) + sum(tied.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    # as the models' pages on huggingface.co state them
+    [("Qwen2-VL-2B", 2.21), ("Qwen2.5-VL-3B", 3.75), ("Qwen2.5-VL-7B", 8.29), ("Qwen2.5-VL-32B", 33.5),
+     ("Qwen2.5-VL-72B", 73.4), ("Qwen3-VL-4B", 4.44), ("Qwen3-VL-8B", 8.77), ("InternVL3-8B", 7.94),
+     ("InternVL3-38B", 38.4), ("InternVL3-78B", 78.4), ("InternVL3.5-8B", 8.53), ("LLaVA-1.5-7B", 7.06),
+     ("LLaVA-v1.6-mistral-7B", 7.57), ("LLaVA-OneVision-Qwen2-7B", 8.03)],
+)  # fmt: skip
+def test_known_models_have_as_many_parameters_as_published(name, billions):
+    assert parameters(Model.known(name)) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_known_model_has_layers_and_a_rule_for_images(name):
+    model = Model.known(name)
+    assert {record.module for record in model.records} == {"vision", "projector", "language"}
+    (load,) = model.image_rule()([(1000, 700)])
+    assert load.vision_units > 0
+    assert load.llm_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "vision", "text"),
+    # what the published files say
+    [
+        ("Qwen2-VL-7B", {}, None),
+        ("Qwen2.5-VL-7B", {"hidden_size": 1280, "out_hidden_size": 3584}, None),
+        ("Qwen3-VL-8B", None, None),
+        ("LLaVA-1.5-7B", None, {"model_type": "llama", "vocab_size": 32064}),
+        ("LLaVA-v1.6-mistral-7B", None, {"model_type": "mistral", "vocab_size": 32064}),
+        ("LLaVA-OneVision-Qwen2-7B", None, None),
+        ("InternVL3-8B", None, None),
+    ],
+)
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path, name, vision, text, is_flat):
+    config, _ = MODELS[name]
+    said = {**config, "text_config": text or config["text_config"]}
+    said["vision_config"] = config["vision_config"] if vision is None else vision
+    if is_flat:  # the language model's sizes at the top, as in the first folders of Qwen-VL
+        if not name.startswith(("Qwen2", "Qwen2.5")):
+            return
+        said = {**said.pop("text_config"), **said}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    theirs = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert layer_records(theirs) == layer_records(complete(said)) == Model.known(name).records
+
+
+def test_pixels_of_a_preprocessor_may_stand_at_the_top():
+    config, _ = MODELS["Qwen2.5-VL-7B"]
+    small = Model.of("mine", config, {"max_pixels": 56 * 56 * 4, "min_pixels": 3136})
+    assert small.image_rule()([(1000, 1000)])[0].vision_units == 64
+    assert Model.known("Qwen2.5-VL-7B").image_rule(max_pixels=56 * 56 * 4)([(1000, 1000)])[0].vision_units == 64
+
+
+def test_a_name_that_is_not_known_gets_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"got 'Qwen2.5-VL-8B'; did you mean Qwen2.5-VL-7B\? of another model give"):
+        Model.known("Qwen2.5-VL-8B")
+    with pytest.raises(ConfigError, match=r"max_pixels must be left out for LLaVA-1\.5-7B, got 9; give max_tiles"):
+        Model.known("llava-1.5-7b-hf").image_rule(max_pixels=9)

@@ -1,0 +1,72 @@
+import pytest
+
+from omnibal.advise.present import Present, read_present
+from omnibal.errors import ConfigError
+
+ZERO_2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
+
+
+def said(content, **files):
+    present = read_present(content, files.__getitem__)
+    return {name: value for name, value in vars(present).items() if name != "said" and value is not None}
+
+
+def test_a_ds_config():
+    assert said({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 8}) == {
+        "host": "deepspeed", "trainer": "zero3", "accumulation": 8,
+    }  # fmt: skip
+    assert said({"bf16": {"enabled": True}})["trainer"] == "ddp"
+
+
+def test_training_arguments_have_transformers_defaults():
+    assert said({"learning_rate": 1e-5}) == {
+        "host": "transformers", "trainer": "ddp", "batch": 8, "accumulation": 1, "batching": "random",
+    }  # fmt: skip
+    found = said({"per_device_train_batch_size": 2, "gradient_checkpointing": False, "deepspeed": ZERO_2})
+    assert (found["trainer"], found["batch"], found["recompute"]) == ("zero2", 2, False)
+    assert said({"learning_rate": 1, "fsdp": "full_shard auto_wrap"})["trainer"] == "fsdp"
+    assert said({"learning_rate": 1, "train_sampling_strategy": "group_by_length"})["batching"] == "group_by_length"
+
+
+def test_llama_factory_freezes_and_recomputes_unless_told():
+    found = said(
+        {"finetuning_type": "lora", "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "deepspeed": "z.json",
+         "per_device_train_batch_size": 4},
+        **{"z.json": ZERO_2},
+    )  # fmt: skip
+    assert found == {
+        "host": "llama-factory", "trainer": "zero2", "batch": 4, "accumulation": 1, "batching": "random",
+        "cutoff": 2048, "recompute": True, "frozen": ("vision", "projector"), "lora": 8, "max_pixels": 768 * 768,
+        "model": "Qwen/Qwen2.5-VL-7B-Instruct",
+    }  # fmt: skip
+    full = said({"finetuning_type": "full", "freeze_vision_tower": False, "neat_packing": True, "cutoff_len": 8192,
+                 "disable_gradient_checkpointing": True})  # fmt: skip
+    assert full["frozen"] == ("projector",)
+    assert (full["batching"], full["cutoff"], full["recompute"]) == ("packed", 8192, False)
+    assert "lora" not in full
+
+
+def test_ms_swift_names_deepspeeds_stages():
+    found = said({"train_type": "lora", "lora_rank": 16, "deepspeed": "zero3_offload", "padding_free": True})
+    assert found == {
+        "host": "ms-swift", "trainer": "zero3", "batch": 1, "accumulation": 1, "batching": "flattened",
+        "recompute": True, "frozen": ("vision", "projector"), "lora": 16,
+    }  # fmt: skip
+
+
+def test_what_is_said_on_the_command_line_goes_first():
+    present = Present(batch=2, lora=0).over(read_present({"zero_optimization": {"stage": 1}, "bf16": {}}))
+    assert (present.trainer, present.batch, present.lora) == ("zero1", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"loss": 1}, "--today must be a trainer .* got one with the keys loss"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 4"),
+        ({"learning_rate": 1, "per_device_train_batch_size": 0}, "per_device_train_batch_size must be a positive"),
+    ],
+)
+def test_wrong_values_are_named(content, message):
+    with pytest.raises(ConfigError, match=message):
+        read_present(content)

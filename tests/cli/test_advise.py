@@ -1,0 +1,147 @@
+"""What would it bring me?"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.sources.conversations import open_dataset
+from omnibal.data.synthetic import tiled_lengths
+
+RUN = ("--model", "InternVL3-8B", "--cluster", "8xA100-80GB")
+PROBE = """
+import sys
+from omnibal.cli.main import app
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+loaded = {"torch", "transformers", "deepspeed", "datasets"} & set(sys.modules)
+assert not loaded, loaded
+"""
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lengths")
+    tiled_lengths(20_000, seed=1).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def annotations(tmp_path_factory):
+    """Two thousand samples whose images' sizes stand beside them."""
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "word " * 50}]
+    sizes = ((400, 300), (1600, 1200), (800, 2400))
+    records = (
+        {"image": "a.jpg", "width": sizes[n % 3][0], "height": sizes[n % 3][1], "conversations": turns}
+        for n in range(2000)
+    )
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
+    options = ("--today", "zero3", "--batch", 4, "--accumulation", 8, "--plot", tmp_path / "advice.png")
+    lines = omnibal("advise", lengths, *RUN, *options).stdout.splitlines()
+    way = "zero3, batches of 4, 8 a rank and step, recomputing, 256 samples a step"
+    assert lines[0] == f"InternVL3-8B on 8xA100-80GB: {way}"
+    assert lines[1] == "data: 20,000 samples of measured lengths"
+    assert lines[3].startswith("today: useful 3")
+    assert [line.split(":")[0] for line in lines[4:9]] == [
+        "1. packing", "2. balance", "3. limits", "4. recompute", "5. trainer",
+    ]  # fmt: skip
+    assert "brings nothing" in lines[6]
+    assert lines[9].startswith("all that brings something: 2.")
+    assert any("balance(trainer, PackLimits(" in line for line in lines)
+    assert (tmp_path / "advice.png").stat().st_size > 10_000
+
+
+def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
+    options = ("--batch", 4, "--plot", tmp_path / "advice.html", "--json")
+    record = json.loads(omnibal("advise", lengths, *RUN, *options).stdout)
+    assert record["today"]["batch"] == 4
+    assert sum(record["today"]["shares"].values()) == pytest.approx(1)
+    assert record["changes"][0]["name"] == "packing"
+    assert record["after"]["sample_seconds"] < record["today"]["sample_seconds"] / 2
+    page = (tmp_path / "advice.html").read_text()
+    assert f"{record['changes'][0]['factor']:.2f}" in page
+    assert "data:image/png" in page
+
+
+def test_a_sample_answers_without_torch_and_without_compiling(annotations, tmp_path):
+    arguments = ["advise", str(annotations), *RUN, "--lora", "--batch", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=False,
+        env={"NUMBA_CACHE_DIR": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "compiling" not in done.stderr
+    assert not list(tmp_path.rglob("*.nb?"))
+    record = json.loads(done.stdout)
+    assert record["data"].startswith("1,000 of 2,000 samples measured; tokens of text estimated (±10%")
+    assert record["today"]["fullest_rank_bytes"] < 79e9
+
+
+def test_the_present_way_is_read_from_files(omnibal, lengths, tmp_path):
+    (tmp_path / "z2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    yaml = tmp_path / "train.yaml"
+    yaml.write_text(
+        "model_name_or_path: OpenGVLab/InternVL3-8B-hf\nfinetuning_type: lora\ndeepspeed: z2.json\n"
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\ncutoff_len: 1500\n"
+    )
+    found = omnibal("advise", lengths, "--today", yaml, "--cluster", "8xA100-80GB", "--json").stdout
+    record = json.loads(found)
+    today = record["today"]
+    assert (today["trainer"], today["batch"], today["micro_batches"]) == ("zero2", 2, 4)
+    assert "are cut at 1,500 tokens" in record["data"]
+    assert record["read"]["cutoff_len"] == "1500"
+    assert (record["model"], record["after"]["recompute"]) == ("InternVL3-8B", "none")
+
+
+def test_a_model_folder_brings_its_tokenizer_and_its_way_with_images(omnibal, demo):
+    exact = open_dataset(demo.meta, demo.model).lengths()
+    options = ("--model", demo.model, "--cluster", "2xA100-80GB", "--batch", 2, "--json")
+    record = json.loads(omnibal("advise", demo.meta, *options).stdout)
+    assert record["data"] == "60 of 60 samples measured"  # nothing is estimated
+    # what the chat template adds to a sample is taken to be ChatML's
+    tokens = record["limits"]["llm_tokens"] / record["today"]["samples_per_step"]
+    assert tokens < 2 * exact.llm_tokens.mean()
+    assert record["limits"]["vision_units"] >= exact.vision_units.max()
+
+
+def test_even_samples_are_left_as_they_are(omnibal, tmp_path):
+    SampleLengths([1] * 64, [900] * 64).save(tmp_path)
+    text = omnibal("advise", tmp_path, *RUN, "--batch", 2, "--no-recompute").stdout
+    assert "leave it as it is: nothing brings more than the estimate's error" in text
+    assert "paste" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "InternVL3-9B"), "a config.json, got 'InternVL3-9B'; did you mean InternVL3-"),
+        (("--cluster", "8xA1000"), "device must be how one of "),
+        (("--cluster", "8xA1000"), 'for another one give a record with "name", "memory_bytes"'),
+        (("--today", "zero4"), "--today must be one of ddp, zero1, zero2, zero3, fsdp, or a file, got 'zero4'"),
+        (("--model", "Qwen2.5-VL-7B"), "must be of Qwen2.5-VL-7B, with 4 patches for each image token, got sample"),
+        (("--model", "LLaVA-1.5-7B"), "must be of LLaVA-1.5-7B, with 576 LLM tokens for each tile, got sample"),
+        (("--today", "ddp", "--batch", "4"), "which is wrong: the batch of 4, ddp, recomputation 'full', what is"),
+        (("--plot", "a.pdf"), "--plot must end in .png or .html, got a.pdf"),
+        (("--batching", "packed"), "--cutoff must say how many tokens a pack holds, got none"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_in_one_line(refusal, lengths, arguments, message):
+    line = refusal("advise", lengths, *RUN, *arguments)
+    assert message in line
+    assert "\n" not in line
+
+
+def test_data_that_is_not_there_or_has_no_sizes(refusal, tmp_path):
+    assert "which does not exist" in refusal("advise", tmp_path / "none.json", *RUN)
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"image": "gone.jpg", "conversations": [{"from": "human", "value": "<image>"}]}))
+    assert "image must exist, got" in refusal("advise", path, *RUN)
