@@ -11,8 +11,10 @@ from warnings import warn
 
 import numpy as np
 
+from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.packs import Packs
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.errors import DataError
 
@@ -80,13 +82,21 @@ class PackSampler(BalancedBatchSampler):
         Raises:
             ConfigError: The epoch has no such step, or other ranks did it.
         """
-        packs = self.step(step).packs
+        packs = self.packs_of_step(step)
         has_image = packs.vision_units(self.lengths) > 0
         wants_image = self._in_every_pack or bool(has_image.any())
         fillers = (
             self._filler(len(pack) == 0, wants_image and not has) for pack, has in zip(packs, has_image, strict=True)
         )
         return [Pack(pack.tolist(), filler) for pack, filler in zip(packs, fillers, strict=True)]
+
+    def packs_of_step(self, step: int) -> Packs:
+        """The packs of a step without fillers, in the order of ``packs_of_all_ranks``."""
+        return self.step(step).packs
+
+    def load(self, step: int) -> Load:
+        """What the packs of a step hold, fillers aside, in arrays of shape (ranks, micro-batches)."""
+        return self.step(step).load(self.lengths)
 
     def _filler(self, is_empty: bool, lacks_image: bool) -> int | None:
         if lacks_image and self._smallest_with_image is not None:

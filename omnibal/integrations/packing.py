@@ -20,12 +20,12 @@ from omnibal.integrations.loading import Drawn, Loads, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
-FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(
-    {"internvl": False, "llava": False, "qwen2_vl": True, "qwen2_5_vl": True, "qwen3_vl": True}
-)
+ONE_ROW: Final = ("internvl", "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm")
+FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, False) | dict.fromkeys(FOUR_ROWS, True))
 """Of each ``model_type`` that packs: whether its positions have three rows (time, height, width) beside the text's."""
 PER_TOKEN: Final = ("input_ids", "labels", "mm_token_type_ids")
-PER_IMAGE: Final = ("pixel_values", "image_grid_thw")
+PER_IMAGE: Final = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask")
 EXACT: Final = 1e-3
 ROUNDED: Final = 0.05
 """How far a pack's logits may be from those of its samples alone, in 32 bits and more, and in 16 bits."""
@@ -39,7 +39,8 @@ def positions_of(config: Any) -> Positions | None:
     """
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type must be one of {', '.join(FAMILIES)} to train on packs, got {config.model_type!r}"
+            f"model_type must be one of {', '.join(FAMILIES)} to train on packs, got {config.model_type!r}; "
+            "balance(..., padded=True) trains it on balanced batches with padding"
         )
     if not FAMILIES[config.model_type]:
         return None
@@ -89,11 +90,12 @@ class PackCollator:
         if unknown or missing:
             raise DataError(
                 "data_collator must give input_ids, labels and of the others only attention_mask, mm_token_type_ids, "
-                f"{' and '.join(PER_IMAGE)}, got {', '.join(map(str, [*fields]))}"
+                f"{', '.join(PER_IMAGE)}, got {', '.join(map(str, [*fields]))}"
             )
         for name in PER_TOKEN:
             if name in fields:
                 fields[name] = fields[name][0] if mask is None else fields[name][0][mask[0].bool()]
+        fields |= unpadded_images(fields)
         fields["labels"] = fields["labels"].clone()
         fields["labels"][:1] = IGNORED  # or the sample before it would predict it
         return fields
@@ -120,17 +122,39 @@ class PackCollator:
             for sample in samples
         ]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
-        images = {
-            name: torch.cat([sample[name] for sample in samples if name in sample])
-            for name in PER_IMAGE
-            if any(name in sample for sample in samples)
-        }
         positions = torch.cat(placed, dim=-1).unsqueeze(-2)
-        return tokens | images | {"position_ids": positions, "use_cache": False}
+        return tokens | _images(samples) | {"position_ids": positions, "use_cache": False}
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
         """Vision units, LLM tokens and target tokens of some samples: reads each of them once."""
         return [_loads(self.sample(dataset[number])) for number in numbers]
+
+
+def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Pixels of one sample without the padding of its batch, tile by tile.
+
+    LLaVA-NeXT's collators give (images, most tiles of an image, …), the unused tiles being zeros; those of Idefics3
+    (1, images, …), with a mask of real pixels. All of them take what is left as well.
+    """
+    pixels = fields.get("pixel_values")
+    if pixels is None or pixels.dim() != 5:
+        return {}
+    tiles = pixels.flatten(0, 1)
+    real = tiles.flatten(1).any(dim=1)
+    if "image_sizes" in fields:
+        return {"pixel_values": tiles[real]}
+    mask = fields.get("pixel_attention_mask")
+    mask = torch.ones_like(tiles[:, 0], dtype=torch.bool) if mask is None else mask.flatten(0, 1)
+    return {"pixel_values": tiles[real], "pixel_attention_mask": mask[real]}
+
+
+def _images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Images of several samples, as the model takes them."""
+    names = [name for name in PER_IMAGE if any(name in sample for sample in samples)]
+    images = {name: torch.cat([sample[name] for sample in samples if name in sample]) for name in names}
+    if "pixel_attention_mask" in images:  # Idefics3 wants them by rows of the batch, and packs are one
+        images |= {name: images[name][None] for name in ("pixel_values", "pixel_attention_mask")}
+    return images
 
 
 def _loads(sample: Mapping[str, Tensor]) -> Loads:
@@ -153,13 +177,29 @@ def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
     return losses / max(total, 1)
 
 
-def check_packed(model: torch.nn.Module, collator: PackCollator, items: Sequence[Any]) -> None:
+def check_packed(
+    model: torch.nn.Module,
+    collator: PackCollator,
+    items: Sequence[Any],
+    *,
+    device: torch.device | None = None,
+    rounded: bool = False,
+) -> None:
     """Check that a pack gives each sample the logits that it gets alone.
+
+    Where layers gather their weights from other ranks, all ranks check the same items at the same time.
+
+    Args:
+        model: As it is trained: wrapped, if it is.
+        collator: Makes the packs.
+        items: Of the dataset.
+        device: Where the model computes; by default where its first parameter is.
+        rounded: Whether it computes in 16 bits whatever its logits are handed out in, as under autocast.
 
     Raises:
         ConfigError: It does not; the message says by how much.
     """
-    was_training, device = model.training, next(model.parameters()).device
+    was_training, device = model.training, device or next(model.parameters()).device
     model.eval()
     try:
         with torch.no_grad():
@@ -169,17 +209,18 @@ def check_packed(model: torch.nn.Module, collator: PackCollator, items: Sequence
     finally:
         model.train(was_training)
     error = float((packed - alone).float().norm() / alone.float().norm())
-    if not error <= (EXACT if alone.dtype.itemsize >= torch.float32.itemsize else ROUNDED):
+    if not error <= (ROUNDED if rounded or alone.dtype.itemsize < torch.float32.itemsize else EXACT):
         raise ConfigError(
             f"packed samples must get the logits that they get alone, got an error of {error:.1%}; "
-            "this model's attention lets samples of a pack see each other: it cannot train on packs"
+            "this model's attention lets samples of a pack see each other: it cannot train on packs, but "
+            "balance(..., padded=True) trains it on balanced batches with padding"
         )
 
 
 def _plain(sample: Mapping[str, Tensor]) -> dict[str, Any]:
     """A sample as the model takes it without any packing."""
-    rows = {name: value[None] if name in PER_TOKEN else value for name, value in sample.items()}
-    return rows | {"attention_mask": torch.ones_like(rows["input_ids"])}
+    rows = {name: value[None] for name, value in sample.items() if name in PER_TOKEN}
+    return rows | _images([sample]) | {"attention_mask": torch.ones_like(rows["input_ids"])}
 
 
 def _logits(model: torch.nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Tensor:

@@ -1,8 +1,20 @@
 """Items of a user's dataset and a user's collator, for small models of every family that packs."""
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Gemma3Config, Idefics3Config, PaliGemmaConfig, Qwen3_5Config, SmolVLMConfig
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
+from tests.families.models import NATIVE_MLP, PINPOINTS, TEXT, TOWER, small_config
+from tests.families.models import TILE as FIRST_TILE
 from tests.vlm.families import IMAGE_TOKEN, family_samples
+
+TILED = {"idefics3": Idefics3Config, "smolvlm": SmolVLMConfig}
+"""Families that pack, and that a pipeline does not know."""
+UNPACKED = ("gemma3", "paligemma", "qwen3_5")
+"""Families whose attention cannot be packed."""
+PADDED = ("llava_next", "llava_onevision")
+TILE, TOKENS_PER_TILE = 16, 4
 
 SHAPES = [
     ([(40, 23)], 7),
@@ -19,15 +31,78 @@ SHAPES = [
 ]
 
 
+def config_of(model_type):
+    """The configuration of a small model."""
+    tower, text = TOWER | {"image_size": TILE}, TEXT | {"pad_token_id": None}
+    match model_type:
+        case "idefics3" | "smolvlm":
+            options = {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}
+            return TILED[model_type](vision_config=tower, text_config=text | {"model_type": "llama"}, **options)
+        case "gemma3":
+            options = {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": TOKENS_PER_TILE}
+            return Gemma3Config(vision_config=tower | {"vision_use_head": False}, text_config=text, **options)
+        case "paligemma":
+            tower |= {"model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 24}
+            options = {"image_token_index": IMAGE_TOKEN, "projection_dim": 24}
+            return PaliGemmaConfig(vision_config=tower, text_config=text | {"model_type": "gemma"}, **options)
+        case "qwen3_5":
+            linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+            rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4}}
+            text |= linear | rope | {"linear_num_value_heads": 2, "num_hidden_layers": 4}
+            vision = NATIVE_MLP | {"num_position_embeddings": 16}
+            return Qwen3_5Config(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN)
+    return small_config(model_type)
+
+
 def items_of(model_type):
-    return family_samples(model_type, SHAPES)
+    """Samples with several images of unequal sizes, one or none."""
+    match model_type:
+        case "idefics3" | "smolvlm":
+            return [item | {"pixel_values": by_row(item["pixel_values"])} for item in _tiled_items(TOKENS_PER_TILE)]
+        case "gemma3":
+            return _tiled_items(TOKENS_PER_TILE)
+        case "paligemma":
+            return _tiled_items(TILE, most=1)
+        case "qwen3_5":
+            return family_samples("qwen3_vl", SHAPES)
+    items = family_samples(model_type, SHAPES)
+    return [_with_padded_tiles(item) for item in items] if model_type in PADDED else items
+
+
+def _with_padded_tiles(item):
+    """Tiles by image, as transformers' processors give them: as many for each."""
+    if item["pixel_values"] is None:
+        return item
+    counts = [image_size_to_num_patches(size, PINPOINTS, FIRST_TILE) for size in item["image_sizes"]]
+    if item.get("batch_num_images", [1])[0] > 1:
+        counts = [1] * len(counts)
+    tiles = pad_sequence(item["pixel_values"].split(counts), batch_first=True)
+    return item | {"pixel_values": tiles}
+
+
+def by_row(pixels):
+    """As Idefics3 takes the tiles of a batch of one."""
+    return None if pixels is None else pixels[None]
+
+
+def _tiled_items(tokens_per_tile, *, most=6):
+    generator = torch.Generator().manual_seed(3)
+    items = []
+    for sizes, words in SHAPES:
+        tiles = min(sum(1 + (width > 20) for width, _ in sizes), most)
+        text = torch.randint(4, IMAGE_TOKEN, (words,), generator=generator)
+        ids = torch.cat([text[:1], torch.full((tiles * tokens_per_tile,), IMAGE_TOKEN), text[1:]])
+        labels = torch.where(torch.arange(len(ids)) < len(ids) - words // 2, -100, ids)
+        pixels = torch.randn(tiles, 3, TILE, TILE, generator=generator) if tiles else None
+        items.append({"input_ids": ids, "labels": labels, "pixel_values": pixels})
+    return items
 
 
 class Collate:
     """Pads to a multiple of eight, as many collators do."""
 
     def __init__(self, model_type):
-        self.with_types = "qwen" in model_type
+        self.model_type, self.with_types = model_type, "qwen" in model_type
 
     def __call__(self, items):
         longest = -max(len(item["input_ids"]) for item in items) // 8 * -8
@@ -35,13 +110,32 @@ class Collate:
         batch["labels"] = self.padded(items, "labels", -100, longest)
         lengths = torch.tensor([len(item["input_ids"]) for item in items])
         batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+        if self.model_type == "gemma3":
+            batch["token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).long()
+        if self.model_type == "paligemma":  # what is to be learned sees only what lies before it
+            batch["token_type_ids"] = (batch["labels"] != -100).long()
         if self.with_types:
             batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).long()
-        for name in ("pixel_values", "image_grid_thw"):
+        for name in ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images"):
             found = [item[name] for item in items if item.get(name) is not None]
-            if found:
+            if found and name == "pixel_values" and self.model_type in TILED:
+                batch[name], batch["pixel_attention_mask"] = self.by_rows([item[name] for item in items])
+            elif found and name == "pixel_values" and self.model_type in PADDED:
+                batch[name] = pad_sequence([tiles for image in found for tiles in image], batch_first=True)
+            elif found:
                 batch[name] = torch.cat(found)
         return batch
+
+    @staticmethod
+    def by_rows(pixels):
+        """Rows of as many tiles, and which of their pixels are real."""
+        most = max(0 if tiles is None else tiles.shape[1] for tiles in pixels)
+        rows, mask = torch.zeros(len(pixels), most, 3, TILE, TILE), torch.zeros(len(pixels), most, TILE, TILE)
+        for row, real, tiles in zip(rows, mask, pixels, strict=True):
+            if tiles is not None:
+                row[: tiles.shape[1]] = tiles[0]
+                real[: tiles.shape[1]] = 1
+        return rows, mask.long()
 
     @staticmethod
     def padded(items, name, value, longest):

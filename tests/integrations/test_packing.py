@@ -7,13 +7,12 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loading import Drawn
 from omnibal.integrations.packing import FAMILIES, PackCollator, check_packed, loss_per_target, positions_of
-from tests.families.models import small_config
-from tests.integrations.items import Collate, items_of
+from tests.integrations.items import Collate, config_of, items_of
 from tests.vlm.families import plain_backward, plain_family_model
 
 
 def collator_of(family, lengths=None):
-    return PackCollator(Collate(family), positions_of(small_config(family)), lengths)
+    return PackCollator(Collate(family), positions_of(config_of(family)), lengths)
 
 
 def drawn_of(family, samples, *, has_filler=False):
@@ -23,7 +22,7 @@ def drawn_of(family, samples, *, has_filler=False):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pack_has_the_gradients_and_logits_of_its_samples_alone(family):
-    plain = plain_family_model(small_config(family))
+    plain = plain_family_model(config_of(family))
     items = items_of(family)
     check_packed(plain, collator_of(family), items[:4])
     plain_backward(plain, items[:5])
@@ -38,7 +37,7 @@ def test_a_pack_has_the_gradients_and_logits_of_its_samples_alone(family):
 
 
 def test_a_filler_adds_zeros():
-    plain = plain_family_model(small_config("internvl"))
+    plain = plain_family_model(config_of("internvl"))
     pack = collator_of("internvl")(drawn_of("internvl", [0], has_filler=True))
     labels = pack.pop("labels")
     loss = loss_per_target(plain(**pack), labels, num_items_in_batch=torch.tensor(9))
@@ -55,7 +54,7 @@ def test_a_model_whose_samples_see_each_other_is_refused():
 
         def __init__(self):
             super().__init__()
-            self.model = plain_family_model(small_config("internvl"))
+            self.model = plain_family_model(config_of("internvl"))
 
         def forward(self, **inputs):
             return self.model(**inputs | {"use_cache": True})
@@ -65,7 +64,7 @@ def test_a_model_whose_samples_see_each_other_is_refused():
 
 
 def test_the_check_leaves_the_model_in_its_mode():
-    plain = plain_family_model(small_config("internvl"))
+    plain = plain_family_model(config_of("internvl"))
     for training in (True, False):
         plain.train(training)
         check_packed(plain, collator_of("internvl"), items_of("internvl")[:2])

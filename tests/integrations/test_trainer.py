@@ -1,8 +1,6 @@
 """transformers.Trainer on two gloo processes trains what plain transformers would, sample by sample."""
 
-import os
 import re
-import socket
 from functools import partial
 
 import pytest
@@ -11,130 +9,109 @@ from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate")
 
-from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.packing import loss_per_target
 from omnibal.integrations.transformers import balance
-from tests.families.models import small_config
-from tests.integrations.items import Collate, items_of
+from tests.engine.launch import launch
+from tests.integrations.items import Collate, config_of, items_of
+from tests.integrations.trainers import (
+    LEARNING_RATE,
+    LIMITS,
+    Case,
+    Weights,
+    accelerate_afresh,
+    assert_close,
+    trainer_of,
+    weights_of,
+)
 from tests.vlm.families import plain_backward, plain_family_model
 
-RANKS, LEARNING_RATE = 2, 0.05
-LIMITS = {"internvl": PackLimits(7, 60), "qwen2_5_vl": PackLimits(300, 90)}
+RECOMPUTES, WORKERS = {"gradient_checkpointing": True}, {"dataloader_num_workers": 1}
+EVERY = {"gradient_accumulation_steps": 1}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+CASES = [
+    Case("internvl"),
+    Case("qwen2_5_vl", frozen_vision=True, options=WORKERS),
+    Case("qwen3_vl", lora=True, options=RECOMPUTES),
+    Case("internvl", "zero1", options=RECOMPUTES),
+    Case("qwen2_5_vl", "zero2", lora=True),
+    Case("internvl", "zero2", frozen_vision=True, options=EVERY),
+    Case("internvl", "zero2", samples=3),
+    Case("internvl", "zero3", options=WORKERS),
+    Case("qwen2_vl", "zero3", lora=True, options=RECOMPUTES),
+    Case("internvl", "zero3", samples=3),
+    Case("internvl", "fsdp"),
+    Case("internvl", "fsdp", samples=3),
+    Case("qwen2_5_vl", "fsdp", frozen_vision=True, options=EVERY | RECOMPUTES),
+]
+"""Every way to share the work meets packs without an image beside packs with one, and packs without a sample."""
+RESUMED = [
+    Case("internvl"),
+    Case("internvl", "zero2"),
+    Case("internvl", "zero3", born_sharded=True),
+    Case("internvl", "fsdp"),
+]
 
 
-class Items(torch.utils.data.Dataset):
-    """Notes what is read."""
-
-    def __init__(self, family):
-        self.items, self.read = items_of(family), []
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, sample):
-        self.read.append(sample)
-        return self.items[sample]
-
-
-class Gradients(TrainerCallback):
-    """Keeps the gradients of every step."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **others):
-        named = model.named_parameters()
-        self.steps.append({n.removeprefix("module."): p.grad.clone() for n, p in named if p.grad is not None})
-
-
-def trainer_of(family, folder, **options):
-    arguments = TrainingArguments(
-        str(folder),
-        **{
-            "use_cpu": True,
-            "report_to": [],
-            "disable_tqdm": True,
-            "remove_unused_columns": False,
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 2,
-            "optim": "sgd",
-            "learning_rate": LEARNING_RATE,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0,
-            "save_strategy": "no",
-            "logging_strategy": "no",
-            **options,
-        },
-    )
-    model = plain_family_model(small_config(family))
-    return Trainer(model, arguments, data_collator=Collate(family), train_dataset=Items(family))
-
-
-def weights_of(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name in found:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=2e-6)
-
-
-def check_exact(family, folder):
+def check_exact(case, folder):
     """Three steps: gradients and weights of plain transformers on the same samples, one by one."""
-    trainer = trainer_of(family, folder, max_steps=3)
-    gradients = Gradients()
-    trainer.add_callback(gradients)
-    sampler = balance(trainer, LIMITS[family])
+    plain, items = case.plain(), items_of(case.family)
+    trainer = trainer_of(case, folder, max_steps=3)
+    weights = Weights(trainer)
+    trainer.add_callback(weights)
+    sampler = balance(trainer, LIMITS[case.family])
     trainer.train()
 
-    plain, items = plain_family_model(small_config(family)), items_of(family)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
-    assert len(gradients.steps) == 3
-    for number, found in enumerate(gradients.steps):
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    assert len(weights.steps) == 4
+    fillers = []
+    for number in range(3):
+        before, after = weights.steps[number : number + 2]
         sampler.set_epoch(number // sampler.num_steps)
         packs = sampler.packs_of_all_ranks(number % sampler.num_steps)
+        fillers += [(len(pack) == 0, pack.filler) for pack in packs if pack.filler is not None]
         plain_backward(plain, [items[sample] for pack in packs for sample in pack])
-        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        assert_close(found, expected)
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
+        found = {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
+        assert_close(found, gradients, atol=1e-5)
         optimizer.step()
         optimizer.zero_grad()
-    assert_close(weights_of(trainer.model), weights_of(plain))
+    assert_close(weights.steps[-1], weights_of(plain))
+    if case.family == "internvl":
+        assert fillers, "no rank would have waited for another"
+        assert any(is_empty for is_empty, _ in fillers) == (case.samples is not None)
 
 
-def check_epochs_and_resume(family, folder):
+def check_epochs_and_resume(case, folder):
     """Every sample once an epoch, in another order each; resumed within epoch 1, a run ends as it would have."""
     options = {"num_train_epochs": 2, "save_strategy": "steps", "gradient_accumulation_steps": 1}
-    trainer = trainer_of(family, folder, **options)
-    sampler = balance(trainer, LIMITS[family])
+    trainer = trainer_of(case, folder, **options)
+    sampler = balance(trainer, LIMITS[case.family])
     assert sampler.num_steps > 2
     trainer.args.save_steps = trainer.state.save_steps = sampler.num_steps + 1
     dataset = trainer.train_dataset
-    dataset.read.clear()
     orders = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
         orders.append([sampler.packs_of_all_ranks(step) for step in range(sampler.num_steps)])
     sampler.set_epoch(0)
+    dataset.read.clear()
     trainer.train()
     own = [[sample for step in order for sample in with_filler(step[sampler.rank])] for order in orders]
-    assert dataset.read == own[0] + own[1]
+    assert dataset.read[-sum(map(len, own)) :] == own[0] + own[1]
     assert orders[0] != orders[1]
     for order in orders:
         assert sorted(sample for step in order for pack in step for sample in pack) == list(range(len(dataset)))
 
-    again = trainer_of(family, folder, **options, save_steps=trainer.args.save_steps)
-    balance(again, LIMITS[family])
-    again.train_dataset.read.clear()
-    checkpoint = str(folder / f"checkpoint-{sampler.num_steps + 1}")
-    # Trainer saves this family's weights under the names on disk, and does not find them by these names again.
-    again.model.load_state_dict(AutoModelForImageTextToText.from_pretrained(checkpoint).state_dict())
-    again.train(resume_from_checkpoint=checkpoint)
+    again = trainer_of(case, folder, **options, save_steps=trainer.args.save_steps)
+    balance(again, LIMITS[case.family])
+    again.train(resume_from_checkpoint=str(folder / f"checkpoint-{sampler.num_steps + 1}"))
     rest = [sample for step in orders[1][1:] for sample in with_filler(step[sampler.rank])]
-    assert again.train_dataset.read == rest
+    assert again.train_dataset.read[-len(rest) :] == rest
     assert_close(weights_of(again.model), weights_of(trainer.model))
 
 
@@ -158,37 +135,123 @@ def check_unlike_data(folder):
         balance(trainer, LIMITS["internvl"])
 
 
-def work(rank, port, folder):
-    torch.set_num_threads(1)
-    named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in named.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    for family in LIMITS:
-        check_exact(family, folder / family)
-    check_epochs_and_resume("internvl", folder / "resumed")
-    check_unlike_data(folder / "unlike")
-    (folder / f"done{rank}").touch()
-    torch.distributed.destroy_process_group()
+def train_cases(folder):
+    """On each process."""
+    with accelerate_afresh():
+        for number, case in enumerate(CASES):
+            check_exact(case, folder / f"case{number}")
+        for number, case in enumerate(RESUMED):
+            check_epochs_and_resume(case, folder / f"resumed{number}")
+        check_unlike_data(folder / "unlike")
+    return True
 
 
 @pytest.mark.distributed
 def test_two_processes_train_what_plain_transformers_would(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(port, tmp_path), nprocs=RANKS)
-    assert len([*tmp_path.glob("done*")]) == RANKS
+    assert launch(2, "tests.integrations.test_trainer:train_cases", tmp_path) == [True, True]
 
 
-def test_the_line_says_what_an_epoch_becomes(tmp_path, capsys):
-    trainer = trainer_of("internvl", tmp_path)
+def train_compiled(folder):
+    with accelerate_afresh():
+        check_exact(Case("internvl", options=COMPILED), folder)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_compiled_model_trains_the_same(tmp_path):
+    assert launch(2, "tests.integrations.test_trainer:train_compiled", tmp_path) == [True, True]
+
+
+def test_lines_say_what_is_expected_and_what_came(tmp_path, capsys):
+    options = {"per_device_train_batch_size": 3, "logging_strategy": "steps", "logging_steps": 2}
+    trainer = trainer_of("internvl", tmp_path, num_train_epochs=2, **options)
     sampler = balance(trainer, LIMITS["internvl"])
+    steps = sampler.num_steps
     line = capsys.readouterr().out
-    packs = len(sampler)
-    assert re.search(
-        rf"omnibal: 11 samples in {packs} packs, {11 / packs:.1f} a pack; {packs // 2} steps an epoch", line
-    )
-    assert "(2 were set)" in line
-    assert "random batches of 1: Dist Ratio 0.0%" in line
+    assert line.startswith(f"omnibal: 11 samples in packs of at most 7 vision units and 60 tokens, {5.5 / steps:.1f} ")
+    told = f"{steps} steps an epoch with {11 / steps:.1f} samples a step where 6 were set: {2 * steps} optimizer steps"
+    assert f"{told} in all instead of 4, over which the learning-rate schedule runs; Dist Ratio 0.0% in" in line
+    assert re.search(r"random batches of 3: Dist Ratio 0.0% in vision units, 0.0% in tokens, \d\d% of tokens", line)
+    assert re.search(r"expected \d\.\d\dx the samples a second of random batches \(packing .*x, balance .*x\)", line)
+    trainer.train()
+    out = capsys.readouterr().out
+    assert re.search(rf"omnibal: 22 samples in {2 * steps} steps of .* a rank waited 0 s a step\n", out)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == steps
+    assert {"dist_ratio_vision", "dist_ratio_tokens", "waited_seconds"} <= logged[0].keys()
+    assert "peak_gib_fullest_rank" not in logged[0]
+
+
+def test_the_line_says_where_there_is_no_gain(tmp_path, capsys):
+    sampler = balance(trainer_of("internvl", tmp_path, max_steps=5))
+    line = capsys.readouterr().out
+    assert f"where 2 were set: max_steps=5 train {5.5 / sampler.num_steps:.2f}x the samples; " in line
+    assert re.search(r"; no gain here: (0.\d|1.0)\dx the samples a second of random batches is expected", line)
+
+
+def test_a_checkpoint_of_other_packs_is_refused(tmp_path):
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_of("internvl", tmp_path, **options)
+    balance(trainer, LIMITS["internvl"])
+    trainer.train()
+    again = partial(trainer_of, "internvl", tmp_path, max_steps=2)
+    resumed = {"resume_from_checkpoint": str(tmp_path / "checkpoint-1")}
+    for options, limits, message in [
+        ({}, PackLimits(7, 70), r"limits must be that of the checkpoint, \[7, 60, .* got \[7, 70"),
+        ({"seed": 7}, LIMITS["internvl"], "seed must be that of the checkpoint, 42, got 7"),
+        ({"gradient_accumulation_steps": 1}, LIMITS["internvl"], "gradient_accumulation_steps must be .*, 2, got 1"),
+    ]:
+        other = again(**options)
+        balance(other, limits)
+        with pytest.raises(ConfigError, match=message):
+            other.train(**resumed)
+    anew = again(seed=7, ignore_data_skip=True)
+    balance(anew, LIMITS["internvl"])
+    anew.train(**resumed)
+    assert anew.state.global_step == 2
+
+
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer_of("internvl", tmp_path, **options).train()
+    trainer = trainer_of("internvl", tmp_path, max_steps=2)
+    balance(trainer, LIMITS["internvl"])
+    with pytest.raises(ConfigError, match="the checkpoint must have been saved under balance, got one of other"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_the_best_model_is_loaded_by_its_names_on_disk(tmp_path):
+    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "greater_is_better": True, "eval_dataset": items_of("internvl")[:3]}
+    trainer = trainer_of("internvl", tmp_path, **options)
+    balance(trainer, LIMITS["internvl"])
+    weights = Weights(trainer)
+    trainer.add_callback(weights)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert_close(weights_of(trainer.model), weights.steps[1])
+
+
+def test_a_padded_batch_trains_what_its_samples_alone_would(tmp_path):
+    trainer = trainer_of("idefics3", tmp_path, max_steps=2)
+    weights = Weights(trainer)
+    trainer.add_callback(weights)
+    sampler = balance(trainer, PackLimits(8, 60), padded=True)
+    trainer.train()
+    plain, items, collate = plain_family_model(config_of("idefics3")), items_of("idefics3"), Collate("idefics3")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
+    for step in range(2):
+        packs = sampler.packs_of_all_ranks(step)
+        assert max(len(pack) for pack in packs) > 1
+        batches = [dict(collate([items[sample]])) for pack in packs for sample in pack]
+        labels = [batch.pop("labels") for batch in batches]
+        targets = sum(int((row[:, 1:] != -100).sum()) for row in labels)
+        for batch, row in zip(batches, labels, strict=True):
+            loss_per_target(plain(**batch), row, num_items_in_batch=targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(weights.steps[2], weights_of(plain))
 
 
 def test_evaluation_keeps_its_batches(tmp_path):
@@ -198,7 +261,7 @@ def test_evaluation_keeps_its_batches(tmp_path):
     balance(trainer, LIMITS["internvl"])
     (batch,) = trainer.get_eval_dataloader()
     assert batch["input_ids"].shape[0] == 3
-    expected = plain_backward(plain_family_model(small_config("internvl")), items[:3])[0]
+    expected = plain_backward(plain_family_model(config_of("internvl")), items[:3])[0]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -218,6 +281,8 @@ class Own(Trainer):
         ({"train_sampling_strategy": "group_by_length"}, {}, ConfigError, "train_sampling_strategy must be random"),
         ({"remove_unused_columns": True}, {}, ConfigError, "remove_unused_columns must be False"),
         ({"label_smoothing_factor": 0.1}, {}, ConfigError, r"label_smoothing_factor must be 0.0 .* got 0.1"),
+        ({"auto_find_batch_size": True}, {}, ConfigError, "auto_find_batch_size must be False"),
+        ({}, {"get_train_dataloader": min}, ConfigError, "balance must be called once for a trainer"),
         ({}, {"compute_loss_func": min}, ConfigError, "compute_loss_func must be None"),
         ({}, {"__class__": Own}, ConfigError, "trainer must have Trainer's own get_train_dataloader, got that of Own"),
         ({}, {"train_dataset": Endless()}, DataError, "train_dataset must have a length and be read by index"),

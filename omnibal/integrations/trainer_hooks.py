@@ -1,0 +1,177 @@
+"""What a transformers.Trainer does on the way that packs need: check, record, measure, and go on from checkpoints."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from omnibal.advise.wait import Trainer as Layout
+from omnibal.cost import Load
+from omnibal.errors import ConfigError
+from omnibal.integrations.expected import Costs, Waiting
+from omnibal.integrations.loading import PackSampler
+
+GIB: Final = 2**30
+
+
+class Trained(NamedTuple):
+    """A step that was trained."""
+
+    seconds: float
+    samples: int
+    waiting: Waiting
+
+
+class PacksCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Keeps the packs' recipe in Trainer's checkpoints, goes on from no other one, and tells how even steps were.
+
+    Args:
+        trainer: Trains on packs.
+        sampler: Theirs.
+        costs: Of each phase of a micro-batch, if known.
+        layout: How ranks share their work.
+        check: Called once, when the model is wrapped and loaded, before the first step.
+    """
+
+    def __init__(
+        self, trainer: Trainer, sampler: PackSampler, costs: Costs | None, layout: Layout, check: Callable[[], None]
+    ) -> None:
+        self._trainer, self._sampler, self._check = trainer, sampler, check
+        self._costs, self._layout = costs, layout
+        self._began, self._steps, self._unlogged = 0.0, list[Trained](), list[Trained]()
+        self._peaks: list[float] = []
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes into ``trainer_state.json``."""
+        sampler = self._sampler
+        ranks = {"num_replicas": sampler.num_replicas, "gradient_accumulation_steps": sampler.micro_batches}
+        return {"args": {}, "attributes": {"recipe": sampler.state_dict(0)["recipe"] | ranks}}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """Refuse a checkpoint with other packs, on all ranks alike, and check the model.
+
+        Raises:
+            ConfigError: The checkpoint has other packs, or as of ``check``.
+        """
+        own, name = self.state(), type(self).__name__
+        kept: Any = state.stateful_callbacks
+        saved = kept.setdefault(name, own if args.ignore_data_skip else None)
+        if saved is None:
+            raise ConfigError(
+                "the checkpoint must have been saved under balance, got one of other batches; "
+                "ignore_data_skip=True begins its epoch anew on packs"
+            )
+        for key, value in own["attributes"]["recipe"].items():
+            found = saved["attributes"]["recipe"].get(key)
+            if found != value and not args.ignore_data_skip:
+                raise ConfigError(
+                    f"{key} must be that of the checkpoint, {found!r}, got {value!r}; "
+                    "ignore_data_skip=True begins its epoch anew"
+                )
+        kept[name] = own
+        self._check()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """Begin to measure."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """Note how long the step took, and how even it was."""
+        step = (state.global_step - 1) % self._sampler.num_steps
+        waiting = Waiting.of(Load.stack([self._sampler.load(step)]), self._costs, self._layout)
+        samples = len(self._sampler.packs_of_step(step).samples)
+        self._unlogged.append(Trained(time.perf_counter() - self._began, samples, waiting))
+
+    def logged(self) -> dict[str, float]:
+        """Figures of the steps since the last call; all ranks together."""
+        steps, self._unlogged = self._unlogged, []
+        self._steps += steps
+        figures = _means(steps)
+        if torch.cuda.is_available():
+            device = self._trainer.args.device
+            peak = torch.tensor([torch.cuda.max_memory_allocated(device) / GIB], device=device)
+            torch.cuda.reset_peak_memory_stats(device)
+            peaks = self._trainer.accelerator.gather(peak)
+            figures |= {"peak_gib_fullest_rank": float(peaks.max()), "peak_gib_mean_rank": float(peaks.mean())}
+            self._peaks.append(figures["peak_gib_fullest_rank"])
+        return figures
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """Say in one line what was measured."""
+        steps = self._steps + self._unlogged
+        if not (steps and state.is_world_process_zero):
+            return
+        figures, seconds = _means(steps), sum(step.seconds for step in steps)
+        samples = sum(step.samples for step in steps)
+        text = (
+            f"omnibal: {samples} samples in {len(steps)} steps of {seconds / len(steps):.3g} s, without loading "
+            f"{samples / seconds:.3g} samples a second; Dist Ratio {figures['dist_ratio_vision']:.1%} in vision units, "
+            f"{figures['dist_ratio_tokens']:.1%} in tokens"
+        )
+        if "waited_seconds" in figures:
+            text += f"; by counted costs a rank waited {figures['waited_seconds']:.2g} s a step"
+        if self._peaks:
+            text += f"; at most {max(self._peaks):.1f} GiB on a rank"
+        print(text)
+
+
+def _means(steps: list[Trained]) -> dict[str, float]:
+    """Over the steps; seconds that ranks waited are the counted share of the seconds that were measured."""
+    if not steps:
+        return {}
+    count = len(steps)
+    figures = {
+        "dist_ratio_vision": sum(step.waiting.vision for step in steps) / count,
+        "dist_ratio_tokens": sum(step.waiting.tokens for step in steps) / count,
+    }
+    shares = [(step.waiting.share, step.seconds) for step in steps]
+    if all(share is not None for share, _ in shares):
+        figures["waited_seconds"] = sum((share or 0.0) * seconds for share, seconds in shares) / count
+    return figures
+
+
+def log_figures(trainer: Trainer, callback: PacksCallback) -> None:
+    """Let what Trainer logs of a step hold the callback's figures, for whoever reports them."""
+    log = trainer.log
+
+    def with_figures(logs: dict[str, float], start_time: float | None = None) -> None:
+        log(logs | callback.logged() if "loss" in logs else logs, start_time)
+
+    vars(trainer)["log"] = with_figures
+
+
+def load_by_names_on_disk(trainer: Trainer) -> None:
+    """Load checkpoints whose weights have other names on disk than in the model.
+
+    transformers 5.23 saves InternVL and others under their names on disk, looks for the model's names when it goes on
+    or takes the best model, and trains on with what the model had, with a warning.
+    """
+    warn = trainer._issue_warnings_after_load
+    load, load_best = trainer._load_from_checkpoint, trainer._load_best_model
+    folder = ""
+
+    def loaded(result: Any) -> None:
+        if not (result.missing_keys and result.unexpected_keys):
+            warn(result)
+            return
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        dtype = next(model.parameters()).dtype
+        found = type(model).from_pretrained(folder, config=model.config, dtype=dtype)
+        model.load_state_dict(found.state_dict())
+
+    def load_from(path: str, model: Any = None) -> None:
+        nonlocal folder
+        folder = path
+        load(path, model)
+
+    def load_best_from() -> None:
+        nonlocal folder
+        folder = str(trainer.state.best_model_checkpoint)
+        load_best()
+
+    vars(trainer).update(
+        _issue_warnings_after_load=loaded, _load_from_checkpoint=load_from, _load_best_model=load_best_from
+    )

@@ -1,0 +1,186 @@
+"""transformers.Trainer on processes of a launch: small models under each way that its ranks share their work."""
+
+import contextlib
+import inspect
+import os
+from dataclasses import dataclass, field
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from deepspeed.comm import comm
+from peft import LoraConfig, get_peft_model
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from omnibal.data.limits import PackLimits
+from tests.engine import launch
+from tests.integrations.items import Collate, config_of, items_of
+from tests.vlm.families import plain_family_model, shaken
+
+LEARNING_RATE = 0.05
+LIMITS = {
+    "internvl": PackLimits(7, 60),
+    "qwen2_vl": PackLimits(300, 90),
+    "qwen2_5_vl": PackLimits(300, 90),
+    "qwen3_vl": PackLimits(300, 90),
+}
+LAYERS = {"internvl": ["Qwen2DecoderLayer", "InternVLVisionLayer"], "qwen2_5_vl": ["Qwen2_5_VLDecoderLayer"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a small model is trained: the ranks' way to share (``"ddp"``, ``"zero1"``, …, ``"fsdp"``), and the rest."""
+
+    family: str
+    layout: str = "ddp"
+    frozen_vision: bool = False
+    lora: bool = False
+    samples: int | None = None
+    padded: bool = False
+    born_sharded: bool = False  # as from_pretrained makes a model under ZeRO 3
+    options: dict = field(default_factory=dict)
+
+    def arguments(self):
+        """Of TrainingArguments."""
+        if self.layout.startswith("zero"):
+            return {"deepspeed": zero_config(int(self.layout[-1]))} | self.options
+        if self.layout == "fsdp":
+            wrapped = {"transformer_layer_cls_to_wrap": LAYERS[self.family], "state_dict_type": "SHARDED_STATE_DICT"}
+            return {"fsdp": True, "fsdp_config": wrapped} | self.options
+        return self.options
+
+    def plain(self):
+        """The model as it is without any trainer."""
+        unset_hf_deepspeed_config()
+        return self.model()
+
+    def model(self):
+        """The same weights at each call."""
+        model = plain_family_model(config_of(self.family))
+        if self.frozen_vision:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("vision_tower" not in name and "visual" not in name)
+        if self.lora:
+            model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+            adapters = torch.nn.ParameterList(p for name, p in model.named_parameters() if "lora" in name)
+            for adapter in adapters:
+                torch.nn.init.zeros_(adapter)
+            shaken(adapters)
+        return model
+
+
+def zero_config(stage):
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+
+
+class Items(torch.utils.data.Dataset):
+    """Notes what is read."""
+
+    def __init__(self, family, samples=None):
+        self.items, self.read = items_of(family)[:samples], []
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, sample):
+        self.read.append(sample)
+        return self.items[sample]
+
+
+def trainer_of(case, folder, *, eval_dataset=None, **options):
+    """A trainer for a case, or for a family alone."""
+    case = Case(case) if isinstance(case, str) else case
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]  # of the trainer before
+    model = None if case.born_sharded else case.plain()
+    arguments = TrainingArguments(
+        str(folder),
+        **{
+            "use_cpu": True,
+            "report_to": [],
+            "disable_tqdm": True,
+            "remove_unused_columns": False,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 2,
+            "optim": "sgd",
+            "learning_rate": LEARNING_RATE,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0,
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            **case.arguments(),
+            **options,
+        },
+    )
+    if case.layout == "fsdp":  # Accelerate shards on what it takes for GPUs only
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    model = case.model() if model is None else model
+    dataset = Items(case.family, case.samples)
+    data = {"data_collator": Collate(case.family), "train_dataset": dataset, "eval_dataset": eval_dataset}
+    return Trainer(model, arguments, **data)
+
+
+def weights_of(model):
+    """All weights, whole, on every rank."""
+    parameters = dict(model.named_parameters())
+    sharded = [parameter for parameter in parameters.values() if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded) if sharded else contextlib.nullcontext():
+        return {
+            name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+            for name, parameter in parameters.items()
+        }
+
+
+class Weights(TrainerCallback):
+    """Keeps the weights before every step, and behind the last one."""
+
+    def __init__(self, trainer):
+        self.trainer, self.steps = trainer, []
+
+    def on_train_begin(self, *arguments, **others):
+        self.steps.append(weights_of(self.trainer.model))
+
+    def on_step_end(self, *arguments, **others):
+        self.steps.append(weights_of(self.trainer.model))
+
+
+def assert_close(found, expected, **tolerances):
+    assert found.keys() == expected.keys()
+    for name in found:
+        tolerances = {"rtol": 1e-4, "atol": 2e-6} | tolerances
+        torch.testing.assert_close(found[name], expected[name], **tolerances, msg=lambda text, name=name: name + text)
+
+
+@contextlib.contextmanager
+def accelerate_afresh():
+    """Leaves the processes of a launch as they were: Accelerate's settings are global, and it gathers as it likes."""
+    checked = {
+        (module, name): function
+        for module in (dist, distributed_c10d, comm.cdb)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__code__.co_filename == launch.__file__
+    }
+    environment = dict(os.environ)
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    try:
+        for (module, name), function in checked.items():
+            setattr(module, name, function.__wrapped__)
+        yield
+    finally:
+        for (module, name), function in checked.items():
+            setattr(module, name, function)
+        os.environ.clear()
+        os.environ.update(environment)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
