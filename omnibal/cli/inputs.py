@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from rich.console import Console
 
 from omnibal.cli.files import NAMES, expect
 from omnibal.data.lengths import SampleLengths
@@ -40,12 +39,12 @@ class NamedLengths:
         self.lengths.save(folder)
         (folder / NAMES_FILE).write_text(json.dumps(self.names, indent=2) + "\n")
 
-    def print_problems(self, console: Console) -> None:
-        """Print how many items were left out, and why the first ones were."""
-        if self.problems:
-            console.print(f"{len(self.problems)} items cannot be used and are left out:")
-        for problem in self.problems[:SHOWN_PROBLEMS]:
-            console.print(f"  {problem}", highlight=False, markup=False)
+    def problem_lines(self) -> list[str]:
+        """How many items were left out, and why the first ones were; nothing where none was."""
+        if not self.problems:
+            return []
+        shown = (f"  {problem}" for problem in self.problems[:SHOWN_PROBLEMS])
+        return [f"{len(self.problems)} items cannot be used and are left out:", *shown]
 
 
 def read_lengths(paths: Sequence[Path], name: str) -> NamedLengths:

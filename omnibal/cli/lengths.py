@@ -3,16 +3,17 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from omnibal.cli.files import check_folder, expect, refuse
-from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
+from omnibal.cli.inputs import measure_dataset, read_lengths
 from omnibal.cli.options import JsonOption, PlotsOption
+from omnibal.cli.output import show, show_json
+from omnibal.cli.run import Run
 from omnibal.errors import ConfigError
-from omnibal.report.lengths import SourceStatistics, lengths_table, source_statistics
+from omnibal.report.lengths import SourceStatistics, lengths_table, plot_lengths, source_statistics
 
 BROKEN_FILE = "broken.json"
 
@@ -59,8 +60,6 @@ def lengths(
     check_folder("--plot", plot)
     options = {"model": model, "images": images, "max-tiles": max_tiles}
     if kind == "ds_config":
-        from omnibal.cli.run import Run
-
         refuse(options, "a ds_config names data and model")
         run = Run.open(source, broken=broken, processes=processes)
         folder = out or run.files.lengths
@@ -86,29 +85,17 @@ def lengths(
     (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
     plots = [plot / "lengths.png"] if plot else []
     for path in plots:
-        from omnibal.report.lengths import plot_lengths
-
         plot_lengths(named.lengths, named.names, path)
     if as_json:
-        typer.echo(json.dumps(_record(named, folder) | {"broken": problems, "plots": plots}, indent=2, default=str))
-    else:
-        _print(named, [folder, *plots])
-
-
-def _record(named: NamedLengths, folder: Path) -> dict[str, Any]:
-    """What was found, as JSON values."""
-    return {
-        "folder": str(folder),
-        "content_hash": named.lengths.content_hash,
-        "all": SourceStatistics.of("all", named.lengths).to_record(),
-        "sources": [entry.to_record() for entry in source_statistics(named.lengths, named.names)],
-    }
-
-
-def _print(named: NamedLengths, written: list[Path]) -> None:
-    console = Console()
-    console.print(lengths_table(named.lengths, named.names))
-    if named.problems:
-        named.print_problems(console)
-        console.print(f"all of them: {written[0] / BROKEN_FILE}", highlight=False)
-    console.print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False)
+        show_json({
+            "folder": folder,
+            "content_hash": named.lengths.content_hash,
+            "all": SourceStatistics.of("all", named.lengths).to_record(),
+            "sources": [entry.to_record() for entry in source_statistics(named.lengths, named.names)],
+            "broken": problems,
+            "plots": plots,
+        })  # fmt: skip
+        return
+    whole = [f"all of them: {folder / BROKEN_FILE}"] if problems else []
+    written = ", ".join(map(str, [folder, *plots]))
+    show(lengths_table(named.lengths, named.names), *named.problem_lines(), *whole, f"written: {written}")

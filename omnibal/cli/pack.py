@@ -1,24 +1,23 @@
 """omnibal pack: how well a dataset packs, and how alike the ranks' work is."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, get_args
 
 import typer
-from rich.console import Console
 
 from omnibal.cli.files import check_folder, expect
 from omnibal.cli.inputs import NamedLengths, read_lengths
 from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, LimitsOption, PlotsOption, read_limits
+from omnibal.cli.output import show, show_json
+from omnibal.cli.packing import BEFORE, PackingReport, PackingTask, draw_packing, search_under
+from omnibal.cli.run import Run
+from omnibal.config import PackingSection
+from omnibal.cost import CostModel
+from omnibal.data.limit_search import MemoryCeiling
+from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omnibal.cli.run import Run
-    from omnibal.config import PackingSection
-    from omnibal.cost import CostModel
-    from omnibal.data.limits import PackLimits
 
 CEILING = 2
 """A search without a ceiling tries limits up to this many times the paper's."""
@@ -84,10 +83,6 @@ def pack(
     Example: omnibal pack runs/lengths --num-replicas 16 --search
     --limits 40,12288 --plot runs/plots
     """
-    from omnibal.cli.packing import BEFORE, PackingReport, PackingTask, draw_packing, search_under
-    from omnibal.config import PackingSection
-    from omnibal.data.limit_search import MemoryCeiling
-
     check_folder("--plot", plot)
     fixed = read_limits(limits)
     if budget is not None and (not search or fixed):
@@ -118,14 +113,12 @@ def pack(
     plots = draw_packing(task, {name: results[name][1] for name in drawn}, named.names, plot) if plot else []
     report = PackingReport(task, [results[name][0] for name in shown], scored, plots)
     if as_json:
-        left_out = [asdict(problem) for problem in named.problems]
-        typer.echo(json.dumps(report.to_record() | {"broken": left_out}, indent=2, default=str))
+        show_json(report.to_record() | {"broken": [asdict(problem) for problem in named.problems]})
     else:
-        named.print_problems(Console())
-        report.print(Console())
+        show(*named.problem_lines(), *report.parts())
 
 
-def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None) -> "Run | None":
+def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None) -> Run | None:
     """The ds_config that the arguments name; None where they name lengths."""
     remedy = "`omnibal lengths` measures a dataset"
     kind = expect("source", source[0], ("ds_config", "saved lengths", "token lengths"), remedy=remedy)
@@ -136,21 +129,15 @@ def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None)
         return None
     if len(source) > 1:
         raise ConfigError(f"source must be one ds_config, got {source[1]} beside {source[0]}")
-    from omnibal.cli.run import Run
-
     return Run.open(source[0], lengths=lengths, cluster=cluster)
 
 
-def _replicas(run: "Run | None") -> int:
+def _replicas(run: Run | None) -> int:
     return REPLICAS if run is None or run.known_cluster is None else run.layout().num_replicas
 
 
-def _limits(
-    named: NamedLengths, fixed: tuple[int, int] | None, packing: "PackingSection", *, search: bool
-) -> "PackLimits":
+def _limits(named: NamedLengths, fixed: tuple[int, int] | None, packing: PackingSection, *, search: bool) -> PackLimits:
     """The limits that were given, those of the ds_config, or the paper's; for a search the ceiling."""
-    from omnibal.data.limits import PackLimits, choose_limits
-
     if fixed is None and search:
         return choose_limits(named.lengths, None, None, factor=CEILING)
     vision_units, llm_tokens = fixed or (packing.vision_units, packing.llm_tokens)
@@ -165,10 +152,8 @@ def _limits(
     )
 
 
-def _kept_by_a_micro_batch(run: "Run", *, is_needed: bool) -> "CostModel | None":
+def _kept_by_a_micro_batch(run: Run, *, is_needed: bool) -> CostModel | None:
     """What a micro-batch keeps for its backward pass in all layers, nothing recomputed; None where nothing says."""
-    from omnibal.cost import CostModel
-
     if not is_needed and (run.section.model.path is None or run.known_cluster is None):
         return None
     return sum((layer.saved_bytes["none"] for layer in run.profile.layers), start=CostModel())

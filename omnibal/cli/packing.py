@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
+from rich.table import Table
 from tqdm import tqdm
 
 from omnibal.config import PackingSection
@@ -129,14 +129,7 @@ def search_under(
 def draw_packing(
     task: PackingTask, arranged: Mapping[Method, Arranged], names: Sequence[str], folder: Path
 ) -> list[Path]:
-    """Draw all pictures, methods from left to right.
-
-    Args:
-        task: What was packed.
-        arranged: What came of it.
-        names: One per source.
-        folder: Where the PNGs go.
-    """
+    """Draw what was packed, methods from left to right, and the samples of each named source; the PNGs' paths."""
     titled = {f"{method} packs": entry for method, entry in arranged.items()}
     loads, fill, samples = (folder / f"{name}.png" for name in ("rank_loads", "pack_fill", "lengths"))
     plot_rank_loads(titled, loads)
@@ -147,20 +140,16 @@ def draw_packing(
 
 @dataclass(frozen=True)
 class PackingReport:
-    """All that `omnibal pack` says.
-
-    Attributes:
-        task: What was packed.
-        figures: What came of it, one entry per method.
-        scored: Limits that were searched, the best first.
-        plots: Pictures that were drawn.
-    """
+    """All that `omnibal pack` says."""
 
     task: PackingTask
     figures: Sequence[PackingFigures]
+    """One entry per method."""
     scored: Sequence[ScoredLimits]
+    """Limits that were searched, the best first."""
     plots: Sequence[Path]
 
+    @property
     def warnings(self) -> list[str]:
         """Traps: that of the chosen limits first, then one for each other vision limit tried, the nearest first."""
         chosen = self.task.limits.vision_units
@@ -173,30 +162,23 @@ class PackingReport:
         return self.task.to_record() | {
             "methods": [entry.to_record() for entry in self.figures],
             "search": [asdict(entry) for entry in self.scored],
-            "warnings": self.warnings(),
+            "warnings": self.warnings,
             "plots": [str(path) for path in self.plots],
         }
 
-    def print(self, console: Console) -> None:
-        """Print tables and warnings."""
+    def parts(self) -> list[str | Table]:
+        """Tables and warnings for people."""
+        warnings, parts = self.warnings, list[str | Table]()
         if self.scored:
-            highest = [
+            vision_units, llm_tokens = (
                 max(getattr(entry.limits, name) for entry in self.scored) for name in ("vision_units", "llm_tokens")
-            ]
-            _say(
-                console,
-                [f"the best of {len(self.scored)} limits that were tried, up to {highest[0]:,} / {highest[1]:,}"],
             )
-            console.print(limits_table(self.scored[:SHOWN_LIMITS]))
-        _say(console, [self.task.title])
-        console.print(packing_table(self.figures))
-        warnings = self.warnings()
-        _say(console, [f"warning: {warning}" for warning in warnings[:SHOWN_WARNINGS]])
+            parts += [
+                f"the best of {len(self.scored)} limits that were tried, up to {vision_units:,} / {llm_tokens:,}",
+                limits_table(self.scored[:SHOWN_LIMITS]),
+            ]
+        parts += [self.task.title, packing_table(self.figures)]
+        parts += [f"warning: {warning}" for warning in warnings[:SHOWN_WARNINGS]]
         if len(warnings) > SHOWN_WARNINGS:
-            _say(console, [f"{len(warnings) - SHOWN_WARNINGS} more vision limits are traps; --json lists them"])
-        _say(console, [f"drawn: {path}" for path in self.plots])
-
-
-def _say(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+            parts.append(f"{len(warnings) - SHOWN_WARNINGS} more vision limits are traps; --json lists them")
+        return [*parts, *(f"drawn: {path}" for path in self.plots)]

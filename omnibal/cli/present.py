@@ -19,6 +19,8 @@ from omnibal.profile.levels import every_layer
 
 MICRO_BATCHES_PER_STAGE: Final = 4
 """As many make a step where nothing is said: the bubble is then a fifth at most."""
+MEDIAN_OF: Final = 32
+"""Steps, spread over an epoch, of which the median one is taken."""
 
 
 def present_plan(
@@ -100,3 +102,8 @@ def real_packs(run: Run, plan: Plan, *, steps: int, number: int | None = None) -
         raise ConfigError(f"--step must be below the epoch's {epoch.num_steps} steps, got {number}")
     numbers = spread_steps(epoch.num_steps, steps) if number is None else np.array([number])
     return Packing.of(epoch, run.lengths, plan.limits, numbers)
+
+
+def median_packs(run: Run, plan: Plan, *, number: int | None = None) -> Packing:
+    """The median one of some steps of real packs, or that of the number; the same errors."""
+    return real_packs(run, plan, steps=MEDIAN_OF, number=number).median_step(run.profile)

@@ -1,20 +1,20 @@
 """omnibal report: one HTML page about a plan, a run, or both."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from omnibal.cli.files import check_file, expect
 from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, ProfileOption
-from omnibal.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omnibal.cli.run import Run
-    from omnibal.config import RunFiles
-    from omnibal.report.page import PlanPart
-    from omnibal.report.training import Metrics
+from omnibal.cli.output import say, show, show_json
+from omnibal.cli.run import Run
+from omnibal.config import RunFiles
+from omnibal.data.limits import largest_load
+from omnibal.errors import ConfigError, require
+from omnibal.planner.prediction import variants_up_to
+from omnibal.report.page import PlanPart, write_page
+from omnibal.report.training import Metrics, read_metrics
 
 
 def report(
@@ -46,11 +46,6 @@ def report(
 
     Example: omnibal report runs/quickstart --out quickstart.html
     """
-    from omnibal.cli.run import Run, say
-    from omnibal.config import RunFiles
-    from omnibal.errors import require
-    from omnibal.report.page import write_page
-
     require("matplotlib")
     kind = expect("source", source, ("ds_config", "plan", "run"))
     check_file("--out", out)
@@ -71,31 +66,25 @@ def report(
     write_page(out, title, plan=part, run=metrics)
     if as_json:
         rates = {} if part is None else {variant.name: variant.samples_per_second for variant in part.variants}
-        typer.echo(json.dumps({"written": str(out), "samples_per_second": rates}, indent=2))
+        show_json({"written": out, "samples_per_second": rates})
     else:
-        typer.echo(f"written: {out}")
+        show(f"written: {out}")
 
 
-def _plan_part(run: "Run", batch_size: int, steps: int) -> "PlanPart":
+def _plan_part(run: Run, batch_size: int, steps: int) -> PlanPart:
     """What the page says of a plan."""
-    from omnibal.data.limits import largest_load
-    from omnibal.planner.prediction import variants_up_to
-    from omnibal.report.page import PlanPart
-
     plan, lengths = run.plan, run.lengths
     variants = variants_up_to(plan, run.profile, lengths, batch_size=batch_size, steps=steps)
     return PlanPart(variants, largest_load(lengths, plan.limits))
 
 
-def _read_run(files: "RunFiles", *, is_needed: bool) -> "Metrics | None":
+def _read_run(files: RunFiles, *, is_needed: bool) -> Metrics | None:
     """The log of a run.
 
     Raises:
         ConfigError: It is needed, and the folder has none, or no step in it.
         DataError: A line cannot be read.
     """
-    from omnibal.report.training import read_metrics
-
     metrics = read_metrics(files.metrics) if files.metrics.is_file() else None
     if metrics is not None and metrics.steps:
         return metrics

@@ -1,12 +1,10 @@
 """omnibal simulate: when each stage of a pipeline runs what, and how long it waits."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
 
 from omnibal.cli.files import check_file, check_picture
 from omnibal.cli.options import (
@@ -20,16 +18,18 @@ from omnibal.cli.options import (
     TraceOption,
     read_limits,
 )
-from omnibal.cli.partition import MEDIAN_OF
+from omnibal.cli.output import show, show_json, write_trace
+from omnibal.cli.present import median_packs, present_plan
+from omnibal.cli.run import Run
+from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omnibal.cli.run import Run
-    from omnibal.pipeline.simulate import Simulation, StepSimulation
-    from omnibal.plan import Plan
-    from omnibal.planner.packings import Packing
-    from omnibal.profile.records import ModelProfile
-    from omnibal.report.stages import PartitionFigures
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.simulate import Simulation, StepSimulation
+from omnibal.plan import Plan
+from omnibal.planner.packings import Packing
+from omnibal.profile.records import ModelProfile
+from omnibal.report.stages import PartitionFigures, stage_table
+from omnibal.report.timeline import plot_timeline
 
 MOST_PANELS: Final = 3
 
@@ -68,11 +68,6 @@ def simulate(
 
     Example: omnibal simulate runs/mine/plan.json --schedule 1f1b
     """
-    from omnibal.cli.present import real_packs
-    from omnibal.cli.run import Run
-    from omnibal.data.limits import PackLimits
-    from omnibal.report.stages import PartitionFigures, stage_table
-
     check_file("--trace", trace)
     check_picture("--plot", plot)
     fixed, cut = read_limits(limits), _read_cut(partition)
@@ -82,20 +77,20 @@ def simulate(
         plan = replace(plan, limits=PackLimits(*fixed), predicted=None)
     if schedule is not None and schedule != plan.schedule:
         plan = replace(plan, schedule=schedule, predicted=None)
-    packing = real_packs(run, plan, steps=MEDIAN_OF, number=step).median_step(run.profile)
+    packing = median_packs(run, plan, number=step)
     simulated = plan.simulate(run.profile, packing.steps[0])
     memory = [stage.total for stage in plan.memory(run.profile, packing.largest)]
     figures = PartitionFigures.of(run.profile, plan.partition, simulated, memory)
-    written = _write(simulated, trace, plot)
+    if trace is not None:
+        write_trace(trace, simulated.replicas)
+    if plot is not None:
+        plot_timeline(_panels(simulated), plot)
+    written = [str(path) for path in (trace, plot) if path is not None]
     if as_json:
-        record = record_of(run.profile, plan, packing) | figures.to_record() | {"written": written}
-        typer.echo(json.dumps(record, indent=2))
-        return
-    console = Console()
-    console.print(title_of(run.profile, plan, packing), highlight=False, markup=False)
-    console.print(stage_table(figures.stages))
-    for line in (_summary(figures), *(f"written: {path}" for path in written)):
-        console.print(line, highlight=False, markup=False)
+        show_json(record_of(run.profile, plan, packing) | figures.to_record() | {"written": written})
+    else:
+        title, table = title_of(run.profile, plan, packing), stage_table(figures.stages)
+        show(title, table, _summary(figures), *(f"written: {path}" for path in written))
 
 
 def _read_cut(partition: str | None) -> tuple[int, ...] | None:
@@ -107,11 +102,8 @@ def _read_cut(partition: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, words))
 
 
-def _plan_of(run: "Run", cut: tuple[int, ...] | None, *, present: bool) -> "Plan":
+def _plan_of(run: Run, cut: tuple[int, ...] | None, *, present: bool) -> Plan:
     """The plan to simulate: that of the ds_config, the present one, or one with other boundaries."""
-    from omnibal.cli.present import present_plan
-    from omnibal.pipeline.partition import Partition
-
     if cut is None:
         if run.named_plan is None and not run.has_config:
             raise ConfigError(f"--partition must be given beside a profile, got none with {run.source}")
@@ -130,7 +122,7 @@ def _plan_of(run: "Run", cut: tuple[int, ...] | None, *, present: bool) -> "Plan
     return replace(base, partition=partition)
 
 
-def record_of(profile: "ModelProfile", plan: "Plan", packing: "Packing") -> dict[str, Any]:
+def record_of(profile: ModelProfile, plan: Plan, packing: Packing) -> dict[str, Any]:
     """What a step is simulated of, as JSON values."""
     limits = plan.limits
     return {
@@ -145,7 +137,7 @@ def record_of(profile: "ModelProfile", plan: "Plan", packing: "Packing") -> dict
     }
 
 
-def title_of(profile: "ModelProfile", plan: "Plan", packing: "Packing") -> str:
+def title_of(profile: ModelProfile, plan: Plan, packing: Packing) -> str:
     """The same in two lines."""
     limits = plan.limits
     packs = f"step {packing.numbers[0]} of an epoch, packs of at most" if packing.numbers else "equal packs of"
@@ -156,20 +148,7 @@ def title_of(profile: "ModelProfile", plan: "Plan", packing: "Packing") -> str:
     )
 
 
-def _write(step: "StepSimulation", trace: Path | None, plot: Path | None) -> list[str]:
-    """Write the timeline as asked; the paths."""
-    from omnibal.pipeline.simulate import chrome_trace
-    from omnibal.report.timeline import plot_timeline
-
-    if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        trace.write_text(json.dumps(chrome_trace(step.replicas)))
-    if plot is not None:
-        plot_timeline(_panels(step), plot)
-    return [str(path) for path in (trace, plot) if path is not None]
-
-
-def _panels(step: "StepSimulation") -> dict[str, "Simulation"]:
+def _panels(step: StepSimulation) -> dict[str, Simulation]:
     """Every replica where they are few, else the fastest and the slowest one."""
     replicas = step.replicas
     if len(replicas) == 1:
@@ -183,7 +162,7 @@ def _panels(step: "StepSimulation") -> dict[str, "Simulation"]:
     }
 
 
-def _summary(figures: "PartitionFigures") -> str:
+def _summary(figures: PartitionFigures) -> str:
     tail = figures.step_seconds - figures.pipeline_seconds
     return (
         f"step {1e3 * figures.step_seconds:,.1f} ms: pipeline {1e3 * figures.pipeline_seconds:,.1f} ms "

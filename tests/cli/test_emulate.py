@@ -7,7 +7,6 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.emulator import run as emulator
 from omnibal.emulator.run import Emulation
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
@@ -39,7 +38,7 @@ def tasks(monkeypatch):
         seen.append(task)
         return Emulation(task.predicted, (1 << 30,) * task.plan.num_stages, start_seconds=1.5)
 
-    monkeypatch.setattr(emulator, "run_emulation", run)
+    monkeypatch.setattr("omnibal.cli.emulate.run_emulation", run)
     return seen
 
 

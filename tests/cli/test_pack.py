@@ -110,8 +110,8 @@ def test_compare_shows_all_methods_side_by_side(omnibal, token_lengths):
     options = ["--limits", "16,4096", "--compare"]
     methods = [entry["method"] for entry in record_of(omnibal("pack", *token_lengths, *options, "--json"))["methods"]]
     assert sorted(methods) == ["balanced", "isf", "random"]
-    header = omnibal("pack", *token_lengths, *options).stdout.splitlines()[3]
-    assert [word for word in header.split() if word.isalpha()] == methods
+    lines = [line.split() for line in omnibal("pack", *token_lengths, *options).stdout.splitlines()]
+    assert methods in lines
 
 
 def test_search_ranks_limits_under_the_ceiling_and_uses_the_best(omnibal, token_lengths):

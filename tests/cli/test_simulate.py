@@ -18,7 +18,6 @@ from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.planner.packings import spread_steps
 from omnibal.profile import levels
-from omnibal.report import timeline
 from tests.cli.conftest import cluster_of
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile, layer, profile
@@ -104,7 +103,7 @@ def test_a_table_a_trace_and_a_picture(omnibal, saved, tmp_path):
 
 def test_many_replicas_are_drawn_as_the_fastest_and_the_slowest(omnibal, saved, monkeypatch):
     drawn = []
-    monkeypatch.setattr(timeline, "plot_timeline", lambda panels, path: drawn.append(list(panels)))
+    monkeypatch.setattr("omnibal.cli.simulate.plot_timeline", lambda panels, path: drawn.append(list(panels)))
     for replicas in (1, 3, 4):
         omnibal("simulate", saved, *cut("0,3,6", 2 * replicas), "--plot", "x.png")
     assert drawn[0] == [""]
