@@ -2,8 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
@@ -15,7 +15,29 @@ from omnibal.errors import ConfigError
 from omnibal.profile.records import ModelProfile
 
 if TYPE_CHECKING:
+    from omnibal.families.base import LayerRecord
+    from omnibal.profile.records import LayerCost
     from omnibal.vlm import VisionLanguageModel
+
+LLM_TOKENS: Final = 4096
+IMAGE_TOKENS: Final = 9 * 256
+"""Of a pack where nothing is said; with InternVL's 256 tokens a tile, the OmniBal paper's limits."""
+
+
+def usual_limits(layers: "Sequence[LayerCost | LayerRecord]") -> tuple[int, int]:
+    """Vision units and LLM tokens of a pack where nothing is said: as many units as bring ``IMAGE_TOKENS``."""
+    for layer in layers:
+        if "image_tokens_per_tile" in layer.sizes:
+            return max(IMAGE_TOKENS // layer.sizes["image_tokens_per_tile"], 1), LLM_TOKENS
+        if "units_per_token" in layer.sizes:
+            return IMAGE_TOKENS * layer.sizes["units_per_token"], LLM_TOKENS
+    return IMAGE_TOKENS // 256, LLM_TOKENS
+
+
+def one_sample(limits: tuple[int, int]) -> Load:
+    """A pack of one sample, with one image, as large as the limits."""
+    units, tokens = limits
+    return Load(units, tokens, tokens**2, units**2)
 
 
 def read_cluster(text: str) -> Cluster:
@@ -61,13 +83,13 @@ def is_of(profile: ModelProfile, device: Device) -> bool:
 
 
 def measured_costs(
-    model: "VisionLanguageModel", pack: Load, *, dtype: str, frozen: Collection[str]
+    model: "VisionLanguageModel", limits: PackLimits, *, dtype: str, frozen: Collection[str]
 ) -> tuple[ModelProfile, list[str]]:
     """A profile measured on this machine, and what makes its measurements doubtful.
 
     Args:
         model: Its layers.
-        pack: The largest one.
+        limits: The largest pack.
         dtype: Of the forward pass.
         frozen: What is not trained.
     """
@@ -76,7 +98,6 @@ def measured_costs(
     from omnibal.vlm.measure import measure_profile
     from omnibal.vlm.passes import MeasurementWarning, this_device
 
-    limits = PackLimits(int(pack.vision_units), int(pack.llm_tokens))
     with Console(stderr=True).status("measuring") as status, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MeasurementWarning)
         made = measure_profile(

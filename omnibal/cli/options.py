@@ -12,10 +12,6 @@ from omnibal.errors import ConfigError
 Level = Literal["none", "selective", "full"]
 ScheduleName = Literal["1f1b", "zero-bubble", "zero-bubble-lean"]
 
-VISION_UNITS: Final = 9
-LLM_TOKENS: Final = 4096
-"""What a pack holds where nothing is said: the OmniBal paper's limits for InternVL."""
-
 MOST_DIGITS: Final = 20
 
 ClusterOption = Annotated[

@@ -64,9 +64,10 @@ def plan(
     """Plan data, model and memory together: what fits and takes the least time.
 
     Weighs pack limits (so how many micro-batches a step has), the number of
-    stages, where to cut the model, which layers recompute, and the schedule, by
-    simulating steps of real packs. Says what it gains over the present
-    configuration; --write enters it there, and training follows it.
+    stages unless the ds_config says one, where to cut the model, which layers
+    recompute, and the schedule, by simulating steps of real packs. Says what
+    it gains over the present configuration; --write enters it there, and
+    training follows it.
 
     Example: omnibal plan ds_configs/mine.json --cluster 4x8xA100-80GB
 
@@ -125,9 +126,10 @@ def request_of(
     from omnibal.planner import PlanRequest
 
     packing, layout = run.section.packing, layout_of(run.config, 1, 1)
+    wanted = run.section.pipeline.num_stages
     return PlanRequest(
         cluster=run.cluster,
-        num_stages=num_stages,
+        num_stages=num_stages or (None if wanted == "auto" else wanted),
         global_batch=samples_per_step or packing.samples_per_step or _present_samples(run),
         zero_stage=layout.zero_stage,
         accumulate_float32=layout.accumulate_float32,

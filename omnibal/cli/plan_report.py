@@ -277,7 +277,8 @@ def enter(config: Path, plan: Plan, path: Path) -> None:
     }
     if content.get("train_batch_size", "auto") != "auto":
         values["train_batch_size",] = plan.micro_batches * plan.layout.num_replicas
-    values["omnibal", "pipeline", "num_stages"] = plan.num_stages
+    if section.pipeline.num_stages not in ("auto", plan.num_stages):  # auto is what the plan says
+        values["omnibal", "pipeline", "num_stages"] = plan.num_stages
     if section.pipeline.schedule not in ("auto", plan.schedule):
         values["omnibal", "pipeline", "schedule"] = "auto"
     config.write_text(set_keys(text, values))

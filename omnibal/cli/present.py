@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.cli.options import LLM_TOKENS, VISION_UNITS
+from omnibal.cli.costs import usual_limits
 from omnibal.cli.run import Run
 from omnibal.cluster import Layout
 from omnibal.data.epoch import arrange_epoch
@@ -51,7 +51,7 @@ def present_plan(
     else:
         most = choose_limits(run.lengths, *(limits or ())) if run.has_lengths else None
         plan = Plan(
-            most or PackLimits(*(limits or (VISION_UNITS, LLM_TOKENS))),
+            most or PackLimits(*(limits or usual_limits(run.profile.layers))),
             micro_batches or MICRO_BATCHES_PER_STAGE * layout.num_stages,
             parameter_cut(run.profile, layout.num_stages),
             every_layer("none", len(run.profile.layers)),

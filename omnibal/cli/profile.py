@@ -9,8 +9,6 @@ from rich.console import Console
 
 from omnibal.cli.files import check_file, expect, refuse
 from omnibal.cli.options import (
-    LLM_TOKENS,
-    VISION_UNITS,
     ClusterOption,
     JsonOption,
     LimitsOption,
@@ -67,14 +65,15 @@ def profile(
     Example: omnibal profile models/InternVL3-14B-hf profile.json
     --cluster a100
     """
+    from omnibal.cli.costs import one_sample, usual_limits
     from omnibal.report.layers import bytes_table, layer_figures, time_table
 
     kind = expect("source", source, ("ds_config", "model"))
     check_file("out", out)
-    pack = _pack_of(read_limits(limits))
+    fixed = read_limits(limits)
     if kind == "ds_config":
         refuse({"dtype": dtype, "frozen": frozen, "tensor-parallel": tensor_parallel}, "the ds_config says it")
-        made, notes, out = _of_config(source, out, cluster, pack if limits else None, measure=measure)
+        made, notes, out, fixed = _of_config(source, out, cluster, fixed, measure=measure)
     else:
         options = {"dtype": dtype or "bfloat16", "frozen": frozen or ()}
         if out is None:
@@ -84,7 +83,8 @@ def profile(
             raise ConfigError(f"costs must be counted for a --cluster or come from --measure, got {got}")
         if measure and tensor_parallel:
             raise ConfigError(f"--tensor-parallel must come with --cluster, got {tensor_parallel} with --measure")
-        made, notes = _of_model(source, cluster, pack, tensor_parallel or 1, **options)
+        made, notes = _of_model(source, cluster, fixed, tensor_parallel or 1, **options)
+    pack = one_sample(fixed or usual_limits(made.layers))
     out.parent.mkdir(parents=True, exist_ok=True)
     made.save(out)
     rows = layer_figures(made, pack)
@@ -102,41 +102,38 @@ def profile(
         console.print(note, highlight=False, markup=False)
 
 
-def _pack_of(limits: tuple[int, int] | None) -> "Load":
-    """A pack of one sample, as large as the limits or the paper's."""
-    from omnibal.cost import Load
-
-    vision_units, llm_tokens = limits or (VISION_UNITS, LLM_TOKENS)
-    return Load(vision_units, llm_tokens, llm_tokens**2)
-
-
 def _sizes(pack: "Load") -> dict[str, int]:
     return {"vision units": int(pack.vision_units), "LLM tokens": int(pack.llm_tokens)}
 
 
 def _of_config(
-    source: Path, out: Path | None, cluster: str | None, pack: "Load | None", *, measure: bool
-) -> tuple["ModelProfile", list[str], Path]:
-    """The profile of a ds_config, what makes it doubtful, and where it goes."""
+    source: Path, out: Path | None, cluster: str | None, limits: tuple[int, int] | None, *, measure: bool
+) -> tuple["ModelProfile", list[str], Path, tuple[int, int] | None]:
+    """The profile of a ds_config, what makes it doubtful, where it goes, and the limits that it is for."""
     from omnibal.cli.run import Run
+    from omnibal.data.limits import PackLimits
 
     run = Run.open(source, cluster=cluster, measure=measure)
     out = out or run.files.profile
     check_file("out", out)
-    made = run.make_profile(pack) if measure else run.profile
-    return made, run.doubts, out
+    if not measure:
+        return run.profile, [], out, limits
+    largest = run.limits if limits is None else PackLimits(*limits)
+    return run.make_profile(largest), run.doubts, out, (largest.vision_units, largest.llm_tokens)
 
 
 def _of_model(
-    folder: Path, cluster: str | None, pack: "Load", tensor_parallel: int, **options: Any
+    folder: Path, cluster: str | None, limits: tuple[int, int] | None, tensor_parallel: int, **options: Any
 ) -> tuple["ModelProfile", list[str]]:
     """The profile of a model's folder, and what makes it doubtful."""
-    from omnibal.cli.costs import measured_costs, read_cluster
+    from omnibal.cli.costs import measured_costs, read_cluster, usual_limits
+    from omnibal.data.limits import PackLimits
     from omnibal.profile.counted import analytic_profile
     from omnibal.vlm.families import load_model, load_records
 
     device = None if cluster is None else read_cluster(cluster).device
 
     if device is None:
-        return measured_costs(load_model(folder), pack, **options)
+        model = load_model(folder)
+        return measured_costs(model, PackLimits(*(limits or usual_limits(model.records))), **options)
     return analytic_profile(load_records(folder), device, tensor_parallel=tensor_parallel, **options), []

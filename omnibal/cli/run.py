@@ -13,9 +13,8 @@ from omnibal.cli.files import Kind, expect
 from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config
-from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import choose_limits
+from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError, DataError
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
@@ -220,6 +219,8 @@ class Run:
         tensor = self.profile.tensor_parallel
         devices, left = divmod(self.cluster.num_devices, tensor)
         wanted = num_stages or self.section.pipeline.num_stages
+        if wanted == "auto" and self.named_plan is not None:
+            wanted = self.named_plan.num_stages
         stages = devices if wanted == "auto" else wanted
         if left or devices % stages:
             raise ConfigError(
@@ -246,16 +247,15 @@ class Run:
             return self._profile
         return self._kept_profile() or self.make_profile()
 
-    def make_profile(self, pack: Load | None = None) -> ModelProfile:
+    def make_profile(self, limits: PackLimits | None = None) -> ModelProfile:
         """Count, or measure, and keep.
 
         Args:
-            pack: The largest one to measure; by default of the ds_config's pack limits, or the paper's for its data.
+            limits: Of the largest pack to measure; by default the run's.
         """
         dtype, frozen = dtype_of(self.config), self.section.model.frozen
         if self._measure:
-            pack = self._largest_pack() if pack is None else pack
-            made, self.doubts = measured_costs(self.model, pack, dtype=dtype, frozen=frozen)
+            made, self.doubts = measured_costs(self.model, limits or self.limits, dtype=dtype, frozen=frozen)
         else:
             from omnibal.profile.counted import analytic_profile
 
@@ -264,10 +264,11 @@ class Run:
         made.save(self.files.profile)
         return made
 
-    def _largest_pack(self) -> Load:
+    @property
+    def limits(self) -> PackLimits:
+        """What the ds_config says that a pack may hold, or the paper's rule for its data."""
         packing = self.section.packing
-        limits = choose_limits(self.lengths, packing.vision_units, packing.llm_tokens)
-        return Load(limits.vision_units, limits.llm_tokens)
+        return choose_limits(self.lengths, packing.vision_units, packing.llm_tokens)
 
     def _check_profile(self, profile: ModelProfile) -> None:
         records = None if self.section.model.path is None else self.records

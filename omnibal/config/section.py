@@ -87,7 +87,8 @@ class PipelineSection(Section):
     """Where the model is cut and what recomputes."""
 
     num_stages: Count | Literal["auto"] = "auto"
-    """``auto``: all processes form one pipeline."""
+    """``auto``: as many as the plan says; without a plan all processes form one pipeline. `omnibal plan` keeps to a
+    number."""
     partition: Literal["uniform", "parameters"] | list[int] = "parameters"
     """A method, or the boundaries themselves: ``[0, 5, 14]`` gives stages of layers 0–4 and 5–13."""
     recompute: Level | list[Level] = "none"

@@ -132,10 +132,11 @@ def stages_of(section: OmnibalSection, num_layers: int, num_processes: int) -> i
     """Number of pipeline stages.
 
     Raises:
-        ConfigError: It does not divide the processes, or exceeds the layers.
+        ConfigError: It does not divide the processes, or exceeds the layers; or the plan cannot be read.
     """
-    wanted = section.pipeline.num_stages
-    num_stages = num_processes if wanted == "auto" else wanted
+    num_stages, plan = section.pipeline.num_stages, section.pipeline.plan
+    if num_stages == "auto":
+        num_stages = num_processes if plan is None else Plan.load(plan).num_stages
     if num_processes % num_stages:
         raise ConfigError(f"num_stages must divide the {num_processes} processes, got {num_stages}")
     if num_stages > num_layers:

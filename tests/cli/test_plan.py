@@ -143,6 +143,19 @@ def test_a_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path, recompute)
     assert config.read_text() == before
 
 
+def test_a_fixed_number_of_stages_is_kept(omnibal, ds_config, tmp_path):
+    config = ds_config(pipeline={"num_stages": 2})
+    tried = json.loads(omnibal("plan", config, "--json").stdout)["tried"]
+    assert {entry["num_stages"] for entry in tried} == {2}
+    free = ds_config("free.json", pipeline={"num_stages": "auto"})
+    tried = json.loads(omnibal("plan", free, "--write", "--json").stdout)["tried"]
+    assert {entry["num_stages"] for entry in tried} == {1, 2, 4}
+    section = read_config(free)[1]
+    assert (section.pipeline.num_stages, section.pipeline.plan) == ("auto", str(tmp_path / "run" / "plan.json"))
+    present = json.loads(omnibal("simulate", free, "--json").stdout)
+    assert present["layout"]["num_stages"] == Plan.load(section.pipeline.plan).num_stages
+
+
 def test_the_samples_of_a_step_are_those_of_the_present_configuration(omnibal, ds_config):
     present = json.loads(omnibal("pack", ds_config(), "--json").stdout)
     mean = 60 / present["methods"][0]["packs"] * 2 * 2  # of packs that hold any

@@ -39,9 +39,9 @@ def test_costs_are_counted_for_a_device_that_is_not_there(omnibal, model, tmp_pa
     assert [row["kind"] for row in record["kinds"]] == KINDS
     assert [row["layers"] for row in record["kinds"]] == [1, 3, 1, 1, 2, 1, 1]
     assert sum(row["share"] for row in record["kinds"]) == pytest.approx(1)
-    pack = Load(9, 4096, 4096**2)
+    pack = Load(2304 // 4, 4096, 4096**2)
     assert [row["forward_seconds"] for row in record["kinds"]][1] == expected.layers[1].forward_seconds(pack)
-    assert record["pack"] == {"vision units": 9, "LLM tokens": 4096}
+    assert record["pack"] == {"vision units": 2304 // 4, "LLM tokens": 4096}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -52,6 +52,19 @@ def test_costs_of_every_family_are_counted(omnibal, model_type, tmp_path):
     profile = ModelProfile.load(tmp_path / "p.json")
     assert [layer.name for layer in profile.layers] == [record.name for record in layer_records(config.to_dict())]
     assert all(layer.forward_seconds(Load(64, 99, 99**2, 64**2)) > 0 for layer in profile.layers)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "units"), [("internvl", 2304 // 4), ("llava", 2304 // 9), ("qwen2_vl", 4 * 2304)]
+)
+def test_a_pack_of_the_usual_size_is_shown(omnibal, model_type, units, tmp_path):
+    """Of 4096 tokens, 2304 are images': 9 tiles of 256 tokens, or what a family has in their place."""
+    families_config(model_type).save_pretrained(tmp_path)
+    record = json.loads(omnibal("profile", tmp_path, tmp_path / "p.json", "--cluster", "a100", "--json").stdout)
+    assert record["pack"] == {"vision units": units, "LLM tokens": 4096}
+    block = next(layer for layer in ModelProfile.load(tmp_path / "p.json").layers if layer.kind == "vision_block")
+    shown = next(row for row in record["kinds"] if row["kind"] == "vision_block")
+    assert shown["forward_seconds"] == block.forward_seconds(Load(units, 4096, 4096**2, units**2))
 
 
 def test_the_table_has_a_row_for_each_kind(omnibal, model, tmp_path):

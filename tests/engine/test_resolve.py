@@ -44,6 +44,15 @@ def test_number_of_stages():
         stages_of(section(), 10, 16)
 
 
+def test_a_plan_knows_its_number_of_stages(tmp_path):
+    path = str(tmp_path / "plan.json")
+    Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS).save(path)
+    assert stages_of(section(pipeline={"plan": path}), NUM_LAYERS, 8) == 2
+    assert stages_of(section(pipeline={"plan": path, "num_stages": 4}), NUM_LAYERS, 8) == 4  # refused with the plan
+    with pytest.raises(ConfigError, match="num_stages must divide the 3 processes, got 2"):
+        stages_of(section(pipeline={"plan": path}), NUM_LAYERS, 3)
+
+
 def test_limits_are_given_or_ruled(vlm):
     ruled = paper_limits(LENGTHS)
     assert plan_of(vlm).limits == ruled
