@@ -221,16 +221,17 @@ def make_plan(
         first_models.append(new[0])
     # 2. The closed formula proposes a partition for each: cheap, and good enough to tell which deserve a search.
     proposals: dict[StepModel, Choice] = {}
-    for model in models:
-        report(f"proposing partitions: {model}")
+    for number, model in enumerate(models, 1):
+        report(f"proposing partitions, {number} of {len(models)}: {model}")
         if model.missing[0] == 0:
             proposals[model] = propose(model)
     if not proposals:
         raise _infeasible(models)
     # 3. The simulator searches around the best proposals and around the two-phase plans, so none of those is faster.
     baselines, failure = _baselines(first_models, report)
-    for model in dict.fromkeys([*_finalists(proposals), *baselines]):
-        report(f"searching partitions: {model}")
+    finalists = dict.fromkeys([*_finalists(proposals), *baselines])
+    for number, model in enumerate(finalists, 1):
+        report(f"searching partitions, {number} of {len(finalists)}: {model}")
         starts = [baselines[model].boundaries] if model in baselines else []
         proposals[model] = improve(model, starts)
     tried = tuple(sorted(proposals.values(), key=lambda choice: choice.sample_seconds))
@@ -260,8 +261,8 @@ def _baselines(models: Sequence[StepModel], report: Callable[[str], object]) -> 
     """The two-phase choice of every model for which it fits, and the reason of the last one that does not."""
     found: dict[StepModel, Choice] = {}
     failure = ""
-    for model in models:
-        report(f"planning in two phases: {model}")
+    for number, model in enumerate(models, 1):
+        report(f"planning in two phases, {number} of {len(models)}: {model}")
         try:
             found[model] = two_phases(model)
         except InfeasibleError as error:

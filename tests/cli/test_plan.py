@@ -169,8 +169,8 @@ def test_a_present_configuration_that_does_not_fit_is_said(omnibal, ds_config):
     small = json.loads(cluster_of(4, memory=0.01)) | {"device": "a100"}
     record = json.loads(omnibal("plan", ds_config(cluster=small), "--json").stdout)
     assert record["gain"] is not None
-    tiny = small | {"memory_bytes": 9 * MIB}
-    result = omnibal("plan", ds_config(cluster=tiny, pipeline={"num_stages": 1}), "--samples-per-step", 20)
+    tiny = small | {"memory_bytes": 8 * MIB}
+    result = omnibal("plan", ds_config(cluster=tiny, pipeline={"num_stages": "auto"}), "--samples-per-step", 20)
     assert "the present configuration, which needs " in " ".join(result.stdout.split())
 
 
