@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from omnibal import families
 from omnibal.cluster import ClusterValue
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS
 from omnibal.errors import ConfigError
@@ -30,6 +31,8 @@ class ModelSection(Section):
 
     path: str | None = None
     """Hugging Face folder (config.json, weights, tokenizer, preprocessor)."""
+    family: str | None = None
+    """Python module that registers the model's family, where it is none of omnibal's; see families.md."""
     weights: Literal["load", "random"] = "load"
     """``load`` reads the folder's safetensors; ``random`` draws initial weights from ``seed``."""
     seed: int = 0
@@ -215,7 +218,7 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
 
     Raises:
         ConfigError: The file is missing or no JSON object, or a key or value of the section is wrong; the message
-            names the key and the nearest known one.
+            names the key and the nearest known one. Or the module of the model's family cannot be imported.
     """
     content = config if isinstance(config, dict) else _read_json(Path(config))
     deepspeed_config = {key: value for key, value in content.items() if key != "omnibal"}
@@ -223,9 +226,12 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
         if not isinstance(deepspeed_config.get(key, {}), dict):
             raise ConfigError(f"{key} of a ds_config must be an object, got {deepspeed_config[key]!r:.80}")
     try:
-        return deepspeed_config, OmnibalSection.model_validate(content.get("omnibal", {}))
+        section = OmnibalSection.model_validate(content.get("omnibal", {}))
     except ValidationError as error:
         raise ConfigError(explain(OmnibalSection, error, "omnibal")) from None
+    if section.model.family is not None:
+        families.load(section.model.family)
+    return deepspeed_config, section
 
 
 def _read_json(path: Path) -> dict[str, Any]:

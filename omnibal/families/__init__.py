@@ -5,19 +5,29 @@ family from outside.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
+from typing import Final
 
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, said
 from omnibal.families import internvl, llava, llava_next, qwen_vl
 from omnibal.families.base import Config, Family, LayerRecord
 
 _FAMILIES: dict[str, Family] = {}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_FAMILIES)
 """By ``model_type``."""
+REFUSED: Final = {
+    "gemma3": "all tokens of an image see each other, later ones too, where packs know causal attention alone",
+    **dict.fromkeys(
+        ("idefics3", "smolvlm"),
+        "marks of rows and columns stand between an image's tiles, where an image's tokens must be one run",
+    ),
+}
+"""Why other models that people ask for are none that ``register`` could add as it is."""
 
 
 def register(family: Family) -> None:
-    """Adds a family, in this process: every process of a run must.
+    """Adds a family, in this process. A module that does so, named in ``omnibal.model.family``, is imported by all.
 
     Raises:
         ConfigError: A ``model_type`` of it is another family's.
@@ -32,6 +42,23 @@ for _family in (internvl.FAMILY, llava.FAMILY, llava_next.NEXT, llava_next.ONEVI
     register(_family)
 
 
+def load(module: str) -> None:
+    """Import a module that registers families.
+
+    Raises:
+        ConfigError: There is none, or it cannot be imported.
+    """
+    try:
+        import_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's own code may raise anything
+        raise ConfigError(
+            f"omnibal.model.family must be a module that can be imported, got {module!r}: {said(error)}; "
+            "install it, or add its folder to PYTHONPATH"
+        ) from error
+
+
 def family_of(config: Config) -> Family:
     """The family of a model.
 
@@ -40,10 +67,8 @@ def family_of(config: Config) -> Family:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(
-            f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}; "
-            "omnibal.families.register adds another"
-        )
+        reason = REFUSED.get(str(model_type), "omnibal.model.family names a module that registers another")
+        raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}; {reason}")
     return FAMILIES[model_type]
 
 

@@ -93,6 +93,9 @@ class Family:
         model_types: Values of ``model_type`` in the configurations of such models.
         image_rule: Makes the rule of a model from its configuration and its image processor's.
         layer_records: Lists a model's pipeline layers, first to last, from its configuration.
+        layers: What makes these layers as modules: ``"module:function"``, from transformers' configuration to an
+            ``omnibal.vlm.VisionLanguageModel``. A name, since facts load no torch; None where a family is planned for
+            and not trained.
         tile_limits: Where an image may be cut into more or fewer tiles: from the image processor's configuration,
             ``max_tiles`` and ``min_tiles`` (None for what the processor says), what the processor is told with images.
         disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
@@ -104,6 +107,7 @@ class Family:
     model_types: tuple[str, ...]
     image_rule: Callable[[Config, Config], ImageRule]
     layer_records: Callable[[Config], tuple[LayerRecord, ...]]
+    layers: str | None = None
     tile_limits: Callable[[Config, int | None, int | None], dict[str, Any]] | None = None
     disk_prefixes: Mapping[str, str] = field(default_factory=dict)
     image_tokens: Mapping[str, str] = field(default_factory=dict)

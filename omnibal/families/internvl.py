@@ -242,6 +242,7 @@ FAMILY = Family(
     image_rule=image_rule,
     tile_limits=tile_limits,
     layer_records=layer_records,
+    layers="omnibal.vlm.internvl:internvl",
     disk_prefixes={
         "model.vision_tower.": "vision_tower.",
         "model.multi_modal_projector.": "multi_modal_projector.",

@@ -48,5 +48,6 @@ FAMILY = Family(
     model_types=("llava",),
     image_rule=image_rule,
     layer_records=layer_records,
+    layers="omnibal.vlm.llava:llava",
     disk_prefixes=TOWER_ON_DISK | LANGUAGE_ON_DISK,
 )

@@ -190,11 +190,16 @@ def onevision_records(config: Config) -> tuple[LayerRecord, ...]:
 
 _DISK_PREFIXES = {"model.image_newline": "image_newline", **TOWER_ON_DISK, **LANGUAGE_ON_DISK}
 NEXT = Family(
-    model_types=("llava_next",), image_rule=next_rule, layer_records=next_records, disk_prefixes=_DISK_PREFIXES
+    model_types=("llava_next",),
+    image_rule=next_rule,
+    layer_records=next_records,
+    layers="omnibal.vlm.llava:llava_next",
+    disk_prefixes=_DISK_PREFIXES,
 )
 ONEVISION = Family(
     model_types=("llava_onevision",),
     image_rule=onevision_rule,
     layer_records=onevision_records,
+    layers="omnibal.vlm.llava:llava_onevision",
     disk_prefixes=_DISK_PREFIXES,
 )

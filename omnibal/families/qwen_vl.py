@@ -188,6 +188,12 @@ SECOND = Family(
     model_types=("qwen2_vl", "qwen2_5_vl"),
     image_rule=image_rule,
     layer_records=layer_records,
+    layers="omnibal.vlm.qwen_vl:qwen_vl",
     disk_prefixes={"model.visual.": "visual.", "model.language_model.": "model."},
 )
-THIRD = Family(model_types=("qwen3_vl",), image_rule=image_rule, layer_records=layer_records)
+THIRD = Family(
+    model_types=("qwen3_vl",),
+    image_rule=image_rule,
+    layer_records=layer_records,
+    layers="omnibal.vlm.qwen_vl:qwen_vl",
+)

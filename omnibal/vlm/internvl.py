@@ -77,20 +77,12 @@ def internvl(config: InternVLConfig) -> VisionLanguageModel:
     """
     records = layer_records(config.to_dict())
     skeleton = skeleton_of(InternVLForConditionalGeneration, config)
-    kinds = [record.kind for record in records]
+    blocks = [record.kind for record in records].count("vision_block")
     recipes = (
         LayerRecipe(PatchEmbedding, {"embeddings": "model.vision_tower.embeddings"}),
-        *(
-            LayerRecipe(VisionBlock, {"block": f"model.vision_tower.encoder.layer.{i}"})
-            for i in range(kinds.count("vision_block"))
-        ),
+        *(LayerRecipe(VisionBlock, {"block": f"model.vision_tower.encoder.layer.{i}"}) for i in range(blocks)),
         LayerRecipe(Projector, {"norm": "model.vision_tower.layernorm", "projector": "model.multi_modal_projector"}),
-        *text_recipes(
-            kinds.count("decoder_block"),
-            tied=records[-1].tied_key is not None,
-            language_model="model.language_model",
-            head="lm_head",
-        ),
+        *text_recipes(records),
     )
     vision: Any = config.vision_config
     pixel_shape = (vision.num_channels, *vision.image_size)

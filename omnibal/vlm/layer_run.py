@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from omnibal.cost import Load
+from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.profile.levels import LEVELS, Level
 from omnibal.vlm.layers import VisionLanguageModel
@@ -122,12 +124,14 @@ class MadePack:
     """The sizes of a pack.
 
     Args:
-        tiles: Images' tiles; their tokens are part of the samples.
+        units: Vision units of its images, whose tokens are part of the samples; as many as images can have.
         lengths: Tokens of each sample, at least one sample.
+        samples_with_images: The first so many samples share the units evenly.
     """
 
-    tiles: int
+    units: int
     lengths: tuple[int, ...]
+    samples_with_images: int = 1
 
     @property
     def tokens(self) -> int:
@@ -136,26 +140,57 @@ class MadePack:
 
     @property
     def load(self) -> Load:
-        """What it holds."""
-        return Load(self.tiles, self.tokens, sum(length**2 for length in self.lengths))
+        """What it holds; in a native-resolution ViT a sample's units are one image, and square."""
+        squared = self.units**2 // self.samples_with_images
+        return Load(self.units, self.tokens, sum(length**2 for length in self.lengths), squared)
 
     def payload(
         self, model: VisionLanguageModel, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> Payload:
         """The input of a model's first layer, with random pixels and tokens."""
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(model.config.text_config.vocab_size, (self.tokens,), generator=generator)
-        image = int(model.config.image_token_id)
-        ids[ids == image] = 0 if image else 1
-        ids[: self.tiles * image_tokens_per_tile(model)] = image
-        lengths = torch.tensor(self.lengths)
-        pack = {
-            "pixel_values": torch.randn(self.tiles, *model.pixel_shape, generator=generator).to(dtype),
-            "input_ids": ids[None],
-            "position_ids": torch.cat([torch.arange(length) for length in self.lengths])[None],
-            "cu_seq_lens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        }
+        share = self.units // self.samples_with_images
+        items = [
+            _sample(model, share if number < self.samples_with_images else 0, length, generator)
+            for number, length in enumerate(self.lengths)
+        ]
+        pack = pack_samples(
+            items,
+            pad_token_id=0,
+            pixel_shape=model.pixel_shape,
+            pixel_dtype=dtype,
+            image_integers=model.image_integers,
+            positions=model.positions,
+        )
         return Payload.of_pack({name: tensor.to(device) for name, tensor in pack.items()}, dtype)
+
+
+def _sample(model: VisionLanguageModel, units: int, length: int, generator: torch.Generator) -> dict[str, Any]:
+    """A sample with so many vision units: its images' tokens come first, and random ones behind them."""
+    ids = torch.randint(model.config.text_config.vocab_size, (length,), generator=generator)
+    image = int(model.config.image_token_id)
+    ids[ids == image] = 0 if image else 1
+    images = _images(model, units)
+    assert images.units == units, "images can have so many units"
+    ids[: images.tokens] = image
+    pixels = torch.randn(units, *model.pixel_shape, generator=generator) if units else None
+    return {"input_ids": ids, "labels": ids, "pixel_values": pixels, **images.integers}
+
+
+class _Images(NamedTuple):
+    """Made-up images of a sample: their vision units, their tokens, and what vision layers read beside pixels."""
+
+    units: int
+    tokens: int
+    integers: Mapping[str, Tensor]
+
+
+def _images(model: VisionLanguageModel, most_units: int) -> _Images:
+    """Images with as many vision units as they can have up to so many."""
+    if model.image_tokens is None or model.made_images is None:
+        return _Images(most_units, most_units * image_tokens_per_tile(model), {})
+    units, integers = model.made_images(most_units)
+    return _Images(units, model.image_tokens(integers), integers)
 
 
 def image_tokens_per_tile(model: VisionLanguageModel) -> int:
@@ -168,17 +203,32 @@ def image_tokens_per_tile(model: VisionLanguageModel) -> int:
 def made_packs(model: VisionLanguageModel, limits: PackLimits) -> list[MadePack]:
     """Packs of a quarter, a half and all of the limits, each as one sample with images and as four without.
 
-    So what grows with tiles, with tokens and with their squares can be told apart. A pack has no more tiles than its
-    tokens can hold, and no sample is longer than the model's positions. The last pack is the largest.
+    So what grows with vision units, with tokens and with their squares can be told apart; where images have any size,
+    a pack of four samples with images tells more units from larger images. A pack has no more units than its tokens
+    can hold, and no sample is longer than the model's positions. The last pack is the largest.
     """
     longest = int(model.config.text_config.max_position_embeddings)
     packs = []
     for share in _SHARES:
         tokens = max(1, round(limits.llm_tokens * share))
-        tiles = min(round(limits.vision_units * share), tokens // image_tokens_per_tile(model))
-        packs.append(MadePack(0, _split(tokens, min(_MANY, tokens), longest)))
-        packs.append(MadePack(tiles, _split(tokens, 1, longest)))
+        units, many, one = (
+            limits.vision_units * share,
+            _split(tokens, min(_MANY, tokens), longest),
+            _split(tokens, 1, longest),
+        )
+        packs.append(MadePack(0, many))
+        if len(model.pixel_shape) == 1:  # patches
+            packs.append(MadePack(len(many) * _units(model, units / len(many), many[-1]), many, len(many)))
+        packs.append(MadePack(_units(model, units, one[0]), one))
     return packs
+
+
+def _units(model: VisionLanguageModel, most: float, tokens: int) -> int:
+    """As many vision units as images can have up to so many, and a sample of so many tokens can hold."""
+    images = _images(model, round(most))
+    while images.tokens > tokens:
+        images = _images(model, images.units - 1)
+    return images.units
 
 
 def _split(tokens: int, samples: int, longest: int) -> tuple[int, ...]:

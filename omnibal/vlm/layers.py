@@ -42,6 +42,8 @@ class VisionLanguageModel:
         image_integers: What the vision layers read of images beside their pixels, by the names of the Hugging Face
             model's arguments: the shape of one entry, such as ``(2,)`` of each image's size. Packs hold all entries.
         image_tokens: From these of a sample to how many tokens its images bring; None where each tile brings as many.
+        made_images: From a number of vision units to made-up images, to measure layers on: how many units they have, as
+            many as possible and no more, and these integers. None where each tile brings as many tokens.
         positions: Of a sample's tokens, from its token ids and these integers; None where they just count.
     """
 
@@ -55,6 +57,7 @@ class VisionLanguageModel:
         pixel_shape: tuple[int, ...],
         image_integers: Mapping[str, tuple[int, ...]] | None = None,
         image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None,
+        made_images: Callable[[int], tuple[int, Mapping[str, Tensor]]] | None = None,
         positions: Positions | None = None,
         features: Sequence[tuple[str, ...]] | None = None,
     ) -> None:
@@ -68,6 +71,7 @@ class VisionLanguageModel:
             pixel_shape: Channels, height and width of a tile; how many values a patch has.
             image_integers: What vision layers read beside pixels.
             image_tokens: How many tokens images bring.
+            made_images: Images to measure layers on.
             positions: Of a sample's tokens, where they do not just count.
             features: Names of those that a cut before each layer sends, and that the model gives at last; none by
                 default.
@@ -78,6 +82,7 @@ class VisionLanguageModel:
         self.pixel_shape = pixel_shape
         self.image_integers = image_integers or {}
         self.image_tokens = image_tokens
+        self.made_images = made_images
         self.positions = positions
         self._features = features or [()] * (len(records) + 1)
         assert len(self._features) == len(records) + 1

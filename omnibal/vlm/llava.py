@@ -4,7 +4,7 @@ The ViT ends where its features are read. What lies behind (of CLIP its last blo
 gets no gradient: no layer has it, and its weights are exported as they came.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -159,17 +159,14 @@ def llava(config: LlavaConfig) -> VisionLanguageModel:
 
 def llava_next(config: LlavaNextConfig) -> VisionLanguageModel:
     """LLaVA-NeXT as pipeline layers; errors as of ``llava``."""
-    rule = rule_of_canvases(next_canvases(config.to_dict()), lone_only=False)
     entries = {IMAGE_SIZES: (2,)}
-    return _model(config, NEXT, LlavaNextForConditionalGeneration, CanvasProjector, entries, partial(_tokens, rule))
+    return _model(config, NEXT, LlavaNextForConditionalGeneration, CanvasProjector, entries)
 
 
 def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
     """LLaVA-OneVision as pipeline layers; errors as of ``llava``."""
-    rule = rule_of_canvases(onevision_canvases(config.to_dict()), lone_only=True)
     entries: dict[str, tuple[int, ...]] = {IMAGE_SIZES: (2,), IMAGES_OF_SAMPLES: ()}
-    model = LlavaOnevisionForConditionalGeneration
-    return _model(config, ONEVISION, model, SampleProjector, entries, partial(_tokens, rule))
+    return _model(config, ONEVISION, LlavaOnevisionForConditionalGeneration, SampleProjector, entries)
 
 
 def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
@@ -187,33 +184,39 @@ def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
     return sum(load.llm_tokens for group in groups for load in rule(group))
 
 
+def _made_images(canvases: Canvases, units: int) -> tuple[int, dict[str, Tensor]]:
+    """As many images as there can be, each as large as the canvas with most tiles that the units allow, or none."""
+    fitting = [size for size in canvases.resolutions if canvases.load(size[1], size[0]).vision_units <= units]
+    height, width = max(fitting, key=lambda size: size[0] * size[1], default=(0, 0))
+    each = canvases.load(width, height).vision_units if fitting else units + 1
+    count = units // each
+    integers = {
+        IMAGE_SIZES: torch.tensor([[height, width]] * count, dtype=torch.int64).view(-1, 2),
+        IMAGES_OF_SAMPLES: torch.ones(count, dtype=torch.int64),  # OneVision tiles the images of samples with one
+    }
+    return count * each, integers
+
+
 def _model(
     config: Any,
     family: Family,
     model_class: Any,
     projector: type[Projector],
     image_integers: Mapping[str, tuple[int, ...]] | None = None,
-    image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None,
 ) -> VisionLanguageModel:
+    canvases = projector.canvases_of(config.to_dict()) if issubclass(projector, CanvasProjector) else None
+    rule = None if canvases is None else rule_of_canvases(canvases, lone_only=issubclass(projector, SampleProjector))
     records = layer_records(config.to_dict())
     skeleton = skeleton_of(model_class, config)
     tower = "model.vision_tower"
     norm = {"norm": f"{tower}.pre_layrnorm"} if hasattr(skeleton.get_submodule(tower), "pre_layrnorm") else {}
     newline = {"newline": "model.image_newline"} if issubclass(projector, CanvasProjector) else {}
-    kinds = [record.kind for record in records]
+    blocks = [record.kind for record in records].count("vision_block")
     recipes = (
         LayerRecipe(PatchEmbedding, {"embeddings": f"{tower}.embeddings"} | norm),
-        *(
-            LayerRecipe(VisionBlock, {"block": f"{tower}.encoder.layers.{i}"})
-            for i in range(kinds.count("vision_block"))
-        ),
+        *(LayerRecipe(VisionBlock, {"block": f"{tower}.encoder.layers.{i}"}) for i in range(blocks)),
         LayerRecipe(projector, {"projector": "model.multi_modal_projector"} | newline),
-        *text_recipes(
-            kinds.count("decoder_block"),
-            tied=records[-1].tied_key is not None,
-            language_model="model.language_model",
-            head="lm_head",
-        ),
+        *text_recipes(records),
     )
     vision = config.vision_config
     return VisionLanguageModel(
@@ -223,5 +226,6 @@ def _model(
         disk_prefixes=family.disk_prefixes,
         pixel_shape=(vision.num_channels, vision.image_size, vision.image_size),
         image_integers=image_integers,
-        image_tokens=image_tokens,
+        image_tokens=None if rule is None else partial(_tokens, rule),
+        made_images=None if canvases is None else partial(_made_images, canvases),
     )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from omnibal.cost import CostModel, Load
 from omnibal.data.collate import IGNORED
 from omnibal.data.limits import PackLimits
-from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import LayerCost, ModelProfile
@@ -58,18 +57,13 @@ def measure_profile(
         report: Called with the name of each layer before it is measured.
 
     Raises:
-        ConfigError: Not just these parts can be frozen, or the model's image tokens follow from more than tiles.
+        ConfigError: Not just these parts can be frozen.
 
     Warns:
         MeasurementWarning: Repetitions, or layers of one kind, differ by more than ``max_spread``: other programs are
             running, or the clock is not stable.
     """
     parts = check_frozen(model.records, frozen)
-    if model.image_tokens is not None:
-        raise ConfigError(
-            "model must bring as many tokens with each of its tiles to be measured, got "
-            f"{model.config.model_type}; count its costs for a device instead"
-        )
     bench = _Bench(model, made_packs(model, limits), dtype, torch.device(device), frozen, target_share, seed)
     measured = bench.measure_all(report)
     for message in _doubts(bench, measured, max_spread):
@@ -165,13 +159,18 @@ class _Bench:
         return labels
 
     def _load(self, index: int, pack: MadePack) -> Load:
-        """What of a pack a layer's costs depend on: tiles before the text embedding, tokens after it."""
+        """What of a pack a layer's costs depend on.
+
+        Vision units before the text embedding, and their squares where attention covers an image of any size; tokens
+        after it. Where features of the images are handed on, both.
+        """
         record, load = self.model.records[index], pack.load
         merge = [other.module for other in self.model.records].index("language")
         if index < merge:
-            return Load(load.vision_units, 0)
+            return Load(load.vision_units, 0, 0, 0 if record.sizes.get("attended", 1) else load.vision_squared)
+        has_images = index == merge or (record.kind == "decoder_block" and "carried" in record.sizes)
         squared = load.llm_tokens_squared if "heads" in record.sizes else 0
-        return Load(load.vision_units if index == merge else 0, load.llm_tokens, squared)
+        return Load(load.vision_units if has_images else 0, load.llm_tokens, squared)
 
 
 def _fit(

@@ -6,6 +6,7 @@ needs of the images' places from their grids, so that a cut sends no more of the
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import isqrt
 from typing import Any
 
 import torch
@@ -186,6 +187,7 @@ def qwen_vl(config: Any) -> VisionLanguageModel:
         pixel_shape=(values,),
         image_integers={GRIDS: (3,)},
         image_tokens=partial(_image_tokens, merge_size=merge_size),
+        made_images=partial(_made_images, merge_size=merge_size),
         positions=positions,
         features=_features(records),
     )
@@ -193,6 +195,13 @@ def qwen_vl(config: Any) -> VisionLanguageModel:
 
 def _image_tokens(sample: Mapping[str, Tensor], *, merge_size: int) -> int:
     return int(sample[GRIDS].prod(dim=-1).sum()) // merge_size**2
+
+
+def _made_images(units: int, *, merge_size: int) -> tuple[int, Mapping[str, Tensor]]:
+    """One square image, or none."""
+    side = isqrt(units) // merge_size * merge_size
+    grids = torch.tensor([[1, side, side]] if side else [], dtype=torch.int64)
+    return side**2, {GRIDS: grids.view(-1, 3)}
 
 
 def _vision_recipes(records: Sequence[LayerRecord], vision: Any) -> list[LayerRecipe]:
@@ -212,14 +221,8 @@ def _vision_recipes(records: Sequence[LayerRecord], vision: Any) -> list[LayerRe
 
 
 def _text_recipes(records: Sequence[LayerRecord]) -> list[LayerRecipe]:
-    kinds = [record.kind for record in records]
-    recipes = text_recipes(
-        kinds.count("decoder_block"),
-        tied=records[-1].tied_key is not None,
-        language_model="model.language_model",
-        head="lm_head",
-    )
-    deep = kinds.count("deepstack_block")
+    recipes = text_recipes(records)
+    deep = [record.kind for record in records].count("deepstack_block")
     return [
         LayerRecipe(DeepstackDecoderBlock, recipe.parts) if 0 < number <= deep else recipe
         for number, recipe in enumerate(recipes)

@@ -1,12 +1,13 @@
 """The language model's pipeline layers, shared by all families, around transformers' own modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from omnibal.errors import DataError
+from omnibal.families.base import LayerRecord
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.layers import LayerRecipe
 from omnibal.vlm.payload import Payload, counts_of
@@ -140,15 +141,17 @@ def _longest_sample(text_config: Any) -> int | None:
     return int(text_config.max_position_embeddings) if dynamic else None
 
 
-def text_recipes(num_blocks: int, *, tied: bool, language_model: str, head: str) -> tuple[LayerRecipe, ...]:
+def text_recipes(
+    records: Sequence[LayerRecord], *, language_model: str = "model.language_model", head: str = "lm_head"
+) -> tuple[LayerRecipe, ...]:
     """Recipes of the layers from text embedding to head.
 
     Args:
-        num_blocks: Decoder layers.
-        tied: Whether embedding and head share their weight.
+        records: Of all layers of the model, those of ``omnibal.families.text`` at last.
         language_model: Path of the language model in the Hugging Face model.
         head: Path of the head.
     """
+    num_blocks, tied = [record.kind for record in records].count("decoder_block"), records[-1].tied_key is not None
     embed_tokens = {"embed_tokens": f"{language_model}.embed_tokens"}
     rotary = {"rotary": f"{language_model}.rotary_emb"}
     return (

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from omnibal.engine.distributed import SHARED_MEMORY, meet
 from omnibal.engine.launch import free_port
+from tests.families.outside import EXAMPLES
 
 COLLECTIVES = (
     *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
@@ -80,6 +81,7 @@ class _Group:
             "DS_ACCELERATOR": accelerator,
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         command = [sys.executable, "-m", "tests.engine.launch", str(self._folder)]
         with (self._folder / f"log{rank}.txt").open("w") as log:

@@ -13,6 +13,7 @@ from omnibal.vlm.answer import Answerer
 from tests.engine.launch import launch
 from tests.engine.small import Case
 from tests.families.models import save_folder, small_config
+from tests.families.outside import MODULE, registered
 from tests.vlm.families import TRAINED, family_samples, plain_family_model, plain_steps, tied_config
 
 pytestmark = pytest.mark.distributed
@@ -74,10 +75,17 @@ def test_weights_after_several_steps_are_those_of_plain_transformers(tmp_path):
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
 
 
-def test_a_folder_is_trained_exported_and_asked(tmp_path):
+@pytest.fixture
+def from_outside():
+    """The families of the ds_configs that name the module of the one that is registered from outside."""
+    with registered():
+        yield {"deepseek_vl": {"family": MODULE}}
+
+
+def test_a_folder_is_trained_exported_and_asked(tmp_path, from_outside):
     """From pictures on disk: OneVision's rule is per sample, LLaVA's last block is never computed, Qwen has patches."""
     demo = write_demo(tmp_path / "demo", samples=60, held_out=20)
-    folders = {family: tmp_path / family for family in ("llava", "llava_onevision", "qwen2_5_vl")}
+    folders = {family: tmp_path / family for family in ("llava", "llava_onevision", "qwen2_5_vl", "deepseek_vl")}
     for family, folder in folders.items():
         save_folder(family, folder, demo.model, weights=True)
     configs = [
@@ -86,7 +94,7 @@ def test_a_folder_is_trained_exported_and_asked(tmp_path):
             "optimizer": SETTINGS["optimizer"],
             "zero_optimization": {"stage": 1},
             "omnibal": {
-                "model": {"path": str(folder)},
+                "model": {"path": str(folder)} | from_outside.get(family, {}),
                 "data": {"train": str(demo.meta), "workers": 0},
                 "packing": {"vision_units": 2000, "llm_tokens": 1500},
                 "pipeline": {"num_stages": 2, "partition": [0, 3, len(load_model(folder).records)]},

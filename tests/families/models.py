@@ -6,6 +6,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
+    DeepseekVLConfig,
     InternVLConfig,
     InternVLProcessor,
     LlavaConfig,
@@ -23,6 +24,7 @@ from transformers import (
     Qwen3VLProcessor,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -88,6 +90,7 @@ DEEP = {"num_position_embeddings": 16, "deepstack_visual_indexes": [2, 0]}
 CONFIGS = {
     "internvl": (InternVLConfig, TILES, {"model_type": "qwen2"}, {"tie_word_embeddings": False}),
     "llava": (LlavaConfig, CLIP, {"model_type": "llama"}, {}),
+    "deepseek_vl": (DeepseekVLConfig, SIGLIP, {"model_type": "llama"}, {"tie_word_embeddings": False}),  # from outside
     "llava_next": (LlavaNextConfig, CLIP, {"model_type": "mistral"}, {"image_grid_pinpoints": PINPOINTS}),
     "llava_onevision": (LlavaOnevisionConfig, SIGLIP, {"model_type": "qwen2"}, {"image_grid_pinpoints": PINPOINTS}),
     "qwen2_vl": (Qwen2VLConfig, NATIVE | {"embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2}, MROPE, {}),
@@ -113,6 +116,8 @@ def image_processor(model_type):
             return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, **tiles)
         case "llava":
             return CLIPImageProcessorPil(size={"shortest_edge": TILE}, crop_size=square)
+        case "deepseek_vl":
+            return DeepseekVLImageProcessorPil(size=square, min_size=PATCH)
         case "llava_next":
             return LlavaNextImageProcessorPil(
                 size={"shortest_edge": TILE}, crop_size=square, image_grid_pinpoints=PINPOINTS
@@ -166,7 +171,7 @@ def tokenizer_of(model_type, folder):
             single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
         )
         named = {"bos_token": "<s>", "eos_token": "</s>"}
-    template = TEMPLATES[model_type]
+    template = TEMPLATES.get(model_type, LLAVA)
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, pad_token="<|endoftext|>", **named)
 
 

@@ -6,13 +6,12 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from omnibal.data.collate import pack_samples
-from omnibal.families import family_of
+from omnibal.families import FAMILIES, family_of
 from omnibal.vlm import load_model
-from omnibal.vlm.families import LAYERS
 from omnibal.vlm.weights import load_layer
 from tests.families.models import image_processor, small_config
 
-TRAINED = tuple(LAYERS)
+TRAINED = tuple(model_type for model_type, family in FAMILIES.items() if family.layers)
 IMAGE_TOKEN = 600
 # Of each sample the (width, height) of its images, and its words.
 SHAPES = [

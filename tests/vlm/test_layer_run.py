@@ -6,6 +6,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.vlm import load_model
 from omnibal.vlm.layer_run import MadePack, made_packs
 from omnibal.vlm.payload import Layout
+from tests.families.models import small_config
 from tests.vlm.models import IMAGE_TOKEN, PIXEL_SHAPE, TOKENS_PER_TILE, tiny_config
 
 MODEL = load_model(tiny_config())
@@ -30,21 +31,34 @@ def test_no_sample_is_longer_than_the_models_positions():
 
 def test_images_fit_into_the_tokens():
     packs = made_packs(MODEL, PackLimits(50, 10))
-    assert max(pack.tiles for pack in packs) == 10 // TOKENS_PER_TILE
+    assert max(pack.units for pack in packs) == 10 // TOKENS_PER_TILE
     assert made_packs(MODEL, PackLimits(0, 1))[0] == MadePack(0, (1,))
 
 
 def test_the_load_of_a_pack():
-    assert MadePack(3, (4, 2)).load == Load(3, 6, 20)
+    assert MadePack(3, (4, 2)).load == Load(3, 6, 20, 9)
+    assert MadePack(8, (4, 2), 2).load == Load(8, 6, 20, 32)
+
+
+def test_images_of_any_size_are_one_and_four_to_a_pack():
+    """As many patches as square images can have; no more tokens than a sample."""
+    packs = made_packs(load_model(small_config("qwen2_vl")), PackLimits(420, 90))[-3:]
+    assert packs == [MadePack(0, (23, 23, 22, 22)), MadePack(4 * 64, (23, 23, 22, 22), 4), MadePack(18 * 18, (90,))]
+
+
+def test_canvases_are_as_large_as_the_units_allow():
+    model = load_model(small_config("llava_next"))  # canvases of up to 36 tiles, and the whole image once more
+    assert [pack.units for pack in made_packs(model, PackLimits(80, 4000))[1::2]] == [19, 37, 74]
+    assert [pack.units for pack in made_packs(model, PackLimits(2, 4000))[1::2]] == [0, 0, 2]
 
 
 @pytest.mark.parametrize("pack", made_packs(MODEL, PackLimits(8, 120)))
 def test_a_payload_runs_through_the_model(pack):
     payload = pack.payload(MODEL, dtype=torch.bfloat16)
     pixels, ids, positions, bounds = Layout().flatten(payload)
-    assert pixels.shape == (pack.tiles, *PIXEL_SHAPE)
+    assert pixels.shape == (pack.units, *PIXEL_SHAPE)
     assert pixels.dtype == torch.bfloat16
-    assert (ids == IMAGE_TOKEN).sum() == pack.tiles * TOKENS_PER_TILE
+    assert (ids == IMAGE_TOKEN).sum() == pack.units * TOKENS_PER_TILE
     assert bounds.tolist() == [sum(pack.lengths[:i]) for i in range(len(pack.lengths) + 1)]
     assert positions[0, bounds[:-1].long()].tolist() == [0] * len(pack.lengths)
     assert [tensor.dtype for tensor in (ids, positions, bounds)] == [torch.int64, torch.int64, torch.int32]
