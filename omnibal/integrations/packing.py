@@ -113,16 +113,23 @@ class PackCollator:
             samples[-1]["labels"].fill_(IGNORED)
         return self.pack(samples)
 
+    @property
+    def num_positions(self) -> int:
+        """Rows of a token's positions."""
+        return 1 if self._positions is None else 4
+
+    def positions(self, sample: Mapping[str, Tensor]) -> Tensor:
+        """Where a sample's tokens stand in it, (num_positions, tokens)."""
+        ids = sample["input_ids"]
+        return torch.arange(len(ids))[None] if self._positions is None else self._positions(ids, sample)
+
     def pack(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         """Lay samples, as ``sample`` gives them, one after another."""
-        placed = [
-            torch.arange(len(sample["input_ids"]))
-            if self._positions is None
-            else self._positions(sample["input_ids"], sample)
-            for sample in samples
-        ]
+        placed = [self.positions(sample) for sample in samples]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
-        positions = torch.cat(placed, dim=-1).unsqueeze(-2)
+        positions = torch.cat(placed, dim=-1)
+        if self.num_positions > 1:
+            positions = positions[:, None]
         return tokens | _images(samples) | {"position_ids": positions, "use_cache": False}
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:

@@ -144,7 +144,8 @@ def check_order():
     """Let whatever communicates before the device is set fail, and objects by the default group: it would be NCCL's."""
     accelerator, device = get_accelerator(), []
     set_device = accelerator.set_device
-    accelerator.set_device = lambda index: (device.append(index), set_device(index))
+    # ZeRO 3 sets it once more, as a torch.device.
+    accelerator.set_device = lambda index: (isinstance(index, int) and device.append(index), set_device(index))
     for name in COLLECTIVES:
         collective = getattr(distributed_c10d, name)
         checked = _checked(collective, device, is_of_objects="object" in name)

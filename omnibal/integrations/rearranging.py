@@ -1,0 +1,128 @@
+"""Samples drawn at random are rearranged over ranks, once for the vision encoder and once for the LLM (OrchMLLM)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+
+from omnibal.data.collate import IGNORED
+from omnibal.dispatch.exchange import exchange
+from omnibal.dispatch.step_plan import StepPlan
+from omnibal.errors import ConfigError
+from omnibal.integrations.packing import loss_per_target
+
+Sample = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A rank's samples of a micro-batch, as ``StepLoader`` hands them to ``RearrangedModel``."""
+
+    tokens: Tensor
+    """Ids, labels and positions of all samples' tokens, sample after sample, (tokens, 2 + rows of positions)."""
+    images: Mapping[str, Tensor]
+    """Per image as the model takes it: the same names on all ranks, with no rows on a rank without images, none where
+    no rank has any."""
+    plan: StepPlan
+
+
+class RearrangedModel(nn.Module):
+    """A vision-language model of transformers whose ranks work on each other's samples.
+
+    Give it to DistributedDataParallel, ``fully_shard`` or ``deepspeed.initialize`` in place of the model, and call it
+    with what a ``StepLoader`` yields. Pixels go to where the vision encoder is even, features from there to where the
+    LLM is even, and text there too; gradients take the way back. Weights get the gradients that they get without it,
+    but for the order of sums. A rank without an image encodes a blank one whose features count for nothing, so that
+    all ranks run the same layers. If the encoder and what follows it are frozen, nothing goes back.
+
+    Args:
+        model: Takes ``mm_encoder_outputs``, as about eighty of transformers' models do, and packs by positions that
+            restart; with ``get_image_features``.
+        group: Of the ranks that share samples; by default all.
+
+    Raises:
+        ConfigError: The model does not take encoded images.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        inner = getattr(model, "model", None)
+        if not hasattr(inner, "get_image_features"):
+            raise ConfigError(f"model must have model.get_image_features, got {type(model).__name__}")
+        self.model, self.group = model, group
+        self._listed = False
+
+    def forward(self, drawn: Drawn) -> Tensor:
+        """This rank's part of the loss, () times the number of ranks: frameworks average gradients over ranks.
+
+        Its mean over ranks, summed over a step's micro-batches, is the mean over all target tokens of the step.
+        """
+        device = next(self.model.parameters()).device
+        plan, sizes = drawn.plan, drawn.plan.sizes
+        images = {name: tensor.to(device) for name, tensor in drawn.images.items()}
+        rows = {name: sizes["vision_units" if name == "pixel_values" else "images"] for name in images}
+        if images:  # else no rank has any
+            images = exchange(images, rows, plan.to_vision, self.group)
+        features = self._encode(images)
+        features = exchange(features, dict.fromkeys(features, sizes["image_tokens"]), plan.features, self.group)
+        tokens = exchange(
+            {"tokens": drawn.tokens.to(device)}, {"tokens": sizes["llm_tokens"]}, plan.to_llm, self.group
+        )["tokens"]
+        return self._language(tokens, features, plan) * plan.to_llm.num_ranks
+
+    def _encode(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Features of the images at hand, (image tokens, hidden); deep-stack features beside them."""
+        blank = not any(map(len, images.values()))
+        inner: Any = self.model.model
+        encoded = inner.get_image_features(**(self._blank_image() if blank else images))
+        # As they came, features are lists with a tensor for each image in some models.
+        self._listed = not isinstance(encoded.pooler_output, Tensor)
+        features = {"features": _joined(encoded.pooler_output)}
+        for number, layer in enumerate(getattr(encoded, "deepstack_features", None) or ()):
+            features[f"deepstack_{number}"] = _joined(layer)
+        return {name: value[:0] + 0 * value.sum() for name, value in features.items()} if blank else features
+
+    def _blank_image(self) -> dict[str, Tensor]:
+        """The smallest image that the encoder takes."""
+        model: Any = self.model
+        vision, like = model.config.vision_config, next(model.parameters())
+        if not hasattr(vision, "spatial_merge_size"):
+            size = vision.image_size
+            height, width = (size, size) if isinstance(size, int) else size
+            return {"pixel_values": like.new_zeros((1, vision.num_channels, height, width))}
+        side = vision.spatial_merge_size
+        values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+        grid = torch.tensor([[1, side, side]], device=like.device)
+        return {"pixel_values": like.new_zeros((side**2, values)), "image_grid_thw": grid}
+
+    def _language(self, tokens: Tensor, features: Mapping[str, Tensor], plan: StepPlan) -> Tensor:
+        if len(tokens) == 0:  # no sample came here: one token that predicts nothing
+            tokens = tokens.new_zeros((1, tokens.shape[1]))
+            tokens[:, 1] = IGNORED
+        ids, labels, *positions = tokens.T
+        arguments: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
+        arguments["position_ids"] = torch.stack(positions)[:, None] if len(positions) > 1 else positions[0][None]
+        if len(features["features"]):
+            encoded: list[Any] = [[value] if self._listed else value for value in features.values()]
+            whole, *deep = encoded
+            arguments["mm_encoder_outputs"] = {
+                "image": BaseModelOutputWithDeepstackFeatures(pooler_output=whole, deepstack_features=deep)
+                if deep
+                else BaseModelOutputWithPooling(pooler_output=whole)
+            }
+        outputs = self.model(**arguments)
+        loss = loss_per_target(outputs, labels[None], plan.total_targets)
+        # What this rank does not use must take part in the exchange of gradients all the same.
+        return loss + sum(0 * value.sum() for value in features.values())
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Of all images, (image tokens, hidden)."""
+    if isinstance(features, Tensor):
+        return features.reshape(-1, features.shape[-1])
+    return torch.cat([*features])

@@ -1,0 +1,204 @@
+"""Draws micro-batches ahead, and has them planned by the time that the model wants them."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnibal.cost import IntArray
+from omnibal.data.collate import IGNORED
+from omnibal.dispatch.step_plan import COLUMNS, Costs, StepPlan, plan_step
+from omnibal.errors import ConfigError, DataError, said
+from omnibal.integrations.packing import PER_IMAGE, PackCollator
+from omnibal.integrations.rearranging import Drawn
+
+AHEAD: Final = 2
+"""Steps that are drawn and planned before they are wanted."""
+
+_Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class _Step:
+    micro_batches: list[Drawn]
+    state: Any
+    """Of the source, once this step is drawn."""
+
+
+class StepLoader:
+    """Yields what ``RearrangedModel`` takes: this rank's samples, and where all ranks' samples go.
+
+    A thread draws the next steps, exchanges their lengths with the other ranks (numbers only, over gloo) and plans
+    them while the model works. A source that never ends is fine, and so are ranks whose sources end at different
+    times: a rank that has no more works on others' samples until all have ended. What goes wrong on one rank is raised
+    on all.
+
+    Args:
+        source: Of this rank: yields lists of items of a dataset, a micro-batch each. Iterated once for every iteration
+            of the loader. If it has ``state_dict`` and ``load_state_dict``, as torchdata's loaders do, they are used to
+            resume; else as many micro-batches as were trained are drawn and thrown away.
+        collator: Makes tensors of an item.
+        image_token_id: Stands in ``input_ids`` for each of an image's features.
+        costs: Of a sample in both phases.
+        micro_batches: Of a step (gradient accumulation): the loss is a mean over the targets of all.
+        prints: Whether rank 0 says how even the first step was and is.
+    """
+
+    _state: Any
+
+    def __init__(
+        self,
+        source: Iterable[Sequence[Any]],
+        collator: PackCollator,
+        *,
+        image_token_id: int,
+        costs: Costs | None = None,
+        micro_batches: int = 1,
+        prints: bool = True,
+    ) -> None:
+        self._source, self._collator, self._image_token_id = source, collator, image_token_id
+        self._costs, self._micro_batches = costs or Costs(), micro_batches
+        self._group = dist.new_group(backend="gloo")
+        self._prints = prints and dist.get_rank() == 0
+        self._steps_done, self._state = 0, None
+
+    def __iter__(self) -> Iterator[Drawn]:
+        if self._state is not None:
+            self._source.load_state_dict(self._state)  # type: ignore[attr-defined]
+        # A step is drawn when it is asked for, so that a run that stops early has left no rank waiting for another.
+        asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        steps: queue.SimpleQueue[_Step | Exception | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._draw, args=(asked, steps), daemon=True, name="omnibal-step-loader")
+        thread.start()
+        for _ in range(AHEAD):
+            asked.put(True)
+        try:
+            while (step := steps.get()) is not None:
+                if isinstance(step, Exception):
+                    raise step
+                asked.put(True)
+                if self._prints:
+                    print(f"omnibal: {step.micro_batches[0].plan.describe()}")
+                    self._prints = False
+                for number, drawn in enumerate(step.micro_batches, start=1):
+                    if number == self._micro_batches:  # who saves after the last one's backward pass has trained it
+                        self._steps_done, self._state = self._steps_done + 1, step.state
+                    yield drawn
+            self._steps_done, self._state = 0, None
+        finally:
+            asked.put(False)
+            thread.join()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank, between two steps: what goes on from here, on as many ranks."""
+        return {"steps_done": self._steps_done, "source": self._state, "num_ranks": dist.get_world_size()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on where this rank's state was taken.
+
+        Raises:
+            ConfigError: There are other ranks now: each had drawn from a source of its own.
+        """
+        if state["num_ranks"] != dist.get_world_size():
+            raise ConfigError(
+                f"state must be of a run on {dist.get_world_size()} ranks, got {state['num_ranks']}; "
+                "every rank goes on in its own source"
+            )
+        self._steps_done, self._state = state["steps_done"], state["source"]
+
+    def _draw(self, asked: Any, steps: Any) -> None:
+        """What the thread does: draw, tell the others what was drawn, plan."""
+        try:
+            batches = iter(self._source)
+            if self._state is None:
+                for _ in islice(batches, self._steps_done * self._micro_batches):
+                    pass
+            while asked.get():
+                step = self._next_step(batches)
+                steps.put(step)
+                if step is None:
+                    return
+        except Exception as error:
+            steps.put(error)
+
+    def _next_step(self, batches: Iterator[Sequence[Any]]) -> _Step | None:
+        """One step of this rank, or None where all ranks' sources have ended."""
+        try:
+            read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
+            state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
+            told: Any = [self._sizes(batch) for batch in read], _image_shapes(read)
+        except Exception as error:
+            told = said(error)
+        of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(of_ranks, told, group=self._group)
+        wrong = [f"rank {rank}: {what}" for rank, what in enumerate(of_ranks) if isinstance(what, str)]
+        if wrong:
+            raise DataError("; ".join(wrong))
+        if not any(sizes for sizes, _ in of_ranks):
+            return None
+        shapes = {name: shape for _, shapes in of_ranks for name, shape in shapes.items()}
+        nothing = np.zeros((len(COLUMNS), 0), dtype=np.int64)
+        per_batch = [
+            [sizes[number] if number < len(sizes) else nothing for sizes, _ in of_ranks]
+            for number in range(max(len(sizes) for sizes, _ in of_ranks))
+        ]
+        # A step's last micro-batch is the one after which weights change: a short step is filled up with empty ones.
+        per_batch += [[nothing] * len(of_ranks)] * (self._micro_batches - len(per_batch))
+        total = sum(int(sizes[COLUMNS.index("target_tokens")].sum()) for ranks in per_batch for sizes in ranks)
+        read += [[] for _ in range(self._micro_batches - len(read))]
+        drawn = [
+            self._drawn(samples, shapes, self._plan(ranks, total))
+            for samples, ranks in zip(read, per_batch, strict=True)
+        ]
+        return _Step(drawn, state)
+
+    def _plan(self, ranks: Sequence[IntArray], total_targets: int) -> StepPlan:
+        """The same on all ranks, from the same numbers."""
+        source = np.repeat(np.arange(len(ranks)), [sizes.shape[1] for sizes in ranks])
+        sizes = dict(zip(COLUMNS, np.concatenate(ranks, axis=1), strict=True))
+        return plan_step(source, sizes, len(ranks), self._costs, total_targets=total_targets)
+
+    def _sizes(self, samples: Sequence[Mapping[str, Tensor]]) -> IntArray:
+        """Of each sample a column with all of ``COLUMNS``."""
+        rows = [
+            (
+                len(sample.get("pixel_values", ())),
+                len(sample.get("image_grid_thw", ())),
+                int((sample["input_ids"] == self._image_token_id).sum()),
+                len(sample["input_ids"]),
+                int((sample["labels"] != IGNORED).sum()),
+            )
+            for sample in samples
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)).T
+
+    def _drawn(self, samples: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, _Shape], plan: StepPlan) -> Drawn:
+        """This rank's tensors; images with no rows where others have some."""
+        images = {
+            name: torch.cat([torch.empty((0, *shape), dtype=dtype), *(s[name] for s in samples if name in s)])
+            for name, (shape, dtype) in shapes.items()
+        }
+        columns = 2 + self._collator.num_positions
+        tokens = [
+            torch.stack([sample["input_ids"], sample["labels"], *self._collator.positions(sample)], dim=1)
+            for sample in samples
+        ]
+        return Drawn(torch.cat([torch.empty((0, columns), dtype=torch.int64), *tokens]), images, plan)
+
+
+def _image_shapes(batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, _Shape]:
+    """What a row of each of the image's tensors is like, if any sample has one."""
+    return {
+        name: (tuple(sample[name].shape[1:]), sample[name].dtype)
+        for samples in batches
+        for sample in samples
+        for name in PER_IMAGE
+        if name in sample
+    }

@@ -1,0 +1,232 @@
+"""Samples rearranged between phases: the gradients of plain transformers, sample by sample."""
+
+import os
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from omnibal.dispatch.exchange import exchange
+from omnibal.dispatch.rearrangement import Rearrangement
+from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.packing import PackCollator, positions_of
+from omnibal.integrations.rearranging import RearrangedModel
+from omnibal.integrations.step_loader import StepLoader
+from tests.engine.launch import launch
+from tests.families.models import small_config
+from tests.integrations.items import Collate, items_of
+from tests.vlm.families import IMAGE_TOKEN, plain_backward, plain_family_model
+
+LEARNING_RATE = 0.05
+# Rank 1 draws texts alone; the last micro-batch leaves rank 0 without any.
+DRAWN = [[[0, 2, 5], [1, 6]], [[4, 7], [9]], [[10, 8], []]]
+
+
+def loader_of(family, batches, **options):
+    collator = PackCollator(Collate(family), positions_of(small_config(family)))
+    return StepLoader(batches, collator, image_token_id=IMAGE_TOKEN, prints=False, **options)
+
+
+def batches_of(family, rank):
+    items = items_of(family)
+    return [[items[sample] for sample in (*of_ranks, [], [])[rank]] for of_ranks in DRAWN]
+
+
+def gradients(family):
+    """On every rank: gradients of a step of three micro-batches, averaged over ranks as DDP does."""
+    model = plain_family_model(small_config(family))
+    rearranged = RearrangedModel(model)
+    losses = [rearranged(drawn) for drawn in loader_of(family, batches_of(family, dist.get_rank()), micro_batches=3)]
+    assert len(losses) == 3
+    sum(losses).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    loss = torch.stack(losses).sum().detach()
+    for value in (loss, *found.values()):
+        dist.all_reduce(value)
+        value.div_(dist.get_world_size())
+    return loss, found
+
+
+def trained(family, host):
+    """Weights after three steps, one micro-batch each, under a host."""
+    model = plain_family_model(small_config(family))
+    loader = loader_of(family, batches_of(family, dist.get_rank()))
+    if host.startswith("zero"):
+        stage = int(host[-1])
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,
+        }
+        wrapped = RearrangedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+        engine = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)[0]
+        for drawn in loader:
+            engine.backward(engine(drawn))
+            engine.step()
+        with deepspeed.zero.GatheredParameters([*model.parameters()], enabled=stage == 3):
+            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if host == "fsdp":
+        inner = model.model
+        for layer in (*inner.language_model.layers, *vision_layers(inner)):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        wrapped = fully_shard(RearrangedModel(model), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        wrapped = DistributedDataParallel(RearrangedModel(model))
+    optimizer = torch.optim.SGD(wrapped.parameters(), LEARNING_RATE)
+    for drawn in loader:
+        wrapped(drawn).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: getattr(weight, "full_tensor", weight.clone)() for name, weight in weights.items()}
+
+
+def vision_layers(inner):
+    tower = getattr(inner, "vision_tower", None)
+    return inner.visual.blocks if tower is None else tower.encoder.layer
+
+
+def moves_there_and_back():
+    """Two exchanges and their composition bring the same bits; gradients come back to where values were."""
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+    num_ranks = dist.get_world_size()
+    places = np.random.default_rng(0).integers(0, num_ranks, (3, 9))
+    drawn, encoder, llm = np.sort(places[0]), places[1], places[2]
+    rows = {"pixels": np.arange(9) % 4, "ids": np.arange(9)[::-1].copy()}
+    to_encoder, to_llm = Rearrangement(drawn, encoder, num_ranks), Rearrangement(drawn, llm, num_ranks)
+    held = to_encoder.held_by(rank)
+    tensors = {
+        "pixels": torch.randn(rows["pixels"][held].sum(), 3, 2, generator=generator, requires_grad=True),
+        "ids": torch.randint(99, (rows["ids"][held].sum(),), generator=generator),
+    }
+    encoded = exchange(tensors, rows, to_encoder)
+    there = exchange(exchange(encoded, rows, to_encoder.inverse()), rows, to_llm)
+    at_once = exchange(encoded, rows, to_llm.after(to_encoder.inverse()))
+    for name in tensors:
+        assert torch.equal(there[name], at_once[name])
+    back = exchange(encoded, rows, to_encoder.inverse())
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor)
+    (at_once["pixels"] * 3).sum().backward()
+    assert torch.equal(tensors["pixels"].grad, torch.full_like(tensors["pixels"], 3))
+    # Summed over ranks, nothing was lost.
+    total = torch.stack([tensor["pixels"].detach().double().sum() for tensor in (tensors, at_once)])
+    dist.all_reduce(total)
+    torch.testing.assert_close(total[0], total[1])
+    with pytest.raises(ConfigError, match=r"ids must have the .* rows of its samples"):
+        exchange({"ids": torch.zeros(99)}, rows, to_encoder)
+
+
+class Numbers:
+    """A source that never ends, and can be resumed."""
+
+    def __init__(self, family, rank):
+        self.items, self.next, self.rank = items_of(family), 0, rank
+
+    def __iter__(self):
+        while True:
+            drawn = [self.items[(5 * self.rank + self.next + number) % len(self.items)] for number in range(2)]
+            self.next += 2
+            yield drawn
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def resumes(family="internvl"):
+    """Stopped after a step and resumed, the samples are those that would have followed; no rank waits for another."""
+    rank = dist.get_rank()
+
+    def tokens(loader, steps):
+        found = []
+        for drawn in loader:
+            found.append(drawn.tokens[:, 0].tolist())
+            if len(found) == 2 * steps:
+                return found, loader.state_dict()
+        return found, loader.state_dict()
+
+    whole, _ = tokens(loader_of(family, Numbers(family, rank), micro_batches=2), 4)
+    first, state = tokens(loader_of(family, Numbers(family, rank), micro_batches=2), 2)
+    again = loader_of(family, Numbers(family, rank), micro_batches=2)
+    again.load_state_dict(state)
+    assert first + tokens(again, 2)[0] == whole
+    # A list has no state: what was trained is drawn again and left out.
+    batches = batches_of(family, rank)
+    loader = loader_of(family, batches)
+    next(iter(loader))
+    again = loader_of(family, batches)
+    again.load_state_dict(loader.state_dict())
+    rest = [drawn.tokens for drawn in again]
+    assert [len(tokens) for tokens in rest] == [len(drawn.tokens) for drawn in loader_of(family, batches)][1:]
+    with pytest.raises(ConfigError, match=r"state must be of a run on \d ranks, got 9"):
+        again.load_state_dict(state | {"num_ranks": 9})
+
+
+def faults_end_all_ranks():
+    batches = batches_of("internvl", dist.get_rank())
+    if dist.get_rank() == 1:
+        batches[1][0] = None
+    with pytest.raises(DataError, match=r"^rank 1: TypeError"):
+        for _ in loader_of("internvl", batches):
+            pass
+
+
+def work(families, hosts):
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    moves_there_and_back()
+    resumes()
+    faults_end_all_ranks()
+    return {family: gradients(family) for family in families}, {host: trained(*host) for host in hosts}
+
+
+@pytest.mark.distributed
+def test_gradients_are_those_of_plain_transformers():
+    families = ["internvl", "llava", "qwen2_5_vl", "qwen3_vl"]
+    check(families, [("internvl", "zero2"), ("internvl", "zero3"), ("qwen3_vl", "fsdp")])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_gradients_are_those_of_plain_transformers_on_four_processes_and_under_all_hosts():
+    hosts = [(family, host) for family in ("internvl", "qwen3_vl") for host in ("ddp", "fsdp")]
+    hosts += [(family, f"zero{stage}") for family in ("internvl", "qwen3_vl") for stage in range(4)]
+    check([], hosts)
+    check(["internvl", "llava", "qwen2_5_vl", "qwen3_vl"], [("qwen3_vl", "zero3")], num_ranks=4)
+
+
+def check(families, hosts, num_ranks=2):
+    results = launch(num_ranks, "tests.integrations.test_rearranging:work", families, hosts)
+    for family in families:
+        items, plain = items_of(family), plain_family_model(small_config(family))
+        drawn = [items[sample] for of_ranks in DRAWN for samples in of_ranks for sample in samples]
+        loss, _ = plain_backward(plain, drawn)
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+        for found_loss, found in (of_families[family] for of_families, _ in results):
+            torch.testing.assert_close(float(found_loss), float(loss), rtol=1e-5, atol=0)
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6)
+    for family in {family for family, _ in hosts}:
+        items, plain = items_of(family), plain_family_model(small_config(family))
+        optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
+        for of_ranks in DRAWN:
+            optimizer.zero_grad()
+            plain_backward(plain, [items[sample] for samples in of_ranks for sample in samples])
+            optimizer.step()
+        expected = dict(plain.named_parameters())
+        for host in (host for host in hosts if host[0] == family):
+            for _, of_hosts in results:
+                assert of_hosts[host].keys() == expected.keys()
+                for name, weight in expected.items():
+                    torch.testing.assert_close(of_hosts[host][name], weight.detach(), rtol=1e-4, atol=2e-6)

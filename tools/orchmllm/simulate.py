@@ -1,0 +1,180 @@
+"""OrchMLLM's comparisons by simulation, and what is left to rearrange after our sampler: simulate.py [RANKS ...]."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "dropin"), str(Path(__file__).parents[1] / "sampling")]
+from data import real_lengths  # noqa: E402
+from simulate import INTERNVL_8B, QWEN_7B  # noqa: E402
+from ways import Task, default, group_by_length, limits_for, ours  # noqa: E402
+
+from omnibal.advise.costs import phase_costs  # noqa: E402
+from omnibal.cost import Load  # noqa: E402
+from omnibal.data.lengths import SampleLengths  # noqa: E402
+from omnibal.data.synthetic import patch_lengths, tiled_lengths  # noqa: E402
+from omnibal.device import DEVICES  # noqa: E402
+from omnibal.dispatch.divide import divide  # noqa: E402
+from omnibal.dispatch.nodes import keep_in_nodes  # noqa: E402
+from omnibal.dispatch.rearrangement import Rearrangement  # noqa: E402
+from omnibal.families import family_of  # noqa: E402
+from omnibal.profile.counted import analytic_profile  # noqa: E402
+
+BATCH = 16
+"""Samples that a rank draws."""
+STEPS = 5
+RANKS_PER_NODE = 8
+BETWEEN_NODES = 25e9
+"""Bytes a second of a rank's part of a node's network: 200 Gbit/s."""
+FRACTION = 0.4
+"""Of the A100's peak; ratios hardly depend on it."""
+
+Destinations = tuple[np.ndarray, np.ndarray]
+"""The rank of each sample, for vision and for the LLM."""
+
+
+class Setting:
+    """What a model's samples cost."""
+
+    def __init__(self, config: dict, lengths: SampleLengths, bytes_per_unit: int, features_per_unit: int) -> None:
+        device = replace(DEVICES["A100-80GB"], fraction=FRACTION)
+        profile = analytic_profile(family_of(config).layer_records(config), device)
+        costs = phase_costs(profile)
+        self.vision = costs["vision forward"] + costs["vision backward"]
+        self.llm = costs["language forward"] + costs["language backward"]
+        self.lengths, self.bytes_per_unit = lengths, bytes_per_unit
+        self.feature_bytes = features_per_unit * config["text_config"]["hidden_size"] * 2
+
+    def loads(self, samples: np.ndarray) -> Load:
+        """Of samples one by one."""
+        lengths = self.lengths
+        squared = 0 if lengths.vision_squared is None else lengths.vision_squared[samples]
+        tokens = lengths.llm_tokens[samples].astype(float)
+        return Load(lengths.vision_units[samples], tokens, tokens**2, squared)
+
+    def costs(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of each sample in both phases; what a micro-batch costs whatever it holds is left out."""
+        loads = self.loads(samples)
+        return tuple(replace(model, fixed=0.0)(loads) for model in (self.vision, self.llm))
+
+
+def step_seconds(costs: tuple[np.ndarray, np.ndarray], ranks: Destinations, num_ranks: int) -> float:
+    """Of a step whose phases wait for their slowest rank (ZeRO 3, FSDP)."""
+    return sum(np.bincount(of, cost, num_ranks).max() for cost, of in zip(costs, ranks, strict=True))
+
+
+def idle(costs: tuple[np.ndarray, np.ndarray], ranks: Destinations, num_ranks: int) -> np.ndarray:
+    """The share of a phase's time that ranks wait in it, (2,)."""
+    sums = [np.bincount(of, cost, num_ranks) for cost, of in zip(costs, ranks, strict=True)]
+    return np.array([1 - of_ranks.mean() / of_ranks.max() for of_ranks in sums])
+
+
+def comparisons(setting: Setting, num_ranks: int) -> None:
+    """Print one row a way: the paper's Figures 8, 10 and 11."""
+    generator = np.random.default_rng(0)
+    source = np.repeat(np.arange(num_ranks), BATCH)
+    seconds: dict[str, list[float]] = {}
+    for _ in range(STEPS):
+        samples = generator.choice(len(setting.lengths), num_ranks * BATCH)
+        vision, llm = costs = setting.costs(samples)
+        tokens = setting.lengths.llm_tokens[samples]
+        longest: Callable[..., np.ndarray] = lambda cost: divide(cost, num_ranks, method="longest_first")  # noqa: E731
+        pad = divide(tokens, num_ranks, method="padded")
+        by_llm = longest(llm)
+        ways = {
+            "as drawn": (source, source),
+            "LLM alone balanced (Figure 10)": (source, by_llm),
+            "one division for both phases, by LLM cost": (by_llm, by_llm),
+            "both by the padded algorithm (Figure 11)": (pad, pad),
+            "each by Algorithm 1": (longest(vision), by_llm),
+            "each by `even`": (divide(vision, num_ranks), divide(llm, num_ranks)) if num_ranks <= 512 else None,
+        }
+        for name, ranks in ways.items():
+            if ranks is not None:
+                seconds.setdefault(name, []).append(step_seconds(costs, ranks, num_ranks))
+        useful = sum(cost.sum() / num_ranks for cost in costs)
+        seconds.setdefault("(useful work)", []).append(useful)
+    base = np.mean(seconds["as drawn"])
+    for name, values in seconds.items():
+        print(f"| {num_ranks} | {name} | {base / np.mean(values):.2f} |", flush=True)
+
+
+def traffic(setting: Setting, num_ranks: int) -> None:
+    """Print what travels: Figures 12 and 13, and what planning takes (Table 2)."""
+    generator = np.random.default_rng(1)
+    source = np.repeat(np.arange(num_ranks), BATCH)
+    samples = generator.choice(len(setting.lengths), num_ranks * BATCH)
+    costs = setting.costs(samples)
+    begun = time.process_time()
+    ranks = [divide(cost, num_ranks, method="longest_first") for cost in costs]
+    planned = time.process_time() - begun
+    units = setting.lengths.vision_units[samples]
+    pixels = Rearrangement(source, np.where(units > 0, ranks[0], source), num_ranks)
+    text = Rearrangement(source, ranks[1], num_ranks)
+    node = np.arange(num_ranks) // RANKS_PER_NODE
+    moves = {
+        "pixels": (pixels, units * setting.bytes_per_unit),
+        "features": (text.after(pixels.inverse()), units * setting.feature_bytes),
+        "text": (text, setting.lengths.llm_tokens[samples] * 3 * 8),
+    }
+    step = step_seconds(costs, (ranks[0], ranks[1]), num_ranks)
+    for name, (move, size) in moves.items():
+        volumes = move.volumes(size)
+        begun = time.process_time()
+        plan = keep_in_nodes(volumes, RANKS_PER_NODE) if num_ranks > RANKS_PER_NODE else None
+        node_seconds = time.process_time() - begun
+        between = np.where(node[:, None] != node, volumes, 0).sum(axis=1).max()
+        gathered = size.sum() - np.bincount(node[source], size).min()
+        left = "-" if plan is None else f"{plan.after / plan.before:.2f} ({node_seconds:.2f} s)"
+        print(f"| {num_ranks} | {name} | {between / 2**20:.0f} | {left} | {between / BETWEEN_NODES / step:.1%} "
+              f"| {gathered / BETWEEN_NODES / step:.0%} | {planned * 1e3:.2f} |", flush=True)  # fmt: skip
+
+
+def left_idle(setting: Setting, num_ranks: int) -> None:
+    """Print what each way of drawing leaves idle, with and without rearranging."""
+    task = Task(setting.lengths, num_ranks, 1, BATCH)
+    limits = limits_for(task)
+    for way in (default(task), group_by_length(task), ours(task, limits)):
+        before, after, gain = [], [], []
+        for step in way.steps[:: max(len(way.steps) // STEPS, 1)][:STEPS]:
+            groups = [rank[0] for rank in step]
+            source = np.repeat(np.arange(num_ranks), [len(group) for group in groups])
+            costs = setting.costs(np.array([sample for group in groups for sample in group]))
+            ranks = tuple(divide(cost, num_ranks, method="longest_first") for cost in costs)
+            before.append(idle(costs, (source, source), num_ranks))
+            after.append(idle(costs, ranks, num_ranks))
+            gain.append(step_seconds(costs, (source, source), num_ranks) / step_seconds(costs, ranks, num_ranks))
+        cells = [f"{share:.1%}" for share in (*np.mean(before, axis=0), *np.mean(after, axis=0))]
+        print(f"| {num_ranks} | {way.name} | {' | '.join(cells)} | {np.mean(gain):.2f} |", flush=True)
+
+
+def main() -> None:
+    """Print Markdown."""
+    chosen = [int(ranks) for ranks in sys.argv[1:]]
+    real, called = real_lengths()
+    pixel_bytes, patch_bytes = 3 * 448 * 448 * 2, 3 * 2 * 14 * 14 * 2
+    native = patch_lengths(200_000, seed=1)
+    settings = {
+        f"InternVL 8B, {called}": Setting(INTERNVL_8B, real, pixel_bytes, 256),
+        "InternVL 8B, made-up mix": Setting(INTERNVL_8B, tiled_lengths(200_000, seed=1), pixel_bytes, 256),
+        "Qwen2.5-VL 7B, made-up native resolution": Setting(QWEN_7B, native, patch_bytes, 1),
+    }
+    for name, setting in settings.items():
+        print(f"\n### {name}: speed over random draws\n\n| ranks | way | speed |\n|---|---|---|")
+        for num_ranks in chosen or (8, 32, 128, 512, 2560):
+            comparisons(setting, num_ranks)
+        print(f"\n### {name}: what travels\n\n| ranks | what | MiB between nodes, most of a rank | left by node-wise "
+              "| of the step's time | with all-gather | planning, ms |\n|" + "---|" * 7)  # fmt: skip
+        for num_ranks in chosen or (8, 32, 128, 512, 2560):
+            traffic(setting, num_ranks)
+        print(f"\n### {name}: idle\n\n| ranks | drawn by | ViT | LLM | rearranged: ViT | LLM | gain |\n|" + "---|" * 7)
+        for num_ranks in [ranks for ranks in chosen or (2, 8, 32, 128, 512) if ranks <= 512]:
+            left_idle(setting, num_ranks)
+
+
+if __name__ == "__main__":
+    main()
