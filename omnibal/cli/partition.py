@@ -1,14 +1,15 @@
 """omnibal partition: where to cut a model into pipeline stages."""
 
-import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import typer
-from rich.console import Console
+from rich.table import Table
 
+from omnibal.cli.costs import check_measured_here
 from omnibal.cli.files import check_file, check_picture
 from omnibal.cli.options import (
     ClusterOption,
@@ -20,17 +21,22 @@ from omnibal.cli.options import (
     StagesOption,
     read_limits,
 )
+from omnibal.cli.output import say, show, show_json
+from omnibal.cli.present import median_packs, present_plan
+from omnibal.cli.run import Run
+from omnibal.cli.simulate import record_of, title_of
 from omnibal.errors import ConfigError, InfeasibleError
-
-if TYPE_CHECKING:
-    from omnibal.cli.run import Run
-    from omnibal.pipeline.partition import Partition
-    from omnibal.pipeline.search import PartitionSearch
-    from omnibal.plan import Plan
-    from omnibal.planner.packings import Packing
-    from omnibal.profile.records import ModelProfile
-    from omnibal.report.stages import PartitionFigures
-    from omnibal.report.trials import TrialFigures
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.search import PartitionSearch, search_partition
+from omnibal.pipeline.simulate import StepSimulation
+from omnibal.plan import Plan
+from omnibal.planner.packings import Packing
+from omnibal.planner.prediction import predict
+from omnibal.profile.records import ModelProfile
+from omnibal.report.stages import PartitionFigures, candidates_table, cut_of, methods_table, stage_table
+from omnibal.report.timeline import plot_timeline
+from omnibal.report.trials import TrialFigures, trials_table
+from omnibal.trials.run import Trial, run_trials
 
 Method = Literal["uniform", "parameters", "paper", "slowest_stage", "model", "bound", "search"]
 BASELINES: Final = ("uniform", "parameters", "paper")
@@ -74,9 +80,6 @@ def partition(
     Example, tried on the machine itself: omnibal partition
     ds_configs/mine.json --trials 5 --out plan.json
     """
-    from omnibal.cli.present import present_plan, real_packs
-    from omnibal.cli.run import Run
-
     check_file("--out", out)
     check_picture("--plot", plot)
     fixed = read_limits(limits)
@@ -84,25 +87,23 @@ def partition(
     _check_trials(run, trials, num_stages)
     pipeline = {"partition": "uniform", "plan": None, "schedule": "1f1b"}
     base = present_plan(run, num_stages, limits=fixed, micro_batches=micro_batches, pipeline=pipeline)
-    task = PartitionTask(run.profile, base, real_packs(run, base, steps=MEDIAN_OF).median_step(run.profile))
+    task = PartitionTask(run.profile, base, median_packs(run, base))
     wanted = get_args(Method) if compare else (*(BASELINES if plot else ()), method)
     found = {name: task.search(name, max(SHOWN, trials)) for name in dict.fromkeys(wanted)}
     tried = _try(run, task, found[method], trials, launcher) if trials else []
     report = PartitionReport(task, method, found, tuple(tried))
-    report = replace(report, written=report.write(out, plot))
+    if out is not None:
+        task.plan_of(report.chosen, method).save(out)
+    if plot is not None:
+        report.draw(plot)
+    written = [str(path) for path in (out, plot) if path is not None]
     if as_json:
-        typer.echo(json.dumps(report.to_record(), indent=2))
+        show_json(report.to_record() | {"written": written})
     else:
-        report.print(Console(), compare=compare)
+        show(*report.parts(compare=compare), *(f"written: {path}" for path in written))
 
 
-MEDIAN_OF: Final = 32
-"""Steps, spread over an epoch, of which the median one is taken."""
-
-
-def _check_trials(run: "Run", trials: int, num_stages: int | None) -> None:
-    from omnibal.cli.costs import check_measured_here
-
+def _check_trials(run: Run, trials: int, num_stages: int | None) -> None:
     if not run.has_config:
         if trials:
             raise ConfigError(f"--trials must come with a ds_config, got {trials} with {run.source}")
@@ -114,61 +115,47 @@ def _check_trials(run: "Run", trials: int, num_stages: int | None) -> None:
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """A step whose best partition is sought.
+    """A step whose best partition is sought."""
 
-    Attributes:
-        profile: What the layers cost.
-        base: All but the partition, with a cluster.
-        packing: The step's packs.
-    """
+    profile: ModelProfile
+    base: Plan
+    """All but the partition, with a cluster."""
+    packing: Packing
+    """The step's packs."""
 
-    profile: "ModelProfile"
-    base: "Plan"
-    packing: "Packing"
-
-    def search(self, method: str, top: int) -> "PartitionSearch":
+    def search(self, method: str, top: int) -> PartitionSearch:
         """The best partitions by a method."""
-        from omnibal.pipeline.search import search_partition
-
         layout = self.base.layout
         return search_partition(
             self.profile, self.packing.steps[0], layout.num_stages, self.base.links, method=method,
             zero_stage=layout.zero_stage, recompute=self.base.recompute, top=top,
         )  # fmt: skip
 
-    def plan_of(self, partition: "Partition", method: str) -> "Plan":
+    def plan_of(self, partition: Partition, method: str) -> Plan:
         """A plan with this partition, and what a step under it is predicted to be like."""
-        from omnibal.planner.prediction import predict
-
         plan = replace(self.base, partition=partition, predicted=None)
         profile = self.profile
         made_from = {"method": method, "profile": profile.content_hash, "frozen": list(profile.frozen_parts)}
         return replace(plan, predicted=predict(profile, plan, self.packing), made_from=made_from)
 
-    def figures(self, partition: "Partition") -> "PartitionFigures":
+    def figures(self, partition: Partition) -> PartitionFigures:
         """The step under a partition, in figures."""
-        from omnibal.report.stages import PartitionFigures
-
         plan = replace(self.base, partition=partition, predicted=None)
         memory = [stage.total for stage in plan.memory(self.profile, self.packing.largest)]
-        return PartitionFigures.of(self.profile, partition, plan.simulate(self.profile, self.packing.steps[0]), memory)
+        return PartitionFigures.of(self.profile, partition, self.simulate(partition), memory)
+
+    def simulate(self, partition: Partition) -> StepSimulation:
+        """The step under a partition."""
+        plan = replace(self.base, partition=partition, predicted=None)
+        return plan.simulate(self.profile, self.packing.steps[0])
 
 
-def _try(
-    run: "Run", task: PartitionTask, found: "PartitionSearch", count: int, launcher: str | None
-) -> list["TrialFigures"]:
+def _try(run: Run, task: PartitionTask, found: PartitionSearch, count: int, launcher: str | None) -> list[TrialFigures]:
     """Run candidates on the real engine, a line for each as it comes; the fastest first, failed ones last.
 
     Raises:
         InfeasibleError: None of them runs.
     """
-    import shlex
-
-    from omnibal.cli.run import say
-    from omnibal.report.stages import cut_of
-    from omnibal.report.trials import TrialFigures
-    from omnibal.trials.run import Trial, run_trials
-
     options = shlex.split(launcher) if launcher else ["--num_gpus", str(task.base.layout.num_devices)]
     plans = [task.plan_of(candidate.partition, found.method) for candidate in found.candidates[:count]]
     done: list[Trial] = []
@@ -176,11 +163,11 @@ def _try(
     def figures_of(trial: Trial) -> TrialFigures:
         return TrialFigures.of(cut_of(trial.plan.partition.boundaries), trial)
 
-    def show(trial: Trial) -> None:
+    def on_trial(trial: Trial) -> None:
         done.append(trial)
         say(f"trial {len(done)} of {len(plans)}: {figures_of(trial)}")
 
-    trials = run_trials(run.whole_config, plans, launcher_options=options, on_trial=show)
+    trials = run_trials(run.whole_config, plans, launcher_options=options, on_trial=on_trial)
     if trials[0].error is not None:
         raise InfeasibleError(f"a candidate must run, got {len(trials)} failures; the first: {trials[0].error}")
     return [figures_of(trial) for trial in trials]
@@ -188,56 +175,34 @@ def _try(
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """All that `omnibal partition` says.
-
-    Attributes:
-        task: The step that was predicted.
-        method: The one whose partition is taken.
-        found: Results of every method that was asked for.
-        tried: Candidates on the real engine, the fastest first.
-        written: Files.
-    """
+    """All that `omnibal partition` says."""
 
     task: PartitionTask
     method: str
-    found: Mapping[str, "PartitionSearch"]
-    tried: tuple["TrialFigures", ...]
-    written: Sequence[Path] = ()
+    """The one whose partition is taken."""
+    found: Mapping[str, PartitionSearch]
+    """Results of every method that was asked for."""
+    tried: tuple[TrialFigures, ...]
+    """Candidates on the real engine, the fastest first."""
 
     @property
-    def chosen(self) -> "Partition":
+    def chosen(self) -> Partition:
         """The fastest one tried, or the best candidate of the method."""
-        from omnibal.pipeline.partition import Partition
-
         return Partition(self.tried[0].boundaries) if self.tried else self.found[self.method].best.partition
 
-    def write(self, out: Path | None, plot: Path | None) -> list[Path]:
-        """Write the plan and draw the picture, as asked; the paths."""
-        if out is not None:
-            self.task.plan_of(self.chosen, self.method).save(out)
-        if plot is not None:
-            self._draw(plot)
-        return [path for path in (out, plot) if path is not None]
-
-    def _draw(self, plot: Path) -> None:
+    def draw(self, path: Path) -> None:
         """The slowest replica under the best partition of each method; methods that agree share a title."""
-        from omnibal.report.stages import cut_of
-        from omnibal.report.timeline import plot_timeline
-
-        task, methods = self.task, dict[Any, list[str]]()
+        methods = dict[Partition, list[str]]()
         for name, result in self.found.items():
             methods.setdefault(result.best.partition, []).append(name)
         panels = {}
         for cut, names in methods.items():
-            plan = replace(task.base, partition=cut, predicted=None)
-            step = plan.simulate(task.profile, task.packing.steps[0])
+            step = self.task.simulate(cut)
             panels[f"{', '.join(names)} ({cut_of(cut.boundaries)})"] = step.replicas[step.slowest_replica]
-        plot_timeline(panels, plot)
+        plot_timeline(panels, path)
 
     def to_record(self) -> dict[str, Any]:
         """The report as JSON values."""
-        from omnibal.cli.simulate import record_of
-
         return record_of(self.task.profile, self.task.base, self.task.packing) | {
             "lower_bound_seconds": self.found[self.method].lower_bound_seconds,
             "chosen": self.chosen.boundaries,
@@ -254,38 +219,25 @@ class PartitionReport:
                 for name, result in self.found.items()
             },
             "trials": [trial.to_record() for trial in self.tried],
-            "written": [str(path) for path in self.written],
         }
 
-    def print(self, console: Console, *, compare: bool) -> None:
-        """Print tables, the bound, and what was written."""
-        from omnibal.cli.simulate import title_of
-        from omnibal.report.stages import candidates_table, cut_of, methods_table, stage_table
-        from omnibal.report.trials import trials_table
-
+    def parts(self, *, compare: bool) -> list[str | Table]:
+        """Tables and the bound for people."""
         search = self.found[self.method]
         bound, best = search.lower_bound_seconds, self.task.figures(self.chosen)
-        _say(console, title_of(self.task.profile, self.task.base, self.task.packing))
+        parts: list[str | Table] = [title_of(self.task.profile, self.task.base, self.task.packing)]
         if compare:
             figures = {name: self.task.figures(result.best.partition) for name, result in self.found.items()}
-            console.print(methods_table(figures, bound))
+            parts.append(methods_table(figures, bound))
         candidates = [(entry.partition.boundaries, entry.step_seconds) for entry in search.candidates[:SHOWN]]
-        _say(console, f"best candidates of {self.method}")
-        console.print(candidates_table(candidates, bound))
+        parts += [f"best candidates of {self.method}", candidates_table(candidates, bound)]
         if self.tried:
-            _say(console, "tried on the real engine, medians of 3 steps")
-            console.print(trials_table(self.tried))
-            _say(console, *(str(trial) for trial in self.tried if trial.measured_seconds is None))
-        _say(console, f"chosen: {cut_of(self.chosen.boundaries)}, bubble ratio {best.bubble_ratio:.1%}")
-        console.print(stage_table(best.stages))
-        _say(
-            console,
+            parts += ["tried on the real engine, medians of 3 steps", trials_table(self.tried)]
+            parts += [str(trial) for trial in self.tried if trial.measured_seconds is None]
+        return [
+            *parts,
+            f"chosen: {cut_of(self.chosen.boundaries)}, bubble ratio {best.bubble_ratio:.1%}",
+            stage_table(best.stages),
             f"predicted step {1e3 * best.step_seconds:,.1f} ms; no partition is below {1e3 * bound:,.1f} ms: "
             f"at most {1 - bound / best.step_seconds:.2%} are to be gained",
-            *(f"written: {path}" for path in self.written),
-        )
-
-
-def _say(console: Console, *lines: str) -> None:
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+        ]

@@ -1,8 +1,7 @@
 """omnibal plan: pack limits, partition and recompute together, for the cluster's memory."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,12 +17,17 @@ from omnibal.cli.options import (
     StagesOption,
     read_limits,
 )
+from omnibal.cli.output import say, show, show_json
+from omnibal.cli.plan_report import Gain, PlanReport, enter
+from omnibal.cli.present import present_plan, real_packs
+from omnibal.cli.run import Run
+from omnibal.cli.trials import Engine, check_trials
+from omnibal.config import layout_of
+from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omnibal.cli.run import Run
-    from omnibal.plan import Plan
-    from omnibal.planner import PlanRequest, PlanResult
+from omnibal.plan import Plan
+from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.report.trials import TrialFigures
 
 
 def plan(
@@ -74,17 +78,10 @@ def plan(
     Example, tried on the machine itself: omnibal plan ds_configs/mine.json
     --measure --trials 3 --write
     """
-    from omnibal.cli.plan_report import Gain, PlanReport, enter
-    from omnibal.cli.run import Run, say
-    from omnibal.cli.trials import Engine, check_trials
-    from omnibal.report.trials import TrialFigures
-
     check_file("--out", out)
     check_folder("--plot", plot)
     fixed = read_limits(limits)
-    run = Run.open(
-        source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure
-    )  # fmt: skip
+    run = Run.open(source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure)
     check_trials(run, trials=trials, four_steps=four_steps)
     if not run.has_config and (write or measure):
         raise ConfigError(f"--{'write' if write else 'measure'} must come with a ds_config, got {source}")
@@ -105,26 +102,22 @@ def plan(
     report.draw()
     say(*(f"warning: {doubt}" for doubt in run.doubts))
     if as_json:
-        typer.echo(json.dumps(report.to_record(), indent=2))
+        show_json(report.to_record())
     else:
-        report.print(Console(), explain=explain)
+        show(*report.parts(explain=explain))
 
 
 def request_of(
-    run: "Run",
+    run: Run,
     samples_per_step: int | None = None,
     limits: tuple[int, int] | None = None,
     num_stages: int | None = None,
-) -> "PlanRequest":
+) -> PlanRequest:
     """What the ds_config asks of a plan, but for what is given.
 
     Raises:
         ConfigError: How many samples a step has follows from nothing.
     """
-    from omnibal.config import layout_of
-    from omnibal.data.limits import PackLimits
-    from omnibal.planner import PlanRequest
-
     packing, layout = run.section.packing, layout_of(run.config, 1, 1)
     wanted = run.section.pipeline.num_stages
     return PlanRequest(
@@ -140,12 +133,10 @@ def request_of(
     )
 
 
-def _present_samples(run: "Run") -> int:
+def _present_samples(run: Run) -> int:
     """What a step of the present configuration holds on average."""
     if not run.has_config:
         raise ConfigError(f"--samples-per-step must be given beside a profile, got none with {run.source}")
-    from omnibal.cli.present import present_plan, real_packs
-
     _readable = run.profile, run.lengths  # outside: that a file is missing is no matter of the configuration
     try:
         return round(real_packs(run, present_plan(run), steps=1).samples_per_step)
@@ -155,19 +146,15 @@ def _present_samples(run: "Run") -> int:
         ) from error
 
 
-def solve(run: "Run", request: "PlanRequest") -> "PlanResult":
+def solve(run: Run, request: PlanRequest) -> PlanResult:
     """Plan, and show what is being done."""
-    from omnibal.planner import make_plan
-
     profile, lengths = run.profile, run.lengths  # made before, each with a bar of its own
     with Console(stderr=True).status("planning") as status:
         return make_plan(profile, lengths, request, report=status.update)
 
 
-def make_kept_plan(run: "Run") -> "Plan":
+def make_kept_plan(run: Run) -> Plan:
     """Plan as a ds_config asks, keep it in its run.output, and say so."""
-    from omnibal.cli.run import say
-
     plan = solve(run, request_of(run)).plan
     plan.save(run.files.plan)
     say(f"planned: {run.files.plan}")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from omnibal.cli.present import present_plan, real_packs
@@ -112,25 +111,22 @@ def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All that `omnibal plan` says.
-
-    Attributes:
-        result: The solver's plan, after trials the best of those that ran, and how it came about.
-        kept: The plan that was written: this one, or that of the paper's four steps.
-        gain: Over the present configuration.
-        out: Where the plan is.
-        folder: Where pictures go, or None.
-        trials: Plans on the real engine.
-        entered: The ds_config that names it now, or None.
-    """
+    """All that `omnibal plan` says."""
 
     result: PlanResult
+    """The solver's plan, after trials the best of those that ran, and how it came about."""
     kept: Plan
+    """The plan that was written: this one, or that of the paper's four steps."""
     gain: Gain
+    """Over the present configuration."""
     out: Path
+    """Where the plan is."""
     folder: Path | None
+    """Where pictures go."""
     trials: tuple[TrialFigures, ...] = ()
+    """Plans on the real engine."""
     entered: Path | None = None
+    """The ds_config that names it now."""
 
     def draw(self) -> None:
         """Draw memory and timeline."""
@@ -159,38 +155,34 @@ class PlanReport:
             "trials": [trial.to_record() for trial in self.trials],
         }
 
-    def print(self, console: Console, *, explain: bool) -> None:
-        """Print the plan in five lines; explained, every stage and every packing that was weighed."""
-        plan = self.result.plan
+    def parts(self, *, explain: bool) -> list[str | Table]:
+        """The plan in five lines for people; explained, every stage and every packing that was weighed."""
+        plan, limits = self.result.plan, self.result.plan.limits
         predicted = plan.predicted
         assert predicted is not None
-        if explain:
-            model = self.result.choice.model
-            console.print(stage_plan_table(plan, [layer.module for layer in model.profile.layers]))
-            console.print(memory_table(self._memory(), self._budgets))
-            console.print(_weighed_table(self.result.tried))
         fullest = max(m.total / budget for m, budget in zip(self._memory(), self._budgets, strict=True))
         rate = predicted.samples_per_step / predicted.step_seconds
-        limits = plan.limits
-        _say(
-            console,
+        return [
+            *(self._explanations() if explain else ()),
             f"chosen: {plan.layout} of {plan.known_cluster}, {plan.schedule}, {plan.micro_batches} micro-batches of at "
             f"most {limits.vision_units:,} vision units and {limits.llm_tokens:,} LLM tokens",
             f"cut at {cut_of(plan.partition.boundaries)}; {sum(level != 'none' for level in plan.recompute)} of "
             f"{len(plan.recompute)} layers recompute; the fullest device holds {fullest:.1%} of its memory",
             f"predicted: step {predicted.step_seconds:.3f} s of {predicted.samples_per_step:,.0f} samples, "
             f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
-            *(self.gain.lines()),
+            *self.gain.lines(),
             *(self._comparisons() if explain or not self.gain.variants else ()),
-        )
-        if self.trials:
-            console.print(trials_table(self.trials))
-            _say(console, *(f"{trial.name}: {trial.outcome}" for trial in self.trials))
-        if self.kept is not plan:
-            _say(console, "written is the plan of the paper's four steps, above is the solver's")
-        _say(console, *(f"written: {path}" for path in [self.out, *self._pictures]))
-        if self.entered is not None:
-            _say(console, f"entered in {self.entered}")
+            *([trials_table(self.trials)] if self.trials else ()),
+            *(f"{trial.name}: {trial.outcome}" for trial in self.trials),
+            *([] if self.kept is plan else ["written is the plan of the paper's four steps, above is the solver's"]),
+            *(f"written: {path}" for path in [self.out, *self._pictures]),
+            *([] if self.entered is None else [f"entered in {self.entered}"]),
+        ]
+
+    def _explanations(self) -> list[Table]:
+        layers = self.result.choice.model.profile.layers
+        stages = stage_plan_table(self.result.plan, [layer.module for layer in layers])
+        return [stages, memory_table(self._memory(), self._budgets), _weighed_table(self.result.tried)]
 
     def _comparisons(self) -> list[str]:
         """How far from the best possible, and how far ahead of planning in two phases."""
@@ -283,8 +275,3 @@ def enter(config: Path, plan: Plan, path: Path) -> None:
         values["omnibal", "pipeline", "schedule"] = "auto"
     config.write_text(set_keys(text, values))
     read_config(config)
-
-
-def _say(console: Console, *lines: str) -> None:
-    for line in lines:
-        console.print(line, highlight=False, markup=False)

@@ -6,11 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from rich.console import Console
-
 from omnibal.cli.costs import devices_at_hand, is_of, measured_costs, read_cluster
 from omnibal.cli.files import Kind, expect
 from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
+from omnibal.cli.output import say
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config
 from omnibal.data.lengths import SampleLengths
@@ -308,7 +307,9 @@ class Run:
             raise ConfigError(
                 f"plan must be of the profile's {len(self.profile.layers)} layers, got {plan.partition.num_layers}"
             )
-        return replace(plan, cluster=self._cluster or plan.cluster or self.cluster)
+        # A plan may name a level for all layers alike; costs do not tell all levels of all layers apart.
+        recompute = self.profile.levels_like(plan.recompute)
+        return replace(plan, recompute=recompute, cluster=self._cluster or plan.cluster or self.cluster)
 
     @cached_property
     def named_plan(self) -> Plan | None:
@@ -339,12 +340,6 @@ class Run:
             say(f"{self.files.plan} is made anew: {', '.join(changed)} changed")
             return None
         return plan
-
-
-def say(*lines: str) -> None:
-    """Tell the user, beside what a command prints."""
-    for line in lines:
-        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], OmnibalSection]:

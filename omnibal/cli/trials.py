@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omnibal.cli.costs import check_measured_here
-from omnibal.cli.run import Run, say
+from omnibal.cli.output import say
+from omnibal.cli.run import Run
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.memory.paper import block_modules
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
 from omnibal.report.trials import TrialFigures
+from omnibal.trials.four_steps import take_four_steps
+from omnibal.trials.run import Trial, run_trials
 
 
 def check_trials(run: Run, *, trials: int, four_steps: bool) -> None:
@@ -66,7 +69,7 @@ class Engine:
         step_back = _Retreat(self.result, choice)
         show = self._shown_as(name + f", retreat {number}" * (number > 0) for number in itertools.count())
 
-        def on_trial(trial: Any) -> None:
+        def on_trial(trial: Trial) -> None:
             show(trial)
             done.append((trial.median_seconds / choice.model.packing.samples_per_step, step_back.choice))
 
@@ -79,8 +82,6 @@ class Engine:
         Raises:
             InfeasibleError: A stage does not fit with every block recomputed.
         """
-        from omnibal.trials.four_steps import take_four_steps
-
         model, plan = self.result.choice.model, self.result.plan
         modules = block_modules(model.profile.layers)
         budgets = model.request.cluster.allocatable_bytes(model.layout)
@@ -90,17 +91,15 @@ class Engine:
         self._run(plan, on_trial=self._shown_as(["solver's"]))
         return found.plan
 
-    def _run(self, plan: Plan, **calls: Any) -> list[Any]:
-        from omnibal.trials.run import run_trials
-
+    def _run(self, plan: Plan, **calls: Any) -> list[Trial]:
         budgets = plan.known_cluster.allocatable_bytes(plan.layout)
         return run_trials(self.config, [plan], launcher_options=self._options, budget_bytes=budgets, **calls)
 
-    def _shown_as(self, names: Iterable[str]) -> Callable[[Any], None]:
+    def _shown_as(self, names: Iterable[str]) -> Callable[[Trial], None]:
         """Keeps trials and says how they did, as they come, under these names."""
         left = iter(names)
 
-        def show(trial: Any) -> None:
+        def show(trial: Trial) -> None:
             self.trials.append(TrialFigures.of(next(left), trial))
             say(str(self.trials[-1]))
 
@@ -119,7 +118,7 @@ class _Retreat:
     result: PlanResult
     choice: Choice
 
-    def __call__(self, trial: Any) -> Plan | None:
+    def __call__(self, trial: Trial) -> Plan | None:
         """The next one after a trial of the last one; None where no layer is left to recompute."""
         try:
             self.choice = retreat(self.choice, trial.missing_bytes)

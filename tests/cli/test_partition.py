@@ -17,7 +17,6 @@ from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.search import METHODS, search_partition
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
-from omnibal.trials import run as trials_module
 from omnibal.trials.run import Trial
 from tests.cli.conftest import cluster_of, stand_in
 from tests.pipeline.profiles import fixed_profile
@@ -69,7 +68,7 @@ def engine(monkeypatch):
             return Trial(plan, (1.0 if plan.partition.boundaries == self.fastest else 9.0,), (2**30, 0))
 
     stand_in = Engine()
-    monkeypatch.setattr(trials_module, "run_trials", stand_in)
+    monkeypatch.setattr("omnibal.cli.partition.run_trials", stand_in)
     return stand_in
 
 

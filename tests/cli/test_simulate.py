@@ -90,6 +90,16 @@ def test_a_schedule_is_that_of_the_plan_or_the_one_named(omnibal, tmp_path):
     assert split["step_seconds"] < named["step_seconds"]
 
 
+def test_a_level_that_costs_do_not_know_counts_as_none(omnibal, tmp_path):
+    """Counted costs have no selective level outside blocks; a plan written by hand may name it for every layer."""
+    write_plan(tmp_path)
+    plan, records = Plan.load(tmp_path / "plan.json"), []
+    for level in ("selective", "none"):
+        replace(plan, recompute=(level,) * 6).save(tmp_path / "plan.json")
+        records.append(json.loads(omnibal("simulate", tmp_path / "plan.json", "--json").stdout))
+    assert records[0] == records[1]
+
+
 def test_a_table_a_trace_and_a_picture(omnibal, saved, tmp_path):
     trace, plot = tmp_path / "new" / "trace.json", tmp_path / "new" / "timeline.png"
     text = omnibal("simulate", saved, *cut("0 2 4 6"), "--trace", trace, "--plot", plot).stdout
