@@ -55,7 +55,8 @@ class Device:
             >>> Device.named("a100").name, Device.named("A100-40").name, Device.named("NVIDIA H200").name
             ('A100-80GB', 'A100-40GB', 'H200-141GB')
         """
-        wanted = _TORCH_NAMES.get(name, name).lower()
+        wanted = _TORCH_NAMES.get(name, name).lower().replace(" ", "-")
+        wanted = f"rtx-{wanted[3:]}" if re.match(r"rtx\d|rtxa", wanted) else wanted  # RTX4090 and RTX 4090
         starts = re.compile(re.escape(wanted) + r"(?!\d)")  # an A10 is no A100
         found = [device for known, device in DEVICES.items() if wanted and starts.match(known.lower())]
         if found:
@@ -79,22 +80,45 @@ DEVICES: Final[Mapping[str, Device]] = {
         ("A100-40GB", 39.38, 300e9, 25e9, 312e12, 0.5, 1.555e12),
         ("A100-80GB", 79.25, 300e9, 25e9, 312e12, 0.5, 2.039e12),
         ("H100-80GB", 79.1, 450e9, 50e9, 989e12, 0.45, 3.35e12),
+        ("H100-PCIe-80GB", 79.1, 64e9, 25e9, 756e12, 0.45, 2.0e12),
         ("H200-141GB", 139.8, 450e9, 50e9, 989e12, 0.45, 4.8e12),
+        ("B200-180GB", 178.0, 900e9, 50e9, 2250e12, 0.4, 8.0e12),
+        ("L40S-48GB", 44.4, 32e9, 25e9, 362e12, 0.5, 0.864e12),
+        ("RTX-A6000-48GB", 47.4, 32e9, 12.5e9, 154.8e12, 0.5, 0.768e12),
+        ("A10-24GB", 22.0, 32e9, 12.5e9, 125e12, 0.5, 0.6e12),
+        ("L4-24GB", 22.0, 32e9, 12.5e9, 121e12, 0.5, 0.3e12),
+        ("RTX-4090-24GB", 23.5, 32e9, 12.5e9, 165.2e12, 0.5, 1.008e12),
+        ("RTX-3090-24GB", 23.5, 32e9, 12.5e9, 71e12, 0.5, 0.936e12),
+        ("V100-32GB", 31.7, 150e9, 12.5e9, 125e12, 0.4, 0.9e12),
+        ("MI300X-192GB", 191.0, 448e9, 50e9, 1307e12, 0.35, 5.3e12),
     )
 }  # fmt: skip
-"""SXM modules by their data sheets; the fractions are what published training runs commonly reach.
+"""By their data sheets, dense products in 16 bits; the fractions are what published training runs commonly reach.
 
 Memory is the least that torch was seen to report in total (``torch.cuda.mem_get_info``), as drivers keep some tenths
 of a GiB more or less: 39.38 to 39.59 GiB of an A100-40GB (vllm-project/vllm#16570, raoyongming/DenseCLIP#52), 79.25 to
 79.35 of an A100-80GB (HiDream-ai/VAREdit#6, Instruction-Tuning-with-GPT-4/GPT-4-LLM#16), 79.10 of an H100
-(huggingface/trl#2688), 139.80 of an H200 (published logs; nvidia-smi says 143,771 MiB).
+(huggingface/trl#2688), 139.80 of an H200 (published logs; nvidia-smi says 143,771 MiB). Of those without NVLink, of
+B200, V100 and MI300X it is what their data sheets leave after the driver's share and error correction.
 
-Between nodes it is that of NVIDIA's own systems, a network card for each device: ConnectX-6 of 200 Gb/s (DGX A100 user
-guide), ConnectX-7 of 400 Gb/s (DGX H100 and H200, DGX BasePOD reference architecture). Rented machines often have less.
+Within a node it is NVLink's or Infinity Fabric's bandwidth in one direction, else that of a PCIe slot of 16 lanes.
+Between nodes it is that of the makers' own systems, a network card for each device: ConnectX-6 of 200 Gb/s (DGX A100
+user guide), ConnectX-7 of 400 Gb/s (DGX H100, H200 and B200); 100 Gb/s where there is no such system. Rented machines
+often have less. A V100 computes in float16 alone, whose costs are the same.
 """
 _TORCH_NAMES: Final[Mapping[str, str]] = {
     "NVIDIA A100-SXM4-40GB": "A100-40GB",
     "NVIDIA A100-SXM4-80GB": "A100-80GB",
     "NVIDIA H100 80GB HBM3": "H100-80GB",
+    "NVIDIA H100 PCIe": "H100-PCIe-80GB",
     "NVIDIA H200": "H200-141GB",
+    "NVIDIA B200": "B200-180GB",
+    "NVIDIA L40S": "L40S-48GB",
+    "NVIDIA RTX A6000": "RTX-A6000-48GB",
+    "NVIDIA A10": "A10-24GB",
+    "NVIDIA L4": "L4-24GB",
+    "NVIDIA GeForce RTX 4090": "RTX-4090-24GB",
+    "NVIDIA GeForce RTX 3090": "RTX-3090-24GB",
+    "Tesla V100-SXM2-32GB": "V100-32GB",
+    "AMD Instinct MI300X": "MI300X-192GB",
 }

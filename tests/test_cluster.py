@@ -34,7 +34,7 @@ def test_a_cluster_in_short_is_nodes_by_devices_by_name():
         ("", "cluster must be such as '4x8xA100-80GB', '8xA100-80GB' or 'A100-80GB', got ''"),
         ("0x8xA100", "num_nodes must be positive, got 0"),
         ("2x3x4xA100", "device must be how one of .* starts, got '4xA100'; did you mean 'A100-80GB'"),
-        ("8xA10", "got 'A10'; did you mean 'A100-.*'.* a record with \"name\", \"memory_bytes\" and"),
+        ("8xA1000", "got 'A1000'; did you mean 'A100-.*'.* a record with \"name\", \"memory_bytes\" and"),
         ("8xTPU", "got 'TPU'; for another one give a record"),
         ("99999x99999xA100", "a cluster must have at most 1000000 devices, got 9999800001"),
     ],
@@ -42,6 +42,16 @@ def test_a_cluster_in_short_is_nodes_by_devices_by_name():
 def test_what_is_no_cluster_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         Cluster.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [("A10", "A10-24GB"), ("L4", "L4-24GB"), ("l40s", "L40S-48GB"), ("RTX 4090", "RTX-4090-24GB"),
+     ("rtx3090", "RTX-3090-24GB"), ("NVIDIA GeForce RTX 3090", "RTX-3090-24GB"), ("h100", "H100-80GB"),
+     ("H100-PCIe", "H100-PCIe-80GB"), ("NVIDIA B200", "B200-180GB"), ("mi300x", "MI300X-192GB")],
+)  # fmt: skip
+def test_devices_go_by_the_names_that_people_give_them(said, name):
+    assert Cluster.parse(f"8x{said}").device == DEVICES[name]
 
 
 def test_a_record_gives_numbers_of_ones_own():

@@ -1,0 +1,171 @@
+"""What omnibal.advise predicts against what is measured: python tools/advise/measure.py; see README.md.
+
+For each kind of data and shape of model: costs are fitted to a few packs, as a profile is; gains of packing and of
+balance are predicted from drawn lengths as ``omnibal advise`` does; and measured, by running every micro-batch of two
+ranks with the batches of a random sampler and the packs of the real planner, ViT and language model timed apart in
+processor time. What ranks wait is composed by the rule that tools/replay/rule.py checks on processes.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from omnibal.advise.costs import PHASES
+from omnibal.advise.estimate import Setting, Way
+from omnibal.advise.wait import wait
+from omnibal.cluster import Cluster
+from omnibal.cost import CostModel, Load
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.device import Device
+from omnibal.profile.records import LayerCost, ModelProfile
+
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("replay", "sampling", "dropin")]
+from bench import SHAPES, SHORTER, TOKENS_PER_TILE, Bench, config_of, pack_of  # noqa: E402
+from data import real_lengths  # noqa: E402
+from ways import Task, default, limits_for, ours, random_packs  # noqa: E402
+
+RANKS, STEPS, REPEATED = 2, 24, 3
+FITTED = 64
+"""Random micro-batches that costs are fitted to; none of those that are measured."""
+LAYOUTS = ((4, 1), (2, 4))
+"""Samples of a micro-batch, micro-batches of a step."""
+TRAINERS = ("ddp", "zero2", "zero3")
+FREE = Device("processor", memory_bytes=2**40, link_bytes_per_second=1e15)
+NOTHING = CostModel()
+
+
+def datasets() -> Iterator[tuple[str, SampleLengths]]:
+    """By name."""
+    yield "tiles (real)", real_lengths()[0]
+    yield "mix", tiled_lengths(50_000, seed=1)
+    yield "text-heavy", tiled_lengths(50_000, seed=2, text_share=0.7)
+    generator = np.random.default_rng(0)
+    tokens = 256 * 3 + generator.integers(180, 220, 50_000)
+    yield "uniform", SampleLengths(np.full(50_000, 3), tokens)
+
+
+def fitted(bench: Bench, lengths: SampleLengths) -> ModelProfile:
+    """Costs of ViT and language model as one layer each, fitted to random micro-batches of one to eight samples."""
+    generator, loads, rows = np.random.default_rng(7), [], []
+    for number in range(FITTED):
+        chosen = generator.integers(0, len(lengths), 1 + number % 8)
+        units, tokens = (column[chosen].tolist() for column in (lengths.vision_units, lengths.llm_tokens))
+        pack = pack_of(units, tokens, padded=number % 2 > 0)
+        loads.append(pack.load)
+        rows.append(np.min([bench.seconds(pack) for _ in range(REPEATED)], axis=0))
+    load, seconds = Load.stack(loads), dict(zip(PHASES, np.array(rows).T, strict=True))
+    vision, language = Load(load.vision_units, 0), Load(0, load.llm_tokens, load.llm_tokens_squared)
+    layers = (
+        _layer("vision", "projector", vision, seconds),
+        _layer("language", "language", language, seconds),
+    )
+    return ModelProfile(layers, device="processor", dtype="float32")
+
+
+def _layer(part: str, module: str, load: Load, seconds: dict[str, np.ndarray]) -> LayerCost:
+    forward, backward = (CostModel.fit(load, seconds[f"{part} {way}"]) for way in ("forward", "backward"))
+    kept = {"none": NOTHING, "full": NOTHING}
+    return LayerCost(
+        part, "head" if part == "language" else part, module=module, forward_seconds=forward,
+        backward_seconds=backward, output_bytes=NOTHING, saved_bytes=kept, sizes={"vocab": 1},
+    )  # fmt: skip
+
+
+def shorter(lengths: SampleLengths) -> SampleLengths:
+    """Lengths as the bench runs them."""
+    units = lengths.vision_units
+    tokens = units * TOKENS_PER_TILE + np.maximum((lengths.llm_tokens - units * 256) // SHORTER, 2)
+    return SampleLengths(units, tokens)
+
+
+def predicted(profile: ModelProfile, lengths: SampleLengths, batch: int, micro_batches: int) -> dict:
+    """Gains by trainer: of packing over padding, of balance over packing."""
+    sample = shorter(lengths.take(np.random.default_rng(3).permutation(len(lengths))[:1000]))
+    setting = Setting(sample, profile, Cluster(1, RANKS, FREE), RANKS * micro_batches * batch)
+    found = {}
+    for trainer in TRAINERS:
+        ways = [Way(trainer, batching, batch, micro_batches, "none") for batching in ("random", "flattened", "even")]
+        seconds = [setting.estimate(way).sample_seconds.mean() for way in ways]
+        found[trainer] = (seconds[0] / seconds[1], seconds[1] / seconds[2])
+    return found
+
+
+def measured(bench: Bench, lengths: SampleLengths, batch: int, micro_batches: int) -> dict:
+    """The same, of micro-batches that were run."""
+    count = (STEPS + 2) * RANKS * micro_batches * batch
+    own = lengths.take(np.random.default_rng(11).permutation(len(lengths))[:count])
+    task, seconds = Task(own, RANKS, micro_batches, batch), {}
+    ways = {"padded": default(task), "flattened": random_packs(task), "even": ours(task, limits_for(task))}
+    for name, way in ways.items():
+        steps = way.steps[:STEPS]
+        rows = np.array([
+            [[bench.seconds(pack_of(own.vision_units[g].tolist(), own.llm_tokens[g].tolist(), padded=way.padded))
+              for g in rank] for rank in step] for step in steps
+        ])  # fmt: skip
+        samples = sum(len(group) for step in steps for rank in step for group in rank)
+        costs = dict(zip(PHASES, np.moveaxis(rows, -1, 0), strict=True))
+        waits = {trainer: sum(waited.sum() for waited in wait(costs, trainer).values()) for trainer in TRAINERS}
+        seconds[name] = {trainer: (rows.sum() + waits[trainer]) / samples for trainer in TRAINERS}
+    return {
+        trainer: (
+            seconds["padded"][trainer] / seconds["flattened"][trainer],
+            seconds["flattened"][trainer] / seconds["even"][trainer],
+        )
+        for trainer in TRAINERS
+    }
+
+
+def main() -> None:
+    """Measure what is not yet in the file, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/advise.jsonl"))
+    given = parser.parse_args()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    known = {(row["shape"], row["data"], row["batch"], row["micro_batches"]) for row in rows}
+    torch.set_num_threads(1)
+    for shape in SHAPES:
+        bench = Bench(config_of(shape))
+        bench.warm_up()
+        for name, lengths in datasets():
+            wanted = [layout for layout in LAYOUTS if (shape, name, *layout) not in known]
+            profile = fitted(bench, lengths) if wanted else None
+            for batch, micro_batches in wanted:
+                row = {
+                    "shape": shape, "data": name, "batch": batch, "micro_batches": micro_batches,
+                    "predicted": predicted(profile, lengths, batch, micro_batches),
+                    "measured": measured(bench, lengths, batch, micro_batches),
+                }  # fmt: skip
+                rows.append(row)
+                with given.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    report(rows)
+
+
+def report(rows: list[dict]) -> None:
+    """Print gains, predicted → measured, and how far they are apart."""
+    print("| shape | data | batch × micro-batches | trainer | packing | off | balance | off |")
+    print("|---|---|---|---|---|---|---|---|")
+    off = []
+    for row in rows:
+        for trainer in TRAINERS:
+            pairs = list(zip(row["predicted"][trainer], row["measured"][trainer], strict=True))
+            off.append([guess / found - 1 for guess, found in pairs])
+            cells = " | ".join(f"{guess:.2f} → {found:.2f} | {guess / found - 1:+.0%}" for guess, found in pairs)
+            print(f"| {row['shape']} | {row['data']} | {row['batch']} × {row['micro_batches']} | {trainer} | {cells} |")
+    apart = np.abs(off)
+    for part, name in enumerate(("packing", "balance")):
+        print(
+            f"{name}: off by {apart[:, part].mean():.1%} on average, {np.quantile(apart[:, part], 0.9):.1%} at most in "
+            f"nine of ten, {apart[:, part].max():.1%} at most, of {len(apart)}"
+        )
+
+
+if __name__ == "__main__":
+    main()

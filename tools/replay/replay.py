@@ -1,0 +1,118 @@
+"""A cluster's micro-batches, of every rank, replayed on one device: python tools/replay/replay.py; see README.md.
+
+Every micro-batch of every rank runs once, its ViT and its language model timed apart; what ranks would wait is composed
+by the rule that rule.py checks. Steps are appended to a file as they are done, and a further call goes on behind them.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench import SHAPES, Bench, config_of, pack_of
+
+from omnibal.advise.costs import PHASES
+from omnibal.advise.wait import wait
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.synthetic import tiled_lengths
+
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("sampling", "dropin")]
+from data import real_lengths  # noqa: E402
+from ways import Task, Way, default, group_by_length, limits_for, ours, random_packs, rebalance  # noqa: E402
+
+STEPS = 20
+CLUSTERS = {"8 ranks": (8, 4), "64 ranks": (64, 1)}
+"""Ranks, and micro-batches of a rank's step."""
+TRAINERS = ("ddp", "zero2", "zero3")
+
+
+def ways_of(lengths: SampleLengths, ranks: int, micro_batches: int) -> list[Way]:
+    """Of the same samples, four to a micro-batch on average."""
+    task = Task(lengths, ranks, micro_batches)
+    return [
+        default(task), group_by_length(task), rebalance(task), random_packs(task), ours(task, limits_for(task)),
+    ]  # fmt: skip
+
+
+def replay(way: Way, lengths: SampleLengths, bench: Bench, step: int) -> dict:
+    """Seconds of a step's phases, shape (ranks, micro-batches, phases), and its samples."""
+    units, tokens = lengths.vision_units, lengths.llm_tokens
+    seconds = [
+        [bench.seconds(pack_of(units[group].tolist(), tokens[group].tolist(), padded=way.padded)) for group in rank]
+        for rank in way.steps[step]
+    ]
+    return {"way": way.name, "step": step, "samples": sum(len(g) for r in way.steps[step] for g in r),
+            "seconds": np.round(seconds, 6).tolist()}  # fmt: skip
+
+
+def drawn(name: str, ranks: int, micro_batches: int) -> SampleLengths:
+    """As many samples as the steps need, and a few that a last step may lack."""
+    whole = real_lengths()[0] if name == "real" else tiled_lengths(100_000, seed=1)
+    chosen = np.random.default_rng(0).permutation(len(whole))[: (STEPS + 1) * ranks * micro_batches * 4]
+    return whole.take(chosen)
+
+
+def run(out: Path, shape: str, data: str, minutes: float) -> None:
+    """Replay what is not yet in the file, ways in turn, for so long."""
+    end, bench = time.monotonic() + 60 * minutes, Bench(config_of(shape))
+    bench.warm_up()
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    known = {(row["cluster"], row["way"], row["step"]) for row in rows}
+    torch.set_num_threads(1)
+    with out.open("a") as file:
+        for cluster, (ranks, micro_batches) in CLUSTERS.items():
+            lengths = drawn(data, ranks, micro_batches)
+            ways = ways_of(lengths, ranks, micro_batches)
+            for step in range(STEPS):
+                for way in ways:
+                    if time.monotonic() > end:
+                        print("not done: call again")
+                        return
+                    if step < len(way.steps) and (cluster, way.name, step) not in known:
+                        found = {"cluster": cluster, **replay(way, lengths, bench, step)}
+                        file.write(json.dumps(found) + "\n")
+                        file.flush()
+    print("done")
+
+
+def report(out: Path) -> None:
+    """Print samples a second in multiples of the default, by trainer."""
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    print(f"| ranks | batches | steps | {' | '.join(TRAINERS)} | waiting under zero3 |")
+    print(f"|{'---|' * (4 + len(TRAINERS))}")
+    for cluster in dict.fromkeys(row["cluster"] for row in rows):
+        base: dict[str, float] = {}
+        for way in dict.fromkeys(row["way"] for row in rows):
+            own = [row for row in rows if (row["cluster"], row["way"]) == (cluster, way)]
+            if not own:
+                continue
+            seconds = np.array([row["seconds"] for row in own])  # steps, ranks, micro-batches, phases
+            costs = dict(zip(PHASES, np.moveaxis(seconds, -1, 0), strict=True))
+            samples, gains = sum(row["samples"] for row in own), []
+            for trainer in TRAINERS:
+                waits = sum(waited.sum() for waited in wait(costs, trainer).values())
+                rate = samples / (seconds.sum() + waits)
+                gains.append(rate / base.setdefault(trainer, rate))
+            share = waits / (seconds.sum() + waits)
+            cells = " | ".join(f"{gain:.2f}" for gain in gains)
+            print(f"| {cluster} | {way} | {len(own)} | {cells} | {share:.0%} |")
+
+
+def main() -> None:
+    """Replay, then report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="large LLM")
+    parser.add_argument("--data", choices=("real", "mix"), default="mix")
+    parser.add_argument("--minutes", type=float, default=10, help="So long at most.")
+    parser.add_argument("--out", type=Path, default=Path("runs/replay.jsonl"))
+    given = parser.parse_args()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    run(given.out, given.shape, given.data, given.minutes)
+    report(given.out)
+
+
+if __name__ == "__main__":
+    main()
