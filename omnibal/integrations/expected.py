@@ -6,11 +6,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.advise.costs import adapted_profile, phase_costs
+from omnibal.advise.batches import Batching, Samples, padded_batches, random_packs
+from omnibal.advise.costs import adapted_profile
 from omnibal.advise.wait import MEETINGS, Trainer, wait
 from omnibal.cost import CostModel, FloatArray, Load
-from omnibal.data.epoch import arrange_epoch
-from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.device import Device
@@ -19,26 +18,26 @@ from omnibal.families import layer_records
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
 
 COMPARED_STEPS: Final = 64
 """Steps of each way to batch that are compared."""
 COUNTED_DEVICE: Final = "A100-80GB"
 """What costs are counted for where the device at hand is not known."""
-GROUPED: Final = 50
-"""Micro-batches of a rank that transformers' ``group_by_length`` sorts at a time."""
 LEAST_GAIN: Final = 1.02
 """Below it a gain is none: counted costs are no better."""
+KEPT: Final = 0.05
+"""How far the samples of a step may be from those that were set."""
 VISION, PROJECTOR = ("vision_tower", "visual", "vision_model"), ("multi_modal_projector", "connector", "merger")
 Costs = Mapping[str, CostModel]
 
 
-def counted_costs(model: Any, device_name: str | None, *, recompute: bool) -> Costs | None:
-    """Seconds of each phase of a micro-batch, counted; None for a family that nobody has counted.
+def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
+    """What layers cost, counted; None for a family that nobody has counted.
 
     Args:
         model: A transformers model, or a peft one; what it does not train has no backward pass to weights.
         device_name: As torch calls it; None on a CPU.
-        recompute: Whether activations are computed again.
     """
     try:
         records = layer_records(model.config.to_dict())
@@ -50,13 +49,9 @@ def counted_costs(model: Any, device_name: str | None, *, recompute: bool) -> Co
         device = Device.named(COUNTED_DEVICE)
     adapters = getattr(model, "peft_config", None)
     if adapters:
-        rank = max(getattr(adapter, "r", 1) for adapter in adapters.values())
-        profile = adapted_profile(records, device, rank=rank)
-    else:
-        trained = {_module_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-        frozen = sorted({record.module for record in records} - trained)
-        profile = analytic_profile(records, device, frozen=frozen)
-    return phase_costs(profile, recompute="full" if recompute else "none")
+        return adapted_profile(records, device, rank=max(getattr(adapter, "r", 1) for adapter in adapters.values()))
+    trained = {_module_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return analytic_profile(records, device, frozen=sorted({record.module for record in records} - trained))
 
 
 def _module_of(name: str) -> str:
@@ -139,60 +134,33 @@ def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Trai
     Args:
         sampler: At the beginning of an epoch.
         limits: What the user allows a micro-batch.
-        costs: As of ``counted_costs``.
+        costs: As of ``phase_costs``.
         layout: How ranks share their work.
         batch_size: Samples of a micro-batch, before.
     """
-    lengths, per_step = sampler.lengths, len(sampler.lengths) / sampler.num_steps
-    shape = sampler.num_replicas, sampler.micro_batches
-    set_before = batch_size * shape[0] * shape[1]
+    samples, ranks = _drawn(sampler, batch_size)
 
-    def per_sample(loads: Load, samples_per_step: float) -> float:
-        return step_seconds(loads, costs, layout) / samples_per_step
+    def per_sample(loads: Load, samples_a_step: float) -> float:
+        return step_seconds(loads, costs, layout) / samples_a_step
 
-    ours = per_sample(first_steps(sampler), per_step)
-    grouped = per_sample(grouped_steps(lengths, batch_size, *shape), set_before) / ours
-    present = per_sample(random_steps(lengths, batch_size, *shape), set_before)
+    def host(batching: Batching) -> float:
+        batches = padded_batches(samples, batch=batch_size, batching=batching, **ranks)
+        return per_sample(batches.loads, batches.samples_per_step)
+
+    ours = per_sample(first_steps(sampler), samples_per_step(sampler))
+    present, grouped = host("random"), host("group_by_length") / ours
     if isinstance(sampler, PaddedSampler):
         return Gains(None, present / ours, grouped)
-    part = lengths.take(_drawn(lengths, int(COMPARED_STEPS * max(per_step, 1))))
-    epoch = arrange_epoch(part, limits, num_replicas=shape[0], micro_batches=shape[1], method="random")
-    packed = per_sample(epoch.packs.load(part)[epoch.steps], len(part) / epoch.num_steps)
+    packs = random_packs(samples, limits, **ranks)
+    packed = per_sample(packs.loads, packs.samples_per_step)
     return Gains(present / packed, packed / ours, grouped)
 
 
-def random_steps(lengths: SampleLengths, batch_size: int, num_replicas: int, micro_batches: int) -> Load:
-    """Padded batches of random samples; of a small dataset some come again."""
-    return padded_load(
-        lengths,
-        _drawn(lengths, COMPARED_STEPS * num_replicas * micro_batches * batch_size).reshape(
-            COMPARED_STEPS, num_replicas, micro_batches, batch_size
-        ),
-    )
-
-
-def grouped_steps(lengths: SampleLengths, batch_size: int, num_replicas: int, micro_batches: int) -> Load:
-    """Padded batches as ``group_by_length`` makes them: some steps' samples sorted, dealt to the ranks by turns."""
-    drawn = _drawn(lengths, COMPARED_STEPS * num_replicas * micro_batches * batch_size)
-    group = np.arange(len(drawn)) // (GROUPED * batch_size * micro_batches)
-    drawn = drawn[np.lexsort((-lengths.llm_tokens[drawn], group))]
-    dealt = drawn.reshape(COMPARED_STEPS, micro_batches, num_replicas, batch_size).swapaxes(1, 2)
-    return padded_load(lengths, dealt)
-
-
-def padded_load(lengths: SampleLengths, samples: IntArray) -> Load:
-    """What padded batches bring; samples along the last axis, every one as long as the longest."""
-    batch, longest = samples.shape[-1], lengths.llm_tokens[samples].max(axis=-1).astype(np.float64)
-    squared = 0 if lengths.vision_squared is None else lengths.vision_squared[samples].sum(axis=-1)
-    return Load(lengths.vision_units[samples].sum(axis=-1), batch * longest, batch * longest**2, squared)
-
-
-def _drawn(lengths: SampleLengths, count: int) -> IntArray:
-    """So many samples in random order, none twice before all have come."""
-    generator = np.random.default_rng(0)
-    rounds = [generator.permutation(len(lengths)) for _ in range(-(-count // len(lengths)))]
-    drawn: IntArray = np.concatenate(rounds)[:count]
-    return drawn
+def _drawn(sampler: PackSampler, batch_size: int) -> tuple[Samples, Any]:
+    """Samples of some steps, and who trains them."""
+    per_step = max(batch_size * sampler.num_replicas * sampler.micro_batches, samples_per_step(sampler))
+    samples = Samples.draw(sampler.lengths, int(COMPARED_STEPS * per_step), np.random.default_rng(0))
+    return samples, {"num_ranks": sampler.num_replicas, "micro_batches": sampler.micro_batches}
 
 
 def first_steps(sampler: PackSampler) -> Load:
@@ -239,8 +207,9 @@ def describe(sampler: PackSampler, limits: PackLimits, costs: Costs | None, layo
     """One line before training: what an epoch becomes, what changes, and what is expected of it."""
     lengths, batch_size = sampler.lengths, schedule.batch_size
     padded, per_step = isinstance(sampler, PaddedSampler), sampler.num_replicas * sampler.micro_batches
-    random = random_steps(lengths, batch_size, sampler.num_replicas, sampler.micro_batches)
-    padding = 1 - float(lengths.llm_tokens.mean() * batch_size * per_step * len(random) / random.llm_tokens.sum())
+    samples, ranks = _drawn(sampler, batch_size)
+    random = padded_batches(samples, batch=batch_size, **ranks)
+    padding = 1 - float(random.real.llm_tokens.sum() / random.loads.llm_tokens.sum())
     parts = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
         f"{limits.vision_units} vision units and {limits.llm_tokens} tokens, "
@@ -248,16 +217,12 @@ def describe(sampler: PackSampler, limits: PackLimits, costs: Costs | None, layo
         schedule.changed(sampler),
         str(Waiting.of(first_steps(sampler), costs, layout)),
         *([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else []),
-        f"random batches of {batch_size}: {Waiting.of(random, costs, layout)}, "
-        f"{max(padding, 0):.0%} of tokens are padding",
+        f"random batches of {batch_size}: {Waiting.of(random.loads, costs, layout)}, "
+        f"{padding:.0%} of tokens are padding",
     ]
     if costs is not None:
         parts.append(f"{compare(sampler, limits, costs, layout, batch_size=batch_size)} (counted, not measured)")
     return "; ".join(parts)
-
-
-KEPT: Final = 0.05
-"""How far the samples of a step may be from those that were set."""
 
 
 def padding_share(sampler: PackSampler) -> float:

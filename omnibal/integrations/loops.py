@@ -5,7 +5,9 @@ host and no transformers is imported here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -303,6 +305,30 @@ def measured(collator: Any, dataset: Dataset) -> SampleLengths:
         loads[number::num_ranks] = np.reshape(part, (-1, 3))
     vision_units, llm_tokens, target_tokens = loads.T
     return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens)
+
+
+def kept_lengths(collator: Any, dataset: Dataset, folder: Path, *, saves: bool) -> SampleLengths:
+    """Lengths as they were measured before, or measured now; all ranks together.
+
+    Args:
+        collator: Its ``measure`` gives loads.
+        dataset: The same on all ranks.
+        folder: Where lengths are kept. Those of other data, as far as a few samples tell, are measured again.
+        saves: Whether this rank writes them.
+
+    Raises:
+        DataError: A sample cannot be read; the message names the rank and says what it met.
+    """
+    found = SampleLengths.load(folder) if folder.exists() else None
+    hashes = gathered(None if found is None or len(found) != len(dataset) else found.content_hash)
+    if found is not None and hashes[0] is not None and len(set(hashes)) == 1:
+        with suppress(DataError):
+            refuse_other_lengths(collator, dataset, found)
+            return found
+    found = measured(collator, dataset)
+    if saves:
+        found.save(folder)
+    return found
 
 
 def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths) -> None:

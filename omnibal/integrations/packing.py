@@ -21,7 +21,7 @@ from omnibal.integrations.loading import Drawn, Loads, PlannedLoads
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 ONE_ROW: Final = ("internvl", "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm")
-FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, False) | dict.fromkeys(FOUR_ROWS, True))
 """Of each ``model_type`` that packs: whether its positions have three rows (time, height, width) beside the text's."""
 PER_TOKEN: Final = ("input_ids", "labels", "mm_token_type_ids")

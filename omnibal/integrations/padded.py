@@ -8,6 +8,7 @@ stay those that were planned, and are dealt to its micro-batches anew, sorted by
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
+from warnings import warn
 
 import numpy as np
 from torch import Tensor, ones_like
@@ -127,10 +128,11 @@ class PaddedCollator:
         collate: The host's: from a list of items to tensors, with ``input_ids`` and ``labels`` (samples, tokens), an
             ``attention_mask`` of them where samples are padded, and images as rows of ``pixel_values``.
         lengths: What the batches were planned with, to refuse other samples than were planned; None to take any.
+        absorb: Whether samples of other lengths are trained all the same, with a warning, as far as ranks stay alike.
     """
 
-    def __init__(self, collate: Collator, lengths: SampleLengths | None = None) -> None:
-        self._collate, self._lengths = collate, lengths
+    def __init__(self, collate: Collator, lengths: SampleLengths | None = None, *, absorb: bool = False) -> None:
+        self._collate, self._lengths, self._absorb = collate, lengths, absorb
 
     def __call__(self, drawn: Drawn) -> dict[str, Any]:
         """The arguments of the model's forward pass, and the labels.
@@ -140,18 +142,26 @@ class PaddedCollator:
         """
         batch = self._collated(drawn.items)
         if self._lengths is not None:
-            planned = self._lengths.llm_tokens[list(drawn.samples)].tolist()
-            planned_units = int(self._lengths.vision_units[list(drawn.samples)].sum())
-            found, units = _row_lengths(batch), _units(batch)
-            if (found, units) != (planned, planned_units):
-                raise DataError(
-                    f"samples {drawn.samples} must have the LLM tokens and together the vision units that were "
-                    f"planned, {planned} and {planned_units}, got {found} and {units}; lengths belong to another "
-                    "dataset, or the dataset put another sample in the place of one"
-                )
+            self._check(drawn.samples, batch, self._lengths)
         if drawn.has_filler:
             batch["labels"][-1] = IGNORED
         return batch
+
+    def _check(self, samples: Sequence[int], batch: Mapping[str, Tensor], lengths: SampleLengths) -> None:
+        """Rows tell their tokens, images only how many there are in all."""
+        numbers = list(samples)
+        planned, planned_units = lengths.llm_tokens[numbers].tolist(), int(lengths.vision_units[numbers].sum())
+        found, units = _row_lengths(batch), _units(batch)
+        if (found, units) == (planned, planned_units):
+            return
+        message = (
+            f"samples {', '.join(map(str, samples))} must have the LLM tokens and together the vision units that were "
+            f"planned, {planned} and {planned_units}, got {found} and {units}; lengths belong to another dataset, or "
+            "the dataset put another sample in the place of one"
+        )
+        if not self._absorb or (planned_units and not units):  # other ranks would wait for this one's ViT
+            raise DataError(message)
+        warn(f"{message}; trained as it is", stacklevel=2)
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[tuple[int, int, int]]:
         """Vision units, LLM tokens and target tokens of some samples: reads each of them once.

@@ -5,10 +5,12 @@ from typing import Final
 
 import numpy as np
 
+from omnibal.advise.memory import RankMemory
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import TOKEN_SLACKS, search_limits
-from omnibal.data.limits import PackLimits
+from omnibal.data.limits import PackLimits, largest_load
+from omnibal.errors import InfeasibleError
 from omnibal.integrations.expected import KEPT
 from omnibal.integrations.padded import PLANNED_SHARE
 
@@ -19,11 +21,18 @@ ROOM: Final = 1.3
 
 
 def limits_for(
-    lengths: SampleLengths, batch_size: int, *, num_replicas: int, micro_batches: int, padded: bool = False
+    lengths: SampleLengths,
+    batch_size: int,
+    *,
+    num_replicas: int,
+    micro_batches: int,
+    padded: bool = False,
+    memory: RankMemory | None = None,
 ) -> PackLimits:
     """The limits that waste least among those under which packs hold as many samples as batches did.
 
-    Where one sample is larger than so many are on average, packs hold more: a limit must hold every sample.
+    Where one sample is larger than so many are on average, packs hold more: a limit must hold every sample. Where
+    memory does not suffice for so many, they hold fewer.
 
     Args:
         lengths: Of the dataset.
@@ -31,6 +40,10 @@ def limits_for(
         num_replicas: Data-parallel ranks.
         micro_batches: Of each rank and step.
         padded: Whether they are for padded batches, which are planned with a part of their limits.
+        memory: What ranks hold, and how much they have.
+
+    Raises:
+        InfeasibleError: The memory does not suffice for the largest sample.
     """
     summary, count = lengths.summary, len(lengths)
     vision, tokens = batch_size * summary.total_vision_units / count, batch_size * summary.total_llm_tokens / count
@@ -47,8 +60,16 @@ def limits_for(
                 limits.vision_units / vision if vision else float("inf"), limits.llm_tokens / max(tokens, 1)
             )
 
-        enough = [limits for limits in candidates if holds(limits) >= (1 - KEPT) * batch_size]
-        return enough or candidates
+        fitting = [limits for limits in candidates if memory is None or _needed(memory, lengths, limits, padded) <= 0]
+        if not fitting:
+            least = min(candidates, key=lambda limits: (limits.vision_units, limits.llm_tokens))
+            raise InfeasibleError(
+                f"memory must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM "
+                f"tokens) beside the model, got {_needed(memory, lengths, least, padded) / 2**30:.1f} GiB too little; "
+                "let activations be computed again, or share more of the model"
+            )
+        enough = [limits for limits in fitting if holds(limits) >= (1 - KEPT) * batch_size]
+        return enough or fitting
 
     scored = search_limits(lengths, most, num_replicas=num_replicas, num_samples=SCORED_SAMPLES, progress=promising)
     wanted = batch_size * num_replicas * micro_batches
@@ -61,6 +82,15 @@ def limits_for(
     offs = [off(found.limits) for found in scored]  # the steps of balanced epochs are known before they are planned
     kept = [found for found, away in zip(scored, offs, strict=True) if away <= KEPT]
     chosen = (kept[0] if kept else scored[int(np.argmin(offs))]).limits
-    if not padded:
-        return chosen
-    return PackLimits(round(chosen.vision_units / PLANNED_SHARE), round(chosen.llm_tokens / PLANNED_SHARE))
+    return planned_for(chosen) if padded else chosen
+
+
+def _needed(memory: RankMemory, lengths: SampleLengths, limits: PackLimits, padded: bool) -> float:
+    """Bytes that a rank lacks for the largest micro-batch, below 0 where there is room, by counted activations."""
+    most = planned_for(limits) if padded else limits
+    return float(memory.peak_bytes(largest_load(lengths, most))) - memory.budget_bytes
+
+
+def planned_for(planned: PackLimits) -> PackLimits:
+    """The limits of padded batches that are planned with these."""
+    return PackLimits(round(planned.vision_units / PLANNED_SHARE), round(planned.llm_tokens / PLANNED_SHARE))

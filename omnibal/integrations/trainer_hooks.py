@@ -13,6 +13,7 @@ from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.integrations.expected import Costs, Waiting
 from omnibal.integrations.loading import PackSampler
+from omnibal.integrations.padded import PaddedSampler
 
 GIB: Final = 2**30
 
@@ -48,7 +49,8 @@ class PacksCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """What Trainer writes into ``trainer_state.json``."""
         sampler = self._sampler
         ranks = {"num_replicas": sampler.num_replicas, "gradient_accumulation_steps": sampler.micro_batches}
-        return {"args": {}, "attributes": {"recipe": sampler.state_dict(0)["recipe"] | ranks}}
+        recipe = sampler.state_dict(0)["recipe"] | ranks | {"padded": isinstance(sampler, PaddedSampler)}
+        return {"args": {}, "attributes": {"recipe": recipe}}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Refuse a checkpoint with other packs, on all ranks alike, and check the model.

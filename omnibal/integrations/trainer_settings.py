@@ -2,8 +2,13 @@
 
 from transformers import Trainer
 
+from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import Trainer as Layout
+from omnibal.cluster import Cluster
+from omnibal.device import Device
 from omnibal.errors import ConfigError
+from omnibal.profile.levels import Level
+from omnibal.profile.records import ModelProfile
 
 
 def layout_of(trainer: Trainer) -> Layout:
@@ -18,6 +23,29 @@ def replicas_of(trainer: Trainer) -> tuple[int, int]:
     """This process's data-parallel rank, of how many: ranks that share each tensor get the same packs."""
     sharing = trainer.get_tp_size()  # the innermost dimension of the device mesh
     return trainer.args.process_index // sharing, trainer.args.world_size // sharing
+
+
+def recompute_of(trainer: Trainer) -> Level:
+    """What layers compute again in their backward passes."""
+    return "full" if trainer.args.gradient_checkpointing else "none"
+
+
+def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float) -> RankMemory:
+    """What ranks hold, where they have so much memory each.
+
+    Raises:
+        ConfigError: Nobody has counted the model's family, or there is no memory.
+    """
+    if profile is None:
+        raise ConfigError(
+            f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
+            f"{trainer.model.config.model_type!r}; say how much a pack may hold: balance(trainer, PackLimits(…))"
+        )
+    if not memory_gib > 0:
+        raise ConfigError(f"memory_gib must be positive, got {memory_gib}")
+    device = Device.named(profile.device)
+    cluster = Cluster(1, trainer.args.world_size, device, memory_bytes=memory_gib * 2**30)
+    return RankMemory(profile, layout_of(trainer), cluster, recompute_of(trainer))
 
 
 def wants_all_gradients(trainer: Trainer) -> bool:
@@ -57,6 +85,14 @@ def refuse_settings(trainer: Trainer) -> None:
     for name, (value, expected) in settings.items():
         if value != expected:
             raise ConfigError(f"{name} must be {expected} to train on packs, got {value}")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not hasattr(model, "config"):
+        raise ConfigError(f"model must be one of transformers' to train on packs, got {type(model).__name__}")
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ConfigError(
+            "output_router_logits must be False to train on packs, got True; the loss is that of the tokens alone, "
+            "and a router's loss beside it would be lost"
+        )
     if trainer.compute_loss_func is not None:
         raise ConfigError(
             "compute_loss_func must be None to train on packs, got one; their loss is exact over all tokens"

@@ -1,26 +1,46 @@
 """Equips a transformers.Trainer with balanced packs: ``balance(trainer, limits)`` before ``trainer.train()``."""
 
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
+from omnibal.advise.costs import phase_costs
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import DataError
-from omnibal.integrations.expected import Schedule, counted_costs, describe
+from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
 from omnibal.integrations.loading import PackedView, PackSampler
-from omnibal.integrations.loops import PackLoader, gathered, measured, refuse_unlike_sizes, two_samples
+from omnibal.integrations.loops import (
+    PackLoader,
+    gathered,
+    kept_lengths,
+    refuse_other_lengths,
+    refuse_unlike_sizes,
+    two_samples,
+)
 from omnibal.integrations.packing import PackCollator, check_packed, loss_per_target, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.searched import limits_for
 from omnibal.integrations.trainer_hooks import PacksCallback, load_by_names_on_disk, log_figures
-from omnibal.integrations.trainer_settings import layout_of, refuse_settings, replicas_of, wants_all_gradients
+from omnibal.integrations.trainer_settings import (
+    layout_of,
+    memory_of,
+    recompute_of,
+    refuse_settings,
+    replicas_of,
+    wants_all_gradients,
+)
+from omnibal.integrations.weighted import Reduction, WeightedLoss
+from omnibal.profile.records import ModelProfile
 
 Packing = PackCollator | PaddedCollator
+LENGTHS: Final = "omnibal_lengths"
+"""Of ``output_dir``: the folder of lengths that were counted."""
 
 
 def balance(
@@ -30,6 +50,8 @@ def balance(
     lengths: SampleLengths | None = None,
     check_lengths: bool = True,
     padded: bool = False,
+    loss_reduction: Reduction = "token",
+    memory_gib: float | None = None,
 ) -> PackSampler:
     """Train on balanced packs: the same samples, each once an epoch, without padding and with ranks that end together.
 
@@ -47,11 +69,17 @@ def balance(
         limits: The most a pack may hold; by default they are searched, so that a step holds about as many samples as
             the trainer's settings say.
         lengths: Of every sample of the training dataset, in ``pixel_values`` rows (tiles or patches) and
-            ``input_ids``; by default each sample is read once, on one of the ranks, to count them.
-        check_lengths: Whether a sample that is not as long as planned ends the run: plans are no better than lengths.
+            ``input_ids``; by default each sample is read once, on one of the ranks, to count them, and what was found
+            is kept in ``output_dir``.
+        check_lengths: Whether a sample that is not as long as planned ends the run, as plans are no better than
+            lengths; if not, it is trained with a warning, unless other ranks would wait for its image.
         padded: Whether batches stay padded, made by the trainer's collator alone: for models whose attention cannot be
             packed, and for fields that packs cannot have. Packs want a model type in
             ``omnibal.integrations.packing.FAMILIES``.
+        loss_reduction: How target tokens weigh in the loss of a step: ``"token"`` all alike; each of the n of a sample
+            1 / n (``"sample"``) or 1 / √n (``"square"``), as in InternVL's published scripts, over the sum of weights.
+        memory_gib: What a device may hold in all, for limits that are searched: where it does not suffice by counted
+            activations and weights, packs are smaller. By default memory is not asked.
 
     Returns:
         The sampler, whose ``step`` tells what each step holds.
@@ -59,6 +87,7 @@ def balance(
     Raises:
         ConfigError: The trainer's settings or its model do not allow packs, or ranks hold different data.
         DataError: The dataset or its collator does not, or the lengths are not the dataset's.
+        InfeasibleError: The memory does not suffice for the largest sample.
     """
     refuse_settings(trainer)
     args, dataset = trainer.args, _sized_dataset(trainer)
@@ -67,11 +96,19 @@ def balance(
     collator_of = partial(PaddedCollator if padded else packing, collate=trainer.data_collator)
     refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
     if lengths is None:
-        lengths = measured(collator_of(), dataset)
+        lengths = kept_lengths(collator_of(), dataset, Path(args.output_dir) / LENGTHS, saves=args.should_save)
     rank, num_replicas = replicas_of(trainer)
+    profile = _profile(trainer)
     if limits is None:
-        ranks = {"num_replicas": num_replicas, "micro_batches": args.gradient_accumulation_steps}
-        limits = limits_for(lengths, args.per_device_train_batch_size, padded=padded, **ranks)
+        memory = None if memory_gib is None else memory_of(trainer, profile, memory_gib)
+        limits = limits_for(
+            lengths,
+            args.per_device_train_batch_size,
+            num_replicas=num_replicas,
+            micro_batches=args.gradient_accumulation_steps,
+            padded=padded,
+            memory=memory,
+        )
     sampler = (PaddedSampler if padded else PackSampler)(
         lengths,
         limits,
@@ -82,35 +119,40 @@ def balance(
         image_in_every_pack=wants_all_gradients(trainer),
     )
     sampler.verify(gathered)
-    _equip(trainer, dataset, sampler, collator_of(lengths=lengths if check_lengths else None), limits)
+    if check_lengths:
+        refuse_other_lengths(collator_of(), dataset, lengths)
+    costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
+    _equip(trainer, dataset, sampler, collator_of(lengths=lengths, absorb=not check_lengths), costs)
+    trainer.compute_loss_func = loss_per_target if loss_reduction == "token" else WeightedLoss(trainer, loss_reduction)
+    if trainer.is_world_process_zero():
+        schedule = Schedule(args.per_device_train_batch_size, args.num_train_epochs, args.max_steps)
+        print(describe(sampler, limits, costs, layout_of(trainer), schedule))
     return sampler
 
 
-def _equip(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Packing, limits: PackLimits) -> None:
-    """Change what the trainer loads, computes, logs and goes on from; and say what is expected."""
-    args, layout = trainer.args, layout_of(trainer)
-    trainer.compute_loss_func = loss_per_target
+def _profile(trainer: Trainer) -> ModelProfile | None:
+    device = trainer.args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
+
+
+def _equip(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Packing, costs: Costs | None) -> None:
+    """Change what the trainer loads, computes, logs and goes on from."""
     vars(trainer)["get_train_dataloader"] = partial(_loader, trainer, dataset, sampler, collator)
-    device_name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else None
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    costs = counted_costs(model, device_name, recompute=bool(args.gradient_checkpointing))
     check = partial(_check, trainer, collator, dataset, sampler.lengths)
-    callback = PacksCallback(trainer, sampler, costs, layout, check)
+    callback = PacksCallback(trainer, sampler, costs, layout_of(trainer), check)
     trainer.add_callback(callback)
     log_figures(trainer, callback)
     load_by_names_on_disk(trainer)
-    if trainer.is_world_process_zero():
-        schedule = Schedule(args.per_device_train_batch_size, args.num_train_epochs, args.max_steps)
-        print(describe(sampler, limits, costs, layout, schedule))
 
 
 def _check(trainer: Trainer, collator: Packing, dataset: Any, lengths: SampleLengths) -> None:
     """Check the model as it is trained: only its wrapper can gather the weights of ZeRO 3 and FSDP."""
     if not isinstance(collator, PackCollator):
         return
-    accelerator = trainer.accelerator
     items = [dataset[sample] for sample in two_samples(lengths)]
-    rounded = accelerator.mixed_precision != "no"
+    args = trainer.args  # DeepSpeed rounds to 16 bits without telling Accelerate
+    rounded = args.bf16 or args.fp16 or trainer.accelerator.mixed_precision != "no" or trainer.model.dtype.itemsize < 4
     check_packed(trainer.model_wrapped, collator, items, device=trainer.args.device, rounded=rounded)
 
 

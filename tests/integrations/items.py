@@ -2,10 +2,10 @@
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Gemma3Config, Idefics3Config, PaliGemmaConfig, Qwen3_5Config, SmolVLMConfig
+from transformers import Gemma3Config, Idefics3Config, PaliGemmaConfig, Qwen3_5Config, Qwen3VLMoeConfig, SmolVLMConfig
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
-from tests.families.models import NATIVE_MLP, PINPOINTS, TEXT, TOWER, small_config
+from tests.families.models import DEEP, MROPE, NATIVE_MLP, PINPOINTS, TEXT, TOWER, small_config
 from tests.families.models import TILE as FIRST_TILE
 from tests.vlm.families import IMAGE_TOKEN, family_samples
 
@@ -45,6 +45,12 @@ def config_of(model_type):
             tower |= {"model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 24}
             options = {"image_token_index": IMAGE_TOKEN, "projection_dim": 24}
             return PaliGemmaConfig(vision_config=tower, text_config=text | {"model_type": "gemma"}, **options)
+        case "qwen3_vl_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            vision = NATIVE_MLP | DEEP
+            return Qwen3VLMoeConfig(
+                vision_config=vision, text_config=text | MROPE | experts, image_token_id=IMAGE_TOKEN
+            )
         case "qwen3_5":
             linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
             rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4}}
@@ -63,7 +69,7 @@ def items_of(model_type):
             return _tiled_items(TOKENS_PER_TILE)
         case "paligemma":
             return _tiled_items(TILE, most=1)
-        case "qwen3_5":
+        case "qwen3_5" | "qwen3_vl_moe":
             return family_samples("qwen3_vl", SHAPES)
     items = family_samples(model_type, SHAPES)
     return [_with_padded_tiles(item) for item in items] if model_type in PADDED else items

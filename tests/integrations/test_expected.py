@@ -1,19 +1,21 @@
 import numpy as np
 import pytest
 
+from omnibal.advise.costs import phase_costs
+from omnibal.advise.memory import RankMemory
+from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits
+from omnibal.data.limits import PackLimits, largest_load
 from omnibal.data.synthetic import tiled_lengths
+from omnibal.errors import InfeasibleError
 from omnibal.integrations.expected import (
     Schedule,
     Waiting,
     compare,
-    counted_costs,
+    counted_profile,
     describe,
-    grouped_steps,
     padding_share,
-    random_steps,
     step_seconds,
 )
 from omnibal.integrations.loading import PackSampler
@@ -25,6 +27,7 @@ from tests.vlm.families import plain_family_model
 LENGTHS = tiled_lengths(4000, seed=0)
 COSTS = {"vision": CostModel(vision_units=400), "language": CostModel(llm_tokens=1)}
 RANKS = {"num_replicas": 4, "micro_batches": 2}
+ONE_NODE = {"num_nodes": 1, "devices_per_node": 4, "device": "A100-80GB"}
 
 
 def test_a_step_lasts_as_long_as_its_slowest_rank_between_meetings():
@@ -35,18 +38,6 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_between_meetings():
     ddp, zero3 = (Waiting.of(loads, COSTS, layout) for layout in ("ddp", "zero3"))
     assert (ddp.vision, ddp.tokens, ddp.share) == (0, 0.25, 400 / 2400)
     assert (zero3.vision, zero3.tokens, zero3.share) == (0.5, 0.25, (800 + 400) / 3200)
-
-
-def test_baselines_hold_what_hosts_would_make():
-    random, grouped = random_steps(LENGTHS, 4, 4, 2), grouped_steps(LENGTHS, 4, 4, 2)
-    assert random.shape == grouped.shape == (64, 4, 2)
-    real = LENGTHS.llm_tokens.mean() * 4
-    assert random.llm_tokens.mean() / real > 1.3
-    assert 1 <= grouped.llm_tokens.mean() / real < 1.02
-    few = SampleLengths([2, 0], [10, 4])
-    assert np.unique(random_steps(few, 2, 1, 1).llm_tokens).tolist() == [20]
-    # groups of 50 batches, longest first; batch after batch goes to the ranks in turn
-    assert (np.diff(grouped.llm_tokens[:3, :, 0], axis=1) <= 0).all()
 
 
 def test_gains_of_packing_and_of_balance_multiply():
@@ -90,15 +81,30 @@ def test_padding_is_counted():
 
 def test_costs_are_counted_where_a_family_is_known_and_as_far_as_it_is_trained():
     model = plain_family_model(config_of("internvl"))
-    costs = counted_costs(model, None, recompute=False)
-    assert costs["vision backward"].vision_units > costs["vision forward"].vision_units > 0
-    assert (
-        counted_costs(model, "A100-80GB", recompute=True)["vision backward"].vision_units
-        > costs["vision backward"].vision_units
-    )
+
+    def vision_backward(device, recompute="none"):
+        return phase_costs(counted_profile(model, device), recompute=recompute)["vision backward"].vision_units
+
+    whole = vision_backward(None)
+    assert vision_backward("A100-80GB", "full") > whole > 0
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("vision_tower" not in name)
-    frozen = counted_costs(model, "some other device", recompute=False)
-    assert frozen["vision backward"].vision_units < costs["vision backward"].vision_units / 2
-    assert frozen["language backward"] == costs["language backward"]
-    assert counted_costs(plain_family_model(config_of("idefics3")), None, recompute=False) is None
+    assert 0 < vision_backward("some other device") < whole / 2
+    assert counted_profile(plain_family_model(config_of("idefics3")), None) is None
+
+
+def test_limits_keep_the_memory():
+    profile = counted_profile(plain_family_model(config_of("internvl")), None)
+    limits = limits_for(LENGTHS, 8, **RANKS)
+
+    def memory(gib):
+        return RankMemory(profile, "zero2", Cluster.of({**ONE_NODE, "memory_bytes": gib * 2**30}), "none")
+
+    needed = memory(80.0).peak_bytes(largest_load(LENGTHS, limits)) / 2**30
+    assert limits_for(LENGTHS, 8, memory=memory(needed), **RANKS) == limits
+    state = memory(80.0).state_bytes / 2**30
+    less = limits_for(LENGTHS, 8, memory=memory((needed + state) / 2), **RANKS)
+    assert memory(80.0).peak_bytes(largest_load(LENGTHS, less)) / 2**30 <= (needed + state) / 2
+    assert less.llm_tokens < limits.llm_tokens
+    with pytest.raises(InfeasibleError, match=r"memory must hold the largest sample \(5 vision units, .* too little"):
+        limits_for(LENGTHS, 8, memory=memory(state), **RANKS)

@@ -132,7 +132,12 @@ def test_other_samples_than_planned_are_named():
     assert lengths.vision_units[:3].tolist() == [2, 0, 4]
     checked = PaddedCollator(Collate("idefics3"), lengths)
     assert checked(Drawn((0, 2), (items[0], items[2]), has_filler=False))["pixel_values"].shape[:2] == (2, 4)
-    with pytest.raises(DataError, match=r"samples \(0, 1\) must have the LLM tokens .* planned, \[15, 5\] and 2, got"):
+    with pytest.raises(DataError, match=r"samples 0, 1 must have the LLM tokens .* planned, \[15, 5\] and 2, got"):
         checked(Drawn((0, 1), (items[0], items[4]), has_filler=False))
+    absorbing = PaddedCollator(Collate("idefics3"), lengths, absorb=True)
+    with pytest.warns(UserWarning, match=r"samples 0, 2 must have .* trained as it is"):
+        assert absorbing(Drawn((0, 2), (items[0], items[3]), has_filler=False))["pixel_values"].shape[:2] == (2, 2)
+    with pytest.raises(DataError, match="samples 0 must have"):  # other ranks run the ViT
+        absorbing(Drawn((0,), (items[1],), has_filler=False))
     with pytest.raises(DataError, match="data_collator must give input_ids and labels, got input_ids"):
         PaddedCollator(lambda items: {"input_ids": torch.zeros(1, 3), "labels": None}).measure(items, [0])

@@ -28,6 +28,7 @@ LIMITS = {
     "qwen2_vl": PackLimits(300, 90),
     "qwen2_5_vl": PackLimits(300, 90),
     "qwen3_vl": PackLimits(300, 90),
+    "qwen3_vl_moe": PackLimits(300, 90),
 }
 LAYERS = {"internvl": ["Qwen2DecoderLayer", "InternVLVisionLayer"], "qwen2_5_vl": ["Qwen2_5_VLDecoderLayer"]}
 
@@ -41,7 +42,7 @@ class Case:
     frozen_vision: bool = False
     lora: bool = False
     samples: int | None = None
-    padded: bool = False
+    loss_reduction: str = "token"
     born_sharded: bool = False  # as from_pretrained makes a model under ZeRO 3
     options: dict = field(default_factory=dict)
 
