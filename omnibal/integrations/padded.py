@@ -5,14 +5,14 @@ tokens mix long samples with short ones: padded, they waste more than random bat
 stay those that were planned, and are dealt to its micro-batches anew, sorted by length.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from warnings import warn
 
 import numpy as np
 from torch import Tensor, ones_like
 
+from omnibal.compiled import compiled
 from omnibal.cost import Load
 from omnibal.data.collate import IGNORED
 from omnibal.data.lengths import IntArray, SampleLengths
@@ -83,42 +83,47 @@ def deal_padded(samples: IntArray, lengths: SampleLengths, limits: PackLimits, c
     [[0, 2], [3, 1]]
     """
     order = samples[np.lexsort((-lengths.vision_units[samples], -lengths.llm_tokens[samples]))]
-    tokens, vision = lengths.llm_tokens[order].tolist(), lengths.vision_units[order].tolist()
     if len(order) <= count:
-        starts = [*range(len(order)), *[len(order)] * (count - len(order) + 1)]
-        return Packs(order, np.array(starts))
-
-    def bounds(most_vision: float) -> Callable[[int], list[int]]:
-        return lambda most: _bounds(tokens, vision, most, most_vision)
-
-    everything = tokens[0] * len(tokens)
-    fits = len(bounds(limits.vision_units)(everything)) - 1 <= count
-    cut = bounds(limits.vision_units if fits else float("inf"))
-    least, most = tokens[0], everything
+        return Packs(order, np.minimum(np.arange(count + 1), len(order)))
+    tokens, vision = lengths.llm_tokens[order].astype(np.int64), lengths.vision_units[order].astype(np.int64)
+    everything = int(tokens[0]) * len(tokens)
+    fits = _num_runs(tokens, vision, everything, limits.vision_units) <= count
+    most_vision = limits.vision_units if fits else int(vision.sum())
+    least, most = int(tokens[0]), everything
     while least < most:
         middle = (least + most) // 2
-        if len(cut(middle)) - 1 <= count:
+        if _num_runs(tokens, vision, middle, most_vision) <= count:
             most = middle
         else:
             least = middle + 1
-    starts = cut(most)
+    starts = np.zeros(count + 1, dtype=np.int64)
+    runs = _cut(tokens, vision, most, most_vision, starts)
+    starts = starts[: runs + 1]
     while len(starts) - 1 < count:  # as many samples as batches at least: none stays empty
-        first, last = max(pairwise(starts), key=lambda run: (run[1] - run[0] > 1, tokens[run[0]] * (run[1] - run[0])))
-        starts = sorted([*starts, (first + last) // 2])
-    return Packs(order, np.array(starts))
+        sizes = np.diff(starts)
+        largest = np.argsort(-np.where(sizes > 1, sizes * tokens[starts[:-1]], 0), kind="stable")
+        halved = largest[: min(count - len(sizes), int((sizes > 1).sum()))]
+        starts = np.sort(np.concatenate([starts, starts[halved] + sizes[halved] // 2]))
+    return Packs(order, starts)
 
 
-def _bounds(tokens: Sequence[int], vision: Sequence[int], most: int, most_vision: float) -> list[int]:
-    """Where runs of sorted samples end that are as long as the limits allow."""
-    bounds, units = [0], 0
-    for place, sample_units in enumerate(vision):
-        first = bounds[-1]
+def _num_runs(tokens: IntArray, vision: IntArray, most: int, most_vision: int) -> int:
+    return int(_cut(tokens, vision, most, most_vision, np.zeros(len(tokens) + 1, dtype=np.int64)))
+
+
+@compiled
+def _cut(tokens: IntArray, vision: IntArray, most: int, most_vision: int, bounds: IntArray) -> int:
+    """Cut sorted samples into runs as long as the limits allow, and write where they begin and the last one ends."""
+    runs, first, units = 0, 0, 0
+    for place in range(len(tokens)):
+        # The first sample of a run is its longest: all are padded to it.
         padded = tokens[first] * (place - first + 1)
-        if place > first and (padded > most or units + sample_units > most_vision):
-            bounds.append(place)
-            units = 0
-        units += sample_units
-    return [*bounds, len(tokens)]
+        if place > first and (padded > most or units + vision[place] > most_vision):
+            runs, first, units = runs + 1, place, 0
+            bounds[runs] = place
+        units += vision[place]
+    bounds[runs + 1] = len(tokens)
+    return runs + 1
 
 
 class PaddedCollator:

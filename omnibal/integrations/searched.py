@@ -60,7 +60,7 @@ def limits_for(
                 limits.vision_units / vision if vision else float("inf"), limits.llm_tokens / max(tokens, 1)
             )
 
-        fitting = [limits for limits in candidates if memory is None or _needed(memory, lengths, limits, padded) <= 0]
+        fitting = [limits for limits in candidates if _needed(memory, lengths, limits, padded) <= 0]
         if not fitting:
             least = min(candidates, key=lambda limits: (limits.vision_units, limits.llm_tokens))
             raise InfeasibleError(
@@ -85,8 +85,10 @@ def limits_for(
     return planned_for(chosen) if padded else chosen
 
 
-def _needed(memory: RankMemory, lengths: SampleLengths, limits: PackLimits, padded: bool) -> float:
-    """Bytes that a rank lacks for the largest micro-batch, below 0 where there is room, by counted activations."""
+def _needed(memory: RankMemory | None, lengths: SampleLengths, limits: PackLimits, padded: bool) -> float:
+    """Bytes that a rank lacks for the largest micro-batch, by counted activations; below 0 where there is room."""
+    if memory is None:
+        return 0.0
     most = planned_for(limits) if padded else limits
     return float(memory.peak_bytes(largest_load(lengths, most))) - memory.budget_bytes
 

@@ -39,7 +39,7 @@ def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float)
     if profile is None:
         raise ConfigError(
             f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
-            f"{trainer.model.config.model_type!r}; say how much a pack may hold: balance(trainer, PackLimits(…))"
+            f"{type(trainer.model).__name__}; say how much a pack may hold: balance(trainer, PackLimits(…))"
         )
     if not memory_gib > 0:
         raise ConfigError(f"memory_gib must be positive, got {memory_gib}")

@@ -12,6 +12,7 @@ from transformers.trainer_utils import seed_worker
 from omnibal.advise.costs import phase_costs
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.resume import check_agreement
 from omnibal.errors import DataError
 from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
 from omnibal.integrations.loading import PackedView, PackSampler
@@ -35,7 +36,7 @@ from omnibal.integrations.trainer_settings import (
     replicas_of,
     wants_all_gradients,
 )
-from omnibal.integrations.weighted import Reduction, WeightedLoss
+from omnibal.integrations.weighted import Reduction, WeightedLoss, check_reduction
 from omnibal.profile.records import ModelProfile
 
 Packing = PackCollator | PaddedCollator
@@ -90,13 +91,16 @@ def balance(
         InfeasibleError: The memory does not suffice for the largest sample.
     """
     refuse_settings(trainer)
+    check_reduction(loss_reduction)
     args, dataset = trainer.args, _sized_dataset(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     packing = partial(PackCollator, positions=None if padded else positions_of(model.config))
     collator_of = partial(PaddedCollator if padded else packing, collate=trainer.data_collator)
     refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
     if lengths is None:
-        lengths = kept_lengths(collator_of(), dataset, Path(args.output_dir) / LENGTHS, saves=args.should_save)
+        lengths = kept_lengths(collator_of(), dataset, Path(str(args.output_dir)) / LENGTHS, saves=args.should_save)
+    hashes = [{"rank": rank, "lengths": found} for rank, found in enumerate(gathered(lengths.content_hash))]
+    check_agreement(hashes, num_replicas=args.world_size)  # before what may fail on one rank alone
     rank, num_replicas = replicas_of(trainer)
     profile = _profile(trainer)
     if limits is None:
@@ -151,9 +155,10 @@ def _check(trainer: Trainer, collator: Packing, dataset: Any, lengths: SampleLen
     if not isinstance(collator, PackCollator):
         return
     items = [dataset[sample] for sample in two_samples(lengths)]
-    args = trainer.args  # DeepSpeed rounds to 16 bits without telling Accelerate
-    rounded = args.bf16 or args.fp16 or trainer.accelerator.mixed_precision != "no" or trainer.model.dtype.itemsize < 4
-    check_packed(trainer.model_wrapped, collator, items, device=trainer.args.device, rounded=rounded)
+    model = trainer.model_wrapped
+    # DeepSpeed rounds to 16 bits without telling Accelerate.
+    rounded = trainer.accelerator.mixed_precision != "no" or next(model.parameters()).dtype.itemsize < 4
+    check_packed(model, collator, items, device=trainer.args.device, rounded=rounded)
 
 
 def _loader(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Packing) -> PackLoader:

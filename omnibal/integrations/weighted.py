@@ -21,6 +21,16 @@ LEAST: Final = 1e-8
 """A step without any target has no loss, rather than none that is a number."""
 
 
+def check_reduction(reduction: str) -> None:
+    """Refuse an unknown one.
+
+    Raises:
+        ConfigError: The message names those there are.
+    """
+    if reduction not in POWERS:
+        raise ConfigError(f"loss_reduction must be one of {', '.join(POWERS)}, got {reduction!r}")
+
+
 def token_weights(batch: Mapping[str, Any], reduction: Reduction) -> Tensor:
     """How much each token's loss counts, 0 without a target; shape (rows, tokens), as ``labels``.
 
@@ -49,14 +59,9 @@ class WeightedLoss:
     Args:
         trainer: Is to train with it.
         reduction: How tokens are weighed.
-
-    Raises:
-        ConfigError: There is no such reduction.
     """
 
     def __init__(self, trainer: Trainer, reduction: Reduction) -> None:
-        if reduction not in POWERS:
-            raise ConfigError(f"loss_reduction must be one of {', '.join(POWERS)}, got {reduction!r}")
         self._trainer, self._reduction, self._draw = trainer, reduction, trainer.get_batch_samples
         self._weights = deque[Tensor]()  # of the step's micro-batches, in their order
         vars(trainer)["get_batch_samples"] = self.draw
@@ -79,4 +84,5 @@ class WeightedLoss:
         losses = functional.cross_entropy(
             outputs["logits"][:, :-1][counted].float(), targets[counted], reduction="none"
         )
-        return (losses * weights[counted]).sum() / num_items_in_batch.clamp(min=LEAST)
+        loss: Tensor = (losses * weights[counted]).sum() / num_items_in_batch.clamp(min=LEAST)
+        return loss
