@@ -13,7 +13,7 @@ from omnibal.cluster import Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
-from omnibal.pipeline.partition import Partition, parameter_cut
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
@@ -30,11 +30,10 @@ DAY_SECONDS = 86_400
 def ladder(setting: Setting, *, ours: bool = True) -> list[Variant]:
     """The rungs, the baseline first; ours last."""
     full: tuple[Level, ...] = ("full",) * len(setting.profile.layers)
-    by_parameters = parameter_cut(setting.profile, setting.num_stages)
     cut = paper_cut(setting, setting.packed)
     rungs = [
-        rung(setting, "baseline", setting.padded(), by_parameters, full),
-        rung(setting, "+ data", setting.packed, by_parameters, full),
+        rung(setting, "baseline", setting.padded(), setting.by_parameters, full),
+        rung(setting, "+ data", setting.packed, setting.by_parameters, full),
         rung(setting, "+ model", setting.packed, cut, full),
         rung(setting, "+ memory", setting.packed, cut, paper_levels(setting, cut)),
     ]

@@ -17,7 +17,7 @@ from omnibal.data.packs import Packs
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.device import Device
-from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.partition import Partition, parameter_cut
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
@@ -61,6 +61,7 @@ class Setting:
         vision_factor: How many times as long as counted a layer of the ViT takes; the paper's Figure 2 says 1.5.
         image_size: Pixels of a tile's side.
         samples: Of the whole dataset.
+        frozen: What is not trained.
     """
 
     row: Published = BASELINE
@@ -74,6 +75,7 @@ class Setting:
     vision_factor: float = VISION_FACTOR
     image_size: int = 448
     samples: int = 1_200_000
+    frozen: tuple[str, ...] = ()
 
     @cached_property
     def drawn(self) -> SampleLengths:
@@ -116,8 +118,13 @@ class Setting:
         """Counted costs."""
         device = replace(self.device, fraction=self.fraction)
         return counted_profile(
-            self.row, device=device, vision_factor=self.vision_factor, image_size=self.image_size
+            self.row, device=device, vision_factor=self.vision_factor, image_size=self.image_size, frozen=self.frozen
         )  # fmt: skip
+
+    @cached_property
+    def by_parameters(self) -> Partition:
+        """The baseline's cut: by all parameters, whether they are trained or not."""
+        return parameter_cut(replace(self, frozen=()).profile, self.num_stages)
 
     @cached_property
     def request(self) -> PlanRequest:

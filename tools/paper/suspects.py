@@ -1,20 +1,21 @@
-"""What may separate Tables 8, 10 and 12 from the paper's: samples of a pack, recomputation; see README.md."""
+"""What may separate Tables 8, 10, 11 and 12 from the paper's: samples of a pack, recomputation; see README.md."""
 
 from dataclasses import replace
 
 import numpy as np
 from datasets import LCS, SAMPLES, captions, cut_into, llava, with_tiles
-from ladder import gpu_days, ladder
+from ladder import gpu_days, ladder, rung
 from markdown import table
 from scipy.optimize import brentq
 from setting import Setting
-from tables import TABLE_8, TABLE_10, TABLE_12
+from tables import TABLE_8, TABLE_10, TABLE_11, TABLE_12, frozen_setting
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import TOKENS_PER_TILE, tiled_lengths
 
 NAMES = ("", "tiles of a sample", "samples of a pack", "baseline", "+ memory", "+ model", "paper")
+FROZEN_NAMES = ("", "baseline", "the same, nothing recomputed", "+ memory", "+ model", "paper")
 Row = tuple[str, ...]
 FITTED_TEXT = 0.7
 """The mix's texts over what their papers say; see ``omnibal/data/synthetic.py``."""
@@ -24,6 +25,7 @@ def main() -> None:
     """Print all of it as Markdown."""
     for number, rows in ((8, datasets()), (10, tile_limits()), (12, resolutions())):
         print(f"### Table {number}\n\n{table(NAMES, rows)}\n", flush=True)
+    print(f"### Table 11\n\n{table(FROZEN_NAMES, frozen())}\n", flush=True)
 
 
 def datasets() -> list[Row]:
@@ -73,6 +75,30 @@ def resolutions() -> list[Row]:
         cut = Setting(lengths=cut_into(pixels=pixels), limits=limits, image_size=pixels)
         rows.append(row(f"{pixels} pixels, cut by the rule", cut, days))
     return rows
+
+
+def frozen() -> list[Row]:
+    """Frozen parts: nothing recomputed; a frozen ViT in the first stage that runs backward passes all the same."""
+    rows = []
+    for name, (_, parts, before, after) in TABLE_11.items():
+        settings = {"": frozen_setting(name)}
+        if "vision" in parts:
+            settings[", backward through the frozen ViT"] = _backward_everywhere(settings[""])
+        for change, setting in settings.items():
+            first, _, model, memory = ladder(setting, ours=False)
+            none = ("none",) * len(setting.profile.layers)
+            kept = rung(setting, "nothing recomputed", setting.padded(), setting.by_parameters, none)
+            days = (f"{gpu_days(setting, found):.1f}" for found in (first, kept, memory, model))
+            rows.append((f"{name}{change}", *days, f"{before:g} → {after:g}"))
+    return rows
+
+
+def _backward_everywhere(setting: Setting) -> Setting:
+    """As if something were trained before all frozen layers."""
+    first, *others = setting.profile.layers
+    changed = replace(setting)
+    vars(changed)["profile"] = replace(setting.profile, layers=(replace(first, trainable=True), *others))
+    return changed
 
 
 def row(name: str, setting: Setting, published: tuple[float, ...] | list[float]) -> Row:

@@ -1,4 +1,4 @@
-"""The paper's Tables 3, 4, 8, 9, 10, 12, 14, 15 and 16, simulated: python tools/paper/tables.py 9; see README.md."""
+"""The paper's Tables 3, 4, 8 to 12, 14, 15 and 16, simulated: python tools/paper/tables.py 9; see README.md."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +37,12 @@ TABLE_9_DAYS = ((27.7, 13.8), (61.8, 21.3), (75.4, 30.5), (129, 52.5), (243, 75.
                 (41.8, 20.3), (63.6, 33.8))  # fmt: skip
 TABLE_10 = {1: (9, 4096, 28.6, 13.7), 4: (9, 4096, 61.8, 21.3), 6: (14, 5120, 147, 72), 12: (14, 5120, 209, 105)}
 """By the most tiles of an image: limits; GPU days before and after."""
+TABLE_11 = {
+    "6B + 20B, ViT and MLP": (TABLE_9[1], ("language",), 9.9, 6.0),
+    "6B + 34B, MLP": (TABLE_9[2], ("vision", "language"), 8.3, 4.9),
+    "6B + 70B, MLP": (TABLE_9[3], ("vision", "language"), 16.8, 9.6),
+}
+"""By what is trained; the rest is frozen. GPU days before and after."""
 TABLE_12 = {224: (20, 4096, 32.0, 20.0), 336: (11, 4096, 62.0, 33.0), 448: (9, 4096, 61.8, 21.3)}
 """By the pixels of a tile's side: limits, with which packs hold the paper's 4.8, 3.3 and 4.6 samples; GPU days."""
 TABLE_15 = {"A100, 4 × 200G": (A100, 20e9, 61.8, 21.3), "A100, 2 × 200G": (A100, 10e9, 64.0, 24.8),
@@ -131,6 +137,17 @@ def table_10() -> str:
         setting = Setting(lengths=cut_into(tiles), limits=PackLimits(vision, tokens))
         rows.append(gains(f"at most {tiles} tiles", setting, *days))
     return table(GAINS, rows)
+
+
+def table_11() -> str:
+    """Pretraining on LCS-558K, one tile a sample, with frozen parts."""
+    return table(GAINS, [gains(name, frozen_setting(name), *days) for name, (_, _, *days) in TABLE_11.items()])
+
+
+def frozen_setting(name: str) -> Setting:
+    """A row of Table 11."""
+    row, frozen, *_ = TABLE_11[name]
+    return Setting(row=row, lengths=captions(), samples=558_000, vision_factor=factor_of(row), frozen=frozen)
 
 
 def table_12() -> str:

@@ -102,7 +102,12 @@ TABLE_4 = {
 
 
 def counted_profile(
-    row: Published, *, device: Device = DEVICE, vision_factor: float | None = None, image_size: int = 448
+    row: Published,
+    *,
+    device: Device = DEVICE,
+    vision_factor: float | None = None,
+    image_size: int = 448,
+    frozen: Sequence[str] = (),
 ) -> ModelProfile:
     """The row's model in bfloat16.
 
@@ -111,13 +116,14 @@ def counted_profile(
         device: What it runs on.
         vision_factor: How many times as long as counted a layer of the ViT takes; left out, the setting says it.
         image_size: Pixels of a tile's side.
+        frozen: What is not trained.
     """
     config = {
         "vision_config": VISION[row.vision] | {"image_size": [image_size] * 2},
         "text_config": LANGUAGE[row.language],
         "tie_word_embeddings": False,
     }
-    profile = analytic_profile(layer_records(config), device, tensor_parallel=row.tensor_parallel)
+    profile = analytic_profile(layer_records(config), device, tensor_parallel=row.tensor_parallel, frozen=frozen)
     factor = factor_of(row) if vision_factor is None else vision_factor
     layers = [scaled(layer, factor) if layer.module != "language" else layer for layer in profile.layers]
     return replace(profile, layers=tuple(layers))
