@@ -306,6 +306,7 @@ class Run:
         if plan.partition.num_layers != len(self.profile.layers):
             raise ConfigError(
                 f"plan must be of the profile's {len(self.profile.layers)} layers, got {plan.partition.num_layers}"
+                + "; `omnibal plan --write` makes another" * self.has_config
             )
         # A plan may name a level for all layers alike; costs do not tell all levels of all layers apart.
         recompute = self.profile.levels_like(plan.recompute)

@@ -71,8 +71,8 @@ class Packing:
 
     @classmethod
     def alike(cls, limits: PackLimits, *, num_replicas: int, micro_batches: int) -> Packing:
-        """One step of packs that are all as large as the limits allow, each of one sample."""
-        pack = Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens**2)
+        """One step of packs that are all as large as the limits allow, each of one sample with one image."""
+        pack = Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens**2, limits.vision_units**2)
         step = (Load.stack([pack] * micro_batches),) * num_replicas
         return cls(limits, micro_batches, float(num_replicas * micro_batches), (step,), pack, 1.0)
 

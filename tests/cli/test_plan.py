@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -182,6 +183,17 @@ def test_a_present_configuration_that_cannot_train_is_said(omnibal, refusal, ds_
     record = json.loads(omnibal("plan", config, "--samples-per-step", 16, "--json").stdout)
     assert record["gain"] is None and record["problem"].startswith("layers of the partition must be 13")
     assert "cannot train here: layers" in omnibal("plan", config, "--samples-per-step", 16).stdout
+
+
+def test_a_plan_of_another_model_is_made_anew(omnibal, refusal, ds_config, tmp_path):
+    """As when the model of a configuration that ships with a plan is exchanged."""
+    shipped = Path(__file__).parents[2] / "ds_configs" / "plans" / "qwen2.5-vl-7b-8gpu.json"
+    config = ds_config(pipeline={"num_stages": "auto", "plan": str(shipped)}, packing={"samples_per_step": 16})
+    assert refusal("simulate", config) == (
+        "plan must be of the profile's 13 layers, got 65; `omnibal plan --write` makes another"
+    )
+    assert "cannot train here" in omnibal("plan", config, "--write").stdout
+    assert json.loads(omnibal("simulate", config, "--json").stdout)["layout"]["num_stages"] in (1, 2, 4)
 
 
 def test_a_missing_model_is_no_matter_of_the_present_configuration(refusal, ds_config, tmp_path):

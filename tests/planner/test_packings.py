@@ -88,7 +88,7 @@ def test_the_median_step_is_by_its_slowest_replica():
 def test_packs_that_are_alike_are_as_large_as_the_limits_allow():
     packing = Packing.alike(PackLimits(9, 4096), num_replicas=2, micro_batches=3)
     assert packing.all_loads.shape == (1, 2, 3)
-    assert packing.all_loads.max() == packing.all_loads.mean() == packing.largest == Load(9, 4096, 4096**2)
+    assert packing.all_loads.max() == packing.all_loads.mean() == packing.largest == Load(9, 4096, 4096**2, 9**2)
     assert (packing.samples_per_step, packing.micro_batches) == (6, 3)
 
 

@@ -1,0 +1,64 @@
+"""The configurations that ship with a plan: model, plan and machines fit one another, and are what their names say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from omnibal.config import dtype_of, layout_of, read_config
+from omnibal.data.limits import largest_load
+from omnibal.engine.resolve import Given, resolve_plan, stages_of
+from omnibal.plan import Plan
+from omnibal.planner.packings import largest_target_share
+from omnibal.profile.counted import analytic_profile
+from omnibal.vlm import load_model
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = {path.stem: path for path in sorted((ROOT / "ds_configs").glob("*gpu.json"))}
+PARAMETERS = {
+    "InternVL3-8B": 7_944_373_760,
+    "Qwen2.5-VL-7B": 8_292_166_656,
+    "Qwen3-VL-8B": 8_767_123_696,
+    "LLaVA-1.5-7B": 7_063_427_072,
+}
+"""Of the published weights."""
+
+
+@pytest.fixture
+def in_repository(monkeypatch):
+    """Paths in the configurations are relative to it."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "tools" / "configs")
+    yield
+    sys.modules.pop("plans", None)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_has_a_plan_that_fits(name, in_repository):
+    from plans import LENGTHS
+
+    config, section = read_config(CONFIGS[name])
+    model, plan, lengths = load_model(section.model.path), Plan.load(section.pipeline.plan), LENGTHS[name]()
+    assert Path(section.pipeline.plan).stem == name
+    assert name.endswith(f"-{section.cluster.num_devices}gpu")
+    assert plan.cluster == section.cluster
+    num_stages = stages_of(section, len(model.records), section.cluster.num_devices)
+    layout = layout_of(config, num_stages, section.cluster.num_devices // num_stages)
+    assert resolve_plan(Given(config, section, Path(section.model.path), model, layout), lengths) == plan
+    assert plan.made_from["lengths"] == lengths.content_hash
+    assert plan.predicted.samples_per_step == pytest.approx(section.packing.samples_per_step, rel=0.1)
+    profile = analytic_profile(
+        model.records, section.cluster.device, dtype=dtype_of(config), frozen=section.model.frozen
+    )
+    memory = plan.memory(
+        profile, largest_load(lengths, plan.limits), target_share=largest_target_share(lengths)
+    )  # fmt: skip
+    for stage, budget in zip(memory, section.cluster.stage_memory_bytes(layout), strict=True):
+        assert stage.total <= budget
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_shapes_are_those_of_the_published_models(name):
+    model = load_model(ROOT / "ds_configs" / "models" / name)
+    assert all(parameter.is_meta for parameter in model.skeleton.parameters())
+    assert sum(parameter.numel() for parameter in model.skeleton.parameters()) == PARAMETERS[name]
