@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,8 @@ from bench import SHAPES, SHORTER, TOKENS_PER_TILE, Bench, config_of, pack_of  #
 from data import real_lengths  # noqa: E402
 from ways import Task, default, limits_for, ours, random_packs  # noqa: E402
 
-RANKS, STEPS, REPEATED = 2, 24, 3
-FITTED = 64
+RANKS, STEPS, REPEATED = 2, 16, 2
+FITTED = 40
 """Random micro-batches that costs are fitted to; none of those that are measured."""
 LAYOUTS = ((4, 1), (2, 4))
 """Samples of a micro-batch, micro-batches of a step."""
@@ -102,16 +103,19 @@ def measured(bench: Bench, lengths: SampleLengths, batch: int, micro_batches: in
     own = lengths.take(np.random.default_rng(11).permutation(len(lengths))[:count])
     task, seconds = Task(own, RANKS, micro_batches, batch), {}
     ways = {"padded": default(task), "flattened": random_packs(task), "even": ours(task, limits_for(task))}
+    rows: dict[str, list] = {name: [] for name in ways}
+    for step in range(STEPS):  # ways in turn, so that whatever slows the machine slows all of them
+        for name, way in ways.items():
+            rows[name].append([
+                [bench.seconds(pack_of(own.vision_units[g].tolist(), own.llm_tokens[g].tolist(), padded=way.padded))
+                 for g in rank] for rank in way.steps[step]
+            ])  # fmt: skip
     for name, way in ways.items():
-        steps = way.steps[:STEPS]
-        rows = np.array([
-            [[bench.seconds(pack_of(own.vision_units[g].tolist(), own.llm_tokens[g].tolist(), padded=way.padded))
-              for g in rank] for rank in step] for step in steps
-        ])  # fmt: skip
-        samples = sum(len(group) for step in steps for rank in step for group in rank)
-        costs = dict(zip(PHASES, np.moveaxis(rows, -1, 0), strict=True))
+        passes = np.array(rows[name])
+        samples = sum(len(group) for step in way.steps[:STEPS] for rank in step for group in rank)
+        costs = dict(zip(PHASES, np.moveaxis(passes, -1, 0), strict=True))
         waits = {trainer: sum(waited.sum() for waited in wait(costs, trainer).values()) for trainer in TRAINERS}
-        seconds[name] = {trainer: (rows.sum() + waits[trainer]) / samples for trainer in TRAINERS}
+        seconds[name] = {trainer: (passes.sum() + waits[trainer]) / samples for trainer in TRAINERS}
     return {
         trainer: (
             seconds["padded"][trainer] / seconds["flattened"][trainer],
@@ -130,21 +134,20 @@ def main() -> None:
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     known = {(row["shape"], row["data"], row["batch"], row["micro_batches"]) for row in rows}
     torch.set_num_threads(1)
-    for shape in SHAPES:
-        bench = Bench(config_of(shape))
-        bench.warm_up()
-        for name, lengths in datasets():
-            wanted = [layout for layout in LAYOUTS if (shape, name, *layout) not in known]
-            profile = fitted(bench, lengths) if wanted else None
-            for batch, micro_batches in wanted:
-                row = {
-                    "shape": shape, "data": name, "batch": batch, "micro_batches": micro_batches,
-                    "predicted": predicted(profile, lengths, batch, micro_batches),
-                    "measured": measured(bench, lengths, batch, micro_batches),
-                }  # fmt: skip
-                rows.append(row)
-                with given.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+    for batch, micro_batches in LAYOUTS:
+        for shape, (name, lengths) in product(SHAPES, datasets()):
+            if (shape, name, batch, micro_batches) in known:
+                continue
+            bench = Bench(config_of(shape))
+            bench.warm_up()
+            row = {
+                "shape": shape, "data": name, "batch": batch, "micro_batches": micro_batches,
+                "predicted": predicted(fitted(bench, lengths), lengths, batch, micro_batches),
+                "measured": measured(bench, lengths, batch, micro_batches),
+            }  # fmt: skip
+            rows.append(row)
+            with given.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
     report(rows)
 
 
