@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from omnibal.advise.estimate import Setting, Way
 from omnibal.advise.models import Model
@@ -20,7 +21,7 @@ SPREADS = (0.0, 0.25, 0.5, 1.0, 1.5)
 MEAN_TILES, TEXT, TOKENS_PER_TILE = 6, 150, 256
 BATCH = 4
 ACCUMULATIONS = (1, 8)
-SAMPLES = 20_000
+SAMPLES, COLOURS = 20_000, 48
 
 
 def lengths(spread: float) -> SampleLengths:
@@ -66,6 +67,9 @@ def main() -> None:
             row[0].set_ylabel("spread of tiles")
         for axes in panels[-1]:
             axes.set_xlabel("ranks")
+    with Image.open(OUT) as drawn:  # few colours, so that the repository stays small
+        small = drawn.convert("RGB").quantize(COLOURS)
+    small.save(OUT, optimize=True)
 
 
 if __name__ == "__main__":
