@@ -2,15 +2,11 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import typer
 
 from omnibal.errors import ConfigError
-
-# As in omnibal.pipeline and omnibal.memory.footprint, which load too much for a command's --help.
-Level = Literal["none", "selective", "full"]
-ScheduleName = Literal["1f1b", "zero-bubble", "zero-bubble-lean"]
 
 MOST_DIGITS: Final = 20
 

@@ -1,24 +1,20 @@
 """omnibal profile: what each layer of a model costs, counted for a device or measured on this machine."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
+from omnibal.cli.costs import measured_costs, one_sample, read_cluster, usual_limits
 from omnibal.cli.files import check_file, expect, refuse
-from omnibal.cli.options import (
-    ClusterOption,
-    JsonOption,
-    LimitsOption,
-    read_limits,
-)
+from omnibal.cli.options import ClusterOption, JsonOption, LimitsOption, read_limits
+from omnibal.cli.output import show, show_json
+from omnibal.cli.run import Run
+from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omnibal.cost import Load
-    from omnibal.profile.records import ModelProfile
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
+from omnibal.report.layers import bytes_table, layer_figures, time_table
 
 
 def profile(
@@ -65,9 +61,6 @@ def profile(
     Example: omnibal profile models/InternVL3-14B-hf profile.json
     --cluster a100
     """
-    from omnibal.cli.costs import one_sample, usual_limits
-    from omnibal.report.layers import bytes_table, layer_figures, time_table
-
     kind = expect("source", source, ("ds_config", "model"))
     check_file("out", out)
     fixed = read_limits(limits)
@@ -88,31 +81,32 @@ def profile(
     out.parent.mkdir(parents=True, exist_ok=True)
     made.save(out)
     rows = layer_figures(made, pack)
+    sizes = {"vision units": int(pack.vision_units), "LLM tokens": int(pack.llm_tokens)}
     if as_json:
-        record = {"profile": str(out), "hash": made.content_hash, "device": made.devices, "dtype": made.dtype}
-        kinds = [row.to_record() for row in rows]
-        typer.echo(json.dumps(record | {"pack": _sizes(pack), "warnings": notes, "kinds": kinds}, indent=2))
+        show_json({
+            "profile": out,
+            "hash": made.content_hash,
+            "device": made.devices,
+            "dtype": made.dtype,
+            "pack": sizes,
+            "warnings": notes,
+            "kinds": [row.to_record() for row in rows],
+        })  # fmt: skip
         return
-    console = Console()
-    sizes = " and ".join(f"{size:,} {name}" for name, size in _sizes(pack).items())
-    console.print(f"a layer of each kind on {made.devices} ({made.dtype}), a pack of {sizes}", highlight=False)
-    console.print(time_table(rows))
-    console.print(bytes_table(rows))
-    for note in [*(f"warning: {note}" for note in notes), f"written: {out} (hash {made.content_hash})"]:
-        console.print(note, highlight=False, markup=False)
-
-
-def _sizes(pack: "Load") -> dict[str, int]:
-    return {"vision units": int(pack.vision_units), "LLM tokens": int(pack.llm_tokens)}
+    pack_of = " and ".join(f"{size:,} {name}" for name, size in sizes.items())
+    show(
+        f"a layer of each kind on {made.devices} ({made.dtype}), a pack of {pack_of}",
+        time_table(rows),
+        bytes_table(rows),
+        *(f"warning: {note}" for note in notes),
+        f"written: {out} (hash {made.content_hash})",
+    )
 
 
 def _of_config(
     source: Path, out: Path | None, cluster: str | None, limits: tuple[int, int] | None, *, measure: bool
-) -> tuple["ModelProfile", list[str], Path, tuple[int, int] | None]:
+) -> tuple[ModelProfile, list[str], Path, tuple[int, int] | None]:
     """The profile of a ds_config, what makes it doubtful, where it goes, and the limits that it is for."""
-    from omnibal.cli.run import Run
-    from omnibal.data.limits import PackLimits
-
     run = Run.open(source, cluster=cluster, measure=measure)
     out = out or run.files.profile
     check_file("out", out)
@@ -124,16 +118,12 @@ def _of_config(
 
 def _of_model(
     folder: Path, cluster: str | None, limits: tuple[int, int] | None, tensor_parallel: int, **options: Any
-) -> tuple["ModelProfile", list[str]]:
+) -> tuple[ModelProfile, list[str]]:
     """The profile of a model's folder, and what makes it doubtful."""
-    from omnibal.cli.costs import measured_costs, read_cluster, usual_limits
-    from omnibal.data.limits import PackLimits
-    from omnibal.profile.counted import analytic_profile
     from omnibal.vlm.families import load_model, load_records
 
-    device = None if cluster is None else read_cluster(cluster).device
-
-    if device is None:
+    if cluster is None:
         model = load_model(folder)
         return measured_costs(model, PackLimits(*(limits or usual_limits(model.records))), **options)
+    device = read_cluster(cluster).device
     return analytic_profile(load_records(folder), device, tensor_parallel=tensor_parallel, **options), []

@@ -14,7 +14,6 @@ from omnibal.cli.options import (
     LimitsOption,
     PictureOption,
     ProfileOption,
-    ScheduleName,
     TraceOption,
     read_limits,
 )
@@ -24,6 +23,7 @@ from omnibal.cli.run import Run
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing

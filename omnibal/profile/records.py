@@ -18,17 +18,7 @@ from omnibal.profile.levels import Level
 from omnibal.records import Record, read_record
 
 VERSION = 5
-_COST_MODELS = (
-    "forward_seconds",
-    "backward_seconds",
-    "weight_seconds",
-    "split_seconds",
-    "pending_bytes",
-    "output_bytes",
-)
-_COST_MODELS_BY_LEVEL = ("saved_bytes", "recompute_seconds")
-_BYTES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-_NUMBERS = (*_BYTES, "optimizer_seconds", "spread")
+_NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")
 
 
 @dataclass(frozen=True)
@@ -85,6 +75,8 @@ class LayerCost:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} of layer {self.name} must be finite and not negative, got {value!r}")
+        for name in ("optimizer_seconds", "spread"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         missing = {"none", "full"} - set(self.saved_bytes)
         if missing:
             raise ConfigError(f"saved_bytes of layer {self.name} must have the level {min(missing)!r}, got none")
@@ -279,25 +271,18 @@ class _ProfileFile(Record):
 
 
 def _layer_content(layer: LayerCost) -> dict[str, Any]:
-    return {
-        "kind": layer.kind,
-        "module": layer.module,
-        "sizes": dict(layer.sizes),
-        "tied_key": layer.tied_key,
-        "trainable": layer.trainable,
-        **{name: _coefficients(getattr(layer, name)) for name in _COST_MODELS},
-        **{
-            name: {level: _coefficients(model) for level, model in sorted(getattr(layer, name).items())}
-            for name in _COST_MODELS_BY_LEVEL
-        },
-        **{name: getattr(layer, name) for name in _BYTES},
-        **{name: float(getattr(layer, name)) for name in ("optimizer_seconds", "spread")},
-    }
+    """All but the name."""
+    return {known.name: _json_value(getattr(layer, known.name)) for known in fields(layer) if known.name != "name"}
 
 
-def _coefficients(model: CostModel) -> dict[str, float]:
-    # floats even where they were given as integers: the hash is that of the content as it is read again
-    return {f.name: float(getattr(model, f.name)) for f in fields(model) if getattr(model, f.name)}
+def _json_value(value: Any) -> Any:
+    if isinstance(value, CostModel):
+        value = {known.name: getattr(value, known.name) for known in fields(value)}
+        # floats even where they were given as integers: the hash is that of the content as it is read again
+        return {name: float(number) for name, number in value.items() if number}
+    if isinstance(value, Mapping):
+        return {key: _json_value(entry) for key, entry in sorted(value.items())}
+    return value
 
 
 def _hash(content: dict[str, Any]) -> str:

@@ -77,7 +77,7 @@ def _lead(plan: PlanPart | None, run: Metrics | None) -> str:
         parts.append(
             f"{last.samples_per_second / first.samples_per_second:.2f} times the throughput of present batching is "
             f"predicted: {first.samples_per_second:,.1f} → {last.samples_per_second:,.1f} samples/s on "
-            f"{plan.plan.num_stages} stages × {plan.plan.layout.num_replicas} replicas."
+            f"{plan.plan.layout}."
         )
     if run is not None:
         parts.append(f"{len(run.steps):,} steps were measured.")

@@ -1,23 +1,19 @@
 import json
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from omnibal.cli import options as options_module
 from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
-from omnibal.pipeline import schedule
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.planner.packings import spread_steps
-from omnibal.profile import levels
 from tests.cli.conftest import cluster_of
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile, layer, profile
@@ -171,8 +167,3 @@ def test_wrong_options_are_refused(refusal, saved, options, message):
 def test_steps_beyond_the_epoch_are_refused(refusal, saved, token_lengths):
     options = (*cut("0,6", 1), "--lengths", token_lengths[0], "--step", 10**6)
     assert "--step must be below the epoch's" in refusal("simulate", saved, *options)
-
-
-def test_the_choices_are_those_of_the_package():
-    assert get_args(options_module.Level) == get_args(levels.Level)
-    assert get_args(options_module.ScheduleName) == get_args(schedule.ScheduleName)
