@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,9 +13,11 @@ from omnibal.cli.output import show, show_json, write_trace
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.run import Run
 from omnibal.cost import Load
-from omnibal.emulator.run import Emulation, EmulationTask, run_emulation
 from omnibal.report.emulation import EmulationFigures, emulation_tables
 from omnibal.report.timeline import plot_timeline
+
+if TYPE_CHECKING:
+    from omnibal.emulator.run import Emulation, EmulationTask  # needs torch
 
 
 def emulate(
@@ -49,6 +51,8 @@ def emulate(
 
     Example: omnibal emulate ds_configs/mine.json --steps 5 --plot emulated.png
     """  # fmt: skip
+    from omnibal.emulator.run import EmulationTask, run_emulation
+
     check_file("--trace", trace)
     check_picture("--plot", plot)
     run = Run.open(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
@@ -81,7 +85,7 @@ def emulate(
     )
 
 
-def _write_median_step(task: EmulationTask, emulation: Emulation, trace: Path | None, plot: Path | None) -> None:
+def _write_median_step(task: "EmulationTask", emulation: "Emulation", trace: Path | None, plot: Path | None) -> None:
     """Write the timeline of the median step, and draw its slowest replica, as asked."""
     seconds = [step.step_seconds for step in emulation.steps]
     number = min(range(len(seconds)), key=lambda step: abs(seconds[step] - median(seconds)))
@@ -97,7 +101,7 @@ def _write_median_step(task: EmulationTask, emulation: Emulation, trace: Path | 
         plot_timeline(panels, plot)
 
 
-def _heading(task: EmulationTask) -> list[str]:
+def _heading(task: "EmulationTask") -> list[str]:
     plan, scale = task.plan, task.scale
     lines = [f"{plan.layout}, {plan.micro_batches} micro-batches; a second of the cluster took {scale:.3g} s"]
     if scale < task.least_scale:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import typer
 from rich.table import Table
@@ -36,7 +36,9 @@ from omnibal.profile.records import ModelProfile
 from omnibal.report.stages import PartitionFigures, candidates_table, cut_of, methods_table, stage_table
 from omnibal.report.timeline import plot_timeline
 from omnibal.report.trials import TrialFigures, trials_table
-from omnibal.trials.run import Trial, run_trials
+
+if TYPE_CHECKING:
+    from omnibal.trials.run import Trial  # needs torch
 
 Method = Literal["uniform", "parameters", "paper", "slowest_stage", "model", "bound", "search"]
 BASELINES: Final = ("uniform", "parameters", "paper")
@@ -156,14 +158,16 @@ def _try(run: Run, task: PartitionTask, found: PartitionSearch, count: int, laun
     Raises:
         InfeasibleError: None of them runs.
     """
+    from omnibal.trials.run import run_trials
+
     options = shlex.split(launcher) if launcher else ["--num_gpus", str(task.base.layout.num_devices)]
     plans = [task.plan_of(candidate.partition, found.method) for candidate in found.candidates[:count]]
     done: list[Trial] = []
 
-    def figures_of(trial: Trial) -> TrialFigures:
+    def figures_of(trial: "Trial") -> TrialFigures:
         return TrialFigures.of(cut_of(trial.plan.partition.boundaries), trial)
 
-    def on_trial(trial: Trial) -> None:
+    def on_trial(trial: "Trial") -> None:
         done.append(trial)
         say(f"trial {len(done)} of {len(plans)}: {figures_of(trial)}")
 

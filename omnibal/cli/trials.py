@@ -4,7 +4,7 @@ import itertools
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omnibal.cli.costs import check_measured_here
 from omnibal.cli.output import say
@@ -15,8 +15,9 @@ from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
 from omnibal.report.trials import TrialFigures
-from omnibal.trials.four_steps import take_four_steps
-from omnibal.trials.run import Trial, run_trials
+
+if TYPE_CHECKING:
+    from omnibal.trials.run import Trial  # needs torch
 
 
 def check_trials(run: Run, *, trials: int, four_steps: bool) -> None:
@@ -69,7 +70,7 @@ class Engine:
         step_back = _Retreat(self.result, choice)
         show = self._shown_as(name + f", retreat {number}" * (number > 0) for number in itertools.count())
 
-        def on_trial(trial: Trial) -> None:
+        def on_trial(trial: "Trial") -> None:
             show(trial)
             done.append((trial.median_seconds / choice.model.packing.samples_per_step, step_back.choice))
 
@@ -82,6 +83,8 @@ class Engine:
         Raises:
             InfeasibleError: A stage does not fit with every block recomputed.
         """
+        from omnibal.trials.four_steps import take_four_steps
+
         model, plan = self.result.choice.model, self.result.plan
         modules = block_modules(model.profile.layers)
         budgets = model.request.cluster.allocatable_bytes(model.layout)
@@ -91,15 +94,17 @@ class Engine:
         self._run(plan, on_trial=self._shown_as(["solver's"]))
         return found.plan
 
-    def _run(self, plan: Plan, **calls: Any) -> list[Trial]:
+    def _run(self, plan: Plan, **calls: Any) -> list["Trial"]:
+        from omnibal.trials.run import run_trials
+
         budgets = plan.known_cluster.allocatable_bytes(plan.layout)
         return run_trials(self.config, [plan], launcher_options=self._options, budget_bytes=budgets, **calls)
 
-    def _shown_as(self, names: Iterable[str]) -> Callable[[Trial], None]:
+    def _shown_as(self, names: Iterable[str]) -> Callable[["Trial"], None]:
         """Keeps trials and says how they did, as they come, under these names."""
         left = iter(names)
 
-        def show(trial: Trial) -> None:
+        def show(trial: "Trial") -> None:
             self.trials.append(TrialFigures.of(next(left), trial))
             say(str(self.trials[-1]))
 
@@ -118,7 +123,7 @@ class _Retreat:
     result: PlanResult
     choice: Choice
 
-    def __call__(self, trial: Trial) -> Plan | None:
+    def __call__(self, trial: "Trial") -> Plan | None:
         """The next one after a trial of the last one; None where no layer is left to recompute."""
         try:
             self.choice = retreat(self.choice, trial.missing_bytes)

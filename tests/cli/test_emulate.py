@@ -38,7 +38,7 @@ def tasks(monkeypatch):
         seen.append(task)
         return Emulation(task.predicted, (1 << 30,) * task.plan.num_stages, start_seconds=1.5)
 
-    monkeypatch.setattr("omnibal.cli.emulate.run_emulation", run)
+    monkeypatch.setattr("omnibal.emulator.run.run_emulation", run)
     return seen
 
 

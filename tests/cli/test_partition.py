@@ -68,7 +68,7 @@ def engine(monkeypatch):
             return Trial(plan, (1.0 if plan.partition.boundaries == self.fastest else 9.0,), (2**30, 0))
 
     stand_in = Engine()
-    monkeypatch.setattr("omnibal.cli.partition.run_trials", stand_in)
+    monkeypatch.setattr("omnibal.trials.run.run_trials", stand_in)
     return stand_in
 
 
