@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -51,9 +52,12 @@ class RearrangedModel(nn.Module):
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        inner = getattr(model, "model", None)
-        if not hasattr(inner, "get_image_features"):
-            raise ConfigError(f"model must have model.get_image_features, got {type(model).__name__}")
+        takes = "mm_encoder_outputs" in signature(model.forward).parameters
+        if not takes or not hasattr(getattr(model, "model", None), "get_image_features"):
+            raise ConfigError(
+                "model must take mm_encoder_outputs and have model.get_image_features, as InternVL, LLaVA, Qwen2.5-VL, "
+                f"Qwen3-VL and about eighty others of transformers do, got {type(model).__name__}"
+            )
         self.model, self.group = model, group
         self._listed = False
 

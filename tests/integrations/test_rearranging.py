@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from omnibal.dispatch.exchange import exchange
@@ -125,6 +126,21 @@ def moves_there_and_back():
         exchange({"ids": torch.zeros(99)}, rows, to_encoder)
 
 
+def frozen_encoder_sends_nothing_back():
+    """Pixels, tokens and features travel once each; with a frozen encoder no gradient does."""
+    sent = {}
+    for frozen in (False, True):
+        model = plain_family_model(small_config("internvl"))
+        inner = model.model
+        for part in (inner.vision_tower, inner.multi_modal_projector):
+            part.requires_grad_(not frozen)
+        (drawn, *_) = loader_of("internvl", batches_of("internvl", dist.get_rank()))
+        with CommDebugMode() as counted:
+            RearrangedModel(model)(drawn).backward()
+        sent[frozen] = counted.get_total_counts()
+    assert sent == {False: 4, True: 3}
+
+
 class Numbers:
     """A source that never ends, and can be resumed."""
 
@@ -185,6 +201,7 @@ def faults_end_all_ranks():
 def work(families, hosts):
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     moves_there_and_back()
+    frozen_encoder_sends_nothing_back()
     resumes()
     faults_end_all_ranks()
     return {family: gradients(family) for family in families}, {host: trained(*host) for host in hosts}
@@ -230,3 +247,8 @@ def check(families, hosts, num_ranks=2):
                 assert of_hosts[host].keys() == expected.keys()
                 for name, weight in expected.items():
                     torch.testing.assert_close(of_hosts[host][name], weight.detach(), rtol=1e-4, atol=2e-6)
+
+
+def test_a_model_that_takes_no_encoded_images_is_refused():
+    with pytest.raises(ConfigError, match=r"model must take mm_encoder_outputs .*, got Linear"):
+        RearrangedModel(torch.nn.Linear(2, 2))
