@@ -11,15 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnibal.cost import FloatArray, Load
-from omnibal.errors import InfeasibleError
+from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.times import step_times
-from omnibal.profile.levels import Level
+from omnibal.profile.levels import Level, every_layer
 
 if TYPE_CHECKING:
     from omnibal.emulator.run import EmulationTask
 
-GIB = 2**30
 COMPUTATIONS = (Operation.F, Operation.BW, Operation.B, Operation.W)
 DOWN, UP = 0, 1
 """Directions in which tensors are sent beside the computations."""
@@ -145,8 +144,7 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
 
 def _levels(task: EmulationTask) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
     """Those of the plan, and those of a micro-batch above its limits."""
-    full: Level = "full"
-    return task.plan.recompute, (full,) * len(task.profile.layers)
+    return task.plan.recompute, every_layer("full", len(task.profile.layers))
 
 
 def _exceeds(task: EmulationTask, load: Load) -> NDArray[np.bool_]:
@@ -248,7 +246,7 @@ class Device:
         if self._held_bytes > budget:
             raise InfeasibleError(
                 f"{self._where}: out of emulated memory in step {self._step}, micro-batch {micro_batch}: "
-                f"{self._held_bytes / GIB:.2f} GiB are needed, {budget / GIB:.2f} GiB are there; "
+                f"{bytes_in_words(self._held_bytes)} are needed, {bytes_in_words(budget)} are there; "
                 "recompute more layers, cut elsewhere, or make packs smaller"
             )
 

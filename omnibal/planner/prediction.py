@@ -18,7 +18,7 @@ from omnibal.pipeline.simulate import Mode, StepSimulation
 from omnibal.pipeline.times import step_times
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.planner.packings import Packing, Steps, spread_steps
-from omnibal.profile.levels import LEVELS, Level
+from omnibal.profile.levels import LEVELS, every_layer
 from omnibal.profile.records import ModelProfile
 
 
@@ -139,8 +139,7 @@ def variants_up_to(
     padded = random_padded_steps(
         lengths, batch_size=batch_size, num_replicas=num_replicas, micro_batches=micro_batches, steps=steps, seed=seed
     )
-    everything: Level = "full"
-    full = (everything,) * len(profile.layers)
+    full = every_layer("full", len(profile.layers))
     unsplit = replace(plan, schedule="1f1b", predicted=None)
     cut = replace(unsplit, partition=parameter_cut(profile, plan.num_stages), recompute=full)
     before: Steps = tuple(tuple(step) for step in padded)

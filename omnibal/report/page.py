@@ -14,7 +14,7 @@ from omnibal.data.metrics import dist_ratio
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner.prediction import Variant
-from omnibal.profile.levels import Level
+from omnibal.profile.levels import every_layer
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance, plot_imbalance
 from omnibal.report.memory import plot_memory
@@ -49,8 +49,7 @@ class PlanPart:
     @property
     def recomputed_memory(self) -> tuple[StageMemory, ...]:
         """The same with everything recomputed."""
-        everything: Level = "full"
-        levels = (everything,) * self.plan.partition.num_layers
+        levels = every_layer("full", self.plan.partition.num_layers)
         return replace(self.plan, recompute=levels).memory(self.variants[-1].profile, self.largest)
 
     @property
