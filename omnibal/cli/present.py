@@ -105,5 +105,5 @@ def real_packs(run: Run, plan: Plan, *, steps: int, number: int | None = None) -
 
 
 def median_packs(run: Run, plan: Plan, *, number: int | None = None) -> Packing:
-    """The median one of some steps of real packs, or that of the number; the same errors."""
+    """Packs of the median one of some steps, or of the step with this number; errors as of :func:`real_packs`."""
     return real_packs(run, plan, steps=MEDIAN_OF, number=number).median_step(run.profile)
