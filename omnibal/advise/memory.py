@@ -13,7 +13,6 @@ import numpy as np
 from omnibal.advise.wait import Trainer
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, FloatArray, Load
-from omnibal.memory.footprint import first_trainable
 from omnibal.profile.levels import Level
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -66,7 +65,7 @@ class RankMemory:
 
     def peak_bytes(self, loads: Load) -> FloatArray:
         """What a rank holds while each micro-batch runs, in the shape of the loads."""
-        first = first_trainable(self.profile)
+        first = self.profile.frozen_front
         trained = self.profile.layers[first:]
         levels = [self.recompute if self.recompute in layer.saved_bytes else "none" for layer in trained]
         kept = sum((layer.saved_bytes[level] for layer, level in zip(trained, levels, strict=True)), start=CostModel())

@@ -124,10 +124,10 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
     levels = [tuple(_levels(task)[int(above)][first:last]) for above in exceeds]
     footprints = [task.footprint(load) for load in own]
     memory = [footprint.stage(stage, layers, of) for footprint, of in zip(footprints, levels, strict=True)]
-    held, waiting = task.schedule.in_flight[stage], max(task.schedule.pending_weights[stage], 1)
+    held, waiting = max(task.schedule.in_flight[stage], 1), max(task.schedule.pending_weights[stage], 1)
     return StageWork(
         forward=between("forward"),
-        backward=between("backward" if stage else "first_backward"),
+        backward=between("backward"),
         weight=between("weight"),
         split=between("split"),
         sent_bytes=np.stack([layer.output_bytes(own) for layer in task.profile.layers[first:last]], axis=1),

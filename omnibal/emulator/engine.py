@@ -95,7 +95,7 @@ class EmulatedEngine(OmnibalEngine):
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         operation = Operation.B if self._operation == Operation.B else Operation.BW
-        with self._links(buffer_id, UP, is_received=not self.is_last_stage(), is_sent=not self.is_first_stage()):
+        with self._links(buffer_id, UP, is_received=not self.is_last_stage(), is_sent=self._sends_gradients):
             start = self.emulated.begin(operation)
             super()._exec_backward_pass(buffer_id)
             self.emulated.end(operation, start)

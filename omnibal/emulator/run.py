@@ -83,7 +83,7 @@ class EmulationTask:
     @property
     def schedule(self) -> Schedule:
         """What every replica's stages run."""
-        return self.plan.make_schedule()
+        return self.predicted[0].replicas[0].schedule
 
     @cached_property
     def predicted(self) -> tuple[StepSimulation, ...]:

@@ -11,7 +11,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
-from omnibal.engine.distributed import together
+from omnibal.engine.distributed import gather, together
 from omnibal.engine.resolve import Given
 from omnibal.plan import Plan
 from omnibal.vlm.attention import sample_lengths
@@ -42,6 +42,9 @@ class VlmPipelineModule(PipelineModule):
             loss_fn=self._loss,
             dynamic_shape=True,
         )
+        stages = gather((self.stage_id, any(parameter.requires_grad for parameter in self.parameters())))
+        self.frozen_stages = min(stage for stage, trains in stages if trains)
+        """How many of the first stages train nothing: they run forward only, and no gradient is sent to them."""
         self.placeholders = nn.ParameterList()
         """Parameters of no effect: in no layer, so in no checkpoint's layer files."""
         self._dtype = given.dtype
@@ -72,9 +75,10 @@ class VlmPipelineModule(PipelineModule):
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run this stage's layers on one micro-batch, from what a cut before them sends to what one behind sends."""
         note_counts(tensors, self.counts)
-        payload = self._run_layers(self.vlm.layout(self._local_start).build(tensors))
-        if len(self.placeholders):
-            payload = payload.with_floats(partial(_attached, placeholders=list(self.placeholders)))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.stage_id >= self.frozen_stages):
+            payload = self._run_layers(self.vlm.layout(self._local_start).build(tensors))
+            if len(self.placeholders):
+                payload = payload.with_floats(partial(_attached, placeholders=list(self.placeholders)))
         sent: tuple[Tensor, ...] = self.vlm.layout(self._local_stop).flatten(payload)
         return sent
 

@@ -53,13 +53,42 @@ class TableSchedule(deepspeed_schedule.PipeSchedule):
         return int(self.micro_batches)
 
 
+class BehindFrozenFront(deepspeed_schedule.PipeSchedule):
+    """DeepSpeed's own schedule of a stage, without what is of no use where the first stages train nothing.
+
+    Args:
+        whole: The schedule.
+        frozen_stages: How many those are.
+    """
+
+    def __init__(self, whole: deepspeed_schedule.PipeSchedule, frozen_stages: int) -> None:
+        super().__init__(whole.micro_batches, whole.stages, whole.stage_id)
+        self._whole = whole
+        self._left_out: tuple[type, ...] = ()
+        if whole.stage_id <= frozen_stages:
+            self._left_out += (deepspeed_schedule.SendGrad,)
+        if whole.stage_id < frozen_stages:
+            self._left_out += (deepspeed_schedule.RecvGrad, deepspeed_schedule.BackwardPass)
+
+    def steps(self) -> Iterator[list[Any]]:
+        """Those of the whole schedule, less some instructions; a transfer is left out on both its sides."""
+        for step in self._whole.steps():
+            yield [instruction for instruction in step if not isinstance(instruction, self._left_out)]
+
+    def num_pipe_buffers(self) -> int:
+        """As many as ever: instructions name them."""
+        return int(self._whole.num_pipe_buffers())
+
+
 class TableEngine(PipelineEngine):
     """Runs training steps by a table, or by DeepSpeed's own 1F1B where there is none.
 
-    DeepSpeed's methods run the passes. Weight gradients of linear layers wait in ``weight_gradients`` for their ``W``.
-    Nothing waits for what is sent. Of the gradients to receive, the next one is on its way already, save a step's
-    first, which is expected no sooner than its sender can get to it: on a GPU a receive that waits holds up a host that
-    waits for its device. It is expected no later either: its sender may wait before it takes the next activation.
+    Where the first stages of ``module`` train nothing (``frozen_stages``), they run forward only, keep nothing, and
+    no gradient is sent to them. DeepSpeed's methods run the passes. Weight gradients of linear layers wait in
+    ``weight_gradients`` for their ``W``. Nothing waits for what is sent. Of the gradients to receive, the next one
+    is on its way already, save a step's first, which is expected no sooner than its sender can get to it: on a GPU
+    a receive that waits holds up a host that waits for its device. It is expected no later either: its sender may
+    wait before it takes the next activation.
 
     Args:
         table: What every stage runs; micro-batches pass each stage in order, forward and backward. None for DeepSpeed's
@@ -72,30 +101,39 @@ class TableEngine(PipelineEngine):
         self, *, table: Schedule | None, pending_bytes: Sequence[int] | None, **deepspeed_arguments: Any
     ) -> None:
         super().__init__(**deepspeed_arguments)
-        self.table = table
+        front = self.module.frozen_stages
+        self._runs_backward, self._sends_gradients = self.stage_id >= front, self.stage_id > front
+        self.table = None if table is None else table.with_frozen_front(front)
         self.pending_bytes = None if pending_bytes is None else pending_bytes[self.stage_id]
         self.weight_gradients = WeightGradients(accumulate=self._accumulate())
         self._losses: dict[int, Tensor] = {}
         self._counts_received: PackCounts | None = None
         self._awaited: deque[list[Shape]] = deque()
         self._senders: list[Sender] = []
-        if table is not None:
+        if table is not None and self.table is not None:
+            self._in_flight = table.in_flight[self.stage_id]
             self._in_flight_before = table.in_flight[max(self.stage_id - 1, 0)]
-            self._first_gradient_before = _behind_first_gradient(table.blocking[self.stage_id])
+            self._first_gradient_before = _behind_first_gradient(self.table.blocking[self.stage_id])
             defer_linears(self.module, self.weight_gradients)
             self._open_links()
             self._try_links()
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         # Here and not where DeepSpeed makes a schedule: before 0.19.8 it does so in the middle of train_batch.
-        if self.table is not None and isinstance(pipe_schedule, deepspeed_schedule.TrainSchedule):
-            pipe_schedule = TableSchedule(self.table, self.stage_id)
+        if isinstance(pipe_schedule, deepspeed_schedule.TrainSchedule):
+            if self.table is not None:
+                pipe_schedule = TableSchedule(self.table, self.stage_id)
+            elif self.module.frozen_stages:
+                pipe_schedule = BehindFrozenFront(pipe_schedule, self.module.frozen_stages)
         super()._exec_schedule(pipe_schedule)
         for sender in self._senders:
             sender.settle(pipe_schedule.micro_batches)
 
     def _exec_reduce_tied_grads(self) -> None:
         assert not len(self.weight_gradients), "a gradient that still waits would be missing from what ranks add up"
+        if not self._runs_backward:  # optimizers want a gradient to take the norm of
+            for placeholder in self.module.placeholders:
+                self.weight_gradients.accumulate(placeholder, torch.zeros_like(placeholder))
         super()._exec_reduce_tied_grads()
 
     def _accumulate(self) -> Accumulate:
@@ -138,7 +176,19 @@ class TableEngine(PipelineEngine):
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         super()._exec_recv_activations(buffer_id)
-        note_counts(self.pipe_buffers["inputs"][buffer_id], self._counts_received)
+        received = self.pipe_buffers["inputs"][buffer_id]
+        for tensor in floats_of(received):
+            tensor.requires_grad_(self._sends_gradients)
+        note_counts(received, self._counts_received)
+
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        super()._exec_send_activations(buffer_id)
+        if not self._runs_backward:
+            self._free(buffer_id)
+
+    def _free(self, buffer_id: int) -> None:
+        for buffers in self.pipe_buffers.values():
+            buffers[buffer_id] = None
 
     def _open_links(self) -> None:
         for kind in range(min(2, self.num_stages - 1)):  # no process has two links below even stages, or below odd ones
@@ -203,12 +253,15 @@ class TableEngine(PipelineEngine):
             self.weight_gradients.run(micro_batch)
 
     def _run_forward(self, micro_batch: int) -> None:
+        if not self._runs_backward:
+            # No further ahead of the next stage than backward passes would let it be, or outputs would pile up.
+            self._activations_out.settle(micro_batch - self._in_flight)
         if self.is_first_stage() or self.is_last_stage():
             self._exec_load_micro_batch(micro_batch)
         if not self.is_first_stage():
             received = self._activations_in.take_described()
             for tensor in floats_of(received):
-                tensor.requires_grad_()
+                tensor.requires_grad_(self._sends_gradients)
             self.pipe_buffers["inputs"][micro_batch] = received
         self._exec_forward_pass(micro_batch)
         if self.is_last_stage():
@@ -218,7 +271,10 @@ class TableEngine(PipelineEngine):
                 self._expect_gradients()
             outputs = self.pipe_buffers["outputs"][micro_batch]
             self._activations_out.send_described(micro_batch, outputs)
-            self._awaited.append([(tensor.dtype, tuple(tensor.shape)) for tensor in floats_of(outputs)])
+            if self._runs_backward:
+                self._awaited.append([(tensor.dtype, tuple(tensor.shape)) for tensor in floats_of(outputs)])
+            else:
+                self._free(micro_batch)
 
     def _run_backward(self, micro_batch: int) -> None:
         if self.is_last_stage():
@@ -230,13 +286,12 @@ class TableEngine(PipelineEngine):
             self._expect_gradients()
         self.weight_gradients.micro_batch = micro_batch
         self._exec_backward_pass(micro_batch)
-        if not self.is_first_stage():
+        if self._sends_gradients:
             gradients = [tensor.grad for tensor in floats_of(self.pipe_buffers["inputs"][micro_batch])]
             self._gradients_out.send(micro_batch, cast(list[Tensor], gradients))
             # So much earlier ones have been received, or the stage before could not have sent this micro-batch.
             self._gradients_out.settle(micro_batch - self._in_flight_before)
-        for buffers in self.pipe_buffers.values():
-            buffers[micro_batch] = None
+        self._free(micro_batch)
 
     def _expect_gradients(self) -> None:
         """Start to receive the next gradients, if they are of a micro-batch that has been sent."""
@@ -248,6 +303,7 @@ class TableEngine(PipelineEngine):
         **PipelineEngine._INSTRUCTION_MAP,
         RunEntry: _run_entry,
         deepspeed_schedule.RecvActivation: _exec_recv_activations,
+        deepspeed_schedule.SendActivation: _exec_send_activations,
         deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
     }
 

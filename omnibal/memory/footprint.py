@@ -70,7 +70,8 @@ class Footprint:
     Args:
         profile: What the layers hold.
         load: One micro-batch, the largest there can be.
-        schedule: Decides how many micro-batches a stage holds at a time.
+        schedule: Decides how many micro-batches a stage holds at a time; without a frozen front, which follows from
+            what a stage holds.
         layout: Replicas, ZeRO stage and precision.
         overhead_bytes: What a device holds beside the model.
         target_share: The largest share of a micro-batch's tokens that carry loss; only their logits go through the
@@ -97,12 +98,16 @@ class Footprint:
             raise ConfigError(f"target_share must lie in [0, 1], got {self.target_share}")
         object.__setattr__(self, "state", TrainingState(self.profile, self.layout))
 
-    def kept_bytes(self, stage: int) -> IntArray:
+    @cached_property
+    def kept_bytes(self) -> IntArray:
         """What a layer keeps of one micro-batch at each level, shape (layers, levels).
 
-        In stage 0 no gradient passes the layers before the first trainable one: they keep nothing.
+        No gradient passes the layers before the first trained one: they keep nothing.
         """
-        return self._first_kept if stage == 0 else self._kept
+        kept = self._saved.copy()
+        frozen = kept[: self.profile.frozen_front]
+        frozen[frozen != NOT_OFFERED] = 0
+        return kept
 
     def transient_bytes(self, stage: int, stop: int) -> IntArray:
         """What running a layer backward needs beside what is kept, shape (layers before stop, levels).
@@ -119,7 +124,7 @@ class Footprint:
             return self._transient[:stop]
         own = self._pending[np.arange(stop), np.arange(1, stop + 1)]  # each layer by itself
         behind = self._pending[1 : stop + 1, stop]
-        beyond_kept = own[:, None] - self._kept[:stop]
+        beyond_kept = own[:, None] - self.kept_bytes[:stop]
         transient: IntArray = np.maximum(self._transient[:stop], beyond_kept) + behind[:, None]
         return transient
 
@@ -166,7 +171,7 @@ class Footprint:
         """
         a, b = layers.start, layers.stop
         rows, columns = np.arange(a, b), np.array([LEVELS.index(level) for level in levels])
-        kept, transient = self.kept_bytes(stage)[rows, columns], self.transient_bytes(stage, b)[rows, columns]
+        kept, transient = self.kept_bytes[rows, columns], self.transient_bytes(stage, b)[rows, columns]
         if (kept == NOT_OFFERED).any():
             layer = int(np.argmax(kept == NOT_OFFERED))
             raise ConfigError(
@@ -195,25 +200,19 @@ class Footprint:
         )
 
     @cached_property
-    def _kept(self) -> IntArray:
-        return np.array([[self._saved(layer, level) for level in LEVELS] for layer in self.profile.layers])
-
-    @cached_property
-    def _first_kept(self) -> IntArray:
-        kept = self._kept.copy()
-        frozen = kept[: first_trainable(self.profile)]
-        frozen[frozen != NOT_OFFERED] = 0
-        return kept
+    def _saved(self) -> IntArray:
+        """What a layer would keep if a gradient passed it."""
+        return np.array([[self._saved_at(layer, level) for level in LEVELS] for layer in self.profile.layers])
 
     @cached_property
     def _transient(self) -> IntArray:
-        """Without what waits."""
-        everything = self._kept[:, :1]
+        """Without what waits. A forward pass that keeps nothing needs no more than a backward pass."""
+        everything = self._saved[:, :1]
         # Recomputing a layer brings back what it did not keep, and its backward pass begins after that.
-        recomputed = np.maximum(everything - self._kept, 0)
+        recomputed = np.maximum(everything - self._saved, 0)
         around = self._sent[1:] + np.concatenate([[0], self._sent[1:-1]])
         gradients = np.maximum(around[:, None], (_GRADIENT_SHARE * everything).astype(np.int64))
-        return np.where(self._kept == NOT_OFFERED, NOT_OFFERED, recomputed + gradients)
+        return np.where(self._saved == NOT_OFFERED, NOT_OFFERED, recomputed + gradients)
 
     @cached_property
     def _pending(self) -> IntArray:
@@ -227,7 +226,7 @@ class Footprint:
         waiting: IntArray = max(self.schedule.pending_weights[stage] - 1, 0) * self._pending
         return waiting
 
-    def _saved(self, layer: LayerCost, level: Level) -> int:
+    def _saved_at(self, layer: LayerCost, level: Level) -> int:
         return self._bytes(layer.saved_bytes[level]) if level in layer.saved_bytes else NOT_OFFERED
 
     def _bytes(self, model: CostModel) -> int:
@@ -245,21 +244,21 @@ class Footprint:
 
         Under 1F1B the newest input comes by a buffer of its own and goes back as a gradient; the output comes back as
         one. Where weight gradients wait so do transfers: gradients of inputs until as many micro-batches later as the
-        stage before has in flight; and the next gradient of an output comes before the last one is used up.
+        stage before has in flight; and the next gradient of an output comes before the last one is used up. No
+        gradient goes back to a frozen front, whose stages hold one micro-batch and, where transfers wait, outputs that
+        have not been fetched.
         """
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
-        splits = any(self.schedule.pending_weights)
+        splits, held = any(self.schedule.pending_weights), self.schedule.in_flight[stage]
         gradients_back = self.schedule.in_flight[stage - 1] if splits else 2
-        inputs = self._sent * (self.schedule.in_flight[stage] + (0 if is_first else gradients_back))
-        outputs = self._sent * (0 if is_last else self.schedule.in_flight[stage] + (2 if splits else 1))
+        trained_before = np.arange(len(self._sent)) > self.profile.frozen_front
+        inputs = self._sent * (held + (0 if is_first else np.where(trained_before, gradients_back, 1)))
+        outputs = self._sent * (0 if is_last else held + (2 if splits else 1))
         buffers: IntArray = inputs[:, None] + outputs[None, :]
+        if not is_last:
+            front = 2 * self._sent[:, None] + self._sent[None, :] * (held if splits else 1)
+            buffers = np.where(trained_before[None, :], buffers, front)
         return buffers
 
     def _logits(self, stage: int) -> int:
         return _LOGITS_HELD * int(self._sent[-1]) if stage == self.schedule.num_stages - 1 else 0
-
-
-def first_trainable(profile: ModelProfile) -> int:
-    """Index of the first trainable layer; the number of layers if there is none."""
-    trainable = (index for index, layer in enumerate(profile.layers) if layer.trainable)
-    return next(trainable, len(profile.layers))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import InfeasibleError, bytes_in_words
-from omnibal.memory.footprint import Footprint, first_trainable
+from omnibal.memory.footprint import Footprint
 from omnibal.memory.frontier import NOT_OFFERED, extend, start, sweep
 from omnibal.profile.levels import LEVELS, Level
 from omnibal.profile.records import LayerCost, ModelProfile
@@ -35,7 +35,7 @@ def choose_levels(
         InfeasibleError: Nothing fits; the message says how many bytes are missing.
     """
     rows = slice(layers.start, layers.stop)
-    kept, transient = footprint.kept_bytes(stage)[rows], footprint.transient_bytes(stage, layers.stop)[rows]
+    kept, transient = footprint.kept_bytes[rows], footprint.transient_bytes(stage, layers.stop)[rows]
     floor, held = footprint.least_transient(stage), footprint.schedule.in_flight[stage]
     fixed, update = (
         int(sizes[layers.start, layers.stop]) for sizes in (footprint.fixed_bytes(stage), footprint.update_bytes(stage))
@@ -109,15 +109,14 @@ def least_bytes(kept: IntArray, transient: IntArray, *, held: int = 1, least_tra
     return int(frontier.peak.min())
 
 
-def recompute_seconds(profile: ModelProfile, loads: Load, stage: int) -> FloatArray:
+def recompute_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
     """What each level adds to a backward pass on average over micro-batches, shape (layers, levels).
 
-    In stage 0 no backward pass reaches the layers before the first trainable one. Levels that a layer does not offer
-    cost nothing; they keep NOT_OFFERED bytes.
+    No backward pass reaches the layers before the first trained one. Levels that a layer does not offer cost nothing;
+    they keep NOT_OFFERED bytes.
     """
     mean = np.array([[_seconds(layer, level, loads) for level in LEVELS] for layer in profile.layers])
-    if stage == 0:
-        mean[: first_trainable(profile)] = 0
+    mean[: profile.frozen_front] = 0
     return mean
 
 
@@ -150,23 +149,23 @@ class StageTable:
     footprint: Footprint
     budget_bytes: Sequence[int]
 
-    def least_seconds(self, seconds: Sequence[FloatArray]) -> FloatArray:
+    def least_seconds(self, seconds: FloatArray) -> FloatArray:
         """The least recompute time of every stage that fits; infinity where none does or it is no stage.
 
         Args:
-            seconds: For each stage what every level of every layer adds to its backward pass, shape (layers, levels).
+            seconds: What every level of every layer adds to its backward pass, shape (layers, levels).
 
         As exact as :func:`omnibal.memory.recompute.least_recompute`; some hundred layers take a fraction of a second.
         """
-        time = [self._sweep(stage, picoseconds(seconds[stage]), self._room(stage))[0] for stage in self._stages]
-        return in_seconds(np.stack(time))
+        time = picoseconds(seconds)
+        return in_seconds(np.stack([self._sweep(stage, time, self._room(stage))[0] for stage in self._stages]))
 
     def missing_bytes(self) -> IntArray:
         """By how much the least that every stage can hold exceeds its budget; negative where it fits."""
         missing = []
         for stage in self._stages:
             is_stage = self._is_stage(stage)
-            nothing = np.zeros_like(self.footprint.kept_bytes(stage))
+            nothing = np.zeros_like(self.footprint.kept_bytes)
             _, least = self._sweep(stage, nothing, np.where(is_stage, NOT_OFFERED, -1))
             least = np.maximum(least, self.footprint.update_bytes(stage))
             missing.append(np.where(is_stage, least - self._budget_beside_fixed(stage), NOT_OFFERED))
@@ -175,7 +174,7 @@ class StageTable:
     def _sweep(self, stage: int, time: IntArray, room: IntArray) -> tuple[IntArray, IntArray]:
         """Least time (-1 for none) and least peak of every stage in a place, shape (layers + 1, layers + 1)."""
         footprint, size = self.footprint, len(room)
-        kept, floor = footprint.kept_bytes(stage), footprint.least_transient(stage)
+        kept, floor = footprint.kept_bytes, footprint.least_transient(stage)
         held = footprint.schedule.in_flight[stage]
         best, least = np.full((size, size), -1), np.full((size, size), NOT_OFFERED)
         # One sweep finds all stages that end with the same layer: each frontier on its way is a stage of its own.

@@ -9,6 +9,7 @@ from operator import index
 
 import numpy as np
 
+from omnibal.cost import IntArray
 from omnibal.errors import ConfigError
 from omnibal.profile.records import ModelProfile
 
@@ -76,6 +77,20 @@ class Partition:
         if not 0 <= stage < self.num_stages:
             raise ConfigError(f"stage must lie in [0, {self.num_stages}), got {stage}")
         return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+
+def frozen_stages(profile: ModelProfile, boundaries: IntArray) -> IntArray:
+    """How many of the first stages train nothing, and so run no backward pass.
+
+    Args:
+        profile: What is trained.
+        boundaries: Of one or more partitions, shape (…, stages + 1).
+
+    Returns:
+        Shape (…,); the last stage never counts.
+    """
+    count: IntArray = np.sum(boundaries[..., 1:-1] <= profile.frozen_front, axis=-1)
+    return count
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:

@@ -13,6 +13,7 @@ from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray
 from omnibal.pipeline.execution import run_blocking, run_overlapped
 from omnibal.pipeline.optimize import Boundaries, least_maximum
+from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table
 from omnibal.pipeline.simulate import Mode
 from omnibal.pipeline.times import StepTimes, durations_of, transfers_of
@@ -42,9 +43,12 @@ class PartitionProblem:
 
     def evaluate(self, partitions: IntArray) -> FloatArray:
         """Simulated seconds of a step under each partition, shape (partitions, stages + 1) -> (partitions,)."""
-        blocking = self.mode == "rendezvous"
-        table = self.schedule.blocking_table if blocking else self.schedule.table
-        seconds: FloatArray = _step_seconds(self.times, table, np.ascontiguousarray(partitions), blocking)
+        blocking, fronts = self.mode == "rendezvous", frozen_stages(self.profile, partitions)
+        seconds = np.zeros(len(partitions))
+        for front in set(fronts.tolist()):  # each has another schedule
+            schedule, rows = self.schedule.with_frozen_front(front), fronts == front
+            table = schedule.blocking_table if blocking else schedule.table
+            seconds[rows] = _step_seconds(self.times, table, np.ascontiguousarray(partitions[rows]), blocking)
         return seconds
 
     def bound(self, partitions: IntArray) -> FloatArray:
@@ -65,7 +69,7 @@ class PartitionProblem:
 
     @cached_property
     def _stage_bounds(self) -> FloatArray:
-        return stage_bounds(self.times, self.schedule, self.mode)
+        return stage_bounds(self.times, self.schedule, self.mode, self.profile.frozen_front)
 
     @cached_property
     def forward_seconds(self) -> FloatArray:
@@ -79,11 +83,17 @@ class PartitionProblem:
         return crossing
 
     @cached_property
+    def _there_and_back_seconds(self) -> FloatArray:
+        """The same together with its gradient's."""
+        crossing: FloatArray = self.crossing_seconds + self.times.gradient_crossing.mean(axis=(0, 1))
+        return crossing
+
+    @cached_property
     def stage_seconds(self) -> FloatArray:
         """What each possible stage computes for an average micro-batch, shape (stages, layers + 1, layers + 1)."""
         times = self.times
-        backwards = [times.first_backward, *[times.backward] * (self.num_stages - 1)]
-        return np.stack([differences((times.forward + b + times.weight).mean(axis=(0, 1))) for b in backwards])
+        seconds = differences((times.forward + times.backward + times.weight).mean(axis=(0, 1)))
+        return np.stack([seconds] * self.num_stages)
 
     @cached_property
     def waiting_seconds(self) -> FloatArray:
@@ -96,12 +106,12 @@ class PartitionProblem:
         """How long each possible stage is busy with an average micro-batch; the same shape."""
         if self.mode == "overlap":
             return self.stage_seconds
-        return self.stage_seconds + 2 * self.crossing_seconds[:, None] + 2 * self.crossing_seconds[None, :]
+        return self.stage_seconds + self._there_and_back_seconds[:, None] + self._there_and_back_seconds[None, :]
 
     @cached_property
     def passing_seconds(self) -> FloatArray:
         """How long an average micro-batch needs through each possible stage and to the next, there and back."""
-        return self.stage_seconds - self.waiting_seconds + 2 * self.crossing_seconds[None, :]
+        return self.stage_seconds - self.waiting_seconds + self._there_and_back_seconds[None, :]
 
 
 @compiled
@@ -125,12 +135,18 @@ def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking
     return result
 
 
-def stage_bounds(times: StepTimes, schedule: Schedule, mode: Mode) -> FloatArray:
+def stage_bounds(times: StepTimes, schedule: Schedule, mode: Mode, frozen_front: int = 0) -> FloatArray:
     """Seconds that a step takes at least if a stage holds certain layers, whatever the other stages hold.
 
     The stage is simulated alone, with everything else as pure delay: a micro-batch comes back from the stages behind it
     when it has passed their layers there and back, and one comes from the stages before it when an earlier one, which
     the first stage has to finish first, has gone back to the start.
+
+    Args:
+        times: Of the step.
+        schedule: Without a frozen front, which follows from each partition.
+        mode: As in :func:`omnibal.pipeline.simulate.simulate`.
+        frozen_front: Layers before the first one that is trained.
 
     Returns:
         Shape (stages, layers + 1, layers + 1), as :mod:`omnibal.pipeline.optimize` takes it: the largest entry of a
@@ -141,7 +157,7 @@ def stage_bounds(times: StepTimes, schedule: Schedule, mode: Mode) -> FloatArray
     result = np.zeros((num_stages, size, size))
     for replica in range(len(times.forward)):
         for stage in range(num_stages):
-            seen = _seen_from(stage, times, replica, schedule)
+            seen = _seen_from(stage, times, replica, schedule, frozen_front)
             bounds = _bound_all(seen, times.reduce, (stage, num_stages - 1 - stage), mode == "rendezvous")
             result[stage] = np.maximum(result[stage], bounds)
     return result + differences(times.optimizer)
@@ -161,40 +177,49 @@ class _Seen(NamedTuple):
     micro_batches: NDArray[np.int32]
     """The same length."""
     waits: IntArray
-    """For each micro-batch the last one whose backward the first stage runs before this one's forward, or -1."""
+    """For each micro-batch the last one whose backward the first stage runs before this one's forward, or -1. Behind a
+    frozen front the first stage that is trained runs no earlier one's."""
+    frozen_front: int
+    """Layers before the first one that is trained; a stage of them alone runs no backward pass."""
     forward: FloatArray
     """Sum over the layers before a boundary, like the next two."""
     backward: FloatArray
     weight: FloatArray
     crossing: FloatArray
     """A transfer over a boundary."""
+    gradient_crossing: FloatArray
+    """And back, where a gradient is sent."""
     to_stage: FloatArray
     """From the start of the model over a boundary, at the least."""
+    from_trained: FloatArray
+    """The same from the first layer that is trained; what is cut before it is of no matter then."""
     to_start: FloatArray
-    """Back."""
+    """Back to the start of the model, or as far as gradients go."""
     rest: FloatArray
     """Over a boundary to the end of the model and back, at the least."""
 
 
-def _seen_from(stage: int, times: StepTimes, replica: int, schedule: Schedule) -> _Seen:
-    table, crossing = schedule.table, times.crossing[replica]
-    forward, weight = times.forward[replica], times.weight[replica]
-    first, later = times.first_backward[replica], times.backward[replica]
+def _seen_from(stage: int, times: StepTimes, replica: int, schedule: Schedule, frozen_front: int) -> _Seen:
+    table, crossing, back = schedule.table, times.crossing[replica], times.gradient_crossing[replica]
+    forward, backward, weight = times.forward[replica], times.backward[replica], times.weight[replica]
     waited_for = 0.0 if any(schedule.pending_weights) else weight  # the stage before waits for a BW, but not for a W
-    up = crossing + _least_crossings(crossing[:, ::-1], stage - 1)[:, ::-1]
-    down = crossing + _least_crossings(crossing, schedule.num_stages - stage - 2)
-    there_and_back = forward + later + waited_for
+    to_stage, to_start = (each + _least_crossings(each[:, ::-1], stage - 1)[:, ::-1] for each in (crossing, back))
+    down, up = (each + _least_crossings(each, schedule.num_stages - stage - 2) for each in (crossing, back))
+    there_and_back = forward + backward + waited_for
+    to_stage = forward + to_stage
     seconds = (
         forward,
-        later if stage else first,
+        backward,
         weight,
         crossing,
-        forward + up,
-        first + waited_for + up,
-        2 * down + there_and_back[:, -1:] - there_and_back,
+        back,
+        to_stage,
+        np.maximum(forward - forward[:, [frozen_front]], 0) if frozen_front else to_stage,
+        backward + waited_for + to_start,
+        down + up + there_and_back[:, -1:] - there_and_back,
     )
     own = table.operations[stage, : table.lengths[stage]], table.micro_batches[stage, : table.lengths[stage]]
-    return _Seen(*own, _waits(schedule), *(np.ascontiguousarray(array.T) for array in seconds))
+    return _Seen(*own, _waits(schedule), frozen_front, *(np.ascontiguousarray(array.T) for array in seconds))
 
 
 def _waits(schedule: Schedule) -> IntArray:
@@ -242,20 +267,24 @@ def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatA
     """When the stage ends if it holds layers a to b, and when the first stage does, at the least."""
     a, b = layers
     forward_ends, backward_ends = scratch
+    trains = b > seen.frozen_front
     clock, step = 0.0, 0.0
     for position in range(len(seen.operations)):
         operation, m = seen.operations[position], seen.micro_batches[position]
-        up, down = (seen.crossing[a, m], seen.crossing[b, m]) if blocking else (0.0, 0.0)
         if operation == _F:
             # the activation comes once the first stage is free for it, and has passed all layers before this stage
-            waits = seen.waits[m]
-            ready = seen.to_stage[a, m] + (backward_ends[waits] + seen.to_start[a, waits] if waits >= 0 else 0.0)
+            waits, ready = seen.waits[m], seen.to_stage[a, m]
+            if trains and waits >= 0:
+                ready = max(ready, backward_ends[waits] + seen.to_start[a, waits] + seen.from_trained[a, m])
+            up, down = (seen.crossing[a, m], seen.crossing[b, m]) if blocking else (0.0, 0.0)
             clock = forward_ends[m] = max(clock + up, ready) + seen.forward[b, m] - seen.forward[a, m]
+            step = max(step, clock + seen.rest[b, m])  # it still has to pass the layers behind this stage, and back
             clock += down  # where transfers block, sending takes the stage's time too
         elif operation == _W:
             clock += seen.weight[b, m] - seen.weight[a, m]
-        else:
+        elif trains:
             # the gradient comes once the micro-batch has been to the end of the model and back
+            up, down = (seen.gradient_crossing[a, m], seen.gradient_crossing[b, m]) if blocking else (0.0, 0.0)
             clock = max(clock + down, forward_ends[m] + seen.rest[b, m]) + seen.backward[b, m] - seen.backward[a, m]
             if operation == _BW:
                 clock += seen.weight[b, m] - seen.weight[a, m]

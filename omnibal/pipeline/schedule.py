@@ -66,7 +66,8 @@ class Schedule:
         micro_batches: Micro-batches per step.
 
     Raises:
-        ConfigError: A stage does not run each micro-batch's ``F``, then ``BW`` or ``B`` and ``W``, exactly once.
+        ConfigError: A stage does not run each micro-batch's ``F``, then ``BW`` or ``B`` and ``W``, exactly once; the
+            first stages may run ``F`` alone (:meth:`with_frozen_front`).
 
     Example:
         >>> print(one_f_one_b(num_stages=2, micro_batches=3))
@@ -85,7 +86,7 @@ class Schedule:
         tables = tuple(tuple(Instruction(Operation(kind), m) for kind, m in stage) for stage in self.stages)
         object.__setattr__(self, "stages", tables)
         for stage, instructions in enumerate(tables):
-            _check_stage(stage, instructions, self.micro_batches)
+            _check_stage(stage, instructions, self.micro_batches, _RUNS[stage < self.frozen_stages])
 
     def __str__(self) -> str:
         return "\n".join(" ".join(f"{i.operation.name}{i.micro_batch}" for i in stage) for stage in self.stages)
@@ -94,6 +95,29 @@ class Schedule:
     def num_stages(self) -> int:
         """Number of pipeline stages."""
         return len(self.stages)
+
+    @cached_property
+    def frozen_stages(self) -> int:
+        """How many of the first stages train nothing: they run ``F`` alone, and no gradient is sent to them."""
+        trains = [any(entry.operation != Operation.F for entry in stage) for stage in self.stages[:-1]]
+        return [*trains, True].index(True)
+
+    def with_frozen_front(self, num_stages: int) -> Schedule:
+        """The same without the backward passes of the first stages, and the gradients that would come to them.
+
+        Example:
+            >>> print(one_f_one_b(3, 3).with_frozen_front(1))
+            F0 F1 F2
+            F0 F1 BW0 F2 BW1 BW2
+            F0 BW0 F1 BW1 F2 BW2
+        """
+        return self._with_frozen_fronts[num_stages] if num_stages else self
+
+    @cached_property
+    def _with_frozen_fronts(self) -> tuple[Schedule, ...]:
+        """By the number of stages, the last one never among them."""
+        forwards = tuple(tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages)
+        return tuple(Schedule(forwards[:n] + self.stages[n:], self.micro_batches) for n in range(self.num_stages))
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
@@ -111,7 +135,8 @@ class Schedule:
         Returns:
             Shape (operations, 2): forward passes that await their backward, and ``B`` that await their ``W``.
         """
-        change = {Operation.F: (1, 0), Operation.BW: (-1, 0), Operation.B: (-1, 1), Operation.W: (0, -1)}
+        awaits = int(stage >= self.frozen_stages)  # without a backward pass to come nothing is kept for it
+        change = {Operation.F: (awaits, 0), Operation.BW: (-1, 0), Operation.B: (-1, 1), Operation.W: (0, -1)}
         return np.cumsum([change[instruction.operation] for instruction in self.stages[stage]], axis=0, dtype=np.int64)
 
     @cached_property
@@ -224,7 +249,14 @@ def _zero_bubble_stage(depth: int, micro_batches: int, lag: int) -> tuple[Instru
     return tuple(instructions)
 
 
-def _check_stage(stage: int, instructions: Sequence[Instruction], micro_batches: int) -> None:
+_F = [Operation.F]
+_RUNS = (([*_F, Operation.BW], [*_F, Operation.B, Operation.W]), (_F,))
+"""What a stage may run for a micro-batch, and a stage of a frozen front."""
+
+
+def _check_stage(
+    stage: int, instructions: Sequence[Instruction], micro_batches: int, allowed: Sequence[list[Operation]]
+) -> None:
     runs: list[list[Operation]] = [[] for _ in range(micro_batches)]
     for operation, micro_batch in instructions:
         if not 0 <= micro_batch < micro_batches or operation.is_transfer:
@@ -234,9 +266,11 @@ def _check_stage(stage: int, instructions: Sequence[Instruction], micro_batches:
             )
         runs[micro_batch].append(operation)
     for micro_batch, run in enumerate(runs):
-        if run not in ([Operation.F, Operation.BW], [Operation.F, Operation.B, Operation.W]):
-            letters = " ".join(operation.name for operation in run) or "nothing"
-            raise ConfigError(f"stage {stage} must run F BW or F B W for micro-batch {micro_batch}, got {letters}")
+        if run not in allowed:
+            found, *wanted = (" ".join(operation.name for operation in each) for each in (run, *allowed))
+            raise ConfigError(
+                f"stage {stage} must run {' or '.join(wanted)} for micro-batch {micro_batch}, got {found or 'nothing'}"
+            )
 
 
 def _table(stages: Sequence[Sequence[Instruction]]) -> Table:
@@ -252,10 +286,11 @@ def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
     is_last = stage == schedule.num_stages - 1
     # What the next stage runs when: where both of us have a transfer, its order decides (see Schedule.blocking).
     order = {} if is_last else {entry: position for position, entry in enumerate(schedule.stages[stage + 1])}
+    trains_first = stage <= schedule.frozen_stages  # no stage before it waits for a gradient
     result: list[Instruction] = []
     before: Instruction | None = None
     for entry in own:
-        sends = [] if before is None else _send(before, is_first=stage == 0, is_last=is_last)
+        sends = [] if before is None else _send(before, trains_first=trains_first, is_last=is_last)
         receives = _receive(entry, is_first=stage == 0, is_last=is_last)
         if before is not None and not is_last and _gradient_comes_first(before, entry, order):
             result += receives + sends
@@ -263,13 +298,13 @@ def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
             result += sends + receives
         result.append(entry)
         before = entry
-    return (*result, *_send(own[-1], is_first=stage == 0, is_last=is_last))
+    return (*result, *_send(own[-1], trains_first=trains_first, is_last=is_last))
 
 
-def _send(done: Instruction, *, is_first: bool, is_last: bool) -> list[Instruction]:
+def _send(done: Instruction, *, trains_first: bool, is_last: bool) -> list[Instruction]:
     if done.operation == Operation.F and not is_last:
         return [Instruction(Operation.SEND_ACTIVATION, done.micro_batch)]
-    if done.operation in (Operation.BW, Operation.B) and not is_first:
+    if done.operation in (Operation.BW, Operation.B) and not trains_first:
         return [Instruction(Operation.SEND_GRADIENT, done.micro_batch)]
     return []
 

@@ -13,7 +13,7 @@ from omnibal.cluster import Links
 from omnibal.cost import FloatArray, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.execution import run_blocking, run_overlapped
-from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table, one_f_one_b
 from omnibal.pipeline.times import check_partition, durations_of, step_times, transfers_of
 from omnibal.profile.records import ModelProfile
@@ -194,7 +194,7 @@ def simulate_step(
         links: How fast data moves.
         zero_stage: 0, or 1 as in Layout: each replica updates its share of the parameters only.
         recompute: A level for each layer; by default ``"none"``.
-        schedule: By default 1F1B.
+        schedule: By default 1F1B. Stages before the first trained layer run it forward only.
         mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`).
 
     Raises:
@@ -210,8 +210,9 @@ def simulate_step(
             f"schedule must be for {partition.num_stages} stages and {micro_batches} micro-batches, "
             f"got {schedule.num_stages} and {schedule.micro_batches}"
         )
-    mode = mode_of(schedule, mode)
     boundaries = np.array(partition.boundaries)
+    schedule = schedule.with_frozen_front(int(frozen_stages(profile, boundaries)))
+    mode = mode_of(schedule, mode)
     replicas = tuple(
         run(schedule, durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries), mode)
         for replica in range(num_replicas)

@@ -24,15 +24,15 @@ class StepTimes(NamedTuple):
     forward: FloatArray
     """Seconds, shape (replicas, micro-batches, layers + 1)."""
     backward: FloatArray
-    """To the inputs, recomputation included; the same shape."""
-    first_backward: FloatArray
-    """The same in the first stage, where frozen layers before the first trainable one run no backward pass."""
+    """To the inputs, recomputation included; the same shape. Layers before the first trained one run none."""
     weight: FloatArray
     """Backward to the weights; the same shape."""
     split: FloatArray
     """What the backward pass takes longer where the one to the weights waits; the same shape."""
     crossing: FloatArray
     """No sum: seconds of a transfer if the model is cut at boundary ``i``, zero at both ends; the same shape."""
+    gradient_crossing: FloatArray
+    """The same of a gradient; zero where no layer before the boundary is trained: none is sent."""
     reduce: FloatArray
     """All-reduce of gradients over the replicas, shape (layers + 1,)."""
     optimizer: FloatArray
@@ -49,9 +49,9 @@ def step_times(
 ) -> StepTimes:
     """Seconds of every layer for every micro-batch of every replica.
 
-    Arguments and errors as in :func:`omnibal.pipeline.simulate.simulate_step`. In stages after the first, backward
-    passes run through frozen layers too: every activation received there requires a gradient. A ring all-reduce moves
-    ``2 (replicas - 1) / replicas`` times the gradients.
+    Arguments and errors as in :func:`omnibal.pipeline.simulate.simulate_step`. Backward passes run through frozen
+    layers behind the first trained one too. A ring all-reduce moves ``2 (replicas - 1) / replicas`` times the
+    gradients.
     """
     load = _stack(loads)
     num_replicas = load.shape[0]
@@ -61,19 +61,19 @@ def step_times(
     backward = _evaluate(
         [c.backward_seconds + c.recompute_seconds[k] for c, k in zip(layers, levels, strict=True)], load
     )
-    trained = np.array([layer.trainable for layer in layers])
-    # In the first stage no gradient is needed before the first trainable layer.
-    after_frozen = np.where(np.logical_or.accumulate(trained), backward, 0)
+    backward[..., : profile.frozen_front] = 0
     crossing = _evaluate([layer.output_bytes for layer in layers[:-1]], load) / links.bandwidth_bytes_per_second
+    crossing = np.pad(crossing + links.latency_seconds, ((0, 0), (0, 0), (1, 1)))
+    sends_gradient = np.arange(len(layers) + 1) > profile.frozen_front
     share = 2 * (num_replicas - 1) / num_replicas / links.between_replicas
     owners = num_replicas if zero_stage else 1
     return StepTimes(
         forward=summed(_evaluate([layer.forward_seconds for layer in layers], load)),
         backward=summed(backward),
-        first_backward=summed(after_frozen),
         weight=summed(_evaluate([layer.weight_seconds for layer in layers], load)),
         split=summed(_evaluate([layer.split_seconds for layer in layers], load)),
-        crossing=np.pad(crossing + links.latency_seconds, ((0, 0), (0, 0), (1, 1))),
+        crossing=crossing,
+        gradient_crossing=crossing * sends_gradient,
         reduce=summed(np.array([layer.gradient_bytes * share for layer in layers])),
         optimizer=summed(np.array([layer.optimizer_seconds / owners for layer in layers])),
     )
@@ -87,9 +87,8 @@ def durations_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatA
     for m in range(micro_batches):
         for stage in range(num_stages):
             first, last = boundaries[stage], boundaries[stage + 1]
-            backward = times.first_backward if stage == 0 else times.backward
             result[0, m, stage] = times.forward[replica, m, last] - times.forward[replica, m, first]
-            to_inputs = backward[replica, m, last] - backward[replica, m, first]
+            to_inputs = times.backward[replica, m, last] - times.backward[replica, m, first]
             result[3, m, stage] = times.weight[replica, m, last] - times.weight[replica, m, first]
             result[1, m, stage] = to_inputs + result[3, m, stage]
             result[2, m, stage] = to_inputs + times.split[replica, m, last] - times.split[replica, m, first]

@@ -44,16 +44,14 @@ def predict(profile: ModelProfile, plan: Plan, packing: Packing, *, mode: Mode =
     levels = [LEVELS.index(level) for level in plan.recompute]
     footprint = plan.footprint(profile, packing.largest, target_share=packing.target_share)
     memory = footprint.stages(plan.partition, plan.recompute)
-    stages = []
+    at_levels, stages = recompute_seconds(profile, Load.stack(loads)), []
     for stage in range(plan.num_stages):
         layers = plan.partition.layers(stage)
-        backward = times.weight + (times.backward if stage else times.first_backward)
-        at_levels = recompute_seconds(profile, Load.stack(loads), stage)
         recompute = sum(float(at_levels[layer, levels[layer]]) for layer in layers)
         stages.append(
             StagePrediction(
                 forward_seconds=_short(_mean_between(times.forward, layers)),
-                backward_seconds=_short(_mean_between(backward, layers) + recompute),
+                backward_seconds=_short(_mean_between(times.backward + times.weight, layers) + recompute),
                 recompute_seconds=_short(recompute),
                 idle_ratio=_short(1 - busy[stage]),
                 pending_bytes=int(footprint.pending_bytes(stage)[layers.start, layers.stop]),

@@ -58,10 +58,7 @@ class StepModel:
         """All steps at once, as if they were replicas: for means over micro-batches."""
         self.steps = self._split(self.average)
         """A problem per step of the packing, without recomputation."""
-        loads = packing.all_loads
-        # Only the first stage differs: no gradient passes the frozen layers at its start.
-        first, later = (recompute_seconds(profile, loads, stage) for stage in (0, 1))
-        self.recompute_seconds = [first] + [later] * (self.num_stages - 1)
+        self.recompute_seconds = recompute_seconds(profile, packing.all_loads)
         self._chosen: dict[tuple[int, int, int], tuple[Level, ...]] = {}
 
     def __str__(self) -> str:
@@ -132,18 +129,17 @@ class StepModel:
     def with_levels(self, levels: tuple[Level, ...]) -> list[PartitionProblem]:
         """The problem of each step with recomputation."""
         columns, layers = [LEVELS.index(level) for level in levels], np.arange(len(levels))
-        later, first = summed(self._backward[:, columns, layers].transpose(0, 2, 3, 1))
-        backward, first_backward = np.split(later, len(self.steps)), np.split(first, len(self.steps))
+        sums = summed(self._backward[columns, layers].transpose(1, 2, 0))
         return [
-            replace(problem, times=problem.times._replace(backward=later, first_backward=first))
-            for problem, later, first in zip(self.steps, backward, first_backward, strict=True)
+            replace(problem, times=problem.times._replace(backward=backward))
+            for problem, backward in zip(self.steps, np.split(sums, len(self.steps)), strict=True)
         ]
 
     @cached_property
     def _backward(self) -> FloatArray:
-        """Every layer's backward pass at each level, shape (2, levels, layers, all steps' replicas, micro-batches).
+        """Every layer's backward pass at each level, shape (levels, layers, all steps' replicas, micro-batches).
 
-        In later stages and in the first one. Levels that a layer does not offer cost nothing more; they are not chosen.
+        Levels that a layer does not offer cost nothing more; they are not chosen.
         """
         layers = self.profile.layers
         times = [
@@ -155,9 +151,9 @@ class StepModel:
             )
             for level in LEVELS
         ]
-        sums = np.array([[level.backward for level in times], [level.first_backward for level in times]])
+        sums = np.array([level.backward for level in times])
         # Sums over layers back to single layers, which may then be summed up again at any mix of levels.
-        return np.moveaxis(np.diff(sums, axis=-1), -1, 2)
+        return np.moveaxis(np.diff(sums, axis=-1), -1, 1)
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
         times = step_times(self.profile, loads, self.links, zero_stage=self.layout.zero_stage)
@@ -175,8 +171,10 @@ class StepModel:
     def _levels(self, stage: int, boundaries: Boundaries) -> tuple[Level, ...]:
         a, b = boundaries[stage], boundaries[stage + 1]
         if (stage, a, b) not in self._chosen:
-            seconds, budget = self.recompute_seconds[stage], self.budgets[stage]
-            self._chosen[stage, a, b] = choose_levels(self.footprint, stage, range(a, b), seconds, budget)
+            budget = self.budgets[stage]
+            self._chosen[stage, a, b] = choose_levels(
+                self.footprint, stage, range(a, b), self.recompute_seconds, budget
+            )
         return self._chosen[stage, a, b]
 
     def _fitting_seconds(self, boundaries: Boundaries) -> float:

@@ -148,6 +148,12 @@ class ModelProfile:
         """Kinds of layers that have parameters and are not trained, sorted."""
         return tuple(sorted({layer.kind for layer in self.layers if layer.parameter_bytes and not layer.trainable}))
 
+    @property
+    def frozen_front(self) -> int:
+        """How many layers come before the first one that is trained: no gradient passes them."""
+        trained = (index for index, layer in enumerate(self.layers) if layer.trainable)
+        return next(trained, len(self.layers))
+
     def levels_like(self, recompute: Sequence[Level]) -> tuple[Level, ...]:
         """A recompute level for each layer, ``"none"`` in place of one that its costs do not have.
 

@@ -25,16 +25,21 @@ pytestmark = pytest.mark.distributed
 LOADS = (Load(0, [1, 2, 3]), Load(0, [3, 3, 1]))
 
 
+def layers_behind(frozen):
+    """Four layers, the first ones frozen."""
+    trained = [number >= frozen for number in range(4)]
+    return [
+        token_layer(number, trainable=trains, parameter_bytes=4, pending_bytes=CostModel(fixed=60 * trains))
+        for number, trains in enumerate(trained)
+    ]
+
+
 @pytest.fixture(scope="module")
 def task():
     """Two stages, two replicas; the first layer is frozen."""
-    layers = [
-        token_layer(number, trainable=number > 0, parameter_bytes=4, pending_bytes=CostModel(fixed=60))
-        for number in range(4)
-    ]
     plan = Plan(PackLimits(4, 10), 3, Partition((0, 2, 4)), ("none", "full", "none", "full"))
     return EmulationTask(
-        profile(layers), on_cluster(plan, 2, 10**6, Links(50.0)), (LOADS, LOADS[::-1]), time_scale=0.01
+        profile(layers_behind(1)), on_cluster(plan, 2, 10**6, Links(50.0)), (LOADS, LOADS[::-1]), time_scale=0.01
     )
 
 
@@ -50,9 +55,9 @@ def nothing_left(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule):
-    task = replace(task, plan=replace(task.plan, schedule=schedule))
+@pytest.mark.parametrize(("schedule", "frozen"), [("1f1b", 2), ("zero-bubble", 1)])
+def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule, frozen):
+    task = replace(task, plan=replace(task.plan, schedule=schedule), profile=profile(layers_behind(frozen)))
     emulation = run_emulation(task)
     assert len(emulation.steps) == 2
     for emulated, predicted in zip(emulation.steps, task.predicted, strict=True):
@@ -63,9 +68,9 @@ def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule):
             assert all((np.diff(starts[:length]) >= 0).all() for starts, length in rows)
         assert emulated.step_seconds >= predicted.step_seconds - 1e-6
         assert (emulated.reduce_seconds >= predicted.reduce_seconds - 1e-6).all()
-    # full layers keep 10 bytes of a micro-batch, others 100; the frozen one in stage 0 nothing
+    # full layers keep 10 bytes of a micro-batch, others 100; the frozen ones in stage 0 nothing
     memory = task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)
-    assert [stage.activations for stage in memory] == [2 * 10, 110]
+    assert [stage.activations for stage in memory] == [2 * 10 * (frozen == 1), 110]
     assert [stage.pending for stage in memory] == [0, 120 if schedule == "zero-bubble" else 0]
     assert list(emulation.peak_bytes) == [stage.total for stage in memory]
 

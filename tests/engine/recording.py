@@ -104,12 +104,12 @@ class RecordedEngine(OmnibalEngine):
     }
 
 
-def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine):
+def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, frozen_stages=0):
     """What each process starts in a few steps under a plan's table, or under DeepSpeed's own 1F1B."""
     # DeepSpeed sends descriptions through the device, which must then have values; ours are the host's.
     network = Network("cpu" if plan.schedule == "1f1b" or forward_only else "meta")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PipelineEngine, "__init__", _bare(network, plan))
+        patch.setattr(PipelineEngine, "__init__", _bare(network, plan, frozen_stages))
         patch.setattr(transfers, "dist", network)
         patch.setattr(transfers, "gloo_group", lambda world: GLOO)
         patch.setattr(p2p, "send", network.send)
@@ -125,16 +125,18 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine):
         return programs
 
 
-def _bare(network, plan):
+def _bare(network, plan, frozen_stages):
     """In the place of DeepSpeed's constructor: what its instructions ask the engine for."""
 
     def initialize(engine):
         nn.Module.__init__(engine)
+        module = nn.Module()
+        module.frozen_stages = frozen_stages
         topology = SimpleNamespace(get_rank=lambda pipe, data: pipe)
         engine.__dict__ |= {
             "network": network,
             "device": network.device,
-            "module": nn.Module(),
+            "module": module,
             "optimizer": None,
             "grid": SimpleNamespace(topology=lambda: topology),
             "stage_id": network.rank,

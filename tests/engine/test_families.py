@@ -8,6 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from omnibal.demo import write_demo
 from omnibal.engine.checkpoint import export
+from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.vlm import load_model
 from omnibal.vlm.answer import Answerer
 from tests.engine.launch import launch
@@ -73,6 +74,49 @@ def test_weights_after_several_steps_are_those_of_plain_transformers(tmp_path):
             assert result["weights"]
             for name, weight in result["weights"].items():
                 torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
+
+
+def wide_cases_of(number, family, folder):
+    """Over four stages, all trained and with a frozen ViT that lies on two of them; settings take turns."""
+    records = load_model(folder).records
+    front = [record.module for record in records].index("projector")
+    in_llm = [record.kind for record in records].index("decoder_block") + 2
+    schedule, other = list(SCHEDULES)[number % 3], list(SCHEDULES)[(number + 1) % 3]
+    case = Case(
+        (0, 2, front - number % 2, in_llm, len(records)),
+        PACKS,
+        str(folder),
+        ("none", "full", "selective"),
+        schedule=schedule,
+        zero_stage=1,
+        steps=2,
+        extra=SETTINGS,
+        later_packs=[TEXTS],
+    )
+    return case, replace(case, schedule=other, frozen=("vision",))
+
+
+def test_a_frozen_vit_on_several_stages_runs_forward_only(tmp_path):
+    """Over four stages; the second step has no image at all."""
+    cases, expected = [], []
+    for number, family in enumerate(TRAINED):
+        folder, samples = tmp_path / family, family_samples(family)
+        plain_family_model(small_config(family)).save_pretrained(folder)
+        texts = [samples[index] for pack in TEXTS[0] for index in pack]
+        for case in wide_cases_of(number, family, folder):
+            kinds = {record.kind for record in load_model(folder).records if record.module in case.frozen}
+            cases.append(case)
+            expected.append(plain_steps(folder, [samples, texts], clipping=CLIPPING, frozen=kinds, **ADAM))
+    for stage, results in enumerate(launch(4, "tests.engine.front:watched_steps", cases)):
+        for case, result, (losses, norms, weights) in zip(cases, results, expected, strict=True):
+            assert result["losses"] == pytest.approx(losses, rel=1e-4), case
+            assert result["norms"] == pytest.approx(norms, rel=1e-3), case
+            for name, weight in result["weights"].items():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5, msg=f"{name} in {case}")
+            runs = not case.frozen or stage >= 2
+            assert result["backward"] == (8 if runs else 0), case
+            assert (result["kept"] > 0) == runs, case
+            assert (result["sent up"] > 0) == (stage > (2 if case.frozen else 0)), case
 
 
 @pytest.fixture

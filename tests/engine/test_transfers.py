@@ -85,17 +85,19 @@ def sizes():
 @pytest.mark.parametrize("name", TABLES)
 def test_a_tables_transfers_end_under_all_of_nccls_rules(name):
     for size in sizes():
-        programs = record(plan_of(TABLES[name](*size), *size))
-        for rules in STRICTEST:
-            assert deadlock(programs, rules) == [], (size, rules)
+        for frozen_stages in (0, size[0] // 2):
+            programs = record(plan_of(TABLES[name](*size), *size), frozen_stages=frozen_stages)
+            for rules in STRICTEST:
+                assert deadlock(programs, rules) == [], (size, rules, frozen_stages)
 
 
 @pytest.mark.parametrize("forward_only", [False, True], ids=["1F1B", "evaluation"])
 def test_deepspeeds_own_transfers_end_under_all_of_nccls_rules(forward_only):
     for size in sizes():
-        programs = record(plan_of(None, *size), forward_only=forward_only)
-        for rules in STRICTEST:
-            assert deadlock(programs, rules) == [], (size, rules)
+        for frozen_stages in (0,) if forward_only else (0, size[0] // 2):
+            programs = record(plan_of(None, *size), forward_only=forward_only, frozen_stages=frozen_stages)
+            for rules in STRICTEST:
+                assert deadlock(programs, rules) == [], (size, rules, frozen_stages)
 
 
 @pytest.mark.parametrize("table", [None, zero_bubble(4, 6)], ids=["1F1B", "zero-bubble"])

@@ -8,8 +8,9 @@ from omnibal.profile.records import LayerCost, ModelProfile
 
 
 def block(
-    name, *, none=100, selective=None, full=10, output=10, forward=1.0, per_token=0.0, saved=None, pending=0, **costs
-):
+    name, *, none=100, selective=None, full=10, output=10, forward=1.0, per_token=0.0, saved=None, pending=0,
+    trainable=True, **costs,
+):  # fmt: skip
     """A layer of fixed bytes; recomputing fully takes a forward pass, selectively a third of it."""
     saved = saved or {"none": none, "full": full} | ({} if selective is None else {"selective": selective})
     seconds = CostModel(fixed=forward, llm_tokens=per_token)
@@ -19,11 +20,12 @@ def block(
         module="language",
         forward_seconds=seconds,
         backward_seconds=seconds,
-        weight_seconds=seconds,
-        pending_bytes=CostModel(fixed=pending),
+        weight_seconds=seconds if trainable else CostModel(),
+        pending_bytes=CostModel(fixed=pending if trainable else 0),
         output_bytes=CostModel(fixed=output),
         saved_bytes={level: CostModel(fixed=size) for level, size in saved.items()},
         recompute_seconds={level: seconds * (1 / 3) for level in saved if level == "selective"},
+        trainable=trainable,
         **costs,
     )
 

@@ -36,7 +36,7 @@ def run_table(footprint, stage, layers, levels):
     """The most that a stage holds of activations and gradients, by running its table layer by layer."""
     plain = replace(footprint, schedule=one_f_one_b(1, 1))
     rows = [(layer, LEVELS.index(levels[layer])) for layer in layers]
-    kept = [int(footprint.kept_bytes(stage)[row]) for row in rows]
+    kept = [int(footprint.kept_bytes[row]) for row in rows]
     transient = [int(plain.transient_bytes(0, layers.stop)[row]) for row in rows]
     pending = [int(footprint.profile.layers[layer].pending_bytes(footprint.load)) for layer in layers]
     alive = peak = 0

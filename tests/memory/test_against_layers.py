@@ -54,5 +54,5 @@ def test_kept_bytes_of_a_stage_are_predicted_within_a_per_cent(stage, mix):
     payload = payload.replace(hidden=payload.hidden.detach().requires_grad_(a > 0))
     free = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
     found = kept_bytes(partial(run_stage, layers[a:b], levels, payload), free=[*free, *payload.integers.values()])
-    predicted = footprint.kept_bytes(1)[range(a, b), [LEVELS.index(level) for level in levels]].sum()
+    predicted = footprint.kept_bytes[range(a, b), [LEVELS.index(level) for level in levels]].sum()
     assert predicted == pytest.approx(found, rel=0.01)

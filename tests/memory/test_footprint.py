@@ -109,9 +109,22 @@ def test_frozen_layers_at_the_start_of_the_pipeline_keep_nothing():
         block("block.2"),
         block("block.3", trainable=False),
     ]
-    memory = footprint(layers, one_f_one_b(2, 1))
-    assert memory.stage(0, range(3), ["none"] * 3).activations == 100
-    assert memory.stage(1, range(1, 4), ["none"] * 3).activations == 300
+    memory = footprint(layers, one_f_one_b(3, 8))
+    assert memory.stage(0, range(3), ["none"] * 3).activations == 3 * 100
+    assert memory.stage(1, range(1, 3), ["none"] * 2).activations == 2 * 100
+    assert memory.stage(1, range(1, 2), ["none"]).activations == 0
+    assert memory.stage(2, range(1, 4), ["none"] * 3).activations == 200
+
+
+def test_a_frozen_front_holds_no_gradient_of_what_is_sent():
+    layers = [block("block.0", trainable=False, output=8), block("block.1", trainable=False, output=8)]
+    layers += [block("block.2", output=8), block("block.3", output=8)]
+    for schedule, before, behind in ((one_f_one_b(4, 8), 1, 2), (zero_bubble(4, 8), 3, 3)):
+        memory = footprint(layers, schedule)
+        # an input and the next one; outputs, which may wait for the next stage where transfers run beside passes
+        assert memory.stage(1, range(1, 2), ["none"]).buffers == (2 + before) * 8
+        # two inputs in flight and one that comes; outputs and their gradients
+        assert memory.stage(2, range(2, 3), ["none"]).buffers == (2 + 1) * 8 + (behind + schedule.in_flight[2] - 1) * 8
 
 
 def test_the_optimizers_step_may_need_more_than_any_backward_pass():
@@ -131,7 +144,7 @@ def test_matrices_over_stages_agree_with_each_stage():
     for stage, (a, b) in enumerate([(0, 2), (1, 4), (2, 5)]):
         found = memory.stage(stage, range(a, b), ["full"] * (b - a))
         assert memory.fixed_bytes(stage)[a, b] == found.total - found.activations - found.transient
-        assert memory.kept_bytes(stage)[a:b, 2].sum() * memory.schedule.in_flight[stage] == found.activations
+        assert memory.kept_bytes[a:b, 2].sum() * memory.schedule.in_flight[stage] == found.activations
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def problem(seed):
     stage = int(rng.integers(num_stages))
     a = 0 if stage == 0 else int(rng.integers(stage, len(profile.layers) - 1))
     b = len(profile.layers) if stage == num_stages - 1 else int(rng.integers(a + 1, len(profile.layers) + 1))
-    return rng, footprint, stage, range(a, b), recompute_seconds(profile, LOADS, stage)
+    return rng, footprint, stage, range(a, b), recompute_seconds(profile, LOADS)
 
 
 @settings(deadline=None)
@@ -81,7 +81,7 @@ def test_nothing_recomputes_where_everything_fits():
     footprint = Footprint(
         model([block(f"block.{i}") for i in range(4)]), LOADS[0], one_f_one_b(1, 1), Layout(), overhead_bytes=0
     )
-    seconds = recompute_seconds(footprint.profile, LOADS, 0)
+    seconds = recompute_seconds(footprint.profile, LOADS)
     assert choose_levels(footprint, 0, range(4), seconds, 10**6) == ("none",) * 4
 
 
@@ -96,7 +96,7 @@ def test_of_equal_layers_the_first_recompute(count):
     footprint = four_blocks_and_a_head()
     expected = ("full",) * count + ("none",) * (5 - count)
     budget = footprint.stage(0, range(5), expected).total
-    seconds = recompute_seconds(footprint.profile, LOADS, 0)
+    seconds = recompute_seconds(footprint.profile, LOADS)
     assert choose_levels(footprint, 0, range(5), seconds, budget) == expected
 
 
@@ -125,13 +125,12 @@ def test_a_transient_that_does_not_fit_forbids_its_level():
 def test_seconds_are_the_mean_over_micro_batches():
     layer = block("block.0", selective=50, forward=3.0)
     object.__setattr__(layer, "recompute_seconds", layer.recompute_seconds | {"full": CostModel(llm_tokens=0.01)})
-    assert recompute_seconds(model([layer]), LOADS, 0).tolist() == [[0.0, 1.0, 1.5]]
+    assert recompute_seconds(model([layer]), LOADS).tolist() == [[0.0, 1.0, 1.5]]
 
 
 def test_frozen_layers_at_the_start_cost_nothing_to_recompute():
     profile = model([block("block.0", trainable=False), block("block.1")])
-    assert recompute_seconds(profile, LOADS, 0)[:, 2].tolist() == [0.0, 1.0]
-    assert recompute_seconds(profile, LOADS, 1)[:, 2].tolist() == [1.0, 1.0]
+    assert recompute_seconds(profile, LOADS)[:, 2].tolist() == [0.0, 1.0]
 
 
 def test_levels_are_ordered_from_most_to_least_kept():
@@ -160,14 +159,14 @@ def test_every_entry_is_that_of_its_stage_alone(seed):
     schedule = random_schedule(rng, num_stages)
     footprint = Footprint(profile, LOADS[1], schedule, Layout(num_stages), target_share=0.1)
     budgets = rng.integers(200, 1500, num_stages).tolist()
-    seconds = [recompute_seconds(profile, LOADS, stage) for stage in range(num_stages)]
+    seconds = recompute_seconds(profile, LOADS)
     table = StageTable(footprint, budgets)
     least, missing = table.least_seconds(seconds), table.missing_bytes()
     seen = np.zeros(least.shape, dtype=bool)
     for stage, layers in stage_places(len(profile.layers), num_stages):
         entry = (stage, layers.start, layers.stop)
         seen[entry] = True
-        best = fastest_levels(footprint, stage, layers, seconds[stage], budgets[stage])
+        best = fastest_levels(footprint, stage, layers, seconds, budgets[stage])
         assert least[entry] == pytest.approx(best, abs=1e-9)
         assert missing[entry] == least_total(footprint, stage, layers) - budgets[stage]
     assert np.isinf(least[~seen]).all() and (missing[~seen] > 10**15).all()

@@ -96,6 +96,8 @@ def test_counts_of_a_split_backward_are_read_off_the_table():
         ("F0 W0 B0", "got F W B"),
         ("F0 F0 BW0", "got F F BW"),
         ("F0 BW0\nF1 BW1", "stage 0 must run F BW or F B W for micro-batch 1, got nothing"),
+        ("F0 BW0\nF0\nF0 BW0", "stage 1 must run F BW or F B W for micro-batch 0, got F"),
+        ("F0 F0\nF0 BW0", "stage 0 must run F for micro-batch 0, got F F"),
         ("", "must have a stage and a micro-batch"),
     ],
 )

@@ -7,7 +7,7 @@ from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.schedule import Operation, one_f_one_b, zero_bubble
+from omnibal.pipeline.schedule import SCHEDULES, Operation, one_f_one_b, zero_bubble
 from omnibal.pipeline.simulate import chrome_trace, simulate, simulate_step
 from tests.pipeline.oracles import schedule_of
 from tests.pipeline.profiles import fixed_profile, layer, profile
@@ -90,14 +90,29 @@ def frozen_then_trained():
     [
         # forward 4, backward of the projector 2 and of the frozen text layer after it 1
         ((0, 4), [7]),
-        # the second vision layer received its input, which requires a gradient
-        ((0, 1, 4), [1, 3 + 4]),
+        # nothing before the projector is trained: no gradient goes there, wherever it is cut
+        ((0, 1, 4), [1, 3 + 3]),
         ((0, 2, 4), [2, 2 + 3]),
+        ((0, 1, 2, 4), [1, 1, 2 + 3]),
+        # the text layer is frozen, but the projector before it is not
+        ((0, 3, 4), [3 + 2, 1 + 1]),
     ],
 )
-def test_frozen_layers_run_backward_after_the_first_stage_and_after_a_trained_layer(boundaries, seconds):
+def test_frozen_layers_run_backward_behind_a_trained_layer_alone(boundaries, seconds):
     step = simulate_step(frozen_then_trained(), Partition(boundaries), packs(1), **FREE)
     np.testing.assert_allclose(step.replicas[0].busy_seconds, seconds)
+
+
+@pytest.mark.parametrize(("schedule", "seconds"), [("1f1b", 32), ("zero-bubble", 26), ("zero-bubble-lean", 26)])
+def test_gradients_are_not_sent_to_a_frozen_front(schedule, seconds):
+    model, cut = frozen_then_trained(), Partition((0, 1, 2, 4))
+    step = simulate_step(model, cut, packs(4), Links(np.inf, latency_seconds=2), schedule=SCHEDULES[schedule](3, 4))
+    operations = [[event.operation for event in step.replicas[0].events if event.stage == stage] for stage in range(3)]
+    front = {Operation.F, Operation.SEND_ACTIVATION, Operation.RECEIVE_ACTIVATION}
+    assert set(operations[0] + operations[1]) <= front and Operation.SEND_GRADIENT not in operations[2]
+    # a micro-batch passes the front in 1 + 2 + 1 + 2 seconds; then the last stage is busy with four for 5 each, and
+    # where transfers block it waits 2 for each of the other three
+    assert step.step_seconds == seconds
 
 
 def test_recomputation_repeats_the_forward_pass_before_the_backward():

@@ -16,7 +16,7 @@ def recompute_of(model, stage, boundaries):
     """What a stage recomputes at its levels, in mean seconds."""
     layers = range(boundaries[stage], boundaries[stage + 1])
     levels = model.levels(boundaries)
-    return total_seconds(model.recompute_seconds[stage], layers, [levels[layer] for layer in layers])
+    return total_seconds(model.recompute_seconds, layers, [levels[layer] for layer in layers])
 
 
 def everything(model):
@@ -65,7 +65,7 @@ def test_every_plan_fits_and_recomputes_no_more_than_it_must(seed):
         for stage, memory in enumerate(model.footprint.stages(choice.partition, levels)):
             assert memory.total <= model.budgets[stage]
             layers = choice.partition.layers(stage)
-            seconds = model.recompute_seconds[stage]
+            seconds = model.recompute_seconds
             best = fastest_levels(model.footprint, stage, layers, seconds, model.budgets[stage])
             assert recompute_of(model, stage, choice.boundaries) == pytest.approx(best, abs=1e-9)
 
@@ -119,7 +119,7 @@ def test_a_retreat_frees_what_was_missing_at_the_least_cost(seed):
     before = model.footprint.stages(choice.partition, model.levels(choice.boundaries))
     place = seed % model.num_stages
     missing = tuple(7 + seed if stage == place else 0 for stage in range(model.num_stages))
-    layers, seconds = choice.partition.layers(place), model.recompute_seconds[place]
+    layers, seconds = choice.partition.layers(place), model.recompute_seconds
     best = fastest_levels(model.footprint, place, layers, seconds, before[place].total - missing[place])
     if np.isinf(best):
         with pytest.raises(InfeasibleError, match="bytes are missing"):

@@ -170,7 +170,7 @@ def variants(footprint: Footprint, profile: ModelProfile, partition: Partition) 
     ends = [footprint.stages(partition, (level,) * size) for level in ("none", "full")]
     for stage, (a, b) in enumerate(pairwise(partition.boundaries)):
         budget = (ends[0][stage].total + ends[1][stage].total) // 2
-        seconds = recompute_seconds(profile, Load([TILES], [SAMPLES * TOKENS], [SAMPLES * TOKENS**2]), stage)
+        seconds = recompute_seconds(profile, Load([TILES], [SAMPLES * TOKENS], [SAMPLES * TOKENS**2]))
         try:
             levels += choose_levels(footprint, stage, range(a, b), seconds, budget)
         except InfeasibleError:
