@@ -15,11 +15,13 @@ from omnibal.engine.saved_files import MANIFEST, latest_checkpoint, offer, probl
 from omnibal.errors import ConfigError, said
 from omnibal.records import load_json
 from omnibal.vlm import load_model
-from omnibal.vlm.weights import save_model
+from omnibal.vlm.weights import has_weights, other_names, save_model
 
 MODEL_FOLDER = "model"
 SPARE_FILE = "spare.safetensors"
 """Of the model's folder in a checkpoint: weights that no layer has."""
+NAMES_FILE = "weight_names.json"
+"""The same: names of weights in the folder that the run began with, where they are not the published ones."""
 MODEL_FILES = (
     "*config.json",  # of the model, its tokenizer and processors, generation
     "tokenizer.json",
@@ -64,6 +66,9 @@ def write_model_files(
             target = folder / path.relative_to(model_source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
+        if has_weights(model_source):
+            names = other_names(load_model(config), model_source)
+            (folder / NAMES_FILE).write_text(json.dumps(names))
     config.save_pretrained(folder)
     if spare:
         save_file(dict(spare), folder / SPARE_FILE)
@@ -135,9 +140,10 @@ def join_layers(layers: Path, folder: Path) -> None:
     """As ``export``, of a folder that only this run has written."""
     source = layers / MODEL_FOLDER
     model = load_model(source)
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SPARE_FILE))
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SPARE_FILE, NAMES_FILE))
     spare = load_file(source / SPARE_FILE) if model.spare_names else {}
-    save_model(model, lambda index: _layer_state(layers, index), folder, spare=spare)
+    names = load_json(source / NAMES_FILE) if (source / NAMES_FILE).is_file() else {}
+    save_model(model, lambda index: _layer_state(layers, index), folder, spare=spare, names=names)
 
 
 def _layer_state(checkpoint: Path, index: int) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class SampleRules:
         vocabulary: Token ids are below it.
         image_token: The id in whose place an image's features come.
         tokens_per_tile: How many of them a tile brings, where every one brings as many.
-        pixel_shape: (channels, height, width) of a tile.
+        pixel_shape: (channels, height, width) of a tile, (values,) of a patch.
         image_integers: As of ``VisionLanguageModel``; so ``image_tokens``.
         image_tokens: See there; so ``positions``.
         video_token: The id in whose place a video's features would come; -1 if there is none.
@@ -144,11 +144,12 @@ class SampleRules:
         if not decoded and pixels is not None:
             yield f"have no pixel_values in text(), got {_kind(pixels)}"
         is_image = isinstance(pixels, Tensor) and pixels.is_floating_point() and pixels.shape[1:] == self.pixel_shape
+        unit = "patches" if len(self.pixel_shape) == 1 else "tiles"
         if pixels is not None and not is_image:
-            yield f"have pixel_values of shape (tiles, {', '.join(map(str, self.pixel_shape))}), got {_kind(pixels)}"
+            yield f"have pixel_values of shape ({unit}, {', '.join(map(str, self.pixel_shape))}), got {_kind(pixels)}"
         found = 0 if pixels is None else len(pixels)
         if decoded and found != tiles:
-            yield f"have as many tiles as its lengths() say, {tiles}, got {found}"
+            yield f"have as many {unit} as its lengths() say, {tiles}, got {found}"
 
 
 class CheckedSamples(Dataset[dict[str, Any]]):

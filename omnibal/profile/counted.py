@@ -82,6 +82,8 @@ class _Work:
     """
     output: CostModel = field(default_factory=CostModel)
     """Elements sent on."""
+    feature: CostModel = field(default_factory=CostModel)
+    """Elements beside them that layers far behind read."""
 
 
 class _Unit:
@@ -122,10 +124,11 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         pending_bytes=element * work.pending if waits else CostModel(),
         output_bytes=unit.element_bytes * (work.output + _carried(record.sizes))
         + CostModel(llm_tokens=record.token_bytes),
-        # a recomputed layer keeps its input; the first one keeps nothing else anyway
+        # a recomputed layer keeps its input, and a feature that it passes on if the layer before has made it, which
+        # the layers behind it keep too; the first one keeps nothing else anyway
         saved_bytes={
             "none": element * work.saved + _FLOAT32_BYTES * unit.share * work.saved_float32,
-            "full": unit.element_bytes * (before.output if before else work.saved),
+            "full": unit.element_bytes * (before.output + before.feature if before else work.saved),
         },
         parameter_bytes=round(parameters * unit.element_bytes),
         gradient_bytes=round(numbers * unit.element_bytes),
@@ -186,7 +189,7 @@ def _deepstack_block(sizes: Mapping[str, int]) -> _Work:
     block = _vision_block(sizes)
     merger = _projector({**sizes, "inner": sizes["shuffled"], "hidden": sizes["carried_hidden"]})
     sums = {part.name: getattr(block, part.name) + getattr(merger, part.name) for part in fields(_Work)}
-    return replace(_Work(**sums), output=block.output)
+    return replace(_Work(**sums), output=block.output, feature=merger.output)
 
 
 def _projector(sizes: Mapping[str, int]) -> _Work:

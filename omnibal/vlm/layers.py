@@ -118,7 +118,10 @@ class VisionLanguageModel:
         """
         recipe = self._recipes[index]
         parts = {name: deepcopy(self._part(path)) for name, path in recipe.parts.items()}
-        layer = recipe.layer_class(self.config, **parts).to_empty(device="cpu")
+        layer = recipe.layer_class(self.config, **parts)
+        if seed is None:  # nothing is drawn: at no time does it take more than it will
+            layer = layer.to(dtype=dtype)
+        layer = layer.to_empty(device="cpu")
         _forget(layer)
         with _forked_generator(seed, self.first_tied(index)):
             for name, path in recipe.parts.items():

@@ -29,7 +29,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {address_of(tensor) for tensor in tensors_in((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
-            if address_of(tensor) not in given:
+            if address_of(tensor) not in given and not tensor.is_meta:
                 self._add(tensor)
         return result
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -76,10 +77,8 @@ def load_layer(
     stored = _stored_weights(model, source)
     targets = module.state_dict()
     for name, disk_name in model.weight_names(index).items():
-        target = targets[name]
-        tensor = _checked(stored[disk_name], target.shape)
-        with torch.no_grad():
-            target.copy_(tensor)
+        with torch.no_grad():  # nothing holds on to what has been read while the next tensor is
+            targets[name].copy_(_checked(stored[disk_name], targets[name].shape))
 
 
 def spare_weights(
@@ -118,6 +117,14 @@ def ties_are_broken(model: VisionLanguageModel, folder: str | Path) -> bool:
     return any(not torch.equal(one.read(), other.read()) for one, other in pairs)
 
 
+def other_names(model: VisionLanguageModel, folder: str | Path) -> dict[str, str]:
+    """How a folder calls the weights that it does not call as the model's published folders do, by their names there.
+
+    transformers saves a model under the names that it was loaded from; so does ``save_model`` with these.
+    """
+    return {name: stored.name for name, stored in _read_names(model, Path(folder)).items() if stored.name != name}
+
+
 def save_model(
     model: VisionLanguageModel,
     state_of: Callable[[int], Mapping[str, Tensor]],
@@ -125,6 +132,7 @@ def save_model(
     *,
     max_shard_bytes: int = 5_000_000_000,
     spare: Mapping[str, Tensor] | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a Hugging Face folder: ``config.json`` and safetensors, in shards with an index if more than one.
 
@@ -137,6 +145,7 @@ def save_model(
         folder: Is made if need be.
         max_shard_bytes: Of tensors in one file; a tensor larger than that gets a file of its own.
         spare: What ``spare_weights`` gave; initial ones by default.
+        names: What ``other_names`` gave; published names by default.
 
     Raises:
         ConfigError: If a state lacks a tensor of its layer, or holds one of another name.
@@ -147,9 +156,9 @@ def save_model(
     for index in range(len(model.records)):
         if model.first_tied(index) == index:
             for name, tensor in _renamed(model, index, state_of(index)).items():
-                writer.add(name, tensor)
+                writer.add(names.get(name, name), tensor)
     for name, tensor in (model.build_spare(seed=0) if spare is None else spare).items():
-        writer.add(name, tensor)
+        writer.add(names.get(name, name), tensor)
     writer.close()
     config = deepcopy(model.config)
     config.architectures, config.dtype = [type(model.skeleton).__name__], writer.dtype
@@ -203,11 +212,11 @@ def _stored_weights(
     missing = sorted(expected - stored.keys())
     surplus = stored.keys() - expected - set(model.spare_names)
     unexpected = sorted(name for name in surplus if not name.endswith(BUFFERS))
-    if missing:
-        raise ConfigError(f"{where} must hold every weight of the model, got no {_some(missing)}")
-    if unexpected:
-        files = sorted({Path(stored[name].file).name for name in unexpected})
-        raise ConfigError(f"{where} must hold no weight but the model's, got {_some(unexpected)} in {_some(files)}")
+    files = sorted({Path(stored[name].file).name for name in unexpected})
+    problems = [f"no {_some(missing)}"] if missing else []
+    problems += [f"{_some(unexpected)} in {_some(files)}"] if unexpected else []
+    if problems:
+        raise ConfigError(f"{where} must hold the model's weights, all and no other, got {' but '.join(problems)}")
     return stored
 
 

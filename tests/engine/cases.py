@@ -232,13 +232,14 @@ def train(config, first_step, last_step, folder, save_at=None):
 
 
 def train_and_save(configs, steps, folder):
-    """Losses of each configuration's own data; a checkpoint of each goes into a folder of its number."""
-    losses = []
+    """Losses of each configuration's own data, and weights; a checkpoint of each goes into a folder of its number."""
+    found = []
     for number, config in enumerate(configs):
         engine, *_ = initialize(config=config)
-        losses.append([engine.train_batch().item() for _ in range(steps)])
+        losses = [engine.train_batch().item() for _ in range(steps)]
         engine.save_checkpoint(Path(folder) / str(number), "end")
-    return losses
+        found.append({"losses": losses, "weights": weights_of(engine)})
+    return found
 
 
 def train_all(configs, *arguments):

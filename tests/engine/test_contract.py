@@ -166,7 +166,10 @@ def test_patches_with_their_grids_pass():
         ({GRIDS: torch.tensor([[1, 4, 6]])}, "have 6 image tokens (id 3) for its images, got 7"),
         ({GRIDS: torch.tensor([[1, 2, 2], [1, 4, 6]])}, "must stand in runs of [1, 6], one for each grid"),
         ({GRIDS: torch.tensor([[2, 2, 6], [1, 2, 2]])}, "got one of 2 frames: a video"),
-        ({"pixel_values": torch.zeros(28, 5)}, "have pixel_values of shape (tiles, 24), got float32 of shape (28, 5)"),
+        (
+            {"pixel_values": torch.zeros(28, 5)},
+            "have pixel_values of shape (patches, 24), got float32 of shape (28, 5)",
+        ),
         ({"input_ids": SEEN["input_ids"].clone().index_fill_(0, torch.tensor([1]), VIDEO_TOKEN)}, "got a video"),
     ],
 )

@@ -4,18 +4,23 @@ from functools import cache, partial
 from itertools import cycle, islice
 
 import pytest
+import torch
 
 from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
+from omnibal.device import DEVICES
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.schedule import one_f_one_b
+from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
+from tests.families.models import small_config
+from tests.vlm.families import family_samples, layers_of, pack_of, plain_family_model
 from tests.vlm.models import build_layers, make_pack, make_sample, tiny_config
 
 LIMITS = PackLimits(6, 60)
@@ -37,6 +42,25 @@ def run_stage(layers, levels, payload):
     for layer, level in zip(layers, levels, strict=True):
         payload = run_layer(layer, payload, level)
     return payload.hidden
+
+
+@pytest.mark.parametrize("stop", [3, 5, 8, 12])
+def test_features_that_pass_recomputed_layers_are_kept_once(stop):
+    config = small_config("qwen3_vl")
+    model = load_model(config)
+    profile = analytic_profile(model.records, DEVICES["H100-80GB"], dtype="float32")
+    assert [record.kind for record in model.records[:stop]].count("deepstack_block") > 0
+    layers = layers_of(model, plain_family_model(config).state_dict())
+    pack = pack_of(model, family_samples("qwen3_vl"))
+    payload = Payload.of_pack(pack)
+    with torch.no_grad():  # tables of positions are made once for a pack, and kept with it
+        run_stage(layers, ["none"] * len(layers), payload)
+    free = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+    free += payload.integers.values()
+    found = kept_bytes(partial(run_stage, layers[:stop], ["full"] * stop, payload), free=free)
+    footprint = Footprint(profile, load_of(pack), one_f_one_b(1, 1), Layout(precision="float32"))
+    predicted = footprint.kept_bytes[:stop, LEVELS.index("full")].sum()
+    assert predicted == pytest.approx(found, rel=0.01)
 
 
 @pytest.mark.parametrize("mix", [*LEVELS, "mixed"])

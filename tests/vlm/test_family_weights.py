@@ -8,7 +8,8 @@ from transformers import AutoModelForImageTextToText
 
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
-from omnibal.vlm.weights import Stored, load_layer, save_model, spare_weights
+from omnibal.vlm.storages import StorageMeter
+from omnibal.vlm.weights import Stored, load_layer, other_names, save_model, spare_weights
 from tests.families.models import small_config
 from tests.vlm.families import (
     TRAINED,
@@ -72,6 +73,14 @@ def test_all_layouts_of_names_load(tmp_path, family, layout):
     spare = spare_weights(model, tmp_path, seed=0)
     assert spare.keys() == set(model.spare_names)
     assert all(torch.equal(tensor, state[name]) for name, tensor in spare.items())
+    # transformers saves what it has loaded under the names that it came with; so do exports
+    AutoModelForImageTextToText.from_pretrained(tmp_path).save_pretrained(tmp_path / "theirs")
+    distinct = {id(layer): layer for layer in reversed(layers)}
+    state_of = {index: layer.state_dict() for index, layer in enumerate(layers) if distinct[id(layer)] is layer}
+    save_model(model, state_of.get, tmp_path / "ours", spare=spare, names=other_names(model, tmp_path))
+    ours, theirs = (load_file(tmp_path / writer / "model.safetensors") for writer in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 @pytest.mark.parametrize("family", TRAINED)
@@ -83,6 +92,22 @@ def test_layers_read_their_own_tensors_alone(tmp_path, family, monkeypatch):
         read.clear()
         load_layer(model, index, model.build_layer(index, seed=None), tmp_path)
         assert sorted(read) == sorted(model.weight_names(index).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", TRAINED)
+def test_loading_a_stage_takes_its_weights_and_one_tensor_more(tmp_path, family, dtype):
+    plain_family_model(small_config(family)).save_pretrained(tmp_path, max_shard_size="100KB")
+    model = load_model(tmp_path)
+    first, last = len(model.records) // 2, len(model.records)
+    with StorageMeter() as meter:
+        layers = [model.build_layer(index, seed=None, dtype=dtype) for index in range(first, last)]
+        for index, layer in zip(range(first, last), layers, strict=True):
+            load_layer(model, index, layer, tmp_path)
+    tensors = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+    own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    largest = max(tensor.numel() * 4 for tensor in tensors)  # as it is on disk
+    assert own < meter.peak_bytes <= 1.01 * (own + largest)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -165,10 +165,14 @@ NORM = "language_model.model.norm.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights.pop(NORM), f"must hold every weight of the model, got no {NORM}"),
+        (lambda weights: weights.pop(NORM), f"must hold the model's weights, all and no other, got no {NORM}"),
         (
             lambda weights: weights.update({"lora.A": torch.ones(2)}),
-            "no weight but the model's, got lora.A in model.saf",
+            "the model's weights, all and no other, got lora.A in model.saf",
+        ),
+        (
+            lambda weights: weights.update({"lora.A": weights.pop(NORM)}),
+            f"all and no other, got no {NORM} but lora.A in model.safetensors",
         ),
         (
             lambda weights: weights.update({NORM: torch.ones(31)}),
@@ -232,7 +236,7 @@ def test_a_model_in_memory_gives_its_weights():
     assert all(torch.equal(tensor, state[names[name]]) for name, tensor in layer.state_dict().items())
     with pytest.raises(ConfigError, match="must have values, got a tensor on the meta device in the model given"):
         load_layer(model, 0, layer, instance.to("meta").state_dict())
-    with pytest.raises(ConfigError, match="the model given must hold every weight of the model, got no "):
+    with pytest.raises(ConfigError, match="the model given must hold the model's weights, all and no other, got no "):
         load_layer(model, 0, layer, {})
 
 
