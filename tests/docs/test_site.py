@@ -79,6 +79,13 @@ def test_every_family_is_told():
     assert [model_type for model_type in FAMILIES if f"`{model_type}`" not in text] == []
 
 
+def test_what_is_said_of_models_is_held_by_tests_that_exist():
+    rows = re.findall(r"^\|.*`(tests/.*?\.py)::(test_\w+)` \|$", (DOCS / "models.md").read_text(), re.MULTILINE)
+    assert len(rows) > 15
+    for file, name in rows:
+        assert f"\ndef {name}(" in (DOCS.parent / file).read_text(), (file, name)
+
+
 def test_pictures_are_small():
     for path in (DOCS / "pictures").glob("*.png"):
         assert path.stat().st_size < MOST_BYTES, path
