@@ -175,6 +175,8 @@ class Device:
         self._due = 0.0
         self._arrivals = arrivals[:, :, replica]
         self._link_is_free = [0.0, 0.0]
+        in_front = stage < task.schedule.frozen_stages  # it runs forward only
+        self._with_transient = (Operation.F,) if in_front else (Operation.BW, Operation.B)
 
     def begin_step(self, step: int) -> None:
         """Look up what the step brings; before it begins, as it takes time of its own."""
@@ -190,7 +192,7 @@ class Device:
         self._splits = operation == Operation.B
         if operation == Operation.F:
             self._hold(self.work.kept_bytes[micro_batch], micro_batch)
-        elif operation in (Operation.BW, Operation.B):
+        if operation in self._with_transient:
             transient = self.work.transient_bytes[micro_batch]
             self._hold(transient, micro_batch)
             self._held_bytes -= transient
