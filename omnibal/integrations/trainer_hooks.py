@@ -149,7 +149,8 @@ def load_by_names_on_disk(trainer: Trainer) -> None:
     """Load checkpoints whose weights have other names on disk than in the model.
 
     transformers 5.23 saves InternVL and others under their names on disk, looks for the model's names when it goes on
-    or takes the best model, and trains on with what the model had, with a warning.
+    or takes the best model, and trains on with what the model had, with a warning. A checkpoint that lacks weights is
+    then refused: a ConfigError ends the call of ``trainer.train`` on all ranks.
     """
     warn = trainer._issue_warnings_after_load
     load, load_best = trainer._load_from_checkpoint, trainer._load_best_model
@@ -161,7 +162,13 @@ def load_by_names_on_disk(trainer: Trainer) -> None:
             return
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         dtype = next(model.parameters()).dtype
-        found = type(model).from_pretrained(folder, config=model.config, dtype=dtype)
+        options = {"config": model.config, "dtype": dtype, "output_loading_info": True}
+        found, told = type(model).from_pretrained(folder, **options)
+        if told["missing_keys"]:
+            raise ConfigError(
+                f"{folder} must hold all weights of the model, got no {min(told['missing_keys'])} "
+                f"({len(told['missing_keys'])} are missing)"
+            )
         model.load_state_dict(found.state_dict())
 
     def load_from(path: str, model: Any = None) -> None:

@@ -43,6 +43,7 @@ class Case:
     lora: bool = False
     samples: int | None = None
     loss_reduction: str = "token"
+    padded: bool = False
     born_sharded: bool = False  # as from_pretrained makes a model under ZeRO 3
     options: dict = field(default_factory=dict)
 
@@ -183,5 +184,6 @@ def accelerate_afresh():
             setattr(module, name, function)
         os.environ.clear()
         os.environ.update(environment)
+        unset_hf_deepspeed_config()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
