@@ -1,7 +1,7 @@
 """Micro-batches of a few steps, as a trainer would make them of samples drawn at random, in array operations alone.
 
 Nothing is compiled: an answer comes at once, where the planner of ``omnibal.data`` would first compile its loops. Even
-packs are made by a simple rule; the planner's are about as even (``tools/advise`` has both side by side).
+packs are made by a simple rule; those of the planner are a little more even (``tools/advise`` has both side by side).
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ Batching = Literal["random", "group_by_length", "flattened", "packed", "even"]
 padding; packs of as many random samples as limits hold; and even packs."""
 GROUPED: Final = 50
 """Batches of a rank's step that transformers' ``group_by_length`` sorts at a time."""
+AT_ONCE: Final = 8
+"""Of so many packs one gets a sample before they are compared again."""
 Indices = npt.NDArray[np.int64]
 
 
@@ -143,8 +145,8 @@ def even_packs(
 ) -> Batches:
     """Packs of each step's samples that take about equally long, those most alike at the same time.
 
-    The longest samples go to as many packs, the next ones to the packs that are then fastest, and so on (longest
-    processing time first, a round at a time). Packs are then sorted and dealt to the ranks, there and back.
+    The longest samples go to the packs that are fastest so far, then the next longest, and so on (longest processing
+    time first, for an eighth of the packs at once). Packs are then sorted and dealt to the ranks, there and back.
 
     Args:
         samples: In the order in which they are drawn.
@@ -171,8 +173,9 @@ def _longest_first(parts: FloatArray, num_packs: int) -> tuple[Indices, FloatArr
     """The pack of each sample, and what each pack takes in every part."""
     order = np.argsort(-parts.sum(axis=1), kind="stable")
     pack, filled = np.empty(len(parts), dtype=np.int64), np.zeros((num_packs, parts.shape[1]))
-    for start in range(0, len(parts), num_packs):
-        chosen = order[start : start + num_packs]
+    size = -(-num_packs // AT_ONCE)
+    for start in range(0, len(parts), size):
+        chosen = order[start : start + size]
         fastest = np.argsort(filled.sum(axis=1), kind="stable")[: len(chosen)]
         pack[chosen] = fastest
         filled[fastest] += parts[chosen]

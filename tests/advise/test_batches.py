@@ -41,6 +41,12 @@ def test_batches_by_length_go_to_the_ranks_in_turn():
     assert found.loads.llm_tokens.tolist() == [[[16, 8], [12, 4]]]
 
 
+def test_a_pack_with_a_long_sample_gets_few_others():
+    samples = samples_of(SampleLengths([0] * 10, [90, *[10] * 9]))
+    even = even_packs(samples, samples.sizes[:, :2], num_ranks=2, micro_batches=1, samples_per_step=10)
+    assert even.loads.llm_tokens.tolist() == [[[90], [90]]]
+
+
 @pytest.mark.parametrize("lengths", [tiled_lengths(600, seed=3), patch_lengths(600, seed=3)])
 def test_packs_hold_every_sample_once(lengths):
     samples = samples_of(lengths)
@@ -70,6 +76,6 @@ def test_even_packs_are_about_as_even_as_the_planners():
     for load in (planned, even.loads, random):
         seconds = phase_seconds(profile, load)
         waited.append(sum(wait(seconds, "zero3").values()).sum() / sum(seconds.values()).sum())
-    assert waited[0] < waited[1] + 0.01
+    assert waited[0] == pytest.approx(waited[1], abs=0.02)
     assert waited[1] < 0.03
     assert waited[2] > 0.1
