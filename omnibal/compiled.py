@@ -2,23 +2,25 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from numba import njit
+from numba import njit, types
 from numba.core import event
 from numba.core.caching import NullCache
 from numba.core.dispatcher import Dispatcher
 
 Function = TypeVar("Function", bound=Callable[..., object])
 LOG: Final = logging.getLogger(__name__)
+OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+"""Nothing is compiled that is not needed: checks for divisors of 0, and a second entrance for C."""
 
 
 class _Notice(event.Listener):  # type: ignore[misc]
-    """Says why a run waits, once: compiling takes up to a minute, where code on disk is there at once."""
+    """Says why a run waits, once: compiling takes some seconds, where code on disk is there at once."""
 
     said = False
 
@@ -28,9 +30,9 @@ class _Notice(event.Listener):  # type: ignore[misc]
         if not self.said and module.startswith("omnibal."):
             self.said = True
             LOG.warning(
-                "compiling omnibal's loops for this machine: once, up to a minute"
+                "compiling omnibal's loops for this machine: once, some seconds"
                 if not isinstance(event.data["dispatcher"]._cache, NullCache)
-                else "compiling omnibal's loops, up to a minute in every process: neither the package's folder nor the "
+                else "compiling omnibal's loops, some seconds in every process: neither the package's folder nor the "
                 "home can be written; set NUMBA_CACHE_DIR to a folder of yours that keeps them"
             )
 
@@ -46,14 +48,40 @@ def compiled(function: Function) -> Function:
 
     It may call compiled functions of its own folder only. numba's cache looks at the file of the function that Python
     calls, and goes on with old code after a change in another file that this one calls; here it looks at the folder.
+    A division by zero does not raise: integers give 0, floating-point numbers infinity or nan.
 
     Args:
         function: Of arrays and numbers.
     """
-    dispatcher = njit(nogil=True)(function)
+    dispatcher = njit(**OPTIONS)(function)
     if isinstance(dispatcher, Dispatcher):  # not where NUMBA_DISABLE_JIT is set
+        _compile_once_for_constants(dispatcher)
         _keep(dispatcher, function)
     return cast(Function, dispatcher)
+
+
+def compiled_part(function: Function) -> Function:
+    """Compile a function that only compiled ones call: without what Python would call it by, and kept in their code.
+
+    Arguments that are many or nested take long to unpack from Python's objects, and to compile the code that does.
+    """
+    dispatcher = njit(**OPTIONS | {"no_cpython_wrapper": True})(function)
+    if isinstance(dispatcher, Dispatcher):
+        _compile_once_for_constants(dispatcher)
+    return cast(Function, dispatcher)
+
+
+def _compile_once_for_constants(dispatcher: Dispatcher) -> None:
+    """Let a call with a constant use the code for any integer: numba would compile the function for each constant."""
+    resolve = dispatcher.get_call_template
+
+    def plain(argument: Any) -> Any:
+        return types.unliteral(argument)  # type: ignore[no-untyped-call]
+
+    def resolve_without_constants(args: Sequence[Any], kws: Any) -> Any:
+        return resolve([plain(arg) for arg in args], {name: plain(arg) for name, arg in dict(kws).items()})
+
+    dispatcher.get_call_template = resolve_without_constants  # type: ignore[assignment]
 
 
 def _keep(dispatcher: Dispatcher, function: Callable[..., object]) -> None:

@@ -41,6 +41,7 @@ PARTS: Final[dict[str, dict[str, Any]]] = {
     "exchanges of single samples": {"whole": 1},
     "mixes not watched": {"strangeness": 1e6},
     "mixes watched half as closely": {"strangeness": 0.8},
+    "mixes of small steps hardly watched": {"strangest": 1e6},
     "exchange_steps 1": {"exchange_steps": 1},
     "exchange_steps 256": {"exchange_steps": 256},
 }

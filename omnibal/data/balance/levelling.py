@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.compiled import compiled
+from omnibal.compiled import compiled, compiled_part
 from omnibal.data.balance.exchange import BY_ALL_MEANS, CAREFULLY, FREELY, LEVELLING, exchange
 from omnibal.data.balance.rules import TOLERANCE, Rules
 from omnibal.data.balance.shuffle import scrambled
@@ -34,10 +34,11 @@ FEW: Final = 4
 """Packs over a limit that never make a window hopeless."""
 REPAIRS: Final = 16
 """Exchanges that a repair may try, per pack of the window."""
+PLACE_BITS: Final = 20
+"""Bits of a pack's place in its window."""
 
 
-@compiled
-def level_window(window: Window, rules: Rules, seed: Any) -> int:
+def level_window(window: Window, rules: Rules, seed: np.uint64) -> int:
     """Make the packs of every step alike, and bring all under their limits; return how many are not.
 
     Args:
@@ -47,34 +48,32 @@ def level_window(window: Window, rules: Rules, seed: Any) -> int:
     """
     step_packs, number = rules.step_packs, len(window.packs)
     group_packs = rules.group_steps * step_packs
-    _center(window.packs, step_packs, VISION_EXCESS)
-    _center(window.packs, step_packs, COST_EXCESS)
+    _center(window, step_packs, VISION_EXCESS)
+    _center(window, step_packs, COST_EXCESS)
     if rules.repair_first:
         repair(window, rules, seed)
-    level_parts(window, rules, step_packs, rules.effort.step_rounds)
+    level_parts(window, rules, step_packs, rules.effort.step_rounds, False)
     for turn in range(rules.effort.passes):
         even_vision(window, rules, group_packs, seed + np.uint64(turn * number << 8))
         if turn == 0:
             left = repair(window, rules, seed)
             if left > max(number // HOPELESS, FEW):
-                return int(left)
-        level_parts(window, rules, group_packs, rules.effort.group_rounds)
-        _center(window.packs, step_packs, COST_EXCESS)  # vision units keep their aims, which are whole
-        level_parts(window, rules, step_packs, rules.effort.step_rounds)
-    level_heaviest(window, rules)
-    return int(repair(window, rules, seed))
+                return left
+        level_parts(window, rules, group_packs, rules.effort.group_rounds, False)
+        _center(window, step_packs, COST_EXCESS)  # vision units keep their aims, which are whole
+        level_parts(window, rules, step_packs, rules.effort.step_rounds, False)
+    level_parts(window, rules, step_packs, rules.effort.heaviest_rounds, True)
+    return repair(window, rules, seed)
 
 
-@compiled
-def _center(packs: Int64Array, step_packs: int, column: int) -> None:
+def _center(window: Window, step_packs: int, column: int) -> None:
     """Measure the packs of every step against their mean."""
-    for begin in range(0, len(packs), step_packs):
-        mean = packs[begin : begin + step_packs, column].sum() // step_packs
-        packs[begin : begin + step_packs, column] -= mean
+    excess = window.packs[:, column].reshape(-1, step_packs)  # a view: packs change with it
+    excess -= excess.sum(axis=1, keepdims=True) // step_packs
 
 
 @compiled
-def level_parts(window: Window, rules: Rules, part_packs: int, rounds: int) -> None:
+def level_parts(window: Window, rules: Rules, part_packs: int, rounds: int, heaviest_alone: bool) -> None:
     """In each part, let the heaviest pack meet the lightest, the second heaviest the second lightest, and so on.
 
     Args:
@@ -82,43 +81,32 @@ def level_parts(window: Window, rules: Rules, part_packs: int, rounds: int) -> N
         rules: What all windows have in common.
         part_packs: Packs in a part: those of a step, or of neighbouring ones.
         rounds: Rounds of meetings.
+        heaviest_alone: In place of that, let the pack that costs most meet all others: all ranks wait for it.
     """
     packs, order = window.packs, window.order
     for begin in range(0, len(packs), part_packs):
         number = min(part_packs, len(packs) - begin)
-        half = number // 2
-        order[:number] = np.arange(begin, begin + number)
+        for place in range(number):
+            order[place] = begin + place
         for turn in range(rounds):
             wrong = 0
             for pack in range(begin, begin + number):
                 wrong += abs(packs[pack, VISION_EXCESS]) > rules.vision_tolerance
             # Vision units decide in every other round while they are uneven: they come in few sizes, and are soon
             # even or never.
-            sort_packs(packs, order, number, wrong > 0 and turn % 2 == 0, wrong == 0 or turn % 2 == 1)
+            by_vision = wrong > 0 and turn % 2 == 0 and not heaviest_alone
+            sort_packs(packs, order, number, by_vision, wrong == 0 or not by_vision)
             tries = done = 0
-            for place in range(half):
-                heavy, light = order[number - 1 - place], order[(place + turn) % half]
-                if _is_uneven(packs, heavy, rules) or _is_uneven(packs, light, rules):
+            for place in range(number - 1 if heaviest_alone else number // 2):
+                if heaviest_alone:
+                    heavy, light = order[number - 1], order[place]
+                    uneven = _is_uneven(packs, heavy, rules)
+                else:  # each round shifts the light half by one, so that others meet
+                    heavy, light = order[number - 1 - place], order[(place + turn) % (number // 2)]
+                    uneven = _is_uneven(packs, heavy, rules) or _is_uneven(packs, light, rules)
+                if uneven:
                     tries += 1
                     done += exchange(window, rules, heavy, light, 0, GAIN, turn, LEVELLING)
-            if UNPRODUCTIVE * done < tries or tries == 0:
-                break
-
-
-@compiled
-def level_heaviest(window: Window, rules: Rules) -> None:
-    """Let the pack that costs most in every step meet all others: all ranks wait for it."""
-    packs, order, number = window.packs, window.order, rules.step_packs
-    for begin in range(0, len(packs), number):
-        order[:number] = np.arange(begin, begin + number)
-        for turn in range(rules.effort.heaviest_rounds):
-            sort_packs(packs, order, number, False, True)
-            heaviest = order[number - 1]
-            tries = done = 0
-            for place in range(number - 1):
-                if _is_uneven(packs, heaviest, rules):
-                    tries += 1
-                    done += exchange(window, rules, heaviest, order[place], 0, GAIN, turn, LEVELLING)
             if UNPRODUCTIVE * done < tries or tries == 0:
                 break
 
@@ -135,7 +123,8 @@ def even_vision(window: Window, rules: Rules, group_packs: int, seed: Any) -> No
         number = min(group_packs, len(packs) - begin)
         before = number + 1
         for turn in range(rules.effort.vision_rounds):
-            heavy = light = 0  # lists that grow from both ends of the order
+            # Packs with too many vision units are listed from the front of the order, those with too few from its end.
+            heavy = light = 0
             for pack in range(begin, begin + number):
                 if packs[pack, VISION_EXCESS] > tolerance:
                     order[heavy] = pack
@@ -147,11 +136,14 @@ def even_vision(window: Window, rules: Rules, group_packs: int, seed: Any) -> No
             if heavy + light == 0 or stuck:
                 break
             before = heavy + light
+            # Each heavy one meets a few light ones, in every round others, until it is even.
             for place in range(heavy):
                 for meeting in range(min(MEETINGS, light)):
                     pack, other = order[place], order[number - 1 - (place + turn * MEETINGS + meeting) % light]
                     if packs[pack, VISION_EXCESS] > tolerance and packs[other, VISION_EXCESS] < -tolerance:
                         exchange(window, rules, pack, other, 0, 0, turn, LEVELLING)
+            # What is left hands its excess on to an even pack: the wish, of as much as it is over the tolerance twice,
+            # lets the even one take it. In the next round that one may find what it needs.
             draws = seed + np.uint64((turn * len(packs) + begin) << 1)
             for place in range(heavy + light):
                 pack = order[place if place < heavy else number - 1 - (place - heavy)]
@@ -161,47 +153,57 @@ def even_vision(window: Window, rules: Rules, group_packs: int, seed: Any) -> No
                     exchange(window, rules, pack, other, wish, 0, turn, LEVELLING)
 
 
-@compiled
-def repair(window: Window, rules: Rules, seed: Any) -> int:
+def repair(window: Window, rules: Rules, seed: np.uint64) -> int:
     """Let packs over a limit meet others of the window until none is left; return how many are."""
-    packs, number = window.packs, len(window.packs)
-    left, tries = _count_over(packs), REPAIRS * number
+    number, tries = len(window.packs), REPAIRS * len(window.packs)
+    rooms = window.packs[:, [VISION_ROOM, TOKEN_ROOM]].T  # a copy
     for turn in range(rules.effort.repair_rounds):
-        if left == 0 or tries == 0:
+        if rooms.min(initial=0) >= 0 or tries == 0:
             break
-        # The first ones in these orders have most room: every pack in need begins with another of them.
-        by_vision, by_tokens = np.argsort(-packs[:, VISION_ROOM]), np.argsort(-packs[:, TOKEN_ROOM])
-        served = 0
-        for pack in range(number):
-            if _is_over(packs, pack):
-                draws = seed + np.uint64((turn * number + pack) << 20)
-                roomy = by_vision if packs[pack, VISION_ROOM] < 0 else by_tokens
-                tries = _repair_pack(window, rules, pack, roomy, served, draws, turn, tries)
-                served += 1
-        left = _count_over(packs)
-    return left
+        # The first ones in these orders have most room. With its place behind it, no room equals another one: so all
+        # machines sort alike.
+        roomy = np.argsort(np.ascontiguousarray(-rooms << PLACE_BITS) + np.arange(number))
+        tries = repair_packs(window, rules, roomy, seed + np.uint64(turn * number << 20), turn, tries)
+        rooms = window.packs[:, [VISION_ROOM, TOKEN_ROOM]].T
+    return int((rooms < 0).any(axis=0).sum())
 
 
 @compiled
-def _repair_pack(
-    window: Window, rules: Rules, pack: int, roomy: Int64Array, first: int, draws: Any, turn: int, tries: int
-) -> int:
-    """Let a pack meet roomy ones and random ones in turns; return how many more meetings there may be."""
-    packs, number = window.packs, len(roomy)
+def repair_packs(window: Window, rules: Rules, roomy: Int64Array, seed: Any, turn: int, tries: int) -> int:
+    """Let every pack over a limit meet roomy ones and random ones in turns; return how many more meetings there may be.
+
+    Args:
+        window: Changed in place.
+        rules: What all windows have in common.
+        roomy: Packs by their room for vision units, and by their room for tokens, those with most room first.
+        seed: What chance decides by.
+        turn: Which round.
+        tries: Meetings that there may be.
+    """
+    packs, number = window.packs, len(window.packs)
     # At first, neither vision units nor a step's mix may suffer for a limit; then one of them; then only limits count.
     mode = min(CAREFULLY + turn, BY_ALL_MEANS)
-    for look in range(min(LOOKS << max(turn - 1, 0), 2 * number)):
-        if not _is_over(packs, pack) or tries == 0:
-            return tries
-        drawn = np.int64(scrambled(draws + np.uint64(look)) % np.uint64(number))
-        other = drawn if look % 2 else roomy[(first + look // 2) % number]
-        if other != pack and _has_room(packs, pack, other, mode):
-            tries -= 1
-            exchange(window, rules, pack, other, 0, 0, turn, mode)
+    served = 0
+    for pack in range(number):
+        if not _is_over(packs, pack):
+            continue
+        scarce = 0 if packs[pack, VISION_ROOM] < 0 else 1
+        draws = seed + np.uint64(pack << 20)
+        for look in range(min(LOOKS << max(turn - 1, 0), 2 * number)):
+            if not _is_over(packs, pack) or tries == 0:
+                break
+            # Every second one is random. The roomy ones begin with another one for every pack: else all would turn to
+            # the same, whose room is gone after the first.
+            drawn = np.int64(scrambled(draws + np.uint64(look)) % np.uint64(number))
+            other = drawn if look % 2 else roomy[scarce, (served + look // 2) % number]
+            if other != pack and _has_room(packs, pack, other, mode):
+                tries -= 1
+                exchange(window, rules, pack, other, 0, 0, turn, mode)
+        served += 1
     return tries
 
 
-@compiled
+@compiled_part
 def _has_room(packs: Int64Array, pack: Integer, other: Integer, mode: int) -> bool:
     """Tell whether another pack has room for what a pack holds too much: for all of it, or for some."""
     if mode <= FREELY:
@@ -215,22 +217,15 @@ def _has_room(packs: Int64Array, pack: Integer, other: Integer, mode: int) -> bo
     )
 
 
-@compiled
+@compiled_part
 def _is_over(packs: Int64Array, pack: Integer) -> bool:
     """Tell whether a pack exceeds a limit."""
     return bool(packs[pack, VISION_ROOM] < 0 or packs[pack, TOKEN_ROOM] < 0)
 
 
-@compiled
-def _count_over(packs: Int64Array) -> int:
-    number = 0
-    for pack in range(len(packs)):
-        number += _is_over(packs, pack)
-    return number
-
-
-@compiled
+@compiled_part
 def _is_uneven(packs: Int64Array, pack: Integer, rules: Rules) -> bool:
+    """Tell whether a pack is worth a meeting: away from its step's mean, or over a limit."""
     return bool(
         abs(packs[pack, VISION_EXCESS]) > rules.vision_tolerance
         or abs(packs[pack, COST_EXCESS]) > TOLERANCE
@@ -238,10 +233,11 @@ def _is_uneven(packs: Int64Array, pack: Integer, rules: Rules) -> bool:
     )
 
 
-@compiled
+@compiled_part
 def sort_packs(packs: Int64Array, order: Int64Array, number: int, by_vision: bool, by_cost: bool) -> None:
     """Sort packs from light to heavy by one load or by their sum: Shell's sort, quick on what is nearly sorted."""
     vision, cost = np.int64(by_vision), np.int64(by_cost)
+    # Insertion sort of every gap-th pack, then of nearer ones: gaps of 1, 4, 13, 40, …
     gap = 1
     while gap < number // 3:
         gap = 3 * gap + 1

@@ -34,7 +34,7 @@ class Effort(NamedTuple):
     """Samples at a step's end, and behind it, that may change places: 64 subsets each."""
     step_rounds: int = 4
     """Rounds in which the packs of a step meet; what is not even by then stays uneven."""
-    vision_rounds: int = 12
+    vision_rounds: int = 8
     """Rounds in which packs of wrong vision units meet those of other steps."""
     group_rounds: int = 4
     """Rounds in which all packs of neighbouring steps meet."""
@@ -50,6 +50,8 @@ class Effort(NamedTuple):
     """How far exchanges may take a step's mix from that of all samples: random steps are at 1 on average."""
     strange_samples: int = 30
     """Samples by which any step counts as larger there: in a small one, a few exchanges are soon as much as chance."""
+    strangest: float = 1.8
+    """How far they may take it at most, however small the step."""
 
 
 class Rules(NamedTuple):

@@ -1,11 +1,18 @@
-"""A random order of any number of samples that is computed where it is needed, not stored."""
+"""A random order of any number of samples that is computed where it is needed, not stored.
+
+The planner asks for the order in one place, ``BalancedPacks._draw(begin, end, epoch)``: which samples stand at these
+places of an epoch. Whatever else should decide the order, such as shares of several sources, has to give the same: the
+samples at any range of places without those before it, alike on all ranks; as many places in every epoch; and any
+stretch of some thousand places as mixed as all of them, since steps are cut from the order as it is and only what all
+samples hold together (``demand.survey``) says how many steps there are.
+"""
 
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.compiled import compiled
+from omnibal.compiled import compiled, compiled_part
 
 ROUNDS: Final = 4
 LEAST_BITS: Final = 10  # on a smaller domain the network does not reach all permutations equally often
@@ -41,7 +48,7 @@ def shuffle_keys(*seed: int) -> UInt64Array:
     return np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64).astype(np.uint64)
 
 
-@compiled
+@compiled_part
 def scrambled(value: Any) -> Any:
     """Turn 64 bits into 32 that look random (multiplications as in Steele, Lea and Flood's SplitMix, 2014)."""
     value = value * np.uint64(0xBF58476D1CE4E5B9)
@@ -58,6 +65,8 @@ def _shuffled(size: Any, first: int, last: int, bits: int, keys: UInt64Array) ->
     low_mask = (one << low_bits) - one
     high_mask = (one << high_bits) - one
     for place in range(first, last):
+        # The place in two halves; each round mixes one of them with a scrambled key and the other one. Every round can
+        # be undone, so different places become different values.
         value = np.uint64(place)
         while True:
             low, high = value & low_mask, value >> low_bits
@@ -66,6 +75,6 @@ def _shuffled(size: Any, first: int, last: int, bits: int, keys: UInt64Array) ->
                 low ^= scrambled(high + keys[turn + 1]) & low_mask
             value = (high << low_bits) | low
             if value < size:
-                break
+                break  # else it is encrypted once more
         order[place - first] = value
     return order

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.compiled import compiled
-from omnibal.data.balance.exchange import WITHIN, Goal, add_subsets, nearest
+from omnibal.compiled import compiled, compiled_part
 from omnibal.data.balance.levelling import sort_packs
 from omnibal.data.balance.rules import Rules
+from omnibal.data.balance.subsets import WITHIN, Goal, add_subsets, nearest
 from omnibal.data.balance.tables import (
     COST,
     COST_EXCESS,
@@ -50,22 +50,25 @@ def cut_steps(shares: Int32Array, vision: Int64Array, num_steps: int, rules: Rul
     order: Int64Array = np.arange(number)
     starts: Any = np.zeros(num_steps + 1, dtype=np.int64)
     table = np.zeros((number, TOKENS + 1), dtype=np.int32)  # what the ends of steps are trimmed by
-    total = done = np.int64(0)
+    total = done = np.int64(0)  # driving load of all samples, and of the steps so far
     for sample in range(number):
         table[sample, VISION] = vision[sample] * rules.whole_weight
         table[sample, COST] = shares[sample] * rules.share_weight
         total += shares[sample]
     for step in range(num_steps):
         begin, left = starts[step], num_steps - step
+        # The last step takes what is left, all others a sample for every pack at least.
         end = number if left == 1 else min(begin + rules.step_packs, number)
-        if left > 1 and number - begin > left * rules.step_packs:
-            most = number - (left - 1) * rules.step_packs
+        if left > 1 and number - begin > left * rules.step_packs:  # there are more samples than that
+            most = number - (left - 1) * rules.step_packs  # the steps behind need one for every pack, too
             due: Any = total * (step + 1) // num_steps - done
             # Rounded up, so that the last step gets what is left.
             due = min(-(-due // rules.share_unit) * rules.share_unit, rules.step_packs * rules.most_share)
+            # Draw until the next sample would take the step farther from its share than it is.
             drawn = _sum(shares, order, begin, end)
             while end < most and 2 * (due - drawn) >= shares[order[end]]:
                 drawn, end = drawn + shares[order[end]], end + 1
+            # How far vision units are from the next multiple of the ranks.
             units = _sum(vision, order, begin, end)
             whole = (units + rules.num_replicas // 2) // rules.num_replicas * rules.num_replicas
             # Beyond that the next multiple is out of reach, and steps would be sorted in vain.
@@ -78,7 +81,7 @@ def cut_steps(shares: Int32Array, vision: Int64Array, num_steps: int, rules: Rul
     return order, starts
 
 
-@compiled
+@compiled_part
 def _sum(values: Any, order: Int64Array, begin: Integer, end: Integer) -> Any:
     total = np.int64(0)
     for place in range(begin, end):
@@ -86,7 +89,7 @@ def _sum(values: Any, order: Int64Array, begin: Integer, end: Integer) -> Any:
     return total
 
 
-@compiled
+@compiled_part
 def _trim(
     table: Int32Array,
     order: Int64Array,
@@ -98,10 +101,27 @@ def _trim(
     rules: Rules,
     scratch: Int32Array,
 ) -> int:
-    """Let last samples of a step and next ones change places to remove an excess; return the step's new end."""
+    """Let last samples of a step and next ones change places to remove an excess; return the step's new end.
+
+    It is an exchange as between two packs: the step's last samples against the next ones in the stream.
+
+    Args:
+        table: What each sample weighs, for vision units and for the driving load.
+        order: The stream; the places around ``end`` are changed.
+        least: First end that the step may get.
+        begin: Where the step begins.
+        end: Where it ends.
+        most: Last end that it may get.
+        excess: What it has too much of both weights, possibly below 0.
+        rules: How many samples may change places.
+        scratch: Room.
+    """
     mine, theirs = min(rules.effort.trimmed, end - begin), min(rules.effort.trimmed, len(order) - end)
     first = end - mine
-    scratch[0, MEMBER, :mine], scratch[1, MEMBER, :theirs] = order[first:end], order[end : end + theirs]
+    for member in range(mine):
+        scratch[0, MEMBER, member] = order[first + member]
+    for member in range(theirs):
+        scratch[1, MEMBER, member] = order[end + member]
     num_mine = add_subsets(table, scratch[0], mine, rules.effort.trimmed)
     num_theirs = add_subsets(table, scratch[1], theirs, rules.effort.trimmed)
     vision, cost = min(max(excess[0], -WITHIN), WITHIN), min(max(excess[1], -WITHIN), WITHIN)
@@ -111,10 +131,11 @@ def _trim(
     if given < 0:
         return end
     give, take, behind = scratch[0, MASK, given], scratch[1, MASK, taken], end
-    for member in range(rules.effort.trimmed):
+    for member in range(rules.effort.trimmed):  # the step grows by what it takes and shrinks by what it gives
         behind += (take >> member & 1) - (give >> member & 1)
     if not least <= behind <= most:
         return end  # the step would have too few samples, or leave too few
+    # First what stays in the step and what comes to it, then what leaves it and what stays behind it.
     place, new_end = first, behind
     for side, count, moved in ((0, mine, give), (1, theirs, take)):
         for member in range(count):
@@ -147,7 +168,7 @@ def deal_samples(
             order[place] = begin + place
         for place in range(starts[step], starts[step + 1]):
             turn = (place - starts[step]) % rules.step_packs
-            if turn == 0 and place > starts[step]:
+            if turn == 0 and place > starts[step]:  # a new round: the lightest packs come first
                 sort_packs(packs, order, rules.step_packs, True, True)
             sample, pack = by_size[place], order[turn]
             prepend(samples, packs, pack, sample)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.compiled import compiled
+from omnibal.compiled import compiled_part
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class Window(NamedTuple):
     """Room for the samples and subsets of two packs."""
 
 
-@compiled
+@compiled_part
 def prepend(samples: Int32Array, packs: Int64Array, pack: Integer, sample: Integer) -> None:
     """Link a sample in front of a pack's chain."""
     samples[sample, NEXT] = packs[pack, FIRST]

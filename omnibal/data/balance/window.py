@@ -1,18 +1,17 @@
 """One window: random samples become the packs of some steps."""
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from omnibal.compiled import compiled
+from omnibal.compiled import compiled, compiled_part
 from omnibal.data.balance.levelling import level_window
+from omnibal.data.balance.mixes import count_mixes
 from omnibal.data.balance.rules import MOST_LOAD, Rules
 from omnibal.data.balance.steps import cut_steps, deal_samples
 from omnibal.data.balance.tables import (
     COST,
     FIRST,
-    MIX,
     MOST_SUBSETS,
     NEXT,
     NOWHERE,
@@ -27,11 +26,6 @@ from omnibal.data.balance.tables import (
 )
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.packs import Packs
-
-QUANTILES: Final = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
-"""Shares of the samples at which thresholds are set, the ends included: large samples are what packs compete for."""
-EVERY: Final = 8
-"""Thresholds are set by every eighth sample; how many are below is counted exactly."""
 
 
 class Columns(NamedTuple):
@@ -91,6 +85,7 @@ def measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32A
     Returns:
         A row per sample (see ``omnibal.data.balance.tables``), vision units, and driving loads.
     """
+    # Rows side by side: an exchange reads all loads of a few samples.
     samples = np.empty((len(chosen), TOKENS + 1), dtype=np.int32)
     units, shares = np.empty(len(chosen), dtype=np.int64), np.empty(len(chosen), dtype=np.int32)
     per_unit, per_token, per_squared_token, per_squared_unit = rules.costs
@@ -107,7 +102,7 @@ def measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32A
     return samples, units, shares
 
 
-@compiled
+@compiled_part
 def sizes_of(sample: int, columns: Columns, rules: Rules) -> Any:
     """Vision units and tokens of a sample, at least one token; those of the limits where it exceeds one."""
     vision, tokens = np.int64(columns.vision_units[sample]), np.int64(columns.llm_tokens[sample])
@@ -131,48 +126,17 @@ def _make_window(
 ) -> Window:
     """Deal the samples of every step to its packs, and count its mix of sizes."""
     num_steps = len(starts) - 1
-    step = np.repeat(np.arange(num_steps), np.diff(starts))
     packs = np.zeros((num_steps * rules.step_packs, TOKEN_ROOM + 1), dtype=np.int64)
     packs[:, FIRST] = NOWHERE
     packs[:, VISION_ROOM] = rules.most_vision * rules.vision_weight
     packs[:, TOKEN_ROOM] = rules.most_tokens * rules.token_weight
-    mix, usual = _count_mixes(samples, order, step, num_steps)
+    mix, usual = count_mixes(samples, order, starts)
     change, room = np.zeros(mix.shape[1], dtype=np.int64), np.empty(len(packs), dtype=np.int64)
-    sizes = samples[order, VISION].astype(np.int64) + samples[order, COST]
+    step, sizes = np.repeat(np.arange(num_steps), np.diff(starts)), samples[order, VISION] + samples[order, COST]
     # Step, size, place in one number each: no two are equal, so that every machine sorts them alike.
     keys = ((step << 26) - sizes << 20) + np.arange(len(order))
     deal_samples(samples, packs, order[np.argsort(keys)], starts, rules, room)
     return Window(samples, packs, mix, usual, change, room, scratch)
-
-
-def _count_mixes(
-    samples: Int32Array, order: Int64Array, step: Int64Array, num_steps: int
-) -> tuple[Int64Array, npt.NDArray[np.float64]]:
-    """Set thresholds by size, and by what a sample costs beyond its vision units; count every step's samples below.
-
-    Args:
-        samples: Their bits are set.
-        order: Samples, step after step.
-        step: The step of each of them.
-        num_steps: Number of steps.
-
-    Returns:
-        The columns ``mix`` and ``usual`` of a window.
-    """
-    vision, cost = samples[order, VISION].astype(np.float64), samples[order, COST].astype(np.float64)
-    rest = cost - vision * (cost.sum() / max(vision.sum(), 1.0))
-    samples[:, MIX] = 1 << 2 * len(QUANTILES)  # the column that counts all
-    columns = []
-    for number, values in enumerate((vision + cost, rest)):
-        edges = np.quantile(values[::EVERY], QUANTILES, method="lower") if len(values) else np.zeros(len(QUANTILES))
-        classes = np.searchsorted(edges, values)  # thresholds that the sample exceeds
-        bits = (1 << len(QUANTILES)) - (1 << classes)
-        samples[order, MIX] |= (bits << number * len(QUANTILES)).astype(np.int32)
-        width = len(QUANTILES) + 1
-        counts = np.bincount(step * width + classes, minlength=num_steps * width).reshape(num_steps, width)
-        columns.append(counts.cumsum(axis=1))
-    mix = np.concatenate([columns[0][:, :-1], columns[1]], axis=1)
-    return mix, mix[:, :-1].sum(axis=0) / max(len(order), 1)
 
 
 def _running_order(packs: Int64Array, rules: Rules, chance: np.random.Generator) -> Int64Array:
@@ -192,6 +156,7 @@ def _running_order(packs: Int64Array, rules: Rules, chance: np.random.Generator)
 
 @compiled
 def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, order: Int64Array) -> Any:
+    """Write the chains of samples one after another, as ``Packs`` has them: samples, and where each pack begins."""
     packed, starts = np.empty(len(chosen), dtype=np.int64), np.zeros(len(order) + 1, dtype=np.int64)
     end = 0
     for place in range(len(order)):

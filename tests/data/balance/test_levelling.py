@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.balance.levelling import even_vision, level_heaviest, level_parts, level_window, repair
+from omnibal.data.balance.levelling import even_vision, level_parts, level_window, repair
 from omnibal.data.balance.tables import TOKEN_ROOM, VISION_ROOM
 from tests.data.balance.tables import check_window, make_rules, make_window, members_of
 
@@ -35,9 +35,9 @@ def test_the_heaviest_pack_meets_all_others():
     members = [list(range(pack, len(costs), 4)) for pack in range(4)]
     window = make_window([(0, cost, 0) for cost in costs], members, rules)
     window.packs[:, 3] -= sum(costs) // 4
-    level_parts(window, rules, 4, 4)
+    level_parts(window, rules, 4, 4, False)
     before = window.packs[:, 3].max()
-    level_heaviest(window, rules)
+    level_parts(window, rules, 4, 4, True)
     check_window(window, rules, [(0, sum(costs) // 4)] * 4)
     assert window.packs[:, 3].max() <= before
 
