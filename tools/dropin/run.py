@@ -6,6 +6,7 @@ takes as long as its slowest rank. Gradients are exchanged and weights updated u
 
 import argparse
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -198,8 +199,8 @@ def batch_of(group: list[int], way: Way, samples: Samples, collator: PackCollato
     return collator(Drawn(tuple(group), tuple(items), has_filler=False))
 
 
-def compare(rank: int, port: int, kind: str, micro_batches: int, minutes: float, out: str) -> None:
-    """A process: all ways in turn, a step of each in every round, until time is up."""
+def compare(rank: int, port: int, kind: str, micro_batches: int, steps: int, out: str) -> None:
+    """A process: all ways in turn, a step of each in every round; the first round warms up."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     lengths = lengths_of(kind)
@@ -217,14 +218,9 @@ def compare(rank: int, port: int, kind: str, micro_batches: int, minutes: float,
         model = model_of(kind)
         trained.append(Trained(way, model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
     collator = PackCollator(samples.collate, positions_of(trained[0].model.config))
-    ends = time.perf_counter() + 60 * minutes
-    for number in range(min(len(way.steps) for way in ways)):
+    for number in range(steps + 1):
         for one in trained:
             step(one, number, samples, collator)
-        late = torch.tensor(float(time.perf_counter() > ends))
-        dist.all_reduce(late)
-        if late:
-            break
     if rank == 0:
         Path(out).write_text(json.dumps([record(one) for one in trained]))
     dist.destroy_process_group()
@@ -258,16 +254,19 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Train and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.5, help="of each table, after which no round begins")
     parser.add_argument("--kinds", nargs="+", default=["real", "mix", "native"])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--samples", type=int, default=400, help="that every way trains in each table, about")
     parser.add_argument("--out", type=Path, default=Path("dropin.json"), help="where measured steps are kept")
     arguments = parser.parse_args()
     kept = {}
-    for number, kind in enumerate(arguments.kinds):
+    for kind in arguments.kinds:
         for micro_batches in arguments.accumulation:
-            port = 29600 + 10 * number + micro_batches
-            given = (port, kind, micro_batches, arguments.minutes, str(arguments.out))
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            steps = arguments.samples // (RANKS * 4 * micro_batches)
+            given = (port, kind, micro_batches, steps, str(arguments.out))
             torch.multiprocessing.spawn(compare, args=given, nprocs=RANKS)
             found = json.loads(arguments.out.read_text())
             kept[f"{kind}, accumulation {micro_batches}"] = found

@@ -1,0 +1,46 @@
+r"""A plugin of ms-swift that trains on packs: name this file, and say what a pack may hold.
+
+    OMNIBAL_LIMITS=16384,8192 swift sft ... --padding_free true --strict true \
+        --external_plugins $(python -c "import omnibal; print(omnibal.__path__[0])")/integrations/plugins/ms_swift.py
+
+The limits are those of vision units (patches or tiles) and LLM tokens. Under ``--padding_free`` its template makes one
+sequence of a pack; without, it pads. Each sample is read once before training, to count it; ``--strict`` keeps broken
+samples from being replaced by others.
+"""
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError
+from omnibal.integrations.loops import PackLoader, replace_loader
+
+
+def limits_of(text: str | None) -> PackLimits:
+    """Limits as the environment names them.
+
+    Raises:
+        ConfigError: They are not two integers.
+
+    >>> limits_of("16384,8192").llm_tokens
+    8192
+    """
+    try:
+        vision_units, llm_tokens = map(int, (text or "").split(","))
+    except ValueError:
+        raise ConfigError(
+            f"OMNIBAL_LIMITS must be the vision units and LLM tokens of a pack, such as 16384,8192, got {text!r}"
+        ) from None
+    return PackLimits(vision_units, llm_tokens)
+
+
+def get_train_dataloader(trainer: Any, skip_batches: int = 0) -> PackLoader:
+    """What takes the place of the trainer's own, in all epochs and where a run goes on."""
+    return replace_loader(trainer, limits_of(os.environ.get("OMNIBAL_LIMITS")))
+
+
+if find_spec("swift") is not None:  # elsewhere the file is only read
+    from swift.trainers.mixin import DataLoaderMixin
+
+    DataLoaderMixin.get_train_dataloader = get_train_dataloader
