@@ -4,7 +4,7 @@
     use_balance(trainer, PackLimits(vision_units=16, llm_tokens=12000))  # new
 
 Its model puts images into the text itself and makes the mask and the positions of each row anew, so samples cannot
-share one: micro-batches are balanced, and padded by its own collator.
+share one: micro-batches are balanced, and padded by its own collator. Limits count the padding.
 """
 
 from collections.abc import Mapping
@@ -26,4 +26,4 @@ def loads(item: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def use_balance(trainer: Any, limits: PackLimits) -> None:
     """Call it before ``trainer.train()``."""
-    replace_loader(trainer, limits, measure=loads)
+    replace_loader(trainer, limits, measure=loads, padded=True)

@@ -4,10 +4,13 @@ Attention must not cross a sample: `cu_seq_lens` says where each one begins, and
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from omnibal.errors import DataError
 
 IGNORED = -100
 """Label of a token that carries no loss, as in transformers."""
@@ -15,6 +18,9 @@ IGNORED = -100
 Positions = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """From a sample's token ids (tokens,) and integers by their names to positions (rows, tokens), int64; a DataError says
 why the two do not fit one another."""
+
+GRIDS = "image_grid_thw"
+"""Name of the integers of each image: its frames (one), and the rows and columns of its patches."""
 
 
 def pack_samples(
@@ -67,3 +73,57 @@ def pack_samples(
         "pixel_values": torch.cat([torch.empty(0, *pixel_shape, dtype=pixel_dtype), *pixels]),
         **integers,
     }
+
+
+def mrope_positions(ids: Tensor, sample: Mapping[str, Any], *, image_token_id: int, merge_size: int) -> Tensor:
+    """Positions of a sample's tokens in time, height and width.
+
+    Text counts up in all three. An image's tokens share one time and count its rows and columns from there; the text
+    behind it goes on above the largest of them.
+
+    Args:
+        ids: Int64 of shape (tokens,).
+        sample: Holds ``image_grid_thw`` if there are images.
+        image_token_id: Stands for a piece of an image.
+        merge_size: Patches, in each direction, that become one token.
+
+    Returns:
+        Int64 of shape (3, tokens).
+
+    Raises:
+        DataError: The image tokens, run by run, are not those of the grids, ``pixel_values`` are other patches, or a
+            grid is a video's.
+
+    >>> ids, grid = torch.tensor([7, 3, 3, 8]), torch.tensor([[1, 2, 4]])
+    >>> mrope_positions(ids, {"image_grid_thw": grid}, image_token_id=3, merge_size=2).tolist()
+    [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
+    """
+    is_image, grids = ids == image_token_id, [] if sample.get(GRIDS) is None else sample[GRIDS].tolist()
+    changes = [] if len(ids) == 0 else (torch.where(is_image.diff())[0] + 1).tolist()
+    runs = [(bool(is_image[start]), stop - start) for start, stop in pairwise([0, *changes, len(ids)]) if start < stop]
+    _check_grids(grids, [length for image, length in runs if image], merge_size, sample.get("pixel_values"))
+    parts, begin, remaining = [torch.empty(3, 0, dtype=torch.int64)], 0, iter(grids)
+    for image, length in runs:
+        if image:
+            _, rows, columns = (side // merge_size for side in next(remaining))
+            place = torch.arange(length)
+            parts.append(begin + torch.stack([torch.zeros_like(place), place // columns, place % columns]))
+            begin += max(rows, columns)
+        else:
+            parts.append(torch.arange(begin, begin + length).expand(3, -1))
+            begin += length
+    return torch.cat(parts, dim=1)
+
+
+def _check_grids(grids: Sequence[Sequence[int]], runs: Sequence[int], merge_size: int, pixels: Tensor | None) -> None:
+    for frames, _, _ in grids:
+        if frames != 1:
+            raise DataError(f"{GRIDS} must be of images, got one of {frames} frames: a video")
+    patches = [rows * columns for _, rows, columns in grids]
+    wanted = [number // merge_size**2 for number in patches]
+    if list(runs) != wanted:
+        raise DataError(
+            f"image tokens must stand in runs of {wanted}, one for each grid of {GRIDS}, got runs of {list(runs)}"
+        )
+    if pixels is not None and len(pixels) != sum(patches):
+        raise DataError(f"pixel_values must be the {sum(patches)} patches of {GRIDS}, got {len(pixels)}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from omnibal.data.collate import IGNORED, Positions
+from omnibal.data.collate import IGNORED, Positions, mrope_positions
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loading import Drawn, Loads, PlannedLoads
@@ -50,8 +50,6 @@ def positions_of(config: Any) -> Positions | None:
 
 def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
     """The text's positions, which tell samples apart, above those in time, height and width."""
-    from omnibal.vlm.patches import mrope_positions  # the only part that needs transformers, and its newest
-
     return torch.cat([torch.arange(len(ids))[None], mrope_positions(ids, sample, **sizes)])
 
 

@@ -14,16 +14,16 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.resume import check_agreement
 from omnibal.errors import DataError
-from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
-from omnibal.integrations.loading import PackedView, PackSampler
-from omnibal.integrations.loops import (
-    PackLoader,
+from omnibal.integrations.agreement import (
     gathered,
     kept_lengths,
     refuse_other_lengths,
     refuse_unlike_sizes,
     two_samples,
 )
+from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
+from omnibal.integrations.loading import PackedView, PackSampler
+from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.packing import PackCollator, check_packed, loss_per_target, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.searched import limits_for

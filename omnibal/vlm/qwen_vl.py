@@ -19,11 +19,12 @@ from transformers import (
 )
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
+from omnibal.data.collate import GRIDS, mrope_positions
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import LayerRecord
 from omnibal.vlm.attention import attention_kwargs
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
-from omnibal.vlm.patches import GRIDS, PatchPlaces, bounds_of, mrope_positions, patch_places, reordered, sent_to
+from omnibal.vlm.patches import PatchPlaces, bounds_of, patch_places, reordered, sent_to
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import DecoderBlock, ExactRotary, text_recipes
 

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
+from omnibal.data.collate import GRIDS
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.errors import DataError
 from omnibal.vlm import load_model
-from omnibal.vlm.patches import GRIDS
 from tests.engine.cases import SmallDataset
 from tests.engine.small import IMAGE_TOKEN, VOCABULARY, small_config
 from tests.families import models as families

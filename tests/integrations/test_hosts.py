@@ -17,8 +17,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.agreement import two_samples
 from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.loops import balanced_loader, item_loads, two_samples
+from omnibal.integrations.loops import balanced_loader, item_loads
 from tests.families.models import small_config
 from tests.integrations.items import Collate, items_of
 from tests.vlm.families import plain_backward, plain_family_model

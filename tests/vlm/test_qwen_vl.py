@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from omnibal.cost import Load
+from omnibal.data.collate import GRIDS, mrope_positions
 from omnibal.device import DEVICES
 from omnibal.engine.transfers import describe, read_description
 from omnibal.errors import ConfigError, DataError
@@ -17,7 +18,6 @@ from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import Payload, attention, load_model
 from omnibal.vlm.loss import token_losses
-from omnibal.vlm.patches import GRIDS, mrope_positions
 from omnibal.vlm.payload import PackCounts, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import save_model

@@ -1,7 +1,8 @@
 """Trains in every way in turn, on two processes of one thread, and prints tables: python tools/dropin/run.py.
 
 Seconds are processor time of a rank's forward and backward passes, so other work on the machine hardly counts; a step
-takes as long as its slowest rank. Gradients are exchanged and weights updated untimed: both are the same for all.
+takes as long as its slowest rank. Gradients are exchanged and weights updated untimed: both are the same for all. Ways
+do not train the same samples in the same steps, so samples are counted by their work: 1 is a sample of average work.
 """
 
 import argparse
@@ -27,12 +28,13 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
 )
-from ways import Task, Way, default, group_by_length, knapsack, limits_for, ours, padded, rebalance
+from ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, rebalance
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.integrations.loading import Drawn
 from omnibal.integrations.packing import PackCollator, loss_per_target, positions_of
+from omnibal.vlm.attention import PACKED_ATTENTION
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "sampling")]
 from data import real_lengths  # noqa: E402
@@ -43,8 +45,8 @@ IMAGE_TOKEN, PAD_TOKEN, VOCABULARY, WORDS = 3, 0, 512, 32
 TILE, PATCH, TILE_TOKENS = 56, 7, 16
 
 
-def model_of(kind: str) -> Any:
-    """A tiny InternVL or Qwen2.5-VL; the ViT takes about half as long as the language model."""
+def model_of(kind: str, *, packed: bool = False) -> Any:
+    """A tiny InternVL or Qwen2.5-VL; the language model of packs computes attention within samples only."""
     language = {
         "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 4096,
@@ -68,7 +70,8 @@ def model_of(kind: str) -> Any:
             vision_config=tower, text_config=Qwen2Config(**language), image_token_id=IMAGE_TOKEN,
             image_seq_length=TILE_TOKENS, downsample_ratio=0.5, tie_word_embeddings=False,
         )  # fmt: skip
-    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    attention = {"vision_config": "sdpa", "text_config": PACKED_ATTENTION if packed else "sdpa"}
+    return AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
 
 
 def lengths_of(kind: str) -> SampleLengths:
@@ -91,6 +94,8 @@ class Samples:
 
     def __init__(self, kind: str, lengths: SampleLengths) -> None:
         self.kind, self.lengths = kind, lengths
+        work = work_of(kind, lengths)
+        self.work = work / work.mean()
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         units, tokens = int(self.lengths.vision_units[number]), int(self.lengths.llm_tokens[number])
@@ -126,6 +131,16 @@ class Samples:
         return batch
 
 
+def work_of(kind: str, lengths: SampleLengths) -> np.ndarray:
+    """Multiplications of each sample with weights: patches through the ViT, tokens through the language model."""
+    sizes = {"vision": 0, "language": 0}
+    for name, parameter in model_of(kind).named_parameters():
+        if "embed" not in name:
+            sizes["vision" if "vis" in name else "language"] += parameter.numel()
+    patches = lengths.vision_units * (1 if kind == "native" else (TILE // PATCH) ** 2)
+    return patches * float(sizes["vision"]) + lengths.llm_tokens * float(sizes["language"])
+
+
 @dataclass
 class Trained:
     """A way, its model, and what was measured: by step, of all ranks."""
@@ -136,6 +151,7 @@ class Trained:
     seconds: list[list[float]] = field(default_factory=list)
     kept: list[list[float]] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
@@ -161,7 +177,8 @@ def step(trained: Trained, number: int, samples: Samples, collator: PackCollator
     batches = [batch_of(group, trained.way, samples, collator) for group in groups]
     targets = torch.tensor(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches))
     dist.all_reduce(targets)
-    own = {"seconds": 0.0, "kept": 0.0, "loss": 0.0, "samples": sum(map(len, groups))}
+    work = sum(float(samples.work[group].sum()) for group in groups)
+    own = {"seconds": 0.0, "kept": 0.0, "loss": 0.0, "samples": sum(map(len, groups)), "work": work}
     for batch in batches:
         labels = batch.pop("labels")
         before = time.process_time()
@@ -179,6 +196,7 @@ def step(trained: Trained, number: int, samples: Samples, collator: PackCollator
     trained.seconds.append([rank["seconds"] for rank in ranks])
     trained.kept.append([rank["kept"] for rank in ranks])
     trained.samples.append(sum(rank["samples"] for rank in ranks))
+    trained.work.append(sum(rank["work"] for rank in ranks))
     trained.losses.append(sum(rank["loss"] for rank in ranks))
 
 
@@ -205,17 +223,15 @@ def compare(rank: int, port: int, kind: str, micro_batches: int, steps: int, out
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     lengths = lengths_of(kind)
     task, samples = Task(lengths, RANKS, micro_batches), Samples(kind, lengths)
-    limits = limits_for(task)
-    own = ours(task, limits)
-    ways = [default(task), group_by_length(task), rebalance(task), knapsack(task, limits), own, padded(own)]
+    ways = [
+        default(task), group_by_length(task), rebalance(task), knapsack(task, limits_of(task)), ours(task),
+        ours(task, padded=True, name="omnibal, padded"),
+    ]  # fmt: skip
     if micro_batches > 1:  # packs that need the memory of default batches, and fewer of them
-        fewer = micro_batches // 2
-        ways.append(
-            ours(task, limits_for(task, micro_batches=fewer), micro_batches=fewer, name="omnibal, larger packs")
-        )
+        ways.append(ours(task, micro_batches=micro_batches // 2, name="omnibal, larger packs"))
     trained = []
     for way in ways:
-        model = model_of(kind)
+        model = model_of(kind, packed=not way.padded)
         trained.append(Trained(way, model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
     collator = PackCollator(samples.collate, positions_of(trained[0].model.config))
     for number in range(steps + 1):
@@ -228,7 +244,7 @@ def compare(rank: int, port: int, kind: str, micro_batches: int, steps: int, out
 
 def record(trained: Trained) -> dict[str, Any]:
     """What is kept of a way, as JSON values; the first step warms up."""
-    steps = {name: getattr(trained, name)[1:] for name in ("seconds", "kept", "samples", "losses")}
+    steps = {name: getattr(trained, name)[1:] for name in ("seconds", "kept", "samples", "work", "losses")}
     return {"name": trained.way.name, **steps}
 
 
@@ -241,7 +257,7 @@ def table(found: list[dict[str, Any]]) -> str:
     rates = []
     for way in found:
         seconds, kept = np.array(way["seconds"]), np.array(way["kept"]) / 2**20
-        rates.append(sum(way["samples"]) / seconds.max(axis=1).sum())
+        rates.append(sum(way["work"]) / seconds.max(axis=1).sum())
         spread = 1 - seconds.min(axis=1).sum() / seconds.max(axis=1).sum()
         loss = np.mean(way["losses"][-max(len(way["losses"]) // 4, 1) :])
         lines.append(

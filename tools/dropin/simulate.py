@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ways import Task, Way, default, group_by_length, knapsack, limits_for, ours, padded, random_packs, rebalance
+from ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, random_packs, rebalance
 
 from omnibal.advise.wait import wait
 from omnibal.cost import CostModel, Load
@@ -21,8 +21,8 @@ from omnibal.profile.records import ModelProfile
 sys.path[:0] = [str(Path(__file__).parents[1] / "sampling")]
 from data import real_lengths  # noqa: E402
 
-STEPS = 40
-"""As many steps' worth of samples are drawn at least."""
+STEPS = 24
+"""As many steps' worth of samples are drawn."""
 FRACTION = 0.4
 """Of the A100's peak; ratios hardly depend on it."""
 INTERNVL_8B: Mapping[str, Any] = {
@@ -84,19 +84,17 @@ def kept_bytes(profile: ModelProfile, load: Load) -> np.ndarray:
 
 def compared(task: Task) -> list[Way]:
     """All ways of a table."""
-    limits = limits_for(task)
-    own = ours(task, limits)
     return [
-        default(task), group_by_length(task), rebalance(task), random_packs(task), knapsack(task, limits), own,
-        padded(own),
+        default(task), group_by_length(task), rebalance(task), random_packs(task), knapsack(task, limits_of(task)),
+        ours(task), ours(task, padded=True, name="omnibal, padded"),
     ]  # fmt: skip
 
 
 def table(profile: ModelProfile, lengths: SampleLengths, ranks: int, micro_batches: int) -> None:
     """Print one table."""
-    needed = STEPS * 4 * micro_batches * ranks
-    repeated = np.resize(np.arange(len(lengths)), max(needed, min(len(lengths), 4 * needed)))
-    task = Task(lengths.take(repeated), ranks, micro_batches)
+    count = STEPS * 4 * micro_batches * ranks
+    drawn = np.resize(np.random.default_rng(0).permutation(len(lengths)), count)  # all of them once, and again
+    task = Task(lengths.take(drawn), ranks, micro_batches)
     rates: dict[str, dict[str, float]] = {}
     for way in compared(task):
         load = way.load(task.lengths)

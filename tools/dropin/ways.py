@@ -12,6 +12,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.integrations.loading import PackSampler
+from omnibal.integrations.padded import PLANNED_SHARE, PaddedSampler
 
 WINDOW = 64
 """Micro-batches' worth of samples that the knapsack looks at, at a time."""
@@ -129,40 +130,42 @@ def random_packs(task: Task) -> Way:
     return Way("packed, not balanced", False, default(task).steps)
 
 
-def ours(task: Task, limits: PackLimits, *, micro_batches: int | None = None, name: str = "omnibal, packed") -> Way:
-    """Our packs; the last step, which may be short, is left out."""
-    sampler = _sampler(task, limits, micro_batches or task.micro_batches)
+def ours(task: Task, *, micro_batches: int | None = None, padded: bool = False, name: str = "omnibal, packed") -> Way:
+    """Our packs, or our batches for models that cannot pack; the last step, which may be short, is left out."""
+    sampler = _sampler(task, micro_batches or task.micro_batches, padded=padded)
     steps = []
     for number in range(sampler.num_steps - 1):
         packs = [list(pack) for pack in sampler.packs_of_all_ranks(number)]
         size = sampler.micro_batches
         steps.append([packs[rank * size : (rank + 1) * size] for rank in range(task.ranks)])
-    return Way(name, False, steps)
+    return Way(name, padded, steps)
 
 
-def padded(way: Way) -> Way:
-    """The same micro-batches for a model that cannot pack."""
-    return Way(way.name.replace("packed", "padded"), True, way.steps)
-
-
-def _sampler(task: Task, limits: PackLimits, micro_batches: int) -> PackSampler:
-    return PackSampler(task.lengths, limits, num_replicas=task.ranks, rank=0, micro_batches=micro_batches)
-
-
-def limits_for(task: Task, *, micro_batches: int | None = None) -> PackLimits:
-    """Limits with which a step of so many packs has the samples that are asked for, in the proportions of the data."""
-    packs = micro_batches or task.micro_batches
+def _sampler(task: Task, micro_batches: int, *, padded: bool = False) -> PackSampler:
+    """With limits in the proportions of the data, and a step of so many packs that has the samples asked for."""
     mean = np.array([task.lengths.vision_units.mean(), task.lengths.llm_tokens.mean()])
+    mean *= task.step_samples / micro_batches / task.ranks
     low, high = 0.9, 2.5
     for _ in range(12):  # halves the range to less than a thousandth
         factor = (low + high) / 2
-        vision, tokens = np.ceil(mean * factor * task.step_samples / packs / task.ranks).astype(int).tolist()
-        limits = PackLimits(max(vision, 1), tokens)
-        samples = len(task.lengths) / _sampler(task, limits, packs).num_steps
+        vision, tokens = np.ceil(mean * factor / (PLANNED_SHARE if padded else 1)).astype(int).tolist()
+        sampler = (PaddedSampler if padded else PackSampler)(
+            task.lengths,
+            PackLimits(max(vision, 1), tokens),
+            num_replicas=task.ranks,
+            rank=0,
+            micro_batches=micro_batches,
+        )
+        samples = len(task.lengths) / sampler.num_steps
         if abs(samples / task.step_samples - 1) < STEP_ERROR:
             break
         low, high = (factor, high) if samples < task.step_samples else (low, factor)
-    return limits
+    return sampler
+
+
+def limits_of(task: Task) -> PackLimits:
+    """The limits of our packs."""
+    return _sampler(task, task.micro_batches).limits
 
 
 def _dealt(order: Sequence[int], task: Task) -> Steps:

@@ -8,36 +8,16 @@ sequence of a pack; without, it pads. Each sample is read once before training, 
 samples from being replaced by others.
 """
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
-from omnibal.data.limits import PackLimits
-from omnibal.errors import ConfigError
 from omnibal.integrations.loops import PackLoader, replace_loader
-
-
-def limits_of(text: str | None) -> PackLimits:
-    """Limits as the environment names them.
-
-    Raises:
-        ConfigError: They are not two integers.
-
-    >>> limits_of("16384,8192").llm_tokens
-    8192
-    """
-    try:
-        vision_units, llm_tokens = map(int, (text or "").split(","))
-    except ValueError:
-        raise ConfigError(
-            f"OMNIBAL_LIMITS must be the vision units and LLM tokens of a pack, such as 16384,8192, got {text!r}"
-        ) from None
-    return PackLimits(vision_units, llm_tokens)
+from omnibal.integrations.plugins.limits import given_limits
 
 
 def get_train_dataloader(trainer: Any, skip_batches: int = 0) -> PackLoader:
     """What takes the place of the trainer's own, in all epochs and where a run goes on."""
-    return replace_loader(trainer, limits_of(os.environ.get("OMNIBAL_LIMITS")))
+    return replace_loader(trainer, given_limits())
 
 
 if find_spec("swift") is not None:  # elsewhere the file is only read

@@ -1,0 +1,62 @@
+"""LLaMA-Factory's supervised fine-tuning on packs, started as ``llamafactory-cli train`` is.
+
+    OMNIBAL_LIMITS=16384,8192 torchrun ... -m omnibal.integrations.plugins.llama_factory train.yaml
+
+The limits are those of vision units (patches or tiles) and LLM tokens. Leave ``neat_packing`` and ``packing`` off.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from omnibal.integrations.loops import replace_loader
+from omnibal.integrations.packing import PER_IMAGE, PER_TOKEN, loss_per_target
+from omnibal.integrations.plugins.limits import given_limits
+
+KEPT = (*PER_TOKEN, *PER_IMAGE, "attention_mask")
+
+
+def one_sample(items: Sequence[dict[str, Any]], collate: Callable[..., Any], image_token: int | None) -> dict[str, Any]:
+    """Its batch of one sample, without the positions that it counts and the blank image that it hides under the mask.
+
+    Args:
+        items: One of them.
+        collate: Its collator, which takes fields out of what it is given.
+        image_token: Id of what stands for a piece of an image.
+    """
+    batch = collate([dict(item) for item in items])
+    if "image_grid_thw" in batch:  # what newer models of its kind ask for, to count positions by themselves
+        batch["mm_token_type_ids"] = (batch["input_ids"] == image_token).long()
+    wanted = KEPT if any(item.get("images") for item in items) else (*PER_TOKEN, "attention_mask")
+    return {name: batch[name] for name in wanted if name in batch}
+
+
+def use_packs(trainer: Any) -> None:
+    """Change a trainer's training data and loss; evaluation keeps its collator."""
+    own = trainer.data_collator
+    image_token = getattr(trainer.model.config, "image_token_id", None)
+    trainer.data_collator = partial(one_sample, collate=own, image_token=image_token)
+    replace_loader(trainer, given_limits(), model=trainer.model)
+    trainer.data_collator = own
+    trainer.compute_loss_func = loss_per_target
+
+
+def main() -> None:
+    """Train as the file on the command line says."""
+    from llamafactory.train.sft import workflow
+    from llamafactory.train.tuner import run_exp
+
+    class PackTrainer(workflow.CustomSeq2SeqTrainer):  # type: ignore[misc]
+        """Its own trainer."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.args.do_train:
+                use_packs(self)
+
+    workflow.CustomSeq2SeqTrainer = PackTrainer
+    run_exp()
+
+
+if __name__ == "__main__":
+    main()
