@@ -21,7 +21,7 @@ from omnibal.profile.records import ModelProfile
 sys.path[:0] = [str(Path(__file__).parents[1] / "sampling")]
 from data import real_lengths  # noqa: E402
 
-STEPS = 24
+STEPS = 16
 """As many steps' worth of samples are drawn."""
 FRACTION = 0.4
 """Of the A100's peak; ratios hardly depend on it."""
