@@ -6,7 +6,7 @@ host and no transformers is imported here.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ def balanced_loader(
     lengths: SampleLengths | None = None,
     micro_batches: int = 1,
     seed: int = 0,
-    other_lengths: Literal["refuse", "absorb"] = "refuse",
+    absorb_other_lengths: bool = False,
     weigh_tokens: bool = True,
     **options: Any,
 ) -> Any:
@@ -173,9 +173,9 @@ def balanced_loader(
         lengths: Of every sample, target tokens among them; by default each is read once, on one of the ranks.
         micro_batches: Packs of each rank and step.
         seed: The same seed gives the same epochs.
-        other_lengths: What becomes of a sample that is not as long as planned, as where a dataset puts another one in
-            the place of a broken one: ``"refuse"`` ends the run, ``"absorb"`` warns of the first one and trains it; the
-            loss of its step is then divided by the target tokens that were planned.
+        absorb_other_lengths: Whether samples that are not as long as planned, as where a dataset puts another one in
+            the place of a broken one, are warned of once and trained; the loss of their step is then divided by the
+            target tokens that were planned. They end the run otherwise.
         weigh_tokens: Whether batches hold what ``pack_loss`` needs. A trainer that counts the target tokens of a step
             itself wants batches without.
         options: Of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory`` and the like.
@@ -187,6 +187,8 @@ def balanced_loader(
         ConfigError: An argument or the model does not allow packs, or ranks hold different data.
         DataError: The dataset or its collator does not, or the lengths are not the dataset's.
     """
+    if padded and model is not None:
+        raise ConfigError("model must be None where batches are padded, got one; it is there to check packs")
     collator_of: Callable[..., Any]
     if model is None:
         collator_of = partial(ItemCollator, collate, measure)
@@ -196,7 +198,7 @@ def balanced_loader(
     lengths = measured(collator_of(), dataset) if lengths is None else lengths
     if weigh_tokens and lengths.target_tokens is None:
         raise ConfigError("lengths must have target_tokens for an exact loss, got none")
-    if other_lengths == "refuse":
+    if not absorb_other_lengths:
         refuse_other_lengths(collator_of(), dataset, lengths)
     rank, num_ranks = place()
     # A filler costs little, and no host then needs to know about parameters without gradients.
@@ -210,7 +212,7 @@ def balanced_loader(
         image_in_every_pack=True,
     )
     sampler.verify(gathered)
-    collator: Any = collator_of(lengths, absorb=other_lengths == "absorb")
+    collator: Any = collator_of(lengths, absorb=absorb_other_lengths)
     if model is not None:
         check_packed(model, collator, [dataset[sample] for sample in two_samples(lengths)])
     view: Any = PackedView(dataset)

@@ -159,7 +159,7 @@ def check_unlike_data(rank):
     loader = partial(balanced_loader, items, Collate(FAMILY), LIMITS, model=model_of())
     with pytest.raises(ConfigError, match=r"rank 1: .* must be the same on all ranks"):
         lengths = SampleLengths([1] * 11, [20 + rank] * 11, target_tokens=[1] * 11)
-        loader(lengths=lengths, other_lengths="absorb")
+        loader(lengths=lengths, absorb_other_lengths=True)
     with pytest.raises(DataError, match=r"rank 0: sample 0 must have .* planned, \(1, 9, 4\), got \(7, 36, 3\)"):
         loader(lengths=SampleLengths([1] * 11, [9] * 11, target_tokens=[4] * 11))
     if rank:

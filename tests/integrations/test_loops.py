@@ -11,6 +11,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loading import Drawn, PlannedLoads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, balanced_loader, item_loads, pack_loss
+from omnibal.integrations.padded import PaddedSampler
 from tests.families.models import small_config
 from tests.integrations.items import Collate, items_of
 from tests.vlm.families import plain_backward, plain_family_model
@@ -94,7 +95,7 @@ def test_a_dataset_that_replaces_samples_is_refused_or_absorbed():
     with pytest.raises(DataError, match=r"sample 6 must have .* planned, .* got .*the dataset put another sample in"):
         replaced({6})
     with pytest.warns(UserWarning, match="sample .* must have .* trained as it is") as warned:
-        drawn = replaced({4, 9}, other_lengths="absorb")
+        drawn = replaced({4, 9}, absorb_other_lengths=True)
     assert len([warning for warning in warned if "trained as it is" in str(warning.message)]) == 1
     assert len(drawn) >= 11
 
@@ -125,6 +126,18 @@ def test_a_filler_of_items_keeps_all_but_its_targets():
 def test_lengths_without_targets_cannot_weigh_tokens():
     with pytest.raises(ConfigError, match="lengths must have target_tokens for an exact loss, got none"):
         loader_of(lengths=SampleLengths([1] * 11, [9] * 11))
+
+
+def test_padded_batches_are_not_checked_as_packs():
+    with pytest.raises(ConfigError, match="model must be None where batches are padded, got one"):
+        loader_of(padded=True)
+
+
+def test_padded_batches_are_planned_with_their_padding():
+    loader = balanced_loader(items_of("internvl"), Collate("internvl"), PackLimits(24, 96), padded=True)
+    assert isinstance(loader.pack_sampler, PaddedSampler)
+    assert sum(len(batch["input_ids"]) for batch in loader) >= 11
+    assert sorted(sample for pack in loader.pack_sampler for sample in pack) == list(range(11))
 
 
 def test_neither_transformers_nor_deepspeed_is_needed():
