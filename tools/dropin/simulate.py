@@ -21,8 +21,12 @@ from omnibal.profile.records import ModelProfile
 sys.path[:0] = [str(Path(__file__).parents[1] / "sampling")]
 from data import real_lengths  # noqa: E402
 
+SHAPES = ((8, 1), (8, 8), (64, 1), (512, 1))
+"""GPUs, and micro-batches of each in a step."""
 STEPS = 16
 """As many steps' worth of samples are drawn."""
+MOST_REBALANCED = 64
+"""Ranks for which transformers' rebalancing is run: its class does the whole step's work for one rank at a time."""
 FRACTION = 0.4
 """Of the A100's peak; ratios hardly depend on it."""
 INTERNVL_8B: Mapping[str, Any] = {
@@ -84,8 +88,9 @@ def kept_bytes(profile: ModelProfile, load: Load) -> np.ndarray:
 
 def compared(task: Task) -> list[Way]:
     """All ways of a table."""
+    rebalanced = [rebalance(task)] if task.ranks <= MOST_REBALANCED else []
     return [
-        default(task), group_by_length(task), rebalance(task), random_packs(task), knapsack(task, limits_of(task)),
+        default(task), group_by_length(task), *rebalanced, random_packs(task), knapsack(task, limits_of(task)),
         ours(task), ours(task, padded=True, name="omnibal, padded"),
     ]  # fmt: skip
 
@@ -125,9 +130,8 @@ def main() -> None:
         print(f"\n### {title}\n")
         print("| GPUs | accumulation | way | DDP, ZeRO 1: gain | waits | ZeRO 3, FSDP: gain | waits "
               "| GiB kept, fullest | mean rank | samples a step |\n|" + "---|" * 10)  # fmt: skip
-        for ranks in map(int, sys.argv[1:] or (8, 64, 512)):
-            for micro_batches in (1, 8):
-                table(profile, lengths, ranks, micro_batches)
+        for ranks, micro_batches in SHAPES:
+            table(profile, lengths, ranks, micro_batches)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def rebalance(task: Task) -> Way:
 
 
 def knapsack(task: Task, limits: PackLimits) -> Way:
-    """As nanoVLM packs: each rank its own samples, window by window, the largest first into the emptiest pack."""
+    """As nanoVLM packs: each rank its own samples, by windows, largest first into the emptiest pack; packs shuffled."""
     order = np.random.default_rng(0).permutation(len(task.lengths))
     ranks = [_knapsacks(task, order[rank :: task.ranks], limits) for rank in range(task.ranks)]
     steps = min(map(len, ranks)) // task.micro_batches
@@ -101,7 +101,7 @@ def knapsack(task: Task, limits: PackLimits) -> Way:
 
 
 def _knapsacks(task: Task, samples: np.ndarray, limits: PackLimits) -> list[list[int]]:
-    vision, tokens = task.lengths.vision_units, task.lengths.llm_tokens
+    vision, tokens, generator = task.lengths.vision_units, task.lengths.llm_tokens, np.random.default_rng(samples[:1])
     packs: list[list[int]] = []
     for window in np.array_split(samples, max(len(samples) // (WINDOW * task.batch), 1)):
         bound = max(tokens[window].sum() / limits.llm_tokens, vision[window].sum() / max(limits.vision_units, 1))
@@ -121,7 +121,8 @@ def _knapsacks(task: Task, samples: np.ndarray, limits: PackLimits) -> list[list
             chosen = min(room, key=lambda number: held[number][1])
             opened[chosen].append(sample)
             held[chosen] = [held[chosen][0] + own[0], held[chosen][1] + own[1]]
-        packs += [pack for pack in opened if pack]
+        filled = [pack for pack in opened if pack]
+        packs += [filled[number] for number in generator.permutation(len(filled))]
     return packs
 
 
