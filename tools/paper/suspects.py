@@ -78,7 +78,7 @@ def resolutions() -> list[Row]:
 
 
 def frozen() -> list[Row]:
-    """Frozen parts: nothing recomputed; a frozen ViT in the first stage that runs backward passes all the same."""
+    """Frozen parts: nothing recomputed; a frozen ViT at the front that runs backward passes all the same."""
     rows = []
     for name, (_, parts, before, after) in TABLE_11.items():
         settings = {"": frozen_setting(name)}
