@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel
 from sphinx.application import Sphinx
@@ -34,8 +34,8 @@ def keys() -> str:
 def _section(section: type[BaseModel], name: str) -> Iterator[str]:
     documented = ModuleAnalyzer.for_module(section.__module__).find_attr_docs()
     schema = section.model_json_schema()
-    parts = {key: field.annotation for key, field in section.model_fields.items()}
-    plain = [key for key, kind in parts.items() if not _is_section(kind)]
+    parts = {key: _section_in(field.annotation) for key, field in section.model_fields.items()}
+    plain = [key for key, kind in parts.items() if kind is None]
     if plain:
         yield f"### `{name}`\n\n{_text(section.__doc__ or '')}\n"
         yield "| key | value | left out | meaning |\n|---|---|---|---|"
@@ -46,12 +46,13 @@ def _section(section: type[BaseModel], name: str) -> Iterator[str]:
             yield f"| `{key}` | {_values(entry, schema)} | {default} | {_text(meaning)} |"
         yield ""
     for key, kind in parts.items():
-        if _is_section(kind):
-            yield from _section(kind, key if name == "omnibal" else f"{name}.{key}")  # type: ignore[arg-type]
+        if kind is not None:
+            yield from _section(kind, key if name == "omnibal" else f"{name}.{key}")
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def _section_in(kind: Any) -> type[BaseModel] | None:
+    """The section that a key may hold, one that may be left out among them."""
+    return next((k for k in (kind, *get_args(kind)) if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def _values(entry: Mapping[str, Any], schema: Mapping[str, Any]) -> str:

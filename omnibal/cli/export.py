@@ -25,12 +25,17 @@ def export(
     folder: Annotated[
         Path | None, typer.Argument(help="Where the model goes; of a ds_config, in its run.output.", show_default=False)
     ] = None,
+    merged: Annotated[
+        bool,
+        typer.Option("--merged", help="Of LoRA adapters: add them to the model's weights, and write the whole model."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint as an ordinary Hugging Face folder.
 
-    Config, weights, tokenizer and preprocessor: what AutoModelForImageTextToText.from_pretrained loads. Layers are
-    read one at a time; no GPU and no second process is needed.
+    Config, weights, tokenizer and preprocessor: what AutoModelForImageTextToText.from_pretrained loads. Of LoRA
+    adapters, what PeftModel.from_pretrained loads onto the original model. Layers are read one at a time; no GPU and
+    no second process is needed.
 
     Example: omnibal export ds_configs/mine.json my-model
 
@@ -42,20 +47,21 @@ def export(
     kind = expect("source", source, ("ds_config", "checkpoints", "checkpoint", "run"))
     if folder is not None:
         check_new_folder("folder", folder)
-    elif kind != "ds_config":
-        raise ConfigError(f"folder must say where the model goes, got none: {source} is no ds_config")
+    elif merged or kind != "ds_config":
+        reason = "--merged writes the whole model" if merged else f"{source} is no ds_config"
+        raise ConfigError(f"folder must say where the model goes, got none: {reason}")
     if kind == "ds_config":
         files = files_of(source)
         checkpoint = latest_checkpoint(files.checkpoints)
         if folder is None:
             folder = newest_model(files)
         else:
-            export_checkpoint(checkpoint, folder)
+            export_checkpoint(checkpoint, folder, merged=merged)
     else:
         found = {"checkpoints": source, "run": source / "checkpoints"}.get(kind)
         checkpoint = source if found is None else latest_checkpoint(found)
         assert folder is not None
-        export_checkpoint(checkpoint, folder)
+        export_checkpoint(checkpoint, folder, merged=merged)
     if as_json:
         typer.echo(json.dumps({"checkpoint": str(checkpoint), "model": str(folder)}))
     else:

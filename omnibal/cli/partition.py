@@ -137,7 +137,12 @@ class PartitionTask:
         """A plan with this partition, and what a step under it is predicted to be like."""
         plan = replace(self.base, partition=partition, predicted=None)
         profile = self.profile
-        made_from = {"method": method, "profile": profile.content_hash, "frozen": list(profile.frozen_parts)}
+        made_from = {
+            "method": method,
+            "profile": profile.content_hash,
+            "frozen": list(profile.frozen_parts),
+            "adapters": profile.adapter_parameters,
+        }
         return replace(plan, predicted=predict(profile, plan, self.packing), made_from=made_from)
 
     def figures(self, partition: Partition) -> PartitionFigures:

@@ -133,14 +133,14 @@ class Run:
         """The ds_config's model."""
         from omnibal.vlm import load_model
 
-        return load_model(self.model_folder)
+        return load_model(self.model_folder, self.section.model.lora, self.section.model.frozen)
 
     @cached_property
     def records(self) -> "tuple[LayerRecord, ...]":
         """Its layers; of any family that can be planned."""
         from omnibal.vlm.families import load_records
 
-        return tuple(load_records(self.model_folder))
+        return load_records(self.model_folder, self.section.model.lora, self.section.model.frozen)
 
     @property
     def model_folder(self) -> Path:

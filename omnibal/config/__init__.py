@@ -10,6 +10,7 @@ from omnibal.config.rules import (
 )
 from omnibal.config.section import (
     LearningRates,
+    LoraSection,
     ModelSection,
     OmnibalSection,
     OptimizerSection,
@@ -22,6 +23,7 @@ from omnibal.config.section import (
 
 __all__ = [
     "LearningRates",
+    "LoraSection",
     "ModelSection",
     "OmnibalSection",
     "OptimizerSection",

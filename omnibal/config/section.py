@@ -26,6 +26,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+class LoraSection(Section):
+    """Low-rank adapters that are trained in place of the model's weights (Hu et al., LoRA, 2021)."""
+
+    rank: Count = 16
+    """Of the two matrices of an adapter; each adapted layer gets ``rank * (inputs + outputs)`` parameters."""
+    alpha: Count | None = None
+    """What an adapter adds is multiplied by ``alpha / rank``; left out, it is twice the rank, as in LLaVA's recipe."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of an adapter's input. Above 0 each adapter keeps a copy of its own of that input for the backward pass."""
+    targets: Annotated[list[str], Field(min_length=1)] = ["language"]
+    """Which linear layers get an adapter: modules (``language``: all but the head), kinds of layers
+    (``decoder_block``), or names and ends of names in the Hugging Face model (``q_proj``). Frozen ones get none."""
+    modules_to_save: list[str] = []
+    """What is trained whole beside the adapters: modules (``projector``), kinds of layers (``final_norm``), or names
+    and ends of names in the Hugging Face model (``embed_tokens``)."""
+
+
 class ModelSection(Section):
     """Which model is trained."""
 
@@ -40,6 +57,8 @@ class ModelSection(Section):
     frozen: list[str] = []
     """What is not trained: modules (``vision``, ``projector``, ``language``), kinds of layers (``vision_block``), or
     patterns of weights' names on disk (``*.layers.[0-3].*``)."""
+    lora: LoraSection | None = None
+    """Train adapters, and leave the model's weights as they are; ``{}`` takes the defaults."""
 
 
 class DataSection(Section):

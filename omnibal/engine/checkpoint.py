@@ -3,6 +3,8 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from omnibal.config import RunFiles
+from omnibal.engine.resolve import Given
 from omnibal.engine.saved_files import MANIFEST, latest_checkpoint, offer, problem_of, read_manifest
 from omnibal.errors import ConfigError, said
 from omnibal.records import load_json
 from omnibal.vlm import load_model
-from omnibal.vlm.weights import has_weights, other_names, save_model
+from omnibal.vlm.lora import ADAPTER_CONFIG, add_adapters, base_of, load_adapters
+from omnibal.vlm.lora_files import StateOf, merged_states, save_adapters
+from omnibal.vlm.weights import has_weights, other_names, save_model, spare_weights
 
 MODEL_FOLDER = "model"
 SPARE_FILE = "spare.safetensors"
@@ -45,33 +50,34 @@ MODEL_FILES = (
 """What a checkpoint takes from the model's folder, where anything may lie: other weights, checkpoints themselves."""
 
 
-def write_model_files(
-    checkpoint: Path, model_source: Path | None, config: Any, spare: Mapping[str, Tensor] | None = None
-) -> list[Path]:
-    """Lay beside DeepSpeed's files what an export needs beside the weights.
+def write_model_files(checkpoint: Path, given: Given) -> list[Path]:
+    """Lay beside DeepSpeed's files what an export needs beside the weights: MODEL_FILES, spare weights, adapters.
 
     Args:
         checkpoint: Folder of one checkpoint.
-        model_source: Hugging Face folder of the model; of it MODEL_FILES are copied.
-        config: The model's transformers configuration.
-        spare: Weights that no layer has.
+        given: What is trained.
 
     Returns:
         The files.
     """
     folder = checkpoint / MODEL_FOLDER
     folder.mkdir(exist_ok=True)
-    if model_source is not None:
-        for path in {path for pattern in MODEL_FILES for path in model_source.glob(pattern) if path.is_file()}:
-            target = folder / path.relative_to(model_source)
+    if given.folder is not None:
+        found = {path for pattern in MODEL_FILES for path in given.folder.glob(pattern) if path.is_file()}
+        for path in found - {given.folder / ADAPTER_CONFIG}:
+            target = folder / path.relative_to(given.folder)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-        if has_weights(model_source):
-            names = other_names(load_model(config), model_source)
+        if has_weights(given.folder):
+            names = other_names(load_model(given.vlm.config), given.folder)
             (folder / NAMES_FILE).write_text(json.dumps(names))
-    config.save_pretrained(folder)
-    if spare:
-        save_file(dict(spare), folder / SPARE_FILE)
+    given.vlm.config.save_pretrained(folder)
+    if given.vlm.adapters is not None:
+        # of random weights beside them there is no folder
+        base = given.vlm.config.name_or_path if given.folder is None else given.base
+        replace(given.vlm.adapters, base_model_name_or_path=str(base) if base else None).save_pretrained(folder)
+    if given.spare and given.base is None:
+        save_file(dict(given.spare), folder / SPARE_FILE)
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
@@ -90,22 +96,25 @@ def check_layout(checkpoint: Path, layout: Mapping[str, Any]) -> None:
             )
 
 
-def export(checkpoint: Path, folder: Path) -> None:
-    """Write a checkpoint as an ordinary Hugging Face model folder.
+def export(checkpoint: Path, folder: Path, *, merged: bool = False) -> None:
+    """Write a checkpoint as an ordinary Hugging Face model folder; of adapters, as peft's.
 
     Layers are read one at a time: the memory that it takes is that of one output shard.
 
     Args:
         checkpoint: Folder of one checkpoint, as ``OmnibalEngine.save_checkpoint`` wrote it.
         folder: Where the model goes: config, weights, tokenizer and preprocessor files.
+        merged: Whether to add adapters to the weights that they were trained beside, and write the whole model.
 
     Raises:
-        ConfigError: A file that it needs is not whole.
+        ConfigError: A file that it needs is not whole, or there is nothing to merge.
     """
     problem = problem_of(checkpoint, lambda name: name.startswith(("layer_", f"{MODEL_FOLDER}/")))
     if problem is not None:
         raise ConfigError(problem + offer(checkpoint.parent, without=checkpoint.name))
-    join_layers(checkpoint, folder)
+    if merged and not (checkpoint / MODEL_FOLDER / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"checkpoint must hold adapters to be merged, got {checkpoint} without any")
+    join_layers(checkpoint, folder, merged=merged)
 
 
 def export_newest(files: RunFiles) -> Path:
@@ -136,14 +145,23 @@ def _kept(file: Path) -> Any:
         return None
 
 
-def join_layers(layers: Path, folder: Path) -> None:
-    """As ``export``, of a folder that only this run has written."""
+def join_layers(layers: Path, folder: Path, *, merged: bool = False) -> None:
+    """As ``export``, of a folder that only this run has written; ``merged`` matters to adapters only."""
     source = layers / MODEL_FOLDER
-    model = load_model(source)
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SPARE_FILE, NAMES_FILE))
-    spare = load_file(source / SPARE_FILE) if model.spare_names else {}
+    state_of: StateOf = partial(_layer_state, layers)
+    model, adapters = load_model(source), load_adapters(source)
+    own = shutil.ignore_patterns(SPARE_FILE, NAMES_FILE, ADAPTER_CONFIG)
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=own)
+    spare = load_file(source / SPARE_FILE) if (source / SPARE_FILE).is_file() else {}
+    if adapters is not None:
+        adapted, base = load_model(source), base_of(adapters)
+        add_adapters(adapted, adapters)
+        if not merged:
+            save_adapters(adapted, state_of, folder)
+            return
+        state_of, spare = merged_states(adapted, state_of, base), spare or spare_weights(model, base, seed=0)
     names = load_json(source / NAMES_FILE) if (source / NAMES_FILE).is_file() else {}
-    save_model(model, lambda index: _layer_state(layers, index), folder, spare=spare, names=names)
+    save_model(model, state_of, folder, spare=spare, names=names)
 
 
 def _layer_state(checkpoint: Path, index: int) -> dict[str, Tensor]:

@@ -64,7 +64,8 @@ class CheckpointedEngine(TableEngine):
             client_state: What else to save; ``load_checkpoint`` returns it.
             keep: Delete all but the newest ``keep`` checkpoints afterwards; by default none is deleted.
             save_latest: Let the file ``latest`` name it, which ``load_checkpoint`` follows.
-            exclude_frozen_parameters: Leave out weights that are not trained.
+            exclude_frozen_parameters: Leave out weights that are not trained. Always so beside adapters, where the
+                model's folder holds them.
 
         Raises:
             OmnibalError: A rank could not write (a full disk); raised on all ranks. Older checkpoints are as they were.
@@ -78,7 +79,8 @@ class CheckpointedEngine(TableEngine):
         state = {**(client_state or {}), "sampler": self.loader.state_dict()}
         self._on_rank_zero(lambda: saved_files.begin(folder, tag), f"makes a folder for checkpoint {tag}")
         try:
-            written = gather(self._written(unfinished, state, exclude_frozen_parameters))
+            exclude_frozen = exclude_frozen_parameters or self.given.base is not None
+            written = gather(self._written(unfinished, state, exclude_frozen))
             files = {name: saved for of_rank in written for name, saved in of_rank.items()}
             self._on_rank_zero(lambda: self._complete(unfinished, files, save_latest), f"completes checkpoint {tag}")
         except OmnibalError:  # on all ranks, none of which writes any more
@@ -115,7 +117,7 @@ class CheckpointedEngine(TableEngine):
 
     def _complete(self, unfinished: Path, files: dict[str, SavedFile], save_latest: bool) -> None:
         def complete() -> None:
-            own = write_model_files(unfinished, self.given.folder, self.given.vlm.config, self.given.spare)
+            own = write_model_files(unfinished, self.given)
             for path in own:
                 saved_files.flush(path)
                 files[str(path.relative_to(unfinished))] = SavedFile.of(path, 0)
@@ -174,7 +176,7 @@ class CheckpointedEngine(TableEngine):
         path, state = super().load_checkpoint(
             str(load_dir),
             name,
-            load_module_strict=load_module_strict,
+            load_module_strict=load_module_strict and self.given.base is None,
             load_optimizer_states=load_optimizer_states and not apart,
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
@@ -214,14 +216,16 @@ class CheckpointedEngine(TableEngine):
         return True
 
     def _join_layers(self, layers: Path, folder: Path) -> None:
-        write_model_files(layers, self.given.folder, self.given.vlm.config, self.given.spare)
-        join_layers(layers, folder)
+        write_model_files(layers, self.given)
+        join_layers(layers, folder, merged=True)
         shutil.rmtree(layers)
 
     def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
         """What a run must share with a checkpoint to go on from it."""
+        lora = self.given.section.model.lora
         optimizer = {
             "frozen": list(check_frozen(self.given.vlm.records, self.given.section.model.frozen)),
+            "lora": lora and lora.model_dump(exclude={"dropout"}),
             "optimizer": type(self.basic_optimizer).__name__,
             "parameter_groups": grouping(self.given.section.optimizer),
         }
@@ -244,9 +248,12 @@ class CheckpointedEngine(TableEngine):
             _opened(path)
         for position, layer in enumerate(self.module.forward_funcs):
             expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+            in_folder = set()
+            if self.given.base is not None:
+                in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
             for path in self.module.ckpt_layer_path_list(str(checkpoint), position):
                 found = {name: tensor.shape for name, tensor in _opened(Path(path)).items()}
-                differing = {name for name, _ in found.items() ^ expected.items()}
+                differing = {name for name, _ in found.items() ^ expected.items()} - (in_folder - found.keys())
                 if not strict:
                     differing &= found.keys() & expected.keys()
                 if differing:

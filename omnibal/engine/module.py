@@ -206,6 +206,8 @@ def _build(given: Given, index: int) -> nn.Module:
     """A layer with initial weights, or with those that the first replica of its stage reads."""
     settings, source = given.section.model, given.source
     module = given.vlm.build_layer(index, seed=settings.seed if source is None else None, dtype=given.dtype)
+    if source is not None:
+        given.vlm.begin_adapters(index, module, seed=settings.seed)
     if source is not None and dist.get_rank() % given.layout.num_replicas == 0:
         load_layer(given.vlm, index, module, source)
     assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"

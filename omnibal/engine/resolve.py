@@ -57,6 +57,11 @@ class Given:
         """Where weights are read; None where initial ones are drawn."""
         return self.weights or (self.folder if self.section.model.weights == "load" else None)
 
+    @property
+    def base(self) -> Path | None:
+        """The folder where the weights are and stay that adapters are trained beside; None where there is none."""
+        return self.folder if self.vlm.adapters is not None and self.source is self.folder else None
+
 
 def read(config: Any, model: Any, num_processes: int) -> Given:
     """Read and check ``initialize``'s config and model, for so many processes.
@@ -74,9 +79,10 @@ def read(config: Any, model: Any, num_processes: int) -> Given:
         )
     folder = Path(source) if isinstance(source, str | Path) else None
     _check_source(source, section.model.weights)
-    vlm = load_model(source.config if isinstance(source, PreTrainedModel) else source)
+    frozen, described = section.model.frozen, source.config if isinstance(source, PreTrainedModel) else source
+    vlm = load_model(described, section.model.lora, frozen)
     if isinstance(source, PreTrainedModel):
-        _check_frozen_alike(source, vlm, section.model.frozen)
+        _check_frozen_alike(source, vlm, frozen)
     num_stages = stages_of(section, len(vlm.records), num_processes)
     return Given(
         config=deepspeed_config,
@@ -160,6 +166,8 @@ def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
         if "frozen" in plan.made_from:  # times and memory are other ones where other layers are trained
             _check("frozen parts of the plan", sorted(plan.made_from["frozen"]), list(parts))
+            adapters = sum(record.sizes.get("adapters", 0) for record in records)
+            _check("adapters' parameters in the plan", plan.made_from.get("adapters", 0), adapters)
         _check_partition(plan.partition, num_layers, num_stages)
         if plan.cluster is not None:  # predicted for this layout; else it is a default that nobody chose
             _check_layout(plan.layout, given.layout)

@@ -13,6 +13,9 @@ Config = Mapping[str, Any]
 """A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor."""
 Module = Literal["vision", "projector", "language"]
 """Part of a model that a layer belongs to."""
+ADAPTER_SIZES = ("adapters", "adapter_ranks", "adapter_inputs")
+"""Sizes of a layer of a model under LoRA: parameters of its adapters, which ``"parameters"`` counts too; their ranks,
+added up; and the widths of what dropout makes for each of them, nothing without dropout."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,12 @@ class LayerRecord:
         name: Unique in the model, such as ``"vision_block.3"``.
         kind: What the layer computes, such as ``"vision_block"``; layers of one kind cost alike.
         sizes: Widths and counts that decide the layer's cost, ``"parameters"`` among them, and ``"untrained"``
-            where some of these get no gradient.
+            where some of these get no gradient. Under LoRA also what ``ADAPTER_SIZES`` says.
         tied_key: Layers with the same key share one weight; None for a layer on its own.
         module: Where it belongs. Costs of the language model's layers depend on tokens, others' on vision units.
         token_bytes: Of the integers that a cut behind the layer sends for each LLM token: its id and its position.
-        weights: From names on disk of the weights that may get a gradient to how many numbers each has; empty where
-            only a configuration is known. Layers are told apart by the rest.
+        weights: From names on disk of the weights that may get a gradient to how many numbers each has, 0 of those
+            that LoRA leaves as they are; empty where only a configuration is known. Layers are told apart by the rest.
     """
 
     name: str
@@ -41,8 +44,8 @@ class LayerRecord:
     weights: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def freezes(self, weight: str, frozen: Collection[str]) -> bool:
-        """Whether a weight of this layer, by its name on disk, is among what ``frozen`` names."""
-        whole = self.kind in frozen or self.module in frozen
+        """Whether a weight of this layer, by its name on disk, is frozen: LoRA leaves it, or ``frozen`` names it."""
+        whole = self.kind in frozen or self.module in frozen or self.weights.get(weight) == 0
         return whole or any(fnmatchcase(weight, pattern) for pattern in frozen)
 
     def trainable_parameters(self, frozen: Collection[str]) -> int:

@@ -242,6 +242,7 @@ def make_plan(
         "dtype": profile.dtype,
         "versions": dict(profile.versions),
         "frozen": list(profile.frozen_parts),
+        "adapters": profile.adapter_parameters,
         "lengths": lengths.content_hash,
         "request": request.to_record(),
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from omnibal.cost import CostModel
 from omnibal.device import Device
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord, check_frozen
+from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
 from omnibal.profile.records import LayerCost, ModelProfile
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -43,7 +43,8 @@ def analytic_profile(
         tensor_parallel: Degree, a divisor of all costs but of what is sent; its own communication is not counted.
         frozen: What is not trained, as ``check_frozen`` takes it. Of a layer that is trained in part, gradients and
             optimizer state are those of its trained weights, and so, by their share, is the time of the backward pass
-            to the weights; what it keeps counts in full.
+            to the weights; what it keeps counts in full. Likewise where LoRA's adapters are trained: their products,
+            and what they keep, come on top.
 
     Raises:
         ConfigError: A kind of layer is unknown, a frozen part does not occur, the dtype is unknown, or the degree is
@@ -84,6 +85,8 @@ class _Work:
     """Elements sent on."""
     feature: CostModel = field(default_factory=CostModel)
     """Elements beside them that layers far behind read."""
+    rows: CostModel = field(default_factory=CostModel)
+    """Rows of the products' inputs: what an adapter beside one of them gets to see."""
 
 
 class _Unit:
@@ -105,10 +108,14 @@ class _Unit:
 def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _Unit, *, trained: int) -> LayerCost:
     operation, element = unit.operation_seconds * unit.share, unit.element_bytes * unit.share
     traffic = unit.byte_seconds * element * work.traffic
-    inputs = operation * (work.products + _ATTENTION_BACKWARD * work.attention) + traffic
+    adapters, ranks, dropped = (record.sizes.get(name, 0) for name in ADAPTER_SIZES)
+    beside = (
+        2 * adapters * work.rows
+    )  # operations, forward; backward to the inputs and to the weights take as many each
+    inputs = operation * (work.products + beside + _ATTENTION_BACKWARD * work.attention) + traffic
     backward = inputs if before is not None else CostModel()  # pixels need no gradient
-    share = trained / max(record.trainable_parameters(()), 1)
-    weights = operation * share * work.products if trained else CostModel()
+    share, share_of_adapters = _trained_shares(record, trained)
+    weights = operation * (share * work.products + share_of_adapters * beside) if trained else CostModel()
     waits = trained > 0 and record.tied_key is None and work.pending != CostModel()
     parameters = record.sizes["parameters"] * unit.share
     numbers = trained * unit.share
@@ -118,16 +125,19 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         record.name,
         record.kind,
         module=record.module,
-        forward_seconds=operation * (work.products + work.attention) + traffic,
+        forward_seconds=operation * (work.products + beside + work.attention) + traffic,
         backward_seconds=backward if waits else backward + weights,
         weight_seconds=weights if waits else CostModel(),
-        pending_bytes=element * work.pending if waits else CostModel(),
+        # of an adapter what is between its two matrices, and the gradient there
+        pending_bytes=element * (work.pending + (2 * ranks + dropped) * work.rows) if waits else CostModel(),
         output_bytes=unit.element_bytes * (work.output + _carried(record.sizes))
         + CostModel(llm_tokens=record.token_bytes),
         # a recomputed layer keeps its input, and a feature that it passes on if the layer before has made it, which
         # the layers behind it keep too; the first one keeps nothing else anyway
         saved_bytes={
-            "none": element * work.saved + _FLOAT32_BYTES * unit.share * work.saved_float32,
+            # of an adapter what its first matrix puts out; under dropout its own input and a byte for each number of it
+            "none": element * (work.saved + (ranks + dropped) * work.rows)
+            + unit.share * (_FLOAT32_BYTES * work.saved_float32 + dropped * work.rows),
             "full": unit.element_bytes * (before.output + before.feature if before else work.saved),
         },
         parameter_bytes=round(parameters * unit.element_bytes),
@@ -139,6 +149,16 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         sizes=dict(record.sizes),
         tied_key=record.tied_key,
     )
+
+
+def _trained_shares(record: LayerRecord, trained: int) -> tuple[float, float]:
+    """Of a layer's own parameters, and of its adapters', how large a part ``trained`` of them is."""
+    if "adapters" not in record.sizes:
+        return trained / max(record.trainable_parameters(()), 1), 0.0
+    adapters = record.sizes["adapters"]
+    of_adapters = min(trained, adapters)
+    own = record.sizes["parameters"] - adapters
+    return (trained - of_adapters) / max(own, 1), of_adapters / max(adapters, 1)
 
 
 def _carried(sizes: Mapping[str, int]) -> CostModel:
@@ -181,6 +201,7 @@ def _vision_block(sizes: Mapping[str, int]) -> _Work:
             vision_units=tokens * (3 * hidden + intermediate + 5 * hidden + (matrices - 1) * intermediate)
         ),
         output=CostModel(vision_units=tokens * hidden),
+        rows=CostModel(vision_units=tokens),
     )
 
 
@@ -189,7 +210,7 @@ def _deepstack_block(sizes: Mapping[str, int]) -> _Work:
     block = _vision_block(sizes)
     merger = _projector({**sizes, "inner": sizes["shuffled"], "hidden": sizes["carried_hidden"]})
     sums = {part.name: getattr(block, part.name) + getattr(merger, part.name) for part in fields(_Work)}
-    return replace(_Work(**sums), output=block.output, feature=merger.output)
+    return replace(_Work(**sums), output=block.output, feature=merger.output, rows=block.rows)
 
 
 def _projector(sizes: Mapping[str, int]) -> _Work:
@@ -202,6 +223,7 @@ def _projector(sizes: Mapping[str, int]) -> _Work:
         saved_float32=CostModel(vision_units=tokens * sizes.get("rms_norms", 0) * shuffled),
         pending=CostModel(vision_units=tokens * (shuffled + 2 * inner + hidden)),
         output=CostModel(vision_units=tokens * hidden),
+        rows=CostModel(vision_units=tokens),
     )
 
 
@@ -233,6 +255,7 @@ def _decoder_block(sizes: Mapping[str, int]) -> _Work:
             llm_tokens=2 * hidden + query + intermediate + query + 2 * key_value + 2 * hidden + 2 * intermediate
         ),
         output=CostModel(llm_tokens=hidden),
+        rows=CostModel(llm_tokens=1),
     )
 
 
@@ -254,6 +277,7 @@ def _head(sizes: Mapping[str, int]) -> _Work:
         saved=CostModel(llm_tokens=hidden),  # what the loss keeps of the logits is not the layer's
         pending=CostModel(llm_tokens=hidden + vocabulary),
         output=CostModel(llm_tokens=vocabulary),
+        rows=CostModel(llm_tokens=1),
     )
 
 

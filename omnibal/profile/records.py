@@ -144,6 +144,11 @@ class ModelProfile:
         """What is not trained, sorted."""
         return self._frozen_kinds() if self.frozen is None else self.frozen
 
+    @property
+    def adapter_parameters(self) -> int:
+        """Of all adapters, where it is of a model under LoRA."""
+        return sum(layer.sizes.get("adapters", 0) for layer in self.layers)
+
     def _frozen_kinds(self) -> tuple[str, ...]:
         """Kinds of layers that have parameters and are not trained, sorted."""
         return tuple(sorted({layer.kind for layer in self.layers if layer.parameter_bytes and not layer.trainable}))

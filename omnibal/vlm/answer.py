@@ -12,6 +12,7 @@ from omnibal.data.sources.formats import ModelFormat, load_part
 from omnibal.data.sources.images import load_image
 from omnibal.data.sources.text import Rendered, encode
 from omnibal.errors import ConfigError, DataError, said
+from omnibal.vlm.lora import base_of, load_adapters
 
 
 class Answerer:
@@ -86,10 +87,20 @@ def _as_model_takes(value: Tensor, model: Any) -> Tensor:
 def _whole(model_class: Any, folder: Path) -> Any:
     """The model of a folder, all its weights from there: transformers would draw what is missing at random.
 
+    A folder of adapters names that of the weights that they were trained beside.
+
     Raises:
         ConfigError: Weights are missing, of another shape or unreadable.
     """
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    adapters = load_adapters(folder)
+    if adapters is not None:
+        from peft import PeftModel
+
+        base = base_of(adapters)
+        if base is None:
+            raise ConfigError(f"{folder} must name the folder of the model beside its adapters, got none; merge them")
+        return PeftModel.from_pretrained(_whole(model_class, base), folder)
     model, found = load_part(model_class, folder, **options)
     for problem, names in (("missing", found["missing_keys"]), ("of another shape", found["mismatched_keys"])):
         if names:

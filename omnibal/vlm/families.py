@@ -1,29 +1,44 @@
 """From a Hugging Face folder or configuration to its pipeline layers."""
 
+from collections.abc import Collection
 from copy import deepcopy
 from pathlib import Path
 from pkgutil import resolve_name
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from omnibal.config import LoraSection
 from omnibal.data.sources.formats import load_part
 from omnibal.errors import ConfigError
 from omnibal.families import family_of
 from omnibal.families.base import Family, LayerRecord
 from omnibal.records import read_json
 from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.lora import adapters_of, add_adapters
 from omnibal.vlm.weights import has_weights, ties_are_broken
 
 
-def load_model(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
+def load_model(
+    model: str | Path | PreTrainedConfig, lora: LoraSection | None = None, frozen: Collection[str] = ()
+) -> VisionLanguageModel:
     """The pipeline layers of a Hugging Face model; no weight is read or made yet.
 
     Args:
         model: A folder with ``config.json``, or a configuration (which is copied).
+        lora: The adapters that layers are built with; none by default.
+        frozen: What gets none.
 
     Raises:
-        ConfigError: If there is no configuration, no family knows it, or the family refuses it.
+        ConfigError: If there is no configuration, no family knows it, or the family refuses it; or adapters are asked
+            for what the model does not have.
     """
+    loaded = _loaded(model)
+    if lora is not None:
+        add_adapters(loaded, adapters_of(loaded, lora, frozen))
+    return loaded
+
+
+def _loaded(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
     if isinstance(model, PreTrainedConfig):
         return _from_config(deepcopy(model))
     folder = Path(model)
@@ -47,15 +62,16 @@ def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
     return made
 
 
-def load_records(folder: str | Path) -> tuple[LayerRecord, ...]:
+def load_records(
+    folder: str | Path, lora: LoraSection | None = None, frozen: Collection[str] = ()
+) -> tuple[LayerRecord, ...]:
     """The pipeline layers of a Hugging Face folder as records, of families that cannot be trained as well.
 
-    Raises:
-        ConfigError: As of ``load_model``.
+    Arguments and errors as of ``load_model``; families that cannot be trained have no adapters.
     """
     family = _family_in(Path(folder))
-    if family.layers is not None:
-        return load_model(folder).records  # weights may tell more of ties than the configuration
+    if lora is not None or family.layers is not None:
+        return load_model(folder, lora, frozen).records  # weights may tell more of ties than the configuration
     return family.layer_records(load_part(AutoConfig, Path(folder)).to_dict())
 
 

@@ -1,5 +1,6 @@
 """The contract of every family: a Hugging Face model as a list of pipeline layers, each built on its own."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -16,6 +17,15 @@ from omnibal.errors import ConfigError, said
 from omnibal.families.base import LayerRecord
 from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.payload import Layout
+
+ADAPTER = "default"
+"""Peft's name for the only set of adapters there is."""
+ADAPTER_PREFIX = "base_model.model."
+"""What stands before names in peft's file of adapters."""
+BASE_LAYER = ".base_layer."
+"""Peft's name for a linear layer within the one that adds an adapter to it."""
+ADAPTER_STREAM = 1
+"""Of random numbers, beside that of a layer's own weights."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,8 @@ class VisionLanguageModel:
         made_images: From a number of vision units to made-up images, to measure layers on: how many units they have, as
             many as possible and no more, and these integers. None where each tile brings as many tokens.
         positions: Of a sample's tokens, from its token ids and these integers; None where they just count.
+        adapters: Peft's configuration of the adapters that ``omnibal.vlm.lora`` has put into the skeleton; None of a
+            model without.
     """
 
     def __init__(
@@ -84,11 +96,12 @@ class VisionLanguageModel:
         self.image_tokens = image_tokens
         self.made_images = made_images
         self.positions = positions
+        self.adapters: Any = None
         self._features = features or [()] * (len(records) + 1)
         assert len(self._features) == len(records) + 1
         self._recipes = recipes
         self._disk_prefixes = disk_prefixes
-        self.records = tuple(replace(record, weights=self._trained_weights(i)) for i, record in enumerate(records))
+        self.records = tuple(replace(record, weights=self.trained_weights(i)) for i, record in enumerate(records))
 
     def layout(self, boundary: int) -> Layout:
         """What a cut before layer ``boundary`` sends; at 0 what the model is given, at the end what it gives."""
@@ -112,7 +125,8 @@ class VisionLanguageModel:
 
         Args:
             index: Which layer.
-            seed: Of the initial weights; None leaves every weight NaN, for a layer whose weights are loaded next.
+            seed: Of the initial weights; None leaves every weight NaN, for a layer whose weights are loaded next, and
+                whose adapters ``begin_adapters`` draws.
             dtype: Of the parameters; buffers such as rotary frequencies keep float32.
             device: Where the layer ends up.
         """
@@ -130,19 +144,50 @@ class VisionLanguageModel:
                     _initialise(part, self._initialiser(path), weights=seed is not None)
                 elif seed is not None:
                     self._initialise_parameter(path, layer.get_parameter(name))
+        if seed is not None:
+            self.begin_adapters(index, layer, seed=seed)
         assert seed is None or not any(tensor.isnan().any() for tensor in layer.state_dict().values())
         return layer.to(device=device, dtype=dtype)
 
-    def weight_names(self, index: int) -> dict[str, str]:
-        """From names in layer ``index``'s ``state_dict()`` to names in a Hugging Face folder of weights."""
-        names: dict[str, str] = {}
+    def begin_adapters(self, index: int, layer: nn.Module, *, seed: int) -> None:
+        """Give a layer's adapters their initial weights, drawn as peft draws them: they add nothing yet.
+
+        They depend on the seed and the layer's index alone, and leave the layer's own initial weights as they are.
+
+        Args:
+            index: Which layer.
+            layer: Of ``build_layer``.
+            seed: Of their weights.
+        """
+        with _forked_generator(seed, self.first_tied(index), ADAPTER_STREAM), torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                if ".lora_A." in name:
+                    parameter.copy_(nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5)))
+                elif ".lora_B." in name:
+                    parameter.zero_()
+
+    def paths(self, index: int) -> dict[str, str]:
+        """From names in layer ``index``'s ``state_dict()`` to those in the Hugging Face model's."""
+        found: dict[str, str] = {}
         for name, path in self._recipes[index].parts.items():
             part = self._part(path)
             inner = [f".{key}" for key in part.state_dict()] if isinstance(part, nn.Module) else [""]
-            names |= {name + key: self.disk_name(path + key) for key in inner}
-        return names
+            found |= {name + key: path + key for key in inner}
+        return found
 
-    def _trained_weights(self, index: int) -> dict[str, int]:
+    def weight_names(self, index: int) -> dict[str, str]:
+        """From names in layer ``index``'s ``state_dict()`` to names in a Hugging Face folder of weights.
+
+        Adapters have the names that peft gives them in its own file.
+        """
+        return {name: self.disk_name(path) for name, path in self.paths(index).items()}
+
+    def parts(self, index: int) -> dict[str, nn.Module]:
+        """The modules of the skeleton that layer ``index`` consists of, by their paths in it."""
+        found = {path: self._part(path) for path in self._recipes[index].parts.values()}
+        return {path: part for path, part in found.items() if isinstance(part, nn.Module)}
+
+    def trained_weights(self, index: int) -> dict[str, int]:
         """Names on disk and sizes of the weights of layer ``index`` that may get a gradient."""
         recipe, names = self._recipes[index], self.weight_names(index)
         layer = recipe.layer_class(self.config, **{name: deepcopy(self._part(at)) for name, at in recipe.parts.items()})
@@ -166,6 +211,9 @@ class VisionLanguageModel:
 
     def disk_name(self, name: str) -> str:
         """The name on disk of a parameter of the Hugging Face model; names on disk stay as they are."""
+        if is_adapter(name):
+            return adapter_name(name)
+        name = name.replace(BASE_LAYER, ".")
         for prefix, disk_prefix in self._disk_prefixes.items():
             if name.startswith(prefix):
                 return disk_prefix + name.removeprefix(prefix)
@@ -237,8 +285,8 @@ def skeleton_of(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 def _initialise(part: nn.Module, initialiser: Any, *, weights: bool) -> None:
     """Weights where they are wanted; buffers that no file holds, such as frequencies and positions, in any case."""
     with torch.no_grad():
-        for module in part.modules():
-            if weights or module._non_persistent_buffers_set:
+        for name, module in part.named_modules():
+            if (weights and not is_adapter(name)) or module._non_persistent_buffers_set:
                 initialiser._init_weights(module)
         if not weights:
             _forget(part)
@@ -249,10 +297,20 @@ def _forget(module: nn.Module) -> None:
         tensor.fill_(torch.nan)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a name is that of an adapter's module or weight, in memory or on disk."""
+    return ".lora_" in name
+
+
+def adapter_name(path: str) -> str:
+    """The name in peft's file of a weight of the Hugging Face model that it has put adapters into."""
+    return ADAPTER_PREFIX + path.removeprefix(ADAPTER_PREFIX).replace(f".{ADAPTER}.", ".")
+
+
 @contextmanager
-def _forked_generator(seed: int | None, index: int) -> Iterator[None]:
-    """Let the CPU's generator be a function of ``(seed, index)`` for a while; other devices' are left alone."""
+def _forked_generator(seed: int | None, *place: int) -> Iterator[None]:
+    """Let the CPU's generator be a function of seed and place for a while; other devices' are left alone."""
     with torch.random.fork_rng(devices=[]):
-        state = np.random.SeedSequence((seed or 0, index)).generate_state(1, np.uint64)
+        state = np.random.SeedSequence((seed or 0, *place)).generate_state(1, np.uint64)
         torch.default_generator.manual_seed(int(state[0]) >> 1)
         yield

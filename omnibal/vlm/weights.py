@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from omnibal.errors import ConfigError
 from omnibal.records import load_json
-from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.layers import VisionLanguageModel, is_adapter
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -62,7 +62,8 @@ def load_layer(
 ) -> None:
     """Fill one layer with its weights from a Hugging Face folder or model, reading no other tensor.
 
-    The names of all tensors are checked against the whole model, so a wrong folder fails alike on every rank.
+    The names of all tensors are checked against the whole model, so a wrong folder fails alike on every rank. Adapters,
+    which it does not hold, stay as they are.
 
     Args:
         model: The model that the layer belongs to.
@@ -76,7 +77,7 @@ def load_layer(
     """
     stored = _stored_weights(model, source)
     targets = module.state_dict()
-    for name, disk_name in model.weight_names(index).items():
+    for name, disk_name in _own_names(model, index).items():
         with torch.no_grad():  # nothing holds on to what has been read while the next tensor is
             targets[name].copy_(_checked(stored[disk_name], targets[name].shape))
 
@@ -208,7 +209,7 @@ def _stored_weights(
         head = stored.pop(name, None)
         if head is not None:
             stored.setdefault(first, head)
-    expected = {name for index in range(len(model.records)) for name in model.weight_names(index).values()}
+    expected = {name for index in range(len(model.records)) for name in _own_names(model, index).values()}
     missing = sorted(expected - stored.keys())
     surplus = stored.keys() - expected - set(model.spare_names)
     unexpected = sorted(name for name in surplus if not name.endswith(BUFFERS))
@@ -218,6 +219,11 @@ def _stored_weights(
     if problems:
         raise ConfigError(f"{where} must hold the model's weights, all and no other, got {' but '.join(problems)}")
     return stored
+
+
+def _own_names(model: VisionLanguageModel, index: int) -> dict[str, str]:
+    """The layer's weight names without those of adapters."""
+    return {name: disk_name for name, disk_name in model.weight_names(index).items() if not is_adapter(disk_name)}
 
 
 def _all_weights(

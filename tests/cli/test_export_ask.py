@@ -38,7 +38,7 @@ def trained(tmp_path, monkeypatch):
     (folder / "omnibal.json").write_text("{}")
     (folder.parent / "latest").write_text(folder.name)
 
-    def export(checkpoint, target):
+    def export(checkpoint, target, merged=False):
         exported.append(checkpoint.name)
         target.mkdir(exist_ok=True)
         (target / "config.json").write_text("{}")

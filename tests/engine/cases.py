@@ -49,6 +49,12 @@ class FixedPacks:
         self._reads = reads
         self._num_samples = sum(len(pack) for packs_of_rank in steps[0] for pack in packs_of_rank)
 
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert not state  # every step has the same packs
+
     def next_step(self):
         step = Step(0, 0, self._num_samples, Load([1], [1]))
         batches = next(self._steps)
@@ -66,10 +72,13 @@ def engine_of(case):
         "zero_optimization": {"stage": case.zero_stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
-        "omnibal": {"model": {"path": case.model, "frozen": list(case.frozen)}, "optimizer": case.grouped},
+        "omnibal": {
+            "model": {"path": case.model, "frozen": list(case.frozen), "lora": case.lora},
+            "optimizer": case.grouped,
+        },
     } | case.extra
     config, section = read_config(content)
-    vlm = DeepModel(case.model) if case.deep else load_model(case.model)
+    vlm = DeepModel(case.model) if case.deep else load_model(case.model, section.model.lora, case.frozen)
     given = Given(config, section, Path(case.model), vlm, layout_of(config, num_stages, num_replicas))
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
     predicted = None

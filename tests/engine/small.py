@@ -27,6 +27,7 @@ class Case:
     extra: dict = field(default_factory=dict)
     schedule: str = "1f1b"
     frozen: tuple = ()  # modules, kinds of layers, patterns of weights' names
+    lora: dict | None = None  # "omnibal.model.lora"
     pending_bytes: int | None = None  # what the plan says each stage's weight gradients may keep
     own: dict = field(default_factory=dict)  # arguments of Own
     grouped: dict = field(default_factory=dict)  # "omnibal.optimizer"

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from omnibal.cluster import Layout
+from omnibal.config import OmnibalSection
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export, write_model_files
+from omnibal.engine.resolve import Given
 from omnibal.engine.saved_files import SavedFile, begin, choose, finish, keep_newest, problem_of, write_manifest
 from omnibal.errors import ConfigError
+from omnibal.vlm import load_model
 from tests.engine.small import small_config
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "merges.txt", "chat_template.jinja")
@@ -19,12 +23,13 @@ OTHERS = ("preprocessor_config.json", "generation_config.json", "additional_chat
 def test_only_known_files_of_the_model_go_into_a_checkpoint(tmp_path):
     model = tmp_path / "model"
     checkpoint = model / "checkpoints" / "global_step1"  # in the model's folder, as some have it
-    foreign = ("model.safetensors", "model.gguf", ".git/config", "data.json", "checkpoints/global_step0/config.json")
+    foreign = ("other.safetensors", "model.gguf", ".git/config", "data.json", "checkpoints/global_step0/config.json")
     checkpoint.mkdir(parents=True)
     for name in (*TOKENIZER, *OTHERS, *foreign):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(name)
-    files = write_model_files(checkpoint, model, small_config())
+    given = Given({}, OmnibalSection(), model, load_model(small_config()), Layout())
+    files = write_model_files(checkpoint, given)
     folder = checkpoint / "model"
     written = {str(path.relative_to(folder)) for path in files}
     assert set(files) == {path for path in folder.rglob("*") if path.is_file()}

@@ -12,6 +12,7 @@ from omnibal.engine.checkpoint import export
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.vlm import load_model
 from omnibal.vlm.answer import Answerer
+from tests.engine.cases import changed
 from tests.engine.launch import launch
 from tests.engine.small import Case
 from tests.families.models import save_folder, small_config
@@ -190,8 +191,10 @@ def test_a_folder_is_trained_exported_and_asked(tmp_path, from_outside):
         }
         for family, folder in folders.items()
     ]
+    configs.append(changed(configs[1], "model", lora={}))
     by_rank = launch(2, "tests.engine.cases:train_and_save", configs, 3, tmp_path / "checkpoints")
-    for number, (folder, *trained) in enumerate(zip(folders.values(), *by_rank, strict=True)):
+    whole = [found[: len(folders)] for found in by_rank]
+    for number, (folder, *trained) in enumerate(zip(folders.values(), *whole, strict=True)):
         exported = tmp_path / f"exported{number}"
         export(tmp_path / "checkpoints" / str(number) / "end", exported)
         assert trained[0]["losses"] == trained[1]["losses"]
@@ -208,6 +211,13 @@ def test_a_folder_is_trained_exported_and_asked(tmp_path, from_outside):
         assert not [*exported.glob("spare*")]
         image = next((demo.meta.parent / "images").rglob("*.png"))
         assert Answerer(exported).answer("What is this?", [image], max_new_tokens=3) is not None
+    checkpoint, answers = tmp_path / "checkpoints" / str(len(folders)) / "end", []
+    for merged in (False, True):
+        exported = tmp_path / f"adapters{merged}"
+        export(checkpoint, exported, merged=merged)
+        answers.append(Answerer(exported).answer("What is this?", [image], max_new_tokens=8))
+    assert answers[0] == answers[1]
+    assert sum(path.stat().st_size for path in checkpoint.glob("layer_*")) < 2e5  # without the model's own weights
 
 
 def names_in(folder):

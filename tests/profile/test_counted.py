@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, InternVLConfig
 
+from omnibal.config import LoraSection
 from omnibal.cost import CostModel, Load
+from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records as records_of
@@ -15,6 +17,7 @@ from omnibal.families.internvl import layer_records
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
+from omnibal.vlm.layer_run import made_packs
 from omnibal.vlm.passes import kept_bytes
 from tests.families.models import TEMPLATES, small_config
 
@@ -225,3 +228,47 @@ def test_counted_bytes_are_those_that_transformers_modules_keep(model_type, dtyp
     features = hidden if "qwen" in model_type else hidden[:, : (12 // 4) ** 2].detach().contiguous().requires_grad_()
     kept = kept_bytes(lambda: merger(features), free=merger.parameters())
     assert layers["projector"].saved_bytes["none"](load) == pytest.approx(kept, rel=0.02)
+
+
+def test_adapters_cost_their_own_products_and_the_base_has_no_gradient():
+    config = InternVLConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"})
+    plain, lora = load_model(config), load_model(config, LoraSection(rank=4, modules_to_save=["projector"]))
+    saved = sum(sum(record.weights.values()) for record in plain.records if record.kind == "projector")
+    both = [analytic_profile(model.records, COUNTER).layers for model in (plain, lora)]
+    adapters = 4 * (96 + 96 + 2 * (96 + 32) + 96 + 96 + 3 * (96 + 192))
+    for record, without, layer in zip(lora.records, *both, strict=True):
+        is_block = record.kind == "decoder_block"
+        beside = 2 * 50 * adapters if is_block else 0
+        trained = adapters if is_block else saved if record.kind == "projector" else 0
+        assert layer.forward_seconds(LOAD) == without.forward_seconds(LOAD) + beside
+        if record.kind == "projector":
+            assert layer == without.__class__(**{**vars(without), "sizes": layer.sizes})
+            continue
+        assert (layer.gradient_bytes, layer.optimizer_bytes) == (2 * trained, 12 * trained)
+        assert layer.parameter_bytes == without.parameter_bytes + 2 * trained
+        assert layer.weight_seconds(LOAD) == beside
+        assert layer.trainable == is_block
+        first = record.kind == "patch_embedding"
+        inputs = without.backward_seconds(LOAD) - (0 if without.pending_bytes(LOAD) else without.weight_seconds(LOAD))
+        assert first or layer.backward_seconds(LOAD) == inputs + beside
+        # seven adapters: what their first matrices put out; and twice as much for gradients that wait
+        kept = 2 * 50 * 7 * 4 if is_block else 0
+        assert layer.saved_bytes["none"](LOAD) == without.saved_bytes["none"](LOAD) + kept
+        assert layer.pending_bytes(LOAD) == (without.pending_bytes(LOAD) + 2 * kept if is_block else 0)
+    dropped = analytic_profile(load_model(config, LoraSection(rank=4, dropout=0.1)).records, COUNTER).layers
+    block = next(number for number, record in enumerate(lora.records) if record.kind == "decoder_block")
+    more = dropped[block].saved_bytes["none"](LOAD) - both[1][block].saved_bytes["none"](LOAD)
+    assert more == 3 * 50 * (6 * 96 + 192)  # a copy in 16 bits, and a byte that says what is dropped
+
+
+def test_counted_bytes_of_a_block_with_adapters_are_those_that_it_keeps():
+    model = load_model(small_config("llava"), LoraSection(rank=2))
+    index = [record.kind for record in model.records].index("decoder_block")
+    layer, tokens = model.build_layer(index, seed=0), 40
+    counted = analytic_profile(model.records, COUNTER, dtype="float32").layers[index]
+    pack = made_packs(model, PackLimits(1, tokens))[-1]
+    payload = pack.payload(model, dtype=torch.float32)
+    payload = payload.replace(hidden=torch.randn(1, tokens, 24, requires_grad=True))
+    free = [*layer.parameters(), *layer.buffers(), *payload.integers.values()]
+    kept = kept_bytes(lambda: layer(payload).hidden, free=free)
+    assert counted.saved_bytes["none"](Load(0, tokens)) == pytest.approx(kept, rel=0.1)

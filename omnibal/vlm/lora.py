@@ -1,0 +1,197 @@
+"""LoRA through peft: which layers get adapters, and a model whose layers are built with them."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from omnibal.config import LoraSection
+from omnibal.errors import ConfigError, require
+from omnibal.families.base import ADAPTER_SIZES, LayerRecord
+from omnibal.vlm.layers import VisionLanguageModel, is_adapter
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+
+
+def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Collection[str] = ()) -> Any:
+    """Peft's configuration of what the settings ask for: every adapted layer, and every module to save, by its path.
+
+    Args:
+        model: Only modules of its layers count, not what lies behind the features that it reads.
+        settings: Of the "omnibal" section.
+        frozen: What gets no adapter and is not trained whole either, as ``check_frozen`` takes it.
+
+    Raises:
+        ConfigError: A name stands for nothing in the model, or all that it stands for is frozen.
+        MissingExtraError: There is no peft.
+    """
+    require("peft")
+    from peft import LoraConfig
+
+    def whole(path: str) -> list[str]:  # peft saves all of a module
+        return [name for name, _ in model.skeleton.get_submodule(path).named_parameters()]
+
+    saved = _outermost(_chosen(model, "modules_to_save", settings.modules_to_save, frozen, _has_weights, whole))
+    linear = _chosen(model, "targets", settings.targets, frozen, _is_linear, lambda path: ["weight"])
+    targets = [path for path in linear if not _within(path, saved)]
+    if not targets:
+        named = ", ".join(settings.targets)
+        raise ConfigError(f"omnibal.model.lora.targets must name a part that modules_to_save does not, got {named}")
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha or 2 * settings.rank,
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        modules_to_save=[*saved, *_tied_to(model, saved)] or None,
+    )
+
+
+def add_adapters(model: VisionLanguageModel, config: Any) -> None:
+    """Let a model build its layers with adapters; of all else only modules to save are trained.
+
+    Args:
+        model: Is changed.
+        config: Peft's, with whole paths, as of ``adapters_of`` or a file that was saved from one.
+
+    Raises:
+        ConfigError: The model has no such modules.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    options = {"r": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+    try:
+        inject_adapter_in_model(LoraConfig(**options, target_modules=config.target_modules), model.skeleton)
+        for path in config.modules_to_save or ():
+            model.skeleton.get_submodule(path).requires_grad_(True)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{ADAPTER_CONFIG} must be of this model, got {error}") from error
+    model.adapters = config
+    model.records = tuple(_adapted(model, index, record) for index, record in enumerate(model.records))
+
+
+def load_adapters(folder: str | Path) -> Any:
+    """Peft's configuration in a folder; None where there is none."""
+    if not (Path(folder) / ADAPTER_CONFIG).is_file():
+        return None
+    require("peft")
+    from peft import LoraConfig
+
+    return LoraConfig.from_pretrained(str(folder))
+
+
+def base_of(adapters: Any) -> Path | None:
+    """Folder of the weights that adapters were trained beside, if they name one."""
+    return Path(adapters.base_model_name_or_path) if adapters.base_model_name_or_path else None
+
+
+def _adapted(model: VisionLanguageModel, index: int, record: LayerRecord) -> LayerRecord:
+    """The record of a layer with adapters: what it trains, and what the adapters cost."""
+    found = [module for part in model.parts(index).values() for module in part.modules() if hasattr(module, "lora_A")]
+    adapters: list[Any] = [module for module in found if module.lora_A]
+    ranks = [module.lora_A["default"].out_features for module in adapters]
+    numbers = sum(
+        rank * (module.in_features + module.out_features) for rank, module in zip(ranks, adapters, strict=True)
+    )
+    inputs = sum(module.in_features for module in adapters) if model.adapters.lora_dropout else 0
+    trained = model.trained_weights(index)
+    parameters = record.sizes["parameters"] + numbers
+    sizes = {"parameters": parameters, "untrained": parameters - sum(trained.values())}
+    sizes |= dict(zip(ADAPTER_SIZES, (numbers, sum(ranks), inputs), strict=True))
+    return replace(record, weights=dict.fromkeys(record.weights, 0) | trained, sizes={**record.sizes, **sizes})
+
+
+def _chosen(
+    model: VisionLanguageModel,
+    key: str,
+    words: Sequence[str],
+    frozen: Collection[str],
+    fits: Callable[[nn.Module], bool],
+    deciding: Callable[[str], Sequence[str]],
+) -> list[str]:
+    """Paths of the modules that words stand for and that are not frozen, in the model's order, each once.
+
+    Args:
+        model: Without adapters.
+        key: Of the settings.
+        words: Its value.
+        frozen: As of ``adapters_of``.
+        fits: Which modules can be meant.
+        deciding: From the path of one to those of its weights of which none may be frozen.
+
+    Raises:
+        ConfigError: As of ``adapters_of``.
+    """
+    modules = [(record, path) for record, path, module in _modules(model) if fits(module)]
+    for word in words:
+        if not any(_stands_for(word, record, path) for record, path in modules):
+            raise ConfigError(_unknown(key, word, modules))
+    wanted = [(record, path) for record, path in modules if any(_stands_for(word, record, path) for word in words)]
+    free = [path for record, path in wanted if not _any_frozen(model, record, path, deciding(path), frozen)]
+    if words and not free:
+        raise ConfigError(
+            f"omnibal.model.lora.{key} must name a part that is not frozen, got {', '.join(words)} with "
+            f"{', '.join(frozen)} frozen"
+        )
+    return list(dict.fromkeys(free))
+
+
+def _modules(model: VisionLanguageModel) -> Iterator[tuple[LayerRecord, str, nn.Module]]:
+    """All modules of a model's layers, with their paths in the Hugging Face model."""
+    for index, record in enumerate(model.records):
+        for path, part in model.parts(index).items():
+            for inner, module in part.named_modules():
+                yield record, f"{path}.{inner}" if inner else path, module
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _stands_for(word: str, record: LayerRecord, path: str) -> bool:
+    """Whether a setting's word means a module of a layer; a whole module of the model never means its head."""
+    if word in (record.module, record.kind):
+        return word == record.kind or record.kind != "head"
+    return path == word or path.endswith(f".{word}")
+
+
+def _any_frozen(
+    model: VisionLanguageModel, record: LayerRecord, path: str, names: Sequence[str], frozen: Collection[str]
+) -> bool:
+    """Whether one of these weights of a module is."""
+    return any(record.freezes(model.disk_name(f"{path}.{name}"), frozen) for name in names)
+
+
+def _unknown(key: str, word: str, modules: Sequence[tuple[LayerRecord, str]]) -> str:
+    ends = dict.fromkeys(end for _, path in modules if not (end := path.rpartition(".")[2]).isdecimal())
+    known = dict.fromkeys(name for record, _ in modules for name in (record.module, record.kind))
+    nearest = get_close_matches(word, [*known, *ends, *(path for _, path in modules)], n=3, cutoff=0.4)
+    kind = "linear layers" if key == "targets" else "modules"
+    known_names = [*known, *ends]
+    remedy = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"known are {', '.join(known_names)}"
+    return f"omnibal.model.lora.{key} must name {kind} of the model's layers, got {word!r}; {remedy}"
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if not _within(path, [other for other in paths if other != path])]
+
+
+def _within(path: str, others: Sequence[str]) -> bool:
+    return any(path == other or path.startswith(f"{other}.") for other in others)
+
+
+def _tied_to(model: VisionLanguageModel, paths: Sequence[str]) -> list[str]:
+    """Modules that have the weights of others; peft saves copies of both."""
+    tied: Mapping[str, str] = model.skeleton.all_tied_weights_keys
+    return [name.rpartition(".")[0] for name, source in tied.items() if source.rpartition(".")[0] in paths]
+
+
+def trained_name(model: VisionLanguageModel, path: str) -> bool:
+    """Whether a weight of the Hugging Face model belongs into peft's file."""
+    return is_adapter(path) or _within(path, model.adapters.modules_to_save or ())

@@ -1,0 +1,186 @@
+"""LoRA on the pipeline trains what peft trains on plain transformers, and exports what both can load."""
+
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from omnibal.config import LoraSection
+from omnibal.engine.checkpoint import export
+from omnibal.vlm import load_model
+from omnibal.vlm.lora import is_adapter
+from tests.engine.launch import launch
+from tests.engine.small import Case
+from tests.families.models import small_config
+from tests.vlm.families import (
+    family_samples,
+    plain_backward,
+    plain_family_model,
+    tied_config,
+)
+from tests.vlm.lora import initial_adapters
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.distributed
+
+STEPS, CLIPPING = 3, 0.05
+ADAM = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.01, "eps": 1e-3}
+SETTINGS = {
+    "optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}},
+    "gradient_clipping": CLIPPING,
+}
+PACKS = [[[0, 1], [2, 6], [4], [3, 5]]]  # the third one has no image
+# Of each family a configuration, LoRA's settings, what is frozen, where it is cut, and how it runs.
+RUNS = {
+    "internvl": (
+        small_config("internvl"),
+        {"rank": 3, "modules_to_save": ["projector", "embed_tokens"]},
+        (),
+        ("decoder_block", 2),
+        ("zero-bubble", ("full", "none", "selective")),
+    ),
+    "llava_next": (
+        tied_config("llava_next"),
+        {"rank": 4, "alpha": 3, "targets": ["q_proj", "linear_1", "down_proj"], "modules_to_save": ["final_norm"]},
+        (),
+        ("vision_block", 2),
+        ("1f1b", ("none",)),
+    ),
+    "qwen3_vl": (
+        small_config("qwen3_vl"),
+        {"rank": 2, "targets": ["language", "vision", "head"]},
+        ("*.blocks.0.*",),
+        ("decoder_block", 1),
+        ("zero-bubble", ("none",)),
+    ),
+}
+
+
+def case_of(family, folder):
+    config, lora, frozen, (kind, behind), (schedule, recompute) = RUNS[family]
+    plain_family_model(config).save_pretrained(folder)
+    kinds = [record.kind for record in load_model(folder).records]
+    return Case(
+        (0, kinds.index(kind) + behind, len(kinds)),
+        PACKS,
+        str(folder),
+        recompute,
+        schedule=schedule,
+        zero_stage=1,
+        steps=STEPS,
+        extra=SETTINGS,
+        frozen=frozen,
+        lora=lora,
+    )
+
+
+def peft_model(case):
+    """Peft's model on plain transformers, with our initial adapters; and our model."""
+    model = load_model(case.model, LoraSection(**case.lora), case.frozen)
+    plain = AutoModelForImageTextToText.from_pretrained(case.model, attn_implementation="sdpa", dtype=torch.float32)
+    with warnings.catch_warnings(action="ignore"):  # that an embedding is tied
+        adapted = peft.get_peft_model(plain, model.adapters)
+    named = named_in(adapted)
+    with torch.no_grad():
+        for name, weight in initial_adapters(model).items():
+            named[name].copy_(weight)
+    return adapted, model
+
+
+def named_in(adapted):
+    """The parameters of peft's model, by their names without that of the set of adapters."""
+    return {name.replace(".default", ""): parameter for name, parameter in adapted.named_parameters()}
+
+
+def plain_steps(adapted, model, samples):
+    """Losses, norms, gradients of each step and final weights, by the names in peft's file."""
+    named = {name: parameter for name, parameter in named_in(adapted).items() if parameter.requires_grad}
+    optimizer, losses, norms, gradients = torch.optim.AdamW(named.values(), **ADAM), [], [], []
+    for _ in range(STEPS):
+        losses.append(plain_backward(adapted, samples)[0])
+        gradients.append({name: p.grad.clone() for name, p in named.items()})
+        norms.append(torch.nn.utils.clip_grad_norm_(named.values(), CLIPPING).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, {name: p.detach() for name, p in named.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Of each family its case, what the ranks found, and the folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp("lora")
+    cases = {family: case_of(family, folder / family) for family in RUNS}
+    by_rank = launch(2, "tests.engine.adapted:train_and_resume", [*cases.values()], folder)
+    return {
+        family: (case, [found[number] for found in by_rank], folder / str(number))
+        for number, (family, case) in enumerate(cases.items())
+    }
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_training_is_that_of_peft_on_plain_transformers(runs, family):
+    case, ranks, _ = runs[family]
+    adapted, model = peft_model(case)
+    losses, norms, gradients, weights = plain_steps(adapted, model, family_samples(family))
+    assert min(norms) > 2 * CLIPPING  # every step is clipped
+    base = {model.disk_name(name): weight for name, weight in load_file(f"{case.model}/model.safetensors").items()}
+    trained, seen = set(), set()
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(losses, rel=1e-4)
+        assert rank["norms"] == pytest.approx(norms, rel=1e-3)
+        assert rank["resumed_loss"] == rank["losses"][-1] and rank["resumed_alike"]
+        names = [name for name, _ in rank["gradients"]]
+        for number, (name, gradient) in enumerate(rank["gradients"]):
+            expected = gradients[number // len(set(names))][theirs(model, name)]
+            torch.testing.assert_close(gradient, expected, rtol=2e-3, atol=2e-6, msg=name)
+        for name, weight in rank["weights"].items():
+            seen.add(name)
+            if name in names:
+                trained.add(theirs(model, name))
+                torch.testing.assert_close(weight, weights[theirs(model, name)], rtol=1e-3, atol=2e-5, msg=name)
+            else:
+                assert torch.equal(weight, base[name]), name
+    assert trained == weights.keys()
+    assert seen == {name for index in range(len(model.records)) for name in model.weight_names(index).values()}
+
+
+def theirs(model, name):
+    """The name in peft's model of a weight that is trained, by its name on disk."""
+    if is_adapter(name):
+        return name
+    paths = [path for index in range(len(model.records)) for path in model.paths(index).values()]
+    path = next(path for path in paths if model.disk_name(path) == name)
+    owner = path.rpartition(".")[0]
+    saved = max((part for part in model.adapters.modules_to_save if f"{owner}.".startswith(f"{part}.")), key=len)
+    return f"base_model.model.{saved}.modules_to_save{path.removeprefix(saved)}"
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_a_checkpoint_is_exported_for_peft_and_merged(runs, family, tmp_path):
+    case, ranks, folder = runs[family]
+    adapted, model = peft_model(case)
+    samples = family_samples(family)
+    before = plain_backward(adapted, samples)[1]
+    named = named_in(adapted)
+    with torch.no_grad():
+        for rank in ranks:
+            for name in dict(rank["gradients"]):
+                named[theirs(model, name)].copy_(rank["weights"][name])
+    expected = plain_backward(adapted, samples)[1]
+    export(folder / "end", tmp_path / "adapters")
+    export(folder / "end", tmp_path / "merged", merged=True)
+    assert not [*(tmp_path / "adapters").glob("model*.safetensors")]
+    original = AutoModelForImageTextToText.from_pretrained(case.model, attn_implementation="sdpa")
+    loaded = peft.PeftModel.from_pretrained(original, tmp_path / "adapters")
+    merged, report = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "merged", attn_implementation="sdpa", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(weight, load_file(folder / "whole" / "model.safetensors")[name]), name
+    for ours in (plain_backward(loaded, samples)[1], plain_backward(merged, samples)[1]):
+        for logits, without, trained in zip(ours, before, expected, strict=True):
+            torch.testing.assert_close(logits, trained, rtol=1e-3, atol=1e-4)
+            assert not torch.allclose(trained, without, rtol=1e-2, atol=1e-3)
