@@ -1,6 +1,6 @@
 """Seconds of each phase of each micro-batch: what ``wait`` takes, from what layers cost and what micro-batches hold."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -13,7 +13,6 @@ from omnibal.profile.records import LayerCost, ModelProfile
 
 PHASES: Final = ("vision forward", "language forward", "language backward", "vision backward")
 """In their order; the projector belongs to vision. All ranks run them one after the other."""
-_BESIDE_BLOCKS: Final = ("vision", "projector", "text_embedding", "final_norm", "head")
 
 
 def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "none") -> dict[str, FloatArray]:
@@ -77,32 +76,15 @@ def adapted_profile(
     Raises:
         ConfigError: As of ``analytic_profile``.
     """
-    frozen = [part for part in _BESIDE_BLOCKS if _occurs(part, records)]
-    whole = analytic_profile(records, device, dtype=dtype, frozen=frozen)
-    layers = tuple(_adapted(layer, rank) if layer.trainable else layer for layer in whole.layers)
-    return replace(whole, layers=layers)
+    return analytic_profile([_adapted(record, rank) for record in records], device, dtype=dtype)
 
 
-def _occurs(part: str, records: Collection[LayerRecord]) -> bool:
-    return any(part in (record.kind, record.module) for record in records)
-
-
-def _adapted(layer: LayerCost, rank: int) -> LayerCost:
-    """A decoder block whose own weights are frozen."""
-    trained, weights = adapter_parameters(layer.sizes, rank), _products(layer.sizes)
-    share = trained / layer.sizes["parameters"]
-    products = layer.weight_seconds * (trained / weights)  # both are products of two operations a token and weight
-    return replace(
-        layer,
-        forward_seconds=layer.forward_seconds + products,
-        backward_seconds=layer.backward_seconds + products,
-        weight_seconds=products,
-        recompute_seconds={"full": layer.forward_seconds + products},
-        parameter_bytes=round(layer.parameter_bytes * (1 + share)),
-        gradient_bytes=round(layer.gradient_bytes * share),
-        optimizer_bytes=round(layer.optimizer_bytes * share),
-        optimizer_seconds=layer.optimizer_seconds * share,
-    )
+def _adapted(record: LayerRecord, rank: int) -> LayerRecord:
+    """A layer whose own weights are frozen, with adapters on the products of a decoder block."""
+    own = record.sizes["parameters"]
+    adapters, ranks = (adapter_parameters(record.sizes, rank), 7 * rank) if record.kind == "decoder_block" else (0, 0)
+    sizes = {"parameters": own + adapters, "untrained": own, "adapters": adapters, "adapter_ranks": ranks}
+    return replace(record, sizes={**record.sizes, **sizes})
 
 
 def adapter_parameters(sizes: Mapping[str, int], rank: int) -> int:
@@ -111,15 +93,6 @@ def adapter_parameters(sizes: Mapping[str, int], rank: int) -> int:
     >>> adapter_parameters({"hidden": 8, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 4}, 2)
     256
     """
-    return rank * sum(rows + columns for rows, columns in _shapes(sizes))
-
-
-def _products(sizes: Mapping[str, int]) -> int:
-    """Weights of these products."""
-    return sum(rows * columns for rows, columns in _shapes(sizes))
-
-
-def _shapes(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Queries, attention's output; keys, values; the MLP's three."""
     hidden, query, key_value = sizes["hidden"], *(sizes[name] * sizes["head_dim"] for name in ("heads", "kv_heads"))
-    return [(hidden, query)] * 2 + [(hidden, key_value)] * 2 + [(hidden, sizes["intermediate"])] * 3
+    # queries, attention's output; keys, values; the MLP's three
+    return rank * (2 * (hidden + query) + 2 * (hidden + key_value) + 3 * (hidden + sizes["intermediate"]))
