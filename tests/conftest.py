@@ -1,5 +1,15 @@
+"""What all tests share."""
+
+import pytest
 from hypothesis import settings
 
 # The first call of a compiled function takes long, and so may any on a busy machine.
 settings.register_profile("omnibal", deadline=None)
 settings.load_profile("omnibal")
+
+
+def pytest_collection_modifyitems(items):
+    """Let one worker of pytest-xdist run all tests that start processes: these keep them, and share the cores."""
+    for item in items:
+        if item.get_closest_marker("distributed"):
+            item.add_marker(pytest.mark.xdist_group("processes"))

@@ -9,4 +9,5 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-exec python -m pytest "$@"
+# Two workers: one runs the tests that start processes, the other all the rest.
+exec python -m pytest -n 2 --dist loadgroup "$@"

@@ -22,7 +22,7 @@ Sample = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Drawn:
-    """A rank's samples of a micro-batch, as ``StepLoader`` hands them to ``RearrangedModel``."""
+    """A rank's samples of a micro-batch, as ``RearrangingLoader`` hands them to ``RearrangedModel``."""
 
     tokens: Tensor
     """Ids, labels and positions of all samples' tokens, sample after sample, (tokens, 2 + rows of positions)."""
@@ -36,10 +36,10 @@ class RearrangedModel(nn.Module):
     """A vision-language model of transformers whose ranks work on each other's samples.
 
     Give it to DistributedDataParallel, ``fully_shard`` or ``deepspeed.initialize`` in place of the model, and call it
-    with what a ``StepLoader`` yields. Pixels go to where the vision encoder is even, features from there to where the
-    LLM is even, and text there too; gradients take the way back. Weights get the gradients that they get without it,
-    but for the order of sums. A rank without an image encodes a blank one whose features count for nothing, so that
-    all ranks run the same layers. If the encoder and what follows it are frozen, nothing goes back.
+    with what a ``RearrangingLoader`` yields. Pixels go to where the vision encoder is even, features from there to
+    where the LLM is even, and text there too; gradients take the way back. Weights get the gradients that they get
+    without it, but for the order of sums. A rank without an image encodes a blank one whose features count for
+    nothing, so that all ranks run the same layers. If the encoder and what follows it are frozen, nothing goes back.
 
     Args:
         model: Takes ``mm_encoder_outputs``, as about eighty of transformers' models do, and packs by positions that

@@ -18,7 +18,7 @@ from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
-from omnibal.integrations.step_loader import StepLoader
+from omnibal.integrations.rearranging_loader import RearrangingLoader
 from tests.engine.launch import launch
 from tests.families.models import small_config
 from tests.integrations.items import Collate, items_of
@@ -31,7 +31,7 @@ DRAWN = [[[0, 2, 5], [1, 6]], [[4, 7], [9]], [[10, 8], []]]
 
 def loader_of(family, batches, **options):
     collator = PackCollator(Collate(family), positions_of(small_config(family)))
-    return StepLoader(batches, collator, image_token_id=IMAGE_TOKEN, prints=False, **options)
+    return RearrangingLoader(batches, collator, image_token_id=IMAGE_TOKEN, prints=False, **options)
 
 
 def batches_of(family, rank):

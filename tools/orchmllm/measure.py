@@ -14,7 +14,7 @@ from run import IMAGE_TOKEN, RANKS, Samples, add_up, lengths_of, model_of  # noq
 from omnibal.dispatch.step_plan import Costs, StepPlan  # noqa: E402
 from omnibal.integrations.packing import PackCollator, positions_of  # noqa: E402
 from omnibal.integrations.rearranging import RearrangedModel  # noqa: E402
-from omnibal.integrations.step_loader import StepLoader  # noqa: E402
+from omnibal.integrations.rearranging_loader import RearrangingLoader  # noqa: E402
 
 BATCH = 8
 """Samples that a rank draws."""
@@ -35,7 +35,7 @@ def compare(rank: int, port: int, kind: str, minutes: float) -> None:
     }
     loaders = {
         name: iter(
-            StepLoader(
+            RearrangingLoader(
                 ([samples[int(number)] for number in of_ranks[rank]] for of_ranks in order),
                 collator,
                 image_token_id=IMAGE_TOKEN,

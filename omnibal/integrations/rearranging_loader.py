@@ -32,7 +32,7 @@ class _Step:
     """Of the source, once this step is drawn."""
 
 
-class StepLoader:
+class RearrangingLoader:
     """Yields what ``RearrangedModel`` takes: this rank's samples, and where all ranks' samples go.
 
     A thread draws the next steps, exchanges their lengths with the other ranks (numbers only, over gloo) and plans
@@ -75,7 +75,9 @@ class StepLoader:
         # A step is drawn when it is asked for, so that a run that stops early has left no rank waiting for another.
         asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
         steps: queue.SimpleQueue[_Step | Exception | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._draw, args=(asked, steps), daemon=True, name="omnibal-step-loader")
+        thread = threading.Thread(
+            target=self._draw, args=(asked, steps), daemon=True, name="omnibal-rearranging-loader"
+        )
         thread.start()
         for _ in range(AHEAD):
             asked.put(True)
