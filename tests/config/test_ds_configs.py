@@ -38,7 +38,8 @@ def test_a_configuration_has_a_plan_that_fits(name, in_repository):
     from plans import LENGTHS
 
     config, section = read_config(CONFIGS[name])
-    model, plan, lengths = load_model(section.model.path), Plan.load(section.pipeline.plan), LENGTHS[name]()
+    model = load_model(section.model.path, section.model.lora, section.model.frozen)
+    plan, lengths = Plan.load(section.pipeline.plan), LENGTHS[name]()
     assert Path(section.pipeline.plan).stem == name
     assert name.endswith(f"-{section.cluster.num_devices}gpu")
     assert plan.cluster == section.cluster

@@ -14,15 +14,16 @@ from omnibal.data.synthetic import INTERNVL_MIX, TOKENS_PER_TILE, patch_lengths,
 
 DATASETS = Path(__file__).parents[1] / "paper" / "datasets.py"
 SAMPLES = 100_000
-LLAVA_TOKENS = 576
+LLAVA_TOKENS, LLAVA_LONGEST = 576, 2048
 
 
 def llava_lengths() -> SampleLengths:
-    """LLaVA-665K for LLaVA 1.5: an image is one tile of 576 tokens."""
+    """LLaVA-665K for LLaVA 1.5: an image is one tile of 576 tokens; a sample ends after 2048, as LLaVA cuts it."""
     drawn = tiled_lengths(SAMPLES, seed=1, sources=INTERNVL_MIX[:1])
     text = drawn.llm_tokens - TOKENS_PER_TILE * drawn.vision_units
     images = np.minimum(drawn.vision_units, 1)
-    return SampleLengths(images, LLAVA_TOKENS * images + text, target_tokens=drawn.target_tokens)
+    tokens = np.minimum(LLAVA_TOKENS * images + text, LLAVA_LONGEST)
+    return SampleLengths(images, tokens, target_tokens=np.minimum(drawn.target_tokens, tokens))
 
 
 def in_twelve_tiles() -> SampleLengths:
