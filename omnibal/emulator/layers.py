@@ -83,6 +83,9 @@ class EmulatedLayer(nn.Module):
 class EmulatedModel:
     """The model as the pipeline module asks for it: records, and a layer by its index."""
 
+    spare_names = ()
+    """Every weight is in a layer."""
+
     def __init__(self, task: EmulationTask, device: Device) -> None:
         self._device, self._layers = device, task.profile.layers
         self._first = task.plan.partition.boundaries[device.stage]
@@ -95,10 +98,6 @@ class EmulatedModel:
     def layer_class(self, index: int) -> type[nn.Module]:
         """The same for all."""
         return EmulatedLayer
-
-    def spare_shapes(self) -> dict[str, torch.Size]:
-        """None: every weight is in a layer."""
-        return {}
 
     def weight_names(self, index: int) -> dict[str, str]:
         """From names in layer ``index`` to names of all."""

@@ -240,10 +240,9 @@ class VisionLanguageModel:
             found |= {self.disk_name(f"{path}.{name}"): tensor for name, tensor in part.state_dict().items()}
         return found
 
-    def spare_shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the weights of ``spare_names``."""
-        shapes = {self.disk_name(name): tensor.shape for name, tensor in self.skeleton.state_dict().items()}
-        return {name: shapes[name] for name in self.spare_names}
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of all weights, by their names on disk."""
+        return {self.disk_name(name): tensor.shape for name, tensor in self.skeleton.state_dict().items()}
 
     def _part(self, path: str) -> nn.Module | nn.Parameter:
         """The module or parameter of the Hugging Face model at a path."""

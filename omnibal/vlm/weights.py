@@ -39,6 +39,11 @@ class Stored(NamedTuple):
             tensor: Tensor = file.get_tensor(self.name)
         return tensor
 
+    def shape(self) -> tuple[int, ...]:
+        """Read from the file's header."""
+        with _opened(self.file) as file:
+            return tuple(file.get_slice(self.name).get_shape())
+
 
 class InMemory(NamedTuple):
     """A weight of a model in memory."""
@@ -50,6 +55,10 @@ class InMemory(NamedTuple):
     def read(self) -> Tensor:
         """The tensor, wherever it is."""
         return self.tensor
+
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's."""
+        return tuple(self.tensor.shape)
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -75,11 +84,11 @@ def load_layer(
         ConfigError: If the folder has no weights, or a tensor is missing, unexpected, of another shape, quantised, on
             the meta device, or holds NaN or infinity.
     """
-    stored = _stored_weights(model, source)
+    stored, shapes = _stored_weights(model, source), model.shapes()
     targets = module.state_dict()
     for name, disk_name in _own_names(model, index).items():
         with torch.no_grad():  # nothing holds on to what has been read while the next tensor is
-            targets[name].copy_(_checked(stored[disk_name], targets[name].shape))
+            targets[name].copy_(_checked(disk_name, stored, shapes))
 
 
 def spare_weights(
@@ -95,14 +104,15 @@ def spare_weights(
     Raises:
         ConfigError: As of ``load_layer``.
     """
-    shapes = model.spare_shapes()
-    if not shapes:
+    names = model.spare_names
+    if not names:
         return {}
+    shapes = model.shapes()
     stored = {} if source is None else _stored_weights(model, source)
-    there = {name: stored[name] for name in shapes if name in stored}
-    found = {} if len(there) == len(shapes) else model.build_spare(seed=seed)
-    for name, entry in there.items():
-        found[name] = _checked(entry, shapes[name]).to("cpu", copy=True)
+    there = [name for name in names if name in stored]
+    found = {} if len(there) == len(names) else model.build_spare(seed=seed)
+    for name in there:
+        found[name] = _checked(name, stored, shapes).to("cpu", copy=True)
     return found
 
 
@@ -236,25 +246,31 @@ def _all_weights(
     return "the model given", dict(held)
 
 
-def _checked(stored: Stored | InMemory, shape: torch.Size) -> Tensor:
+def _checked(name: str, stored: Mapping[str, Stored | InMemory], shapes: Mapping[str, torch.Size]) -> Tensor:
     """A weight's values.
 
     Raises:
-        ConfigError: They cannot be those of such a weight.
+        ConfigError: They cannot be those of such a weight; where its shape is wrong, with all others that are wrong.
     """
-    tensor = stored.read()
-    problem = _problem(tensor, shape)
+    entry = stored[name]
+    tensor = entry.read()
+    if tensor.shape != shapes[name]:
+        wrong = [other for other in stored if other in shapes and stored[other].shape() != tuple(shapes[other])]
+        told = [
+            f"{one.name} must have shape {tuple(shapes[other])}, got {one.shape()} in {one.file}"
+            for other, one in ((other, stored[other]) for other in wrong)
+        ]
+        raise ConfigError(_some(told, separator="; "))
+    problem = _problem(tensor)
     if problem is not None:
-        raise ConfigError(f"{stored.name} must {problem} in {stored.file}")
+        raise ConfigError(f"{entry.name} must {problem} in {entry.file}")
     return tensor
 
 
-def _problem(tensor: Tensor, shape: torch.Size) -> str | None:
-    """The rule that a weight breaks, and what it is instead."""
+def _problem(tensor: Tensor) -> str | None:
+    """The rule that a weight's values break, and what they are instead."""
     if tensor.is_meta:
         return "have values, got a tensor on the meta device"
-    if tensor.shape != shape:
-        return f"have shape {tuple(shape)}, got {tuple(tensor.shape)}"
     if tensor.dtype not in FLOATS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         return f"be of {names} (not quantised), got {str(tensor.dtype).removeprefix('torch.')}"
@@ -264,8 +280,8 @@ def _problem(tensor: Tensor, shape: torch.Size) -> str | None:
     return None
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _some(names: list[str], separator: str = ", ") -> str:
+    return separator.join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _renamed(model: VisionLanguageModel, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
