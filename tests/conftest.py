@@ -9,7 +9,8 @@ settings.load_profile("omnibal")
 
 
 def pytest_collection_modifyitems(items):
-    """Let one worker of pytest-xdist run all tests that start processes: these keep them, and share the cores."""
+    """Let one worker of pytest-xdist run all files with tests that start processes: these are kept, and share cores."""
+    starting = {item.path for item in items if item.get_closest_marker("distributed")}
     for item in items:
-        if item.get_closest_marker("distributed"):
+        if item.path in starting:
             item.add_marker(pytest.mark.xdist_group("processes"))

@@ -55,7 +55,7 @@ def random_case(random, num_processes, model):
         settings | {"gradient_clipping": CLIPPING if clips else 0.0},
         schedule,
         random.choice(FROZEN),
-        random.choice((None, 0, 3000, 30_000)),
+        pending_bytes=random.choice((None, 0, 3000, 30_000)),
         later_packs=later,
     )
 

@@ -1,6 +1,7 @@
 """Samples rearranged between phases: the gradients of plain transformers, sample by sample."""
 
 import os
+from copy import deepcopy
 
 import deepspeed
 import numpy as np
@@ -42,6 +43,7 @@ def batches_of(family, rank):
 def gradients(family):
     """On every rank: gradients of a step of three micro-batches, averaged over ranks as DDP does."""
     model = plain_family_model(small_config(family))
+    begun = deepcopy(model.state_dict())
     rearranged = RearrangedModel(model)
     losses = [rearranged(drawn) for drawn in loader_of(family, batches_of(family, dist.get_rank()), micro_batches=3)]
     assert len(losses) == 3
@@ -51,12 +53,13 @@ def gradients(family):
     for value in (loss, *found.values()):
         dist.all_reduce(value)
         value.div_(dist.get_world_size())
-    return loss, found
+    return loss, found, begun
 
 
 def trained(family, host):
     """Weights after three steps, one micro-batch each, under a host."""
     model = plain_family_model(small_config(family))
+    begun = deepcopy(model.state_dict())
     loader = loader_of(family, batches_of(family, dist.get_rank()))
     if host.startswith("zero"):
         stage = int(host[-1])
@@ -73,7 +76,7 @@ def trained(family, host):
             engine.backward(engine(drawn))
             engine.step()
         with deepspeed.zero.GatheredParameters([*model.parameters()], enabled=stage == 3):
-            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, begun
     if host == "fsdp":
         inner = model.model
         for layer in (*inner.language_model.layers, *vision_layers(inner)):
@@ -87,7 +90,7 @@ def trained(family, host):
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: getattr(weight, "full_tensor", weight.clone)() for name, weight in weights.items()}
+    return {name: getattr(weight, "full_tensor", weight.clone)() for name, weight in weights.items()}, begun
 
 
 def vision_layers(inner):
@@ -226,16 +229,18 @@ def check(families, hosts, num_ranks=2):
     results = launch(num_ranks, "tests.integrations.test_rearranging:work", families, hosts)
     for family in families:
         items, plain = items_of(family), plain_family_model(small_config(family))
+        plain.load_state_dict(results[0][0][family][2])
         drawn = [items[sample] for of_ranks in DRAWN for samples in of_ranks for sample in samples]
         loss, _ = plain_backward(plain, drawn)
         expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-        for found_loss, found in (of_families[family] for of_families, _ in results):
-            torch.testing.assert_close(float(found_loss), float(loss), rtol=1e-5, atol=0)
+        for found_loss, found, _ in (of_families[family] for of_families, _ in results):
+            assert float(found_loss) == pytest.approx(float(loss), rel=1e-5), family
             assert found.keys() == expected.keys()
             for name, gradient in expected.items():
                 torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6)
     for family in {family for family, _ in hosts}:
         items, plain = items_of(family), plain_family_model(small_config(family))
+        plain.load_state_dict(next(results[0][1][host][1] for host in hosts if host[0] == family))
         optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
         for of_ranks in DRAWN:
             optimizer.zero_grad()
@@ -244,9 +249,9 @@ def check(families, hosts, num_ranks=2):
         expected = dict(plain.named_parameters())
         for host in (host for host in hosts if host[0] == family):
             for _, of_hosts in results:
-                assert of_hosts[host].keys() == expected.keys()
+                assert of_hosts[host][0].keys() == expected.keys()
                 for name, weight in expected.items():
-                    torch.testing.assert_close(of_hosts[host][name], weight.detach(), rtol=1e-4, atol=2e-6)
+                    torch.testing.assert_close(of_hosts[host][0][name], weight.detach(), rtol=1e-4, atol=2e-6)
 
 
 def test_a_model_that_takes_no_encoded_images_is_refused():

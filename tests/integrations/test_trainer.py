@@ -247,6 +247,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
 def test_the_best_model_is_loaded_by_its_names_on_disk(tmp_path):
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options |= {"load_best_model_at_end": True, "greater_is_better": True, "eval_dataset": items_of("internvl")[:3]}
+    options |= {"learning_rate": 0.005}  # so that the loss falls in both steps
     trainer = trainer_of("internvl", tmp_path, **options)
     balance(trainer, LIMITS["internvl"])
     weights = Weights(trainer)
