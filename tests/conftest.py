@@ -8,6 +8,7 @@ settings.register_profile("omnibal", deadline=None)
 settings.load_profile("omnibal")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Let one worker of pytest-xdist run all files with tests that start processes: these are kept, and share cores."""
     starting = {item.path for item in items if item.get_closest_marker("distributed")}
