@@ -9,5 +9,5 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-# Two workers: one runs the tests that start processes, the other all the rest.
-exec python -m pytest -n 2 --dist loadgroup "$@"
+# Two workers; those of a file share what they start.
+exec python -m pytest -n 2 --dist loadfile "$@"
