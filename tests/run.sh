@@ -9,5 +9,4 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-# Two workers; those of a file share what they start.
-exec python -m pytest -n 2 --dist loadfile "$@"
+exec python -m pytest "$@"
