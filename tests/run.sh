@@ -9,4 +9,5 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-exec python -m pytest "$@"
+# Two workers; those of a file share what they start.
+exec python -m pytest -n 2 --dist loadfile "$@"

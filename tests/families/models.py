@@ -1,5 +1,7 @@
 """A small model of each family: its transformers configuration and its image processor, neither with weights."""
 
+from copy import deepcopy
+
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -102,7 +104,8 @@ CONFIGS = {
 def small_config(model_type, *, image_token_id=600, text_tied=False, text=None, **options):
     """The configuration of a small model; ``text`` changes its language model's."""
     config_class, vision, usual, further = CONFIGS[model_type]
-    text = TEXT | usual | (text or {}) | {"tie_word_embeddings": text_tied}
+    # Classes write their defaults into what they are given: the next family's configuration must not find them there.
+    vision, text = deepcopy((vision, TEXT | usual | (text or {}) | {"tie_word_embeddings": text_tied}))
     token = {"image_token_index" if "llava" in model_type else "image_token_id": image_token_id}
     return config_class(vision_config=vision, text_config=text, **further | token | options)
 

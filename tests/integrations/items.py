@@ -1,5 +1,7 @@
 """Items of a user's dataset and a user's collator, for small models of every family that packs."""
 
+from copy import deepcopy
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Gemma3Config, Idefics3Config, PaliGemmaConfig, Qwen3_5Config, Qwen3VLMoeConfig, SmolVLMConfig
@@ -33,7 +35,7 @@ SHAPES = [
 
 def config_of(model_type):
     """The configuration of a small model."""
-    tower, text = TOWER | {"image_size": TILE}, TEXT | {"pad_token_id": None}
+    tower, text, mrope = deepcopy((TOWER | {"image_size": TILE}, TEXT | {"pad_token_id": None}, MROPE))
     match model_type:
         case "idefics3" | "smolvlm":
             options = {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}
@@ -47,15 +49,15 @@ def config_of(model_type):
             return PaliGemmaConfig(vision_config=tower, text_config=text | {"model_type": "gemma"}, **options)
         case "qwen3_vl_moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-            vision = NATIVE_MLP | DEEP
+            vision = deepcopy(NATIVE_MLP | DEEP)
             return Qwen3VLMoeConfig(
-                vision_config=vision, text_config=text | MROPE | experts, image_token_id=IMAGE_TOKEN
+                vision_config=vision, text_config=text | mrope | experts, image_token_id=IMAGE_TOKEN
             )
         case "qwen3_5":
             linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
             rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4}}
             text |= linear | rope | {"linear_num_value_heads": 2, "num_hidden_layers": 4}
-            vision = NATIVE_MLP | {"num_position_embeddings": 16}
+            vision = deepcopy(NATIVE_MLP) | {"num_position_embeddings": 16}
             return Qwen3_5Config(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN)
     return small_config(model_type)
 
