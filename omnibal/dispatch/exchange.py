@@ -22,8 +22,9 @@ def exchange(
 ) -> dict[str, Tensor]:
     """Bring what belongs to each sample to its new rank: one all-to-all for each dtype, however many tensors.
 
-    All ranks call it with the same names, dtypes, rows and rearrangement. Gradients of what arrives go back by the
-    inverse exchange, again one for each dtype; so all ranks must want gradients of the same tensors.
+    Nothing is sent where no sample moves. All ranks call it with the same names, dtypes, rows and rearrangement.
+    Gradients of what arrives go back by the inverse exchange, again one for each dtype; so all ranks must want
+    gradients of the same tensors.
 
     Args:
         tensors: Of each name, what this rank's samples hold, sample after sample in the order of ``held_by(rank)``:
@@ -39,6 +40,12 @@ def exchange(
         ConfigError: A tensor has not as many rows as its samples are said to have. On this rank alone: check what comes
             from outside on all ranks before.
     """
+    held = rearrangement.held_by(dist.get_rank(group))
+    for name, tensor in tensors.items():
+        if len(tensor) != rows[name][held].sum():
+            raise ConfigError(f"{name} must have the {rows[name][held].sum()} rows of its samples, got {len(tensor)}")
+    if rearrangement.is_still:
+        return dict(tensors)
     arrived: dict[str, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
         of_dtype = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
@@ -59,8 +66,6 @@ def _exchange(
     parts, out_sizes = [], []
     for name, tensor in tensors.items():
         count = rows[name]
-        if len(tensor) != count[held].sum():
-            raise ConfigError(f"{name} must have the {count[held].sum()} rows of its samples, got {len(tensor)}")
         by_rank = _per_rank(count[sent], rearrangement.destination[sent], num_ranks)
         ordered = tensor.index_select(0, _places(count, held, sent).to(tensor.device))
         parts.append(torch.split(ordered, by_rank.tolist()))

@@ -7,6 +7,7 @@ than a heap. A rank and its load are one integer, the load in the upper bits, so
 loads go to the lower rank.
 """
 
+from math import frexp
 from typing import Final
 
 import numpy as np
@@ -16,8 +17,8 @@ from omnibal.cost import FloatArray, IntArray
 
 BITS: Final = 62
 """Of an integer that holds a rank or a sample beside its load, without its sign and one bit to spare."""
-LAST: Final = np.iinfo(np.int64).max
-"""Loses every match: leaves that are no ranks."""
+LARGEST_POWER: Final = 1023
+"""Of two that a float can be."""
 
 
 def longest_first(costs: FloatArray, num_ranks: int) -> IntArray:
@@ -32,7 +33,8 @@ def longest_first(costs: FloatArray, num_ranks: int) -> IntArray:
     Returns:
         The rank of each sample, (samples,).
     """
-    return _deal(*_sorted(costs, num_ranks), len(costs), num_ranks)
+    keys, sample_bits, _ = _sorted(costs, num_ranks)
+    return _deal(keys, sample_bits, len(costs), num_ranks)
 
 
 def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float = 0.01) -> IntArray:
@@ -50,48 +52,54 @@ def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float 
     Returns:
         The rank of each sample, (samples,).
     """
-    keys, sample_bits = _sorted(costs, num_ranks)
-    whole = keys >> sample_bits
-    mean, largest = whole.sum() / num_ranks, whole.max(initial=0)
+    keys, sample_bits, scale = _sorted(costs, num_ranks)
+    total, largest = scale * float(costs.sum()), scale * float(costs.max(initial=0.0))
     # A power of two, so that counting loads in tolerances is a shift.
-    coarse = max(int(tolerance * mean), 1).bit_length() - 1
+    coarse = max(int(tolerance * total / num_ranks), 1).bit_length() - 1
     # No rank ends above the mean and one sample more, and its part of the squares is at most all of them.
-    square_bits = BITS - (num_ranks - 1).bit_length() - (int(mean + largest) >> coarse).bit_length() - 1
-    excess = np.frexp(np.square(whole, dtype=np.float64).sum())[1] - square_bits
+    most = int(total / num_ranks + largest)
+    square_bits = BITS - (num_ranks - 1).bit_length() - (most >> coarse).bit_length() - 1
+    excess = frexp(scale**2 * float(costs @ costs))[1] - square_bits
     return _deal_by_squares(keys, sample_bits, len(costs), num_ranks, coarse, square_bits, max((excess + 1) // 2, 0))
 
 
-def _sorted(costs: FloatArray, num_ranks: int) -> tuple[IntArray, int]:
-    """Costs as integers with their sample in the lower bits, ascending, and how many bits those are.
+def _sorted(costs: FloatArray, num_ranks: int) -> tuple[IntArray, int, float]:
+    """Costs as integers with their sample in the lower bits, ascending; how many bits those are; and the costs' scale.
 
     Equal costs come in falling order of their samples: they are read from the end.
     """
     sample_bits = max(len(costs) - 1, 1).bit_length()
-    largest, total = costs.max(initial=0.0), costs.sum()
+    largest, total = float(costs.max(initial=0.0)), float(costs.sum())
     # The largest must fit above its sample, and the sum above its rank. A power of two keeps whole numbers whole.
-    room = min(BITS - sample_bits - np.frexp(largest)[1], BITS - (num_ranks - 1).bit_length() - np.frexp(total)[1] - 1)
-    keys = np.rint(np.ldexp(costs, room)).astype(np.int64)
-    keys <<= sample_bits
-    keys |= np.arange(len(costs) - 1, -1, -1)
+    room = min(BITS - sample_bits - frexp(largest)[1], BITS - (num_ranks - 1).bit_length() - frexp(total)[1] - 1)
+    scale = 2.0 ** min(room, LARGEST_POWER)
+    keys = _keys(costs, scale, sample_bits)
     keys.sort()
-    return keys, sample_bits
+    return keys, sample_bits, scale
+
+
+@compiled
+def _keys(costs: FloatArray, scale: float, sample_bits: int) -> IntArray:
+    """In one pass over the costs, where numpy would need five."""
+    keys = np.empty(len(costs), dtype=np.int64)
+    for sample in range(len(costs)):
+        keys[sample] = (np.int64(np.rint(costs[sample] * scale)) << sample_bits) | (len(costs) - 1 - sample)
+    return keys
 
 
 @compiled
 def _deal(keys: IntArray, sample_bits: int, num_samples: int, num_ranks: int) -> IntArray:
     """Deal samples out of ``keys``, the last first, to whoever has least."""
-    leaves, rank_bits = 1, 0
-    while leaves < num_ranks:
-        leaves, rank_bits = leaves * 2, rank_bits + 1
-    losers = _first_round(leaves, num_ranks)
+    rank_bits = _bits(num_ranks)
+    losers = _first_round(num_ranks)
     destination = np.empty(num_samples, dtype=np.int64)
     best = losers[0]
     for position in range(num_samples - 1, -1, -1):
         key = keys[position]
-        rank = best & (leaves - 1)
+        rank = best & ((1 << rank_bits) - 1)
         destination[num_samples - 1 - (key & ((1 << sample_bits) - 1))] = rank
         best += (key >> sample_bits) << rank_bits
-        best = _replay(losers, (leaves + rank) >> 1, best)
+        best = _replay(losers, (num_ranks + rank) >> 1, best)
     return destination
 
 
@@ -106,36 +114,46 @@ def _deal_by_squares(
     square_shift: int,
 ) -> IntArray:
     """Deal samples out of ``keys``: loads in whole tolerances above squares above ranks in one integer."""
-    leaves, rank_bits = 1, 0
-    while leaves < num_ranks:
-        leaves, rank_bits = leaves * 2, rank_bits + 1
-    losers = _first_round(leaves, num_ranks)
-    loads, squares = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+    rank_bits = _bits(num_ranks)
+    losers = _first_round(num_ranks)
+    loads = np.zeros(num_ranks, dtype=np.int64)
+    squares = (1 << square_bits) - 1
     destination = np.empty(num_samples, dtype=np.int64)
     best = losers[0]
     for position in range(num_samples - 1, -1, -1):
         key = keys[position]
-        rank = best & (leaves - 1)
+        rank = best & ((1 << rank_bits) - 1)
         destination[num_samples - 1 - (key & ((1 << sample_bits) - 1))] = rank
         cost = key >> sample_bits
-        loads[rank] += cost
-        squares[rank] += (cost >> square_shift) ** 2
-        place = ((loads[rank] >> coarse) << square_bits) | squares[rank]
-        best = _replay(losers, (leaves + rank) >> 1, (place << rank_bits) | rank)
+        load = loads[rank] + cost
+        loads[rank] = load
+        square = ((best >> rank_bits) & squares) + (cost >> square_shift) ** 2
+        place = ((load >> coarse) << square_bits) | square
+        best = _replay(losers, (num_ranks + rank) >> 1, (place << rank_bits) | rank)
     return destination
 
 
 @compiled
-def _first_round(leaves: int, num_ranks: int) -> IntArray:
+def _bits(num_ranks: int) -> int:
+    """Of a number that tells ranks apart."""
+    bits = 0
+    while 1 << bits < num_ranks:
+        bits += 1
+    return bits
+
+
+@compiled
+def _first_round(num_ranks: int) -> IntArray:
     """The tournament of ranks that have nothing: the loser of each node, the winner at 0.
 
-    Node n plays the winners of nodes 2n and 2n + 1; rank r is leaf ``leaves + r``.
+    Node n plays the winners of nodes 2n and 2n + 1; rank r is leaf ``num_ranks + r``. So every leaf lies below node 1,
+    also where ranks are no power of two.
     """
-    winners = np.full(2 * leaves, LAST)
+    winners = np.empty(2 * num_ranks, dtype=np.int64)
     for rank in range(num_ranks):
-        winners[leaves + rank] = rank
-    losers = np.empty(leaves, dtype=np.int64)
-    for node in range(leaves - 1, 0, -1):
+        winners[num_ranks + rank] = rank
+    losers = np.empty(num_ranks, dtype=np.int64)
+    for node in range(num_ranks - 1, 0, -1):
         left, right = winners[2 * node], winners[2 * node + 1]
         winners[node], losers[node] = min(left, right), max(left, right)
     losers[0] = winners[1]

@@ -53,6 +53,11 @@ class Rearrangement:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def is_still(self) -> bool:
+        """Whether every sample stays on its rank."""
+        return np.array_equal(self.source, self.destination)
+
     def held_by(self, rank: int) -> IntArray:
         """Samples that a rank holds before, ascending."""
         return np.flatnonzero(self.source == rank)

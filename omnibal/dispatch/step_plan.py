@@ -1,11 +1,13 @@
 """Where each sample of a micro-batch is encoded, and where the LLM gets it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.data.limits import PackLimits
@@ -15,9 +17,41 @@ from omnibal.dispatch.nodes import keep_in_nodes
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.errors import DataError
 
-COLUMNS: Final = ("vision_units", "images", "image_tokens", "llm_tokens", "target_tokens")
-"""What a rank says of its samples: rows of pixels, entries of grids, features, tokens, targets."""
+COLUMNS: Final = ("vision_units", "vision_squared", "images", "image_tokens", "llm_tokens", "target_tokens")
+"""What a rank says of its samples: rows of pixels, sum of their images' patches², images, features, tokens, targets."""
 PER_VISION_UNIT: Final = CostModel(vision_units=1)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What it takes to exchange samples, measured on the ranks that do."""
+
+    latency_seconds: float
+    """Of an exchange, however little moves."""
+    bytes_per_second: float
+    """That a rank sends while it receives as much."""
+    vision_unit_bytes: float
+    """Of a tile's or patch's pixels."""
+    image_token_bytes: float
+    """Of an image token's features, and of their gradients on the way back."""
+    token_bytes: float
+    """Of a text token's id, label and positions."""
+    phases_meet: bool = True
+    """Whether ranks wait for each other between phases even where nothing moves, as under ZeRO 3 and FSDP."""
+
+    def seconds(self, move: Rearrangement, sizes: npt.ArrayLike) -> float:
+        """Of one exchange, as long as that of the rank that sends or receives most; 0 where nothing moves.
+
+        Args:
+            move: From where to where.
+            sizes: Bytes of each sample, (samples,).
+        """
+        away = move.source != move.destination
+        if not away.any():
+            return 0.0
+        moved = np.asarray(sizes)[away]
+        most = max(np.bincount(ranks[away], moved).max() for ranks in (move.source, move.destination))
+        return self.latency_seconds + float(most) / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -30,8 +64,10 @@ class Costs:
     """The most vision units that a rank encodes and the most tokens that its LLM gets, where memory is short."""
     ranks_per_node: int | None = None
     """Where given, lists of samples stay in nodes as far as they can."""
+    link: Link | None = None
+    """Where given, costs are in seconds, and what moves is what makes computing and exchanging shortest in sum."""
     least_gain: float = 0.01
-    """A phase that would gain less than this share of its largest rank's cost leaves its samples where they are."""
+    """Without a link: a phase that would gain less than this share of its largest rank's cost stays as drawn."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +81,15 @@ class StepPlan:
     costs: Costs
     total_targets: int
     """Of the whole step: of all its micro-batches."""
+    weighed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of each phase, by a link: the seconds of computing that its division saves, and those that its exchanges take."""
 
     @cached_property
     def features(self) -> Rearrangement:
         """From where samples are encoded to where the LLM gets them, at once."""
         return self.to_llm.after(self.to_vision.inverse())
 
+    @cached_property
     def imbalance(self) -> dict[str, tuple[float, float]]:
         """The largest rank's cost over the mean, as drawn and as planned, of both phases; 1 where nothing is to do."""
         costs = {"vision": self.costs.vision, "llm": self.costs.llm}
@@ -64,16 +103,21 @@ class StepPlan:
         }
 
     def describe(self) -> str:
-        """One line, to be printed."""
+        """One line, to be printed: how even each phase was and is, or why it stays as it was drawn."""
         parts = []
         moves = (("vision encoder", self.to_vision), ("LLM", self.to_llm))
-        for (name, move), (before, after) in zip(moves, self.imbalance().values(), strict=True):
+        for (name, move), (phase, (before, after)) in zip(moves, self.imbalance.items(), strict=True):
             moved = np.count_nonzero(move.source != move.destination)
-            then = (
-                f"{before:.2f} -> {after:.2f}, {moved} of {len(move)} samples move" if moved else f"{before:.2f}, left"
-            )
-            parts.append(f"{name} {then}")
+            then = f"-> {after:.2f}, {moved} of {len(move)} samples move" if moved else f"as drawn{self.why(phase)}"
+            parts.append(f"{name} {before:.2f} {then}")
         return f"largest rank over mean: {'; '.join(parts)}"
+
+    def why(self, phase: str) -> str:
+        """Why a phase stays as it was drawn."""
+        if phase not in self.weighed:
+            return f" (less than {self.costs.least_gain:.0%} to gain)"
+        saved, taken = self.weighed[phase]
+        return f" (to move would save {saved * 1e3:.2f} ms of computing and take {taken * 1e3:.2f} ms of exchange)"
 
 
 def plan_step(
@@ -95,36 +139,102 @@ def plan_step(
     if (sizes["llm_tokens"] < 1).any():
         raise DataError(f"samples must have tokens, got none in sample {int(sizes['llm_tokens'].argmin())}")
     loads = _loads(sizes)
-    moves = {}
-    most = (None, None) if costs.limits is None else (costs.limits.vision_units, costs.limits.llm_tokens)
-    phases = (("vision", costs.vision, "vision_units", most[0]), ("llm", costs.llm, "llm_tokens", most[1]))
-    for phase, cost, volume, limit in phases:
-        moves[phase] = _move(source, cost(loads), sizes[volume], num_ranks, costs, limit)
-    return StepPlan(sizes, moves["vision"], moves["llm"], costs, total_targets)
+    limits = (None, None) if costs.limits is None else (costs.limits.vision_units, costs.limits.llm_tokens)
+    phases = (
+        _Phase(costs.vision(loads), sizes["vision_units"], limits[0]),
+        _Phase(costs.llm(loads), sizes["llm_tokens"], limits[1]),
+    )
+    drawn = Rearrangement(source, source, num_ranks)
+    divided = [_divided(drawn, phase, costs.ranks_per_node) for phase in phases]
+    if costs.link is None:
+        vision, llm = (_moved(drawn, move, phase, costs) for move, phase in zip(divided, phases, strict=True))
+        return StepPlan(sizes, vision, llm, costs, total_targets)
+    moves, weighed = _weighed(drawn, divided, phases, sizes, costs.link)
+    return StepPlan(sizes, *moves, costs, total_targets, weighed)
 
 
-def _move(
-    source: IntArray, costs: FloatArray, volumes: IntArray, num_ranks: int, given: Costs, limit: int | None
-) -> Rearrangement:
-    """One phase's. A sample that brings nothing to it stays where it was drawn."""
-    if limit is None:
-        destination = divide(costs, num_ranks, method="longest_first")
+@dataclass(frozen=True)
+class _Phase:
+    costs: FloatArray
+    """Of each sample, (samples,)."""
+    volumes: IntArray
+    """What each sample brings to the phase and takes of its limit, (samples,)."""
+    limit: int | None
+
+    def largest(self, move: Rearrangement) -> float:
+        """Cost of the rank with most, once samples have moved."""
+        return float(np.bincount(move.destination, self.costs, move.num_ranks).max(initial=0))
+
+    def fits(self, move: Rearrangement) -> bool:
+        """Whether no rank is over the limit, once samples have moved."""
+        if self.limit is None:
+            return True
+        return bool(np.bincount(move.destination, self.volumes, move.num_ranks).max(initial=0) <= self.limit)
+
+
+def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) -> Rearrangement:
+    """Samples where the phase is even. One that brings nothing to it stays where it was drawn."""
+    num_ranks = drawn.num_ranks
+    if phase.limit is None:
+        destination = divide(phase.costs, num_ranks, method="longest_first")
     else:
-        destination = divide(costs, num_ranks, sizes=volumes, limits=[limit])
-    before, after = (np.bincount(ranks, costs, num_ranks).max(initial=0) for ranks in (source, destination))
-    fits = limit is None or np.bincount(source, volumes, num_ranks).max(initial=0) <= limit
-    if fits and before - after < given.least_gain * before:
-        return Rearrangement(source, source, num_ranks)
-    move = Rearrangement(source, destination, num_ranks)
-    if given.ranks_per_node is not None:
-        rank_of = keep_in_nodes(move.volumes(volumes), given.ranks_per_node).rank_of
-        destination = rank_of[destination]
-    return Rearrangement(source, np.where(volumes == 0, source, destination), num_ranks)
+        destination = divide(phase.costs, num_ranks, sizes=phase.volumes, limits=[phase.limit])
+    if ranks_per_node is not None:
+        volumes = Rearrangement(drawn.source, destination, num_ranks).volumes(phase.volumes)
+        destination = keep_in_nodes(volumes, ranks_per_node).rank_of[destination]
+    return Rearrangement(drawn.source, np.where(phase.volumes == 0, drawn.source, destination), num_ranks)
+
+
+def _moved(drawn: Rearrangement, divided: Rearrangement, phase: _Phase, costs: Costs) -> Rearrangement:
+    """The division, unless it gains next to nothing."""
+    before = phase.largest(drawn)
+    gains = before - phase.largest(divided) >= costs.least_gain * before
+    return divided if gains or not phase.fits(drawn) else drawn
+
+
+def _weighed(
+    drawn: Rearrangement,
+    divided: Sequence[Rearrangement],
+    phases: Sequence[_Phase],
+    sizes: Mapping[str, IntArray],
+    link: Link,
+) -> tuple[tuple[Rearrangement, Rearrangement], dict[str, tuple[float, float]]]:
+    """The moves of both phases that take least time in all, and what each would save and take beside the other."""
+    choices = [[drawn, move] if phase.fits(drawn) else [move] for phase, move in zip(phases, divided, strict=True)]
+    vision, llm = min(product(*choices), key=lambda moves: sum(_seconds(moves, phases, sizes, link)))  # first of equals
+    pairs = {
+        "vision": ((drawn, llm), (divided[0], llm)),
+        "llm": ((vision, drawn), (vision, divided[1])),
+    }
+    weighed = {}
+    for name, (stays, moves) in pairs.items():
+        before, without = _seconds(stays, phases, sizes, link)
+        after, taken = _seconds(moves, phases, sizes, link)
+        weighed[name] = (before - after, taken - without)
+    return (vision, llm), weighed
+
+
+def _seconds(
+    moves: Sequence[Rearrangement], phases: Sequence[_Phase], sizes: Mapping[str, IntArray], link: Link
+) -> tuple[float, float]:
+    """Of computing, until the last rank is done, and of exchanges, if samples move so."""
+    vision, llm = moves
+    features = llm.after(vision.inverse())
+    exchanged = (
+        link.seconds(vision, sizes["vision_units"] * link.vision_unit_bytes)
+        + link.seconds(features, sizes["image_tokens"] * link.image_token_bytes)
+        + link.seconds(llm, sizes["llm_tokens"] * link.token_bytes)
+    )
+    if exchanged or link.phases_meet:
+        return sum(phase.largest(move) for phase, move in zip(phases, moves, strict=True)), exchanged
+    # Nobody waits between phases: what a rank has less of the one may make up for what it has more of the other.
+    both = _Phase(phases[0].costs + phases[1].costs, phases[0].volumes, None)
+    return both.largest(vision), 0.0
 
 
 def _loads(sizes: Mapping[str, IntArray]) -> Load:
     tokens = sizes["llm_tokens"].astype(np.float64)
-    return Load(sizes["vision_units"], tokens, tokens**2)
+    return Load(sizes["vision_units"], tokens, tokens**2, sizes["vision_squared"])
 
 
 def _excess(costs: FloatArray, ranks: IntArray, num_ranks: int) -> float:

@@ -1,13 +1,15 @@
 """Samples drawn at random are rearranged over ranks, once for the vision encoder and once for the LLM (OrchMLLM)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import models
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
@@ -15,6 +17,7 @@ from omnibal.data.collate import IGNORED
 from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
+from omnibal.integrations.failures import failures_reach_all_ranks
 from omnibal.integrations.packing import loss_per_target
 
 Sample = Mapping[str, Tensor]
@@ -41,68 +44,84 @@ class RearrangedModel(nn.Module):
     without it, but for the order of sums. A rank without an image encodes a blank one whose features count for
     nothing, so that all ranks run the same layers. If the encoder and what follows it are frozen, nothing goes back.
 
+    A rank that fails tells the others: each says so and ends within seconds, where it would wait for the failed one.
+
     Args:
         model: Takes ``mm_encoder_outputs``, as about eighty of transformers' models do, and packs by positions that
             restart; with ``get_image_features``.
         group: Of the ranks that share samples; by default all.
 
     Raises:
-        ConfigError: The model does not take encoded images.
+        ConfigError: The model does not take encoded images; the message names those that do.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        takes = "mm_encoder_outputs" in signature(model.forward).parameters
-        if not takes or not hasattr(getattr(model, "model", None), "get_image_features"):
-            raise ConfigError(
-                "model must take mm_encoder_outputs and have model.get_image_features, as InternVL, LLaVA, Qwen2.5-VL, "
-                f"Qwen3-VL and about eighty others of transformers do, got {type(model).__name__}"
-            )
-        self.model, self.group = model, group
-        self._listed = False
+        self.model = model
+        self._phases = Phases(model, model, group)
 
     def forward(self, drawn: Drawn) -> Tensor:
         """This rank's part of the loss, () times the number of ranks: frameworks average gradients over ranks.
 
         Its mean over ranks, summed over a step's micro-batches, is the mean over all target tokens of the step.
         """
-        device = next(self.model.parameters()).device
+        return self._phases(drawn)
+
+
+class Phases:
+    """The encoder and the LLM of a model, and what travels before, between and after them.
+
+    Args:
+        model: As of ``RearrangedModel``.
+        forward: What computes the model's outputs: the model itself, or its own ``forward`` where this is called in
+            place of it.
+        group: As of ``RearrangedModel``.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], group: dist.ProcessGroup | None = None) -> None:
+        takes = "mm_encoder_outputs" in signature(model.forward).parameters
+        if not takes or not hasattr(getattr(model, "model", None), "get_image_features"):
+            raise ConfigError(
+                "model must take mm_encoder_outputs and have model.get_image_features, as those of "
+                f"{', '.join(taking_encoded_images())} do, got {type(model).__name__}"
+            )
+        self.model, self._forward, self._group = model, forward, group
+        self._listed = False
+
+    def __call__(self, drawn: Drawn) -> Tensor:
+        """As of ``RearrangedModel.forward``."""
+        with failures_reach_all_ranks():
+            return self._loss(drawn)
+
+    def _loss(self, drawn: Drawn) -> Tensor:
         plan, sizes = drawn.plan, drawn.plan.sizes
-        images = {name: tensor.to(device) for name, tensor in drawn.images.items()}
+        images = {name: self._placed(tensor) for name, tensor in drawn.images.items()}
         rows = {name: sizes["vision_units" if name == "pixel_values" else "images"] for name in images}
         if images:  # else no rank has any
-            images = exchange(images, rows, plan.to_vision, self.group)
+            images = exchange(images, rows, plan.to_vision, self._group)
         features = self._encode(images)
-        features = exchange(features, dict.fromkeys(features, sizes["image_tokens"]), plan.features, self.group)
+        features = exchange(features, dict.fromkeys(features, sizes["image_tokens"]), plan.features, self._group)
         tokens = exchange(
-            {"tokens": drawn.tokens.to(device)}, {"tokens": sizes["llm_tokens"]}, plan.to_llm, self.group
+            {"tokens": self._placed(drawn.tokens)}, {"tokens": sizes["llm_tokens"]}, plan.to_llm, self._group
         )["tokens"]
         return self._language(tokens, features, plan) * plan.to_llm.num_ranks
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """Where the model computes; what is no integer in the model's precision, before it travels."""
+        weight = next(self.model.parameters())
+        return tensor.to(weight.device, weight.dtype if tensor.is_floating_point() else tensor.dtype)
 
     def _encode(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Features of the images at hand, (image tokens, hidden); deep-stack features beside them."""
         blank = not any(map(len, images.values()))
         inner: Any = self.model.model
-        encoded = inner.get_image_features(**(self._blank_image() if blank else images))
+        encoded = inner.get_image_features(**(blank_image(self.model) if blank else images))
         # As they came, features are lists with a tensor for each image in some models.
         self._listed = not isinstance(encoded.pooler_output, Tensor)
         features = {"features": _joined(encoded.pooler_output)}
         for number, layer in enumerate(getattr(encoded, "deepstack_features", None) or ()):
             features[f"deepstack_{number}"] = _joined(layer)
         return {name: value[:0] + 0 * value.sum() for name, value in features.items()} if blank else features
-
-    def _blank_image(self) -> dict[str, Tensor]:
-        """The smallest image that the encoder takes."""
-        model: Any = self.model
-        vision, like = model.config.vision_config, next(model.parameters())
-        if not hasattr(vision, "spatial_merge_size"):
-            size = vision.image_size
-            height, width = (size, size) if isinstance(size, int) else size
-            return {"pixel_values": like.new_zeros((1, vision.num_channels, height, width))}
-        side = vision.spatial_merge_size
-        values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-        grid = torch.tensor([[1, side, side]], device=like.device)
-        return {"pixel_values": like.new_zeros((side**2, values)), "image_grid_thw": grid}
 
     def _language(self, tokens: Tensor, features: Mapping[str, Tensor], plan: StepPlan) -> Tensor:
         if len(tokens) == 0:  # no sample came here: one token that predicts nothing
@@ -119,10 +138,30 @@ class RearrangedModel(nn.Module):
                 if deep
                 else BaseModelOutputWithPooling(pooler_output=whole)
             }
-        outputs = self.model(**arguments)
+        outputs = self._forward(**arguments)
         loss = loss_per_target(outputs, labels[None], plan.total_targets)
         # What this rank does not use must take part in the exchange of gradients all the same.
         return loss + sum(0 * value.sum() for value in features.values())
+
+
+def blank_image(model: Any) -> dict[str, Tensor]:
+    """The smallest image that a model's encoder takes."""
+    vision, weight = model.config.vision_config, next(model.parameters())
+    like = {"device": weight.device, "dtype": weight.dtype}
+    if not hasattr(vision, "spatial_merge_size"):
+        size = vision.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), **like)}
+    side = vision.spatial_merge_size
+    values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    grid = torch.tensor([[1, side, side]], device=weight.device)
+    return {"pixel_values": torch.zeros((side**2, values), **like), "image_grid_thw": grid}
+
+
+def taking_encoded_images() -> list[str]:
+    """Names of transformers' model types that take ``mm_encoder_outputs``, as their source files say."""
+    files = sorted(Path(str(models.__file__)).parent.glob("*/modeling_*.py"))
+    return sorted({file.parent.name for file in files if "mm_encoder_outputs" in file.read_text(encoding="utf-8")})
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:

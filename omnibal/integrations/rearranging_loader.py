@@ -22,6 +22,9 @@ from omnibal.integrations.rearranging import Drawn
 AHEAD: Final = 2
 """Steps that are drawn and planned before they are wanted."""
 
+MOVED: Final = ("pixel_values", "image_grid_thw")
+"""What samples may have for each image: of other models' tensors nobody has said how many rows an image has."""
+
 _Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -165,13 +168,18 @@ class RearrangingLoader:
         """The same on all ranks, from the same numbers."""
         source = np.repeat(np.arange(len(ranks)), [sizes.shape[1] for sizes in ranks])
         sizes = dict(zip(COLUMNS, np.concatenate(ranks, axis=1), strict=True))
-        return plan_step(source, sizes, len(ranks), self._costs, total_targets=total_targets)
+        plan = plan_step(source, sizes, len(ranks), self._costs, total_targets=total_targets)
+        _ = plan.features, plan.imbalance  # here, rather than when the model runs
+        return plan
 
     def _sizes(self, samples: Sequence[Mapping[str, Tensor]]) -> IntArray:
         """Of each sample a column with all of ``COLUMNS``."""
+        for name in {name for sample in samples for name in sample} & {*PER_IMAGE} - {*MOVED}:
+            raise DataError(f"images must come as {' and '.join(MOVED)} to be rearranged, got {name} too")
         rows = [
             (
                 len(sample.get("pixel_values", ())),
+                int(sample["image_grid_thw"].prod(dim=1).square().sum()) if "image_grid_thw" in sample else 0,
                 len(sample.get("image_grid_thw", ())),
                 int((sample["input_ids"] == self._image_token_id).sum()),
                 len(sample["input_ids"]),

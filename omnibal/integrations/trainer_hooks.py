@@ -1,7 +1,7 @@
 """What a transformers.Trainer does on the way that packs need: check, record, measure, and go on from checkpoints."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.integrations.expected import Costs, Waiting
 from omnibal.integrations.loading import PackSampler
+from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
 
 GIB: Final = 2**30
@@ -26,15 +27,55 @@ class Trained(NamedTuple):
     waiting: Waiting
 
 
-class PacksCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Keeps the packs' recipe in Trainer's checkpoints, goes on from no other one, and tells how even steps were.
+class RecipeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Keeps in Trainer's checkpoints what batches depend on, goes on from no other one, and checks the model."""
+
+    def recipe(self) -> dict[str, Any]:
+        """What must be the same to go on, as JSON keeps it."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Called once, when the model is wrapped and loaded, before the first step."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes into ``trainer_state.json``."""
+        return {"args": {}, "attributes": {"recipe": self.recipe()}}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """Refuse a checkpoint with other batches, on all ranks alike, and check the model.
+
+        Raises:
+            ConfigError: The checkpoint has other batches, or as of ``check``.
+        """
+        own, name = self.state(), type(self).__name__
+        kept: Any = state.stateful_callbacks
+        saved = kept.setdefault(name, own if args.ignore_data_skip else None)
+        if saved is None:
+            raise ConfigError(
+                "the checkpoint must have been saved under balance as it is called now, got one of other batches; "
+                "ignore_data_skip=True begins its epoch anew"
+            )
+        for key, value in own["attributes"]["recipe"].items():
+            found = saved["attributes"]["recipe"].get(key)
+            if found != value and not args.ignore_data_skip:
+                raise ConfigError(
+                    f"{key} must be that of the checkpoint, {found!r}, got {value!r}; "
+                    "ignore_data_skip=True begins its epoch anew"
+                )
+        kept[name] = own
+        self.check()
+
+
+class PacksCallback(RecipeCallback):
+    """Goes on with the same packs only, and tells how even steps were.
 
     Args:
         trainer: Trains on packs.
         sampler: Theirs.
         costs: Of each phase of a micro-batch, if known.
         layout: How ranks share their work.
-        check: Called once, when the model is wrapped and loaded, before the first step.
+        check: As of ``RecipeCallback``.
     """
 
     def __init__(
@@ -45,35 +86,15 @@ class PacksCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._began, self._steps, self._unlogged = 0.0, list[Trained](), list[Trained]()
         self._peaks: list[float] = []
 
-    def state(self) -> dict[str, Any]:
-        """What Trainer writes into ``trainer_state.json``."""
+    def recipe(self) -> dict[str, Any]:
+        """The packs', and who trains them."""
         sampler = self._sampler
         ranks = {"num_replicas": sampler.num_replicas, "gradient_accumulation_steps": sampler.micro_batches}
-        recipe = sampler.state_dict(0)["recipe"] | ranks | {"padded": isinstance(sampler, PaddedSampler)}
-        return {"args": {}, "attributes": {"recipe": recipe}}
+        kept: dict[str, Any] = sampler.state_dict(0)["recipe"]
+        return kept | ranks | {"padded": isinstance(sampler, PaddedSampler)}
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        """Refuse a checkpoint with other packs, on all ranks alike, and check the model.
-
-        Raises:
-            ConfigError: The checkpoint has other packs, or as of ``check``.
-        """
-        own, name = self.state(), type(self).__name__
-        kept: Any = state.stateful_callbacks
-        saved = kept.setdefault(name, own if args.ignore_data_skip else None)
-        if saved is None:
-            raise ConfigError(
-                "the checkpoint must have been saved under balance, got one of other batches; "
-                "ignore_data_skip=True begins its epoch anew on packs"
-            )
-        for key, value in own["attributes"]["recipe"].items():
-            found = saved["attributes"]["recipe"].get(key)
-            if found != value and not args.ignore_data_skip:
-                raise ConfigError(
-                    f"{key} must be that of the checkpoint, {found!r}, got {value!r}; "
-                    "ignore_data_skip=True begins its epoch anew"
-                )
-        kept[name] = own
+    def check(self) -> None:
+        """As it was given."""
         self._check()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
@@ -135,12 +156,24 @@ def _means(steps: list[Trained]) -> dict[str, float]:
     return figures
 
 
-def log_figures(trainer: Trainer, callback: PacksCallback) -> None:
-    """Let what Trainer logs of a step hold the callback's figures, for whoever reports them."""
+def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:
+    """Check packs in the model as it is trained: only its wrapper can gather the weights of ZeRO 3 and FSDP.
+
+    Raises:
+        ConfigError: As of ``check_packed``.
+    """
+    model = trainer.model_wrapped
+    # DeepSpeed rounds to 16 bits without telling Accelerate.
+    rounded = trainer.accelerator.mixed_precision != "no" or next(model.parameters()).dtype.itemsize < 4
+    check_packed(model, collator, items, device=trainer.args.device, rounded=rounded)
+
+
+def log_figures(trainer: Trainer, logged: Callable[[], dict[str, float]]) -> None:
+    """Let what Trainer logs of a step hold further figures, for whoever reports them."""
     log = trainer.log
 
     def with_figures(logs: dict[str, float], start_time: float | None = None) -> None:
-        log(logs | callback.logged() if "loss" in logs else logs, start_time)
+        log(logs | logged() if "loss" in logs else logs, start_time)
 
     vars(trainer)["log"] = with_figures
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, overload
 
 import torch
 from torch.utils.data import IterableDataset
@@ -13,7 +13,7 @@ from omnibal.advise.costs import phase_costs
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.resume import check_agreement
-from omnibal.errors import DataError
+from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.agreement import (
     gathered,
     kept_lengths,
@@ -24,10 +24,11 @@ from omnibal.integrations.agreement import (
 from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
 from omnibal.integrations.loading import PackedView, PackSampler
 from omnibal.integrations.loops import PackLoader
-from omnibal.integrations.packing import PackCollator, check_packed, loss_per_target, positions_of
+from omnibal.integrations.packing import PackCollator, loss_per_target, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.searched import limits_for
-from omnibal.integrations.trainer_hooks import PacksCallback, load_by_names_on_disk, log_figures
+from omnibal.integrations.trainer_hooks import PacksCallback, check_model, load_by_names_on_disk, log_figures
+from omnibal.integrations.trainer_rearranging import rearrange_samples
 from omnibal.integrations.trainer_settings import (
     layout_of,
     memory_of,
@@ -44,6 +45,11 @@ LENGTHS: Final = "omnibal_lengths"
 """Of ``output_dir``: the folder of lengths that were counted."""
 
 
+@overload
+def balance(trainer: Trainer, limits: PackLimits | None = None, *, rearrange: Literal[True]) -> None: ...
+
+
+@overload
 def balance(
     trainer: Trainer,
     limits: PackLimits | None = None,
@@ -53,7 +59,21 @@ def balance(
     padded: bool = False,
     loss_reduction: Reduction = "token",
     memory_gib: float | None = None,
-) -> PackSampler:
+    rearrange: Literal[False] = False,
+) -> PackSampler: ...
+
+
+def balance(
+    trainer: Trainer,
+    limits: PackLimits | None = None,
+    *,
+    lengths: SampleLengths | None = None,
+    check_lengths: bool = True,
+    padded: bool = False,
+    loss_reduction: Reduction = "token",
+    memory_gib: float | None = None,
+    rearrange: bool = False,
+) -> PackSampler | None:
     """Train on balanced packs: the same samples, each once an epoch, without padding and with ranks that end together.
 
     Call it on all ranks before ``trainer.train()``. It wraps the trainer's collator and replaces its training loader
@@ -81,9 +101,12 @@ def balance(
             1 / n (``"sample"``) or 1 / √n (``"square"``), as in InternVL's published scripts, over the sum of weights.
         memory_gib: What a device may hold in all, for limits that are searched: where it does not suffice by counted
             activations and weights, packs are smaller. By default memory is not asked.
+        rearrange: Whether ranks draw ``per_device_train_batch_size`` samples at random, whose lengths nobody knows
+            before, and then work on each other's, so that both phases are even: for streams, and for data that is
+            augmented as it is drawn. ``limits`` are then the most that a rank may hold; other arguments have no say.
 
     Returns:
-        The sampler, whose ``step`` tells what each step holds.
+        The sampler, whose ``step`` tells what each step holds; None where samples are rearranged.
 
     Raises:
         ConfigError: The trainer's settings or its model do not allow packs, or ranks hold different data.
@@ -92,6 +115,11 @@ def balance(
     """
     refuse_settings(trainer)
     check_reduction(loss_reduction)
+    if rearrange:
+        if lengths is not None or padded or loss_reduction != "token" or memory_gib is not None:
+            raise ConfigError("rearrange must stand without lengths, padded, loss_reduction and memory_gib, got one")
+        rearrange_samples(trainer, limits)
+        return None
     args, dataset = trainer.args, _sized_dataset(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     packing = partial(PackCollator, positions=None if padded else positions_of(model.config))
@@ -146,19 +174,14 @@ def _equip(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Packi
     check = partial(_check, trainer, collator, dataset, sampler.lengths)
     callback = PacksCallback(trainer, sampler, costs, layout_of(trainer), check)
     trainer.add_callback(callback)
-    log_figures(trainer, callback)
+    log_figures(trainer, callback.logged)
     load_by_names_on_disk(trainer)
 
 
 def _check(trainer: Trainer, collator: Packing, dataset: Any, lengths: SampleLengths) -> None:
-    """Check the model as it is trained: only its wrapper can gather the weights of ZeRO 3 and FSDP."""
-    if not isinstance(collator, PackCollator):
-        return
-    items = [dataset[sample] for sample in two_samples(lengths)]
-    model = trainer.model_wrapped
-    # DeepSpeed rounds to 16 bits without telling Accelerate.
-    rounded = trainer.accelerator.mixed_precision != "no" or next(model.parameters()).dtype.itemsize < 4
-    check_packed(model, collator, items, device=trainer.args.device, rounded=rounded)
+    """Check that packs are as good as their samples alone, by two of them."""
+    if isinstance(collator, PackCollator):
+        check_model(trainer, collator, [dataset[sample] for sample in two_samples(lengths)])
 
 
 def _loader(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Packing) -> PackLoader:

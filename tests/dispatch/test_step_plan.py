@@ -7,7 +7,8 @@ import pytest
 
 from omnibal.cost import CostModel
 from omnibal.data.limits import PackLimits
-from omnibal.dispatch.step_plan import Costs, plan_step
+from omnibal.dispatch.rearrangement import Rearrangement
+from omnibal.dispatch.step_plan import Costs, Link, plan_step
 from omnibal.errors import DataError, InfeasibleError
 
 TOKENS = Costs(llm=CostModel(llm_tokens=1))
@@ -17,6 +18,7 @@ def sizes_of(vision, tokens):
     vision, tokens = np.array(vision), np.array(tokens)
     return {
         "vision_units": vision,
+        "vision_squared": 0 * vision,
         "images": vision > 0,
         "image_tokens": vision,
         "llm_tokens": tokens,
@@ -33,8 +35,8 @@ def test_each_phase_is_even_on_its_own():
     # Rank 0 drew all images and short texts.
     made = plan([4, 4, 2, 0, 0, 0], [10, 10, 10, 40, 40, 40])
     assert made.to_vision.destination.tolist() == [0, 1, 0, 1, 1, 1]
-    assert made.imbalance()["vision"] == pytest.approx((2.0, 1.2))
-    before, after = made.imbalance()["llm"]
+    assert made.imbalance["vision"] == pytest.approx((2.0, 1.2))
+    before, after = made.imbalance["llm"]
     assert (before, after) == pytest.approx((1.6, 16 / 15))
     assert made.features.source.tolist() == made.to_vision.destination.tolist()
     assert made.features.destination.tolist() == made.to_llm.destination.tolist()
@@ -48,7 +50,56 @@ def test_what_is_even_is_left():
     made = plan([3, 3, 3, 3], [10, 20, 20, 10])
     for move in (made.to_vision, made.to_llm):
         assert move.destination.tolist() == [0, 0, 1, 1]
-    assert made.describe() == "largest rank over mean: vision encoder 1.00, left; LLM 1.00, left"
+    told = "1.00 as drawn (less than 1% to gain)"
+    assert made.describe() == f"largest rank over mean: vision encoder {told}; LLM {told}"
+
+
+LINK = Link(
+    latency_seconds=1.0,
+    bytes_per_second=10.0,
+    vision_unit_bytes=5.0,
+    image_token_bytes=2.0,
+    token_bytes=1.0,
+)
+
+
+def test_an_exchange_takes_as_long_as_that_of_the_busiest_rank():
+    move = Rearrangement([0, 0, 1, 1], [1, 0, 0, 0], 2)
+    # Rank 0 sends 30 bytes and gets 50; what stays on a rank does not travel.
+    assert LINK.seconds(move, np.array([30.0, 999.0, 20.0, 30.0])) == pytest.approx(1 + 50 / 10)
+    assert LINK.seconds(Rearrangement([0, 1], [0, 1], 2), np.ones(2)) == 0
+
+
+def test_what_moves_saves_more_seconds_than_its_exchange_takes():
+    # As drawn 8 s of vision, and an even LLM. Moved 4 s, 1 + 4 * 5 / 10 s for pixels and 1 + 4 * 2 / 10 for features.
+    vision, tokens = [4, 4, 0, 0], [10, 10, 10, 10]
+    slow = plan(vision, tokens, replace(TOKENS, link=LINK))
+    assert slow.to_vision.is_still
+    assert slow.to_llm.is_still
+    assert slow.weighed["vision"] == pytest.approx((4.0, 4.8))
+    assert (
+        "vision encoder 2.00 as drawn (to move would save 4000.00 ms of computing and take 4800.00 ms"
+        in slow.describe()
+    )
+    fast = plan(vision, tokens, replace(TOKENS, link=replace(LINK, latency_seconds=0.5)))
+    assert fast.to_vision.destination.tolist() == [0, 1, 1, 1]
+    assert fast.to_llm.is_still
+    assert fast.describe().startswith("largest rank over mean: vision encoder 2.00 -> 1.00, 1 of 4 samples move")
+
+
+def test_where_phases_do_not_meet_one_makes_up_for_the_other():
+    # Rank 0 has all images, rank 1 the long texts: together they are even.
+    vision, tokens, link = [4, 4, 0, 0], [1, 1, 5, 5], replace(LINK, latency_seconds=0.01, bytes_per_second=1e3)
+    assert not plan(vision, tokens, replace(TOKENS, link=link)).to_vision.is_still
+    left = plan(vision, tokens, replace(TOKENS, link=replace(link, phases_meet=False)))
+    assert left.to_vision.is_still
+    assert left.to_llm.is_still
+
+
+def test_a_link_does_not_lead_over_limits():
+    costs = replace(TOKENS, limits=PackLimits(9, 60), link=replace(LINK, bytes_per_second=1e-3))
+    made = plan([0, 0, 0, 0], [40, 40, 10, 10], costs)
+    assert np.bincount(made.to_llm.destination, made.sizes["llm_tokens"]).max() <= 60
 
 
 def test_limits_hold_even_where_the_draw_is_even():
@@ -70,7 +121,7 @@ def test_nodes_keep_what_they_can():
         made = plan_step(source, sizes, 8, replace(TOKENS, ranks_per_node=ranks_per_node), total_targets=9)
         volumes, node = made.to_llm.volumes(tokens), np.arange(8) // 2
         sent[ranks_per_node] = np.where(node[:, None] != node, volumes, 0).sum(axis=1).max()
-        assert made.imbalance()["llm"][1] < 1.05
+        assert made.imbalance["llm"][1] < 1.05
     assert sent[2] < 0.9 * sent[None]
 
 

@@ -1,6 +1,8 @@
 """Samples rearranged between phases: the gradients of plain transformers, sample by sample."""
 
 import os
+import re
+import threading
 from copy import deepcopy
 
 import deepspeed
@@ -16,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.rearrangement import Rearrangement
+from omnibal.dispatch.step_plan import Costs, Link
 from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.exchange_costs import measured_link
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader
@@ -192,6 +196,35 @@ def resumes(family="internvl"):
         again.load_state_dict(state | {"num_ranks": 9})
 
 
+def what_costs_more_than_it_saves_does_not_move(family="internvl"):
+    """Then nothing is sent but the plan, and the first line says why."""
+    link = Link(1e9, 1e9, 1.0, 1.0, 1.0)
+    loader = loader_of(family, batches_of(family, dist.get_rank()), costs=Costs(link=link))
+    drawn = next(iter(loader))
+    assert drawn.plan.to_vision.is_still
+    assert drawn.plan.to_llm.is_still
+    assert drawn.plan.describe().count("as drawn (to move would save ") == 2
+    with CommDebugMode() as counted:
+        RearrangedModel(plain_family_model(small_config(family)))(drawn).backward()
+    assert counted.get_total_counts() == 0
+
+
+def links_are_measured():
+    """The same on all ranks."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, measured_link(None, torch.device("cpu")), group=dist.new_group(backend="gloo"))
+    assert len(set(found)) == 1
+    assert all(value > 0 for value in found[0])
+
+
+def images_of_other_models_end_all_ranks():
+    """Nobody has said how many rows of a tensor belong to an image."""
+    batches = batches_of("llava_next", dist.get_rank())
+    collator = PackCollator(Collate("llava_next"), positions_of(small_config("llava_next")))
+    with pytest.raises(DataError, match="rank 0: images must come as pixel_values and image_grid_thw to be rearranged"):
+        next(iter(RearrangingLoader(batches, collator, image_token_id=IMAGE_TOKEN)))
+
+
 def faults_end_all_ranks():
     batches = batches_of("internvl", dist.get_rank())
     if dist.get_rank() == 1:
@@ -201,12 +234,46 @@ def faults_end_all_ranks():
             pass
 
 
+def fails_in_the_middle(where):
+    """Rank 1 fails and does not end; nothing but a message can end rank 0, which waits for it."""
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    rank, model = dist.get_rank(), plain_family_model(small_config("internvl"))
+    if rank == 1:
+        threading.Thread(target=threading.Event().wait).start()  # as threads of a real program may
+        if where == "forward":
+            model.model.get_image_features = fail
+        else:
+            model.lm_head.weight.register_hook(fail)
+    drawn = next(iter(loader_of("internvl", batches_of("internvl", rank))))
+    try:
+        RearrangedModel(model)(drawn).backward()
+    except MemoryError:
+        if where == "forward":
+            threading.Event().wait()
+        raise
+
+
+def fail(*_, **__):
+    raise MemoryError("no memory")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+def test_a_rank_that_fails_is_heard_by_the_others_which_end(where):
+    heard = re.compile(r"rank 0:\n.*omnibal: rank 0 ends, for rank 1 failed: MemoryError: no memory", re.DOTALL)
+    with pytest.raises(AssertionError, match=heard):
+        launch(2, "tests.integrations.test_rearranging:fails_in_the_middle", where, ends=True)
+
+
 def work(families, hosts):
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     moves_there_and_back()
     frozen_encoder_sends_nothing_back()
     resumes()
     faults_end_all_ranks()
+    what_costs_more_than_it_saves_does_not_move()
+    links_are_measured()
+    images_of_other_models_end_all_ranks()
     return {family: gradients(family) for family in families}, {host: trained(*host) for host in hosts}
 
 
@@ -255,5 +322,7 @@ def check(families, hosts, num_ranks=2):
 
 
 def test_a_model_that_takes_no_encoded_images_is_refused():
-    with pytest.raises(ConfigError, match=r"model must take mm_encoder_outputs .*, got Linear"):
+    with pytest.raises(
+        ConfigError, match=r"model must take mm_encoder_outputs .* internvl, .* qwen3_vl, .*, got Linear"
+    ):
         RearrangedModel(torch.nn.Linear(2, 2))

@@ -64,7 +64,7 @@ def compare(rank: int, port: int, kind: str, minutes: float) -> None:
             break
     if rank == 0:
         drawn_rate, moved_rate = (RANKS * BATCH / np.median(values[1:]) for values in seconds.values())
-        imbalance = np.mean([list(plan.imbalance().values()) for plan in planned], axis=0)
+        imbalance = np.mean([list(plan.imbalance.values()) for plan in planned], axis=0)
         cells = [f"{before:.2f} -> {after:.2f}" for before, after in imbalance]
         cells += [f"{drawn_rate:.1f}", f"{moved_rate:.1f}", f"{moved_rate / drawn_rate:.2f}"]
         print(f"| {kind} | {len(planned) - 1} | {' | '.join(cells)} |", flush=True)

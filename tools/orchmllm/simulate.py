@@ -1,4 +1,4 @@
-"""OrchMLLM's comparisons by simulation, and what is left to rearrange after our sampler: simulate.py [RANKS ...]."""
+"""OrchMLLM's comparisons by simulation: simulate.py [speed] [traffic] [idle] [RANKS ...]; by default all of them."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parents[1] / "dropin"), str(Path(__file__).parents[1] / "sampling")]
 from data import real_lengths  # noqa: E402
 from simulate import INTERNVL_8B, QWEN_7B  # noqa: E402
-from ways import Task, default, group_by_length, limits_for, ours  # noqa: E402
+from ways import Task, default, group_by_length, ours  # noqa: E402
 
 from omnibal.advise.costs import phase_costs  # noqa: E402
 from omnibal.cost import Load  # noqa: E402
@@ -21,6 +21,7 @@ from omnibal.device import DEVICES  # noqa: E402
 from omnibal.dispatch.divide import divide  # noqa: E402
 from omnibal.dispatch.nodes import keep_in_nodes  # noqa: E402
 from omnibal.dispatch.rearrangement import Rearrangement  # noqa: E402
+from omnibal.dispatch.step_plan import Costs, Link, StepPlan, plan_step  # noqa: E402
 from omnibal.families import family_of  # noqa: E402
 from omnibal.profile.counted import analytic_profile  # noqa: E402
 
@@ -30,6 +31,8 @@ STEPS = 5
 RANKS_PER_NODE = 8
 BETWEEN_NODES = 25e9
 """Bytes a second of a rank's part of a node's network: 200 Gbit/s."""
+LATENCY = 100e-6
+"""Seconds of an all-to-all that brings next to nothing."""
 FRACTION = 0.4
 """Of the A100's peak; ratios hardly depend on it."""
 
@@ -49,17 +52,34 @@ class Setting:
         self.lengths, self.bytes_per_unit = lengths, bytes_per_unit
         self.feature_bytes = features_per_unit * config["text_config"]["hidden_size"] * 2
 
+        self.product = Costs(
+            vision=replace(self.vision, fixed=0.0),
+            llm=replace(self.llm, fixed=0.0),
+            link=Link(LATENCY, BETWEEN_NODES, bytes_per_unit, 2 * self.feature_bytes, 3 * 8),
+        )
+
     def loads(self, samples: np.ndarray) -> Load:
         """Of samples one by one."""
-        lengths = self.lengths
-        squared = 0 if lengths.vision_squared is None else lengths.vision_squared[samples]
-        tokens = lengths.llm_tokens[samples].astype(float)
-        return Load(lengths.vision_units[samples], tokens, tokens**2, squared)
+        sizes = self.sizes(samples)
+        tokens = sizes["llm_tokens"].astype(float)
+        return Load(sizes["vision_units"], tokens, tokens**2, sizes["vision_squared"])
+
+    def sizes(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """What ranks tell each other; features are counted by vision units."""
+        units, squared = self.lengths.vision_units[samples], self.lengths.vision_squared
+        return {
+            "vision_units": units,
+            "vision_squared": np.zeros_like(units) if squared is None else squared[samples],
+            "images": units > 0,
+            "image_tokens": units,
+            "llm_tokens": self.lengths.llm_tokens[samples],
+            "target_tokens": np.ones_like(units),
+        }
 
     def costs(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of each sample in both phases; what a micro-batch costs whatever it holds is left out."""
         loads = self.loads(samples)
-        return tuple(replace(model, fixed=0.0)(loads) for model in (self.vision, self.llm))
+        return self.product.vision(loads), self.product.llm(loads)
 
 
 def step_seconds(costs: tuple[np.ndarray, np.ndarray], ranks: Destinations, num_ranks: int) -> float:
@@ -135,26 +155,39 @@ def traffic(setting: Setting, num_ranks: int) -> None:
 
 
 def left_idle(setting: Setting, num_ranks: int) -> None:
-    """Print what each way of drawing leaves idle, with and without rearranging."""
+    """Print what each way of drawing leaves idle, with and without rearranging as the loader does it."""
     task = Task(setting.lengths, num_ranks, 1, BATCH)
-    limits = limits_for(task)
-    for way in (default(task), group_by_length(task), ours(task, limits)):
+    for way in (default(task), group_by_length(task), ours(task)):
         before, after, gain = [], [], []
         for step in way.steps[:: max(len(way.steps) // STEPS, 1)][:STEPS]:
             groups = [rank[0] for rank in step]
             source = np.repeat(np.arange(num_ranks), [len(group) for group in groups])
-            costs = setting.costs(np.array([sample for group in groups for sample in group]))
-            ranks = tuple(divide(cost, num_ranks, method="longest_first") for cost in costs)
+            samples = np.array([sample for group in groups for sample in group])
+            plan = plan_step(source, setting.sizes(samples), num_ranks, setting.product, total_targets=1)
+            costs, ranks = setting.costs(samples), (plan.to_vision.destination, plan.to_llm.destination)
             before.append(idle(costs, (source, source), num_ranks))
             after.append(idle(costs, ranks, num_ranks))
-            gain.append(step_seconds(costs, (source, source), num_ranks) / step_seconds(costs, ranks, num_ranks))
+            exchanged = exchange_seconds(plan)
+            drawn, moved = (step_seconds(costs, of, num_ranks) for of in ((source, source), ranks))
+            gain.append(drawn / (moved + exchanged))
         cells = [f"{share:.1%}" for share in (*np.mean(before, axis=0), *np.mean(after, axis=0))]
         print(f"| {num_ranks} | {way.name} | {' | '.join(cells)} | {np.mean(gain):.2f} |", flush=True)
 
 
+def exchange_seconds(plan: StepPlan) -> float:
+    """Of all that travels."""
+    link, sizes = plan.costs.link, plan.sizes
+    return (
+        link.seconds(plan.to_vision, sizes["vision_units"] * link.vision_unit_bytes)
+        + link.seconds(plan.features, sizes["image_tokens"] * link.image_token_bytes)
+        + link.seconds(plan.to_llm, sizes["llm_tokens"] * link.token_bytes)
+    )
+
+
 def main() -> None:
     """Print Markdown."""
-    chosen = [int(ranks) for ranks in sys.argv[1:]]
+    parts = [word for word in sys.argv[1:] if not word.isdecimal()] or ["speed", "traffic", "idle"]
+    chosen = [int(word) for word in sys.argv[1:] if word.isdecimal()]
     real, called = real_lengths()
     pixel_bytes, patch_bytes = 3 * 448 * 448 * 2, 3 * 2 * 14 * 14 * 2
     native = patch_lengths(200_000, seed=1)
@@ -164,16 +197,20 @@ def main() -> None:
         "Qwen2.5-VL 7B, made-up native resolution": Setting(QWEN_7B, native, patch_bytes, 1),
     }
     for name, setting in settings.items():
-        print(f"\n### {name}: speed over random draws\n\n| ranks | way | speed |\n|---|---|---|")
-        for num_ranks in chosen or (8, 32, 128, 512, 2560):
-            comparisons(setting, num_ranks)
-        print(f"\n### {name}: what travels\n\n| ranks | what | MiB between nodes, most of a rank | left by node-wise "
-              "| of the step's time | with all-gather | planning, ms |\n|" + "---|" * 7)  # fmt: skip
-        for num_ranks in chosen or (8, 32, 128, 512, 2560):
-            traffic(setting, num_ranks)
-        print(f"\n### {name}: idle\n\n| ranks | drawn by | ViT | LLM | rearranged: ViT | LLM | gain |\n|" + "---|" * 7)
-        for num_ranks in [ranks for ranks in chosen or (2, 8, 32, 128, 512) if ranks <= 512]:
-            left_idle(setting, num_ranks)
+        if "speed" in parts:
+            print(f"\n### {name}: speed over random draws\n\n| ranks | way | speed |\n|---|---|---|")
+            for num_ranks in chosen or (8, 32, 128, 512, 2560):
+                comparisons(setting, num_ranks)
+        if "traffic" in parts:
+            print(f"\n### {name}: what travels\n\n| ranks | what | MiB between nodes, most of a rank "
+                  "| left by node-wise | of the step | all-gather | planning, ms |\n|" + "---|" * 7)  # fmt: skip
+            for num_ranks in chosen or (8, 32, 128, 512, 2560):
+                traffic(setting, num_ranks)
+        if "idle" in parts:
+            print(f"\n### {name}: idle\n\n| ranks | drawn by | ViT | LLM | rearranged: ViT | LLM | gain |\n|"
+                  + "---|" * 7)  # fmt: skip
+            for num_ranks in chosen or (2, 8, 32, 128, 512):
+                left_idle(setting, num_ranks)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,310 @@
+"""Equips a transformers.Trainer to rearrange samples over ranks: for data that is drawn first and measured later."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial, wraps
+from itertools import islice, repeat
+from math import ceil
+from pathlib import Path
+from types import MethodType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerState
+from transformers.trainer_utils import seed_worker
+
+from omnibal.advise.wait import MEETINGS
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError, said
+from omnibal.integrations.agreement import gathered
+from omnibal.integrations.exchange_costs import counted_costs
+from omnibal.integrations.packing import PackCollator, positions_of
+from omnibal.integrations.rearranging import Drawn, Phases
+from omnibal.integrations.rearranging_loader import RearrangingLoader
+from omnibal.integrations.trainer_hooks import RecipeCallback, check_model, load_by_names_on_disk, log_figures
+from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
+
+STREAM: Final = "omnibal_stream_{rank}.pt"
+"""Of a checkpoint: where the rank stands in its stream."""
+CHECKED_TOKENS: Final = 8
+
+
+def rearrange_samples(trainer: Trainer, limits: PackLimits | None) -> None:
+    """Let a trainer's ranks work on each other's samples; on all ranks, before training.
+
+    Args:
+        trainer: Its settings allow packs.
+        limits: The most that a rank may hold; by default what it draws is not bounded.
+
+    Raises:
+        ConfigError: Its ranks, its settings or its model do not allow to rearrange.
+    """
+    rank, num_ranks = replicas_of(trainer)
+    settings = {
+        "world_size": (num_ranks > 1, "above 1", num_ranks),
+        "tensor-parallel ranks": (num_ranks == trainer.args.world_size, "1", trainer.get_tp_size()),
+        "torch_compile": (not trainer.args.torch_compile, "False", True),
+    }
+    for name, (holds, expected, value) in settings.items():
+        if not holds:
+            raise ConfigError(f"{name} must be {expected} to rearrange samples, got {value}")
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    collator = PackCollator(trainer.data_collator, positions_of(model.config))
+    _rearrange_forward(model)
+    costs = counted_costs(
+        model,
+        limits=limits,
+        recompute=recompute_of(trainer),
+        phases_meet=MEETINGS[layout_of(trainer)] == "phase",
+        num_positions=collator.num_positions,
+    )
+    args, micro_batches = trainer.args, trainer.args.gradient_accumulation_steps
+    options = {
+        "num_workers": args.dataloader_num_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+    }
+    source: Stream | Epochs
+    dataset, seed = trainer.train_dataset, args.seed if args.data_seed is None else args.data_seed
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        source = Stream(dataset, args.per_device_train_batch_size, rank, num_ranks, options)
+    else:
+        source = Epochs(dataset, args.per_device_train_batch_size, rank, num_ranks, seed, options)
+    loader = RearrangingLoader(
+        source, collator, image_token_id=model.config.image_token_id, costs=costs, micro_batches=micro_batches
+    )
+    batches = _Batches(loader, source, trainer)
+    vars(trainer)["get_train_dataloader"] = lambda: StepLoader(batches, batch_size=None, collate_fn=_as_it_is)
+    trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
+    recipe: dict[str, Any] = {"samples_a_draw": args.per_device_train_batch_size, "num_replicas": num_ranks}
+    recipe |= {"gradient_accumulation_steps": micro_batches} | source.recipe()
+    callback = RearrangingCallback(trainer, recipe, batches)
+    trainer.add_callback(callback)
+    log_figures(trainer, callback.logged)
+    load_by_names_on_disk(trainer)
+    _keep_place(trainer, batches)
+
+
+def _rearrange_forward(model: Any) -> None:
+    """Let the model's own forward pass take what a loader drew: its modules, names and wrappers stay as they are."""
+    plain = model.forward
+    phases = Phases(model, plain)
+
+    @wraps(type(model).forward)
+    def forward(self: Any, *args: Any, rearranged: Drawn | None = None, **inputs: Any) -> Any:
+        return plain(*args, **inputs) if rearranged is None else {"loss": phases(rearranged)}
+
+    vars(model)["forward"] = MethodType(forward, model)
+
+
+class Epochs:
+    """This rank's draws of a dataset that is read by index: every sample once an epoch, in another order each."""
+
+    def __init__(
+        self, dataset: Any, size: int, rank: int, num_ranks: int, seed: int, options: Mapping[str, Any]
+    ) -> None:
+        self._dataset, self._size, self._rank, self._num_ranks = dataset, size, rank, num_ranks
+        self._seed, self._options = seed, options
+        self._epoch, self._start = 0, 0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        order = np.random.default_rng((self._seed, self._epoch)).permutation(len(self._dataset))
+        draws = [order[start : start + self._size].tolist() for start in range(0, len(order), self._size)]
+        mine = draws[self._rank :: self._num_ranks][self._start :]
+        # Of its own, since this runs in a thread beside the model's: the workers' seeds come from it.
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        self._epoch, self._start = self._epoch + 1, 0
+        loader = DataLoader(
+            self._dataset, batch_sampler=mine, collate_fn=_as_it_is, generator=generator, **self._options
+        )
+        return iter(loader)
+
+    def __len__(self) -> int:
+        """Draws of the rank that has most."""
+        return ceil(len(self._dataset) / (self._size * self._num_ranks))
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Let the next iteration be of this epoch, from this draw on."""
+        self._epoch, self._start = epoch, start
+
+    def recipe(self) -> dict[str, int]:
+        """What the order depends on."""
+        return {"samples": len(self._dataset), "seed": self._seed}
+
+
+class Stream:
+    """This rank's draws of a stream that is the same on all ranks: of its samples each rank gets every so manieth.
+
+    Where a stream's shards can be dealt (``datasets.IterableDataset``), a rank reads its own ones alone. If it has
+    ``state_dict`` and ``load_state_dict`` and no workers read it, this has them too.
+    """
+
+    def __init__(self, dataset: Any, size: int, rank: int, num_ranks: int, options: Mapping[str, Any]) -> None:
+        if hasattr(dataset, "num_shards"):
+            from datasets.distributed import split_dataset_by_node
+
+            dataset, rank, num_ranks = split_dataset_by_node(dataset, rank, num_ranks), 0, 1
+        self._share = _Share(dataset, rank, num_ranks)
+        self._loader = DataLoader(self._share, batch_size=size, collate_fn=_as_it_is, **options)
+        if hasattr(dataset, "state_dict") and not options.get("num_workers"):
+            vars(self).update(state_dict=dataset.state_dict, load_state_dict=self._share.load_state_dict)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream, if it wants to know."""
+        if hasattr(self._share.dataset, "set_epoch"):
+            self._share.dataset.set_epoch(epoch)
+
+    def recipe(self) -> dict[str, int]:
+        """A stream keeps its own."""
+        return {}
+
+
+class _Share(IterableDataset[Any]):
+    def __init__(self, dataset: Any, rank: int, num_ranks: int) -> None:
+        self.dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
+        self._first = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self._first = self._first, self._rank
+        return islice(iter(self.dataset), first, None, self._num_ranks)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on behind the last sample that was this rank's."""
+        self.dataset.load_state_dict(state)
+        self._first = self._num_ranks - 1
+
+
+class StepLoader(DataLoader[Any]):
+    """What a trainer iterates, once an epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the source."""
+        batches: Any = self.dataset
+        batches.source.set_epoch(epoch)
+
+
+class _Batches(IterableDataset[Any]):
+    """The loader's micro-batches as a trainer takes them, and where the trainer stands in them."""
+
+    def __init__(self, loader: RearrangingLoader, source: Epochs | Stream, trainer: Trainer) -> None:
+        self._loader, self.source, self._trainer = loader, source, trainer
+        self._blanks, self._beginning = 0, loader.state_dict()
+        self._next = self._beginning
+        self.imbalances: list[list[tuple[float, float]]] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any] | None]:
+        # Trainer leaves an epoch's last iteration unfinished.
+        self._loader.load_state_dict(self._next)
+        blanks, self._blanks, self._next = self._blanks, 0, self._beginning
+        yield from repeat(None, blanks)
+        for drawn in self._loader:
+            self.imbalances.append([*drawn.plan.imbalance.values()])
+            # The ids are there to be counted.
+            yield {"input_ids": drawn.tokens[None, :, 0], "rearranged": drawn}
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch, whole steps."""
+        if isinstance(self.source, Stream):
+            raise TypeError("a stream has no length")  # what len() says of it
+        micro_batches = self._trainer.args.gradient_accumulation_steps
+        return ceil(len(self.source) / micro_batches) * micro_batches
+
+    def place(self) -> dict[str, Any]:
+        """Of this rank, behind a step."""
+        return self._loader.state_dict()
+
+    def go_on(self, folder: Path) -> None:
+        """Go on from a checkpoint. Trainer throws away the micro-batches that it has trained: they come as blanks."""
+        args, step = self._trainer.args, self._trainer.state.global_step
+        if isinstance(self.source, Stream):
+            self._blanks = step % args.max_steps * args.gradient_accumulation_steps
+            self._next = _read_place(folder)
+            return
+        epoch, step = divmod(step, len(self) // args.gradient_accumulation_steps)
+        self._blanks = step * args.gradient_accumulation_steps
+        self.source.set_epoch(epoch, self._blanks)
+
+
+def _read_place(folder: Path) -> dict[str, Any]:
+    """This rank's; what one rank cannot read ends all."""
+    path, problem, place = folder / STREAM.format(rank=torch.distributed.get_rank()), None, {}
+    try:
+        place = torch.load(path, weights_only=False)  # a stream's state may be anything
+    except Exception as error:
+        problem = f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
+    for found in gathered(problem):
+        if found is not None:
+            raise ConfigError(found)
+    return place
+
+
+def _keep_place(trainer: Trainer, batches: _Batches) -> None:
+    """Save each rank's place where Trainer saves each rank's random numbers, and read it before training goes on."""
+    save, load = trainer._save_rng_state, trainer._load_optimizer_and_scheduler
+
+    def saved(folder: str) -> None:
+        save(folder)
+        if isinstance(batches.source, Stream):
+            torch.save(batches.place(), Path(folder) / STREAM.format(rank=trainer.args.process_index))
+
+    def loaded(checkpoint: str | None) -> None:
+        load(checkpoint)
+        if checkpoint is not None and not trainer.args.ignore_data_skip:
+            batches.go_on(Path(checkpoint))
+
+    vars(trainer).update(_save_rng_state=saved, _load_optimizer_and_scheduler=loaded)
+
+
+class RearrangingCallback(RecipeCallback):
+    """Refuses checkpoints of other batches, and tells how even each phase was drawn and is."""
+
+    def __init__(self, trainer: Trainer, recipe: Mapping[str, Any], batches: _Batches) -> None:
+        self._trainer, self._recipe, self._batches = trainer, recipe, batches
+        self._sum, self._count = np.zeros((2, 2)), 0
+
+    def recipe(self) -> dict[str, Any]:
+        """What must be the same to go on."""
+        return dict(self._recipe)
+
+    def check(self) -> None:
+        """See whether the model as it is trained keeps samples of a pack apart: by two texts, the same on all ranks."""
+        config = self._trainer.accelerator.unwrap_model(self._trainer.model).config
+        special = {value for name, value in config.to_dict().items() if name.endswith("token_id")}
+        ids = [token for token in range(config.get_text_config().vocab_size) if token not in special]
+        texts = [ids[:CHECKED_TOKENS], ids[CHECKED_TOKENS : 3 * CHECKED_TOKENS]]
+        check_model(self._trainer, PackCollator(_text, positions_of(config)), texts)
+
+    def logged(self) -> dict[str, float]:
+        """The largest rank over the mean since the last call, as drawn and as rearranged."""
+        found, self._batches.imbalances = self._batches.imbalances, []
+        if not found:
+            return {}
+        self._sum, self._count = self._sum + np.sum(found, axis=0), self._count + len(found)
+        names = ("imbalance_vision_drawn", "imbalance_vision", "imbalance_llm_drawn", "imbalance_llm")
+        return dict(zip(names, np.mean(found, axis=0).ravel().tolist(), strict=True))
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """Say in one line how even ranks were."""
+        self.logged()
+        if self._count and state.is_world_process_zero:
+            (vision_drawn, vision), (llm_drawn, llm) = self._sum / self._count
+            print(
+                f"omnibal: largest rank over mean, of all steps: vision encoder {vision_drawn:.2f} -> {vision:.2f}; "
+                f"LLM {llm_drawn:.2f} -> {llm:.2f}"
+            )
+
+
+def _text(items: list[list[int]]) -> dict[str, Tensor]:
+    (ids,) = torch.tensor(items)[:, None]
+    return {"input_ids": ids, "labels": ids}
+
+
+def _as_it_is(items: Any) -> Any:
+    return items

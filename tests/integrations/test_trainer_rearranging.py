@@ -1,0 +1,164 @@
+"""transformers.Trainer on two gloo processes whose ranks work on each other's samples."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+pytest.importorskip("accelerate")
+
+from omnibal.errors import ConfigError
+from omnibal.integrations.transformers import balance
+from tests.engine.launch import launch
+from tests.integrations.items import items_of
+from tests.integrations.trainers import (
+    LEARNING_RATE,
+    Case,
+    Weights,
+    accelerate_afresh,
+    assert_close,
+    trainer_of,
+    weights_of,
+)
+from tests.vlm.families import plain_backward
+
+CASES = [
+    Case("internvl", options={"per_device_train_batch_size": 2}),
+    Case("qwen3_vl", "zero3", lora=True),
+]
+SLOW_CASES = [Case("qwen2_5_vl", "fsdp", frozen_vision=True, options={"gradient_checkpointing": True})]
+SAVED = {"save_strategy": "steps", "save_steps": 4}
+
+
+def order(trainer, epoch):
+    return np.random.default_rng((trainer.args.seed, epoch)).permutation(len(trainer.train_dataset)).tolist()
+
+
+def check_exact(case, folder):
+    """An epoch and a step of the next one: the weights of plain transformers on the same samples, one by one."""
+    plain, items = case.plain(), items_of(case.family)
+    trainer = trainer_of(case, folder, max_steps=4, eval_dataset=items[:3], logging_strategy="steps", logging_steps=2)
+    weights = Weights(trainer)
+    trainer.add_callback(weights)
+    balance(trainer, rearrange=True)
+    trainer.train()
+    args = trainer.args
+    drawn = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
+    steps = [
+        samples[start : start + drawn]
+        for samples in (order(trainer, 0), order(trainer, 1))
+        for start in range(0, len(items), drawn)
+    ][:4]
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    losses = []
+    for samples, (before, after) in zip(steps, zip(weights.steps, weights.steps[1:], strict=False), strict=True):
+        losses.append(plain_backward(plain, [items[sample] for sample in samples])[0])
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
+        assert_close({n: (before[n] - after[n]) / LEARNING_RATE for n in before}, gradients, atol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(weights.steps[-1], weights_of(plain))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in logged] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-4)
+    for phase in ("vision", "llm"):
+        assert all(entry[f"imbalance_{phase}"] <= entry[f"imbalance_{phase}_drawn"] for entry in logged)
+    if case.layout == "ddp":  # evaluation is that of a trainer that was left alone
+        other = trainer_of(case, folder, eval_dataset=items[:3])
+        other.model.load_state_dict(plain.state_dict())
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(other.evaluate()["eval_loss"], rel=1e-4)
+
+
+def check_resumes(case, folder, stream=None):
+    """Resumed, a run ends as it would have, and reads nothing that was trained before."""
+    options = {"max_steps": 6, **SAVED}
+    whole, again = (trainer_of(case, folder, **options) for _ in range(2))
+    for trainer in (whole, again):
+        if stream is not None:
+            trainer.train_dataset = stream(case.family)
+        balance(trainer, rearrange=True)
+    whole.train()
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert_close(weights_of(again.model), weights_of(whole.model))
+    read, expected = again.train_dataset.read, whole.train_dataset.read
+    assert 0 < len(read) < len(expected)
+    return read, expected
+
+
+class Endless(IterableDataset):
+    """A stream that never ends and knows its place."""
+
+    def __init__(self, family):
+        self.items, self.next, self.read = items_of(family), 0, []
+
+    def __iter__(self):
+        while True:
+            self.read.append(self.next)
+            self.next += 1
+            yield self.items[(self.next - 1) ** 2 % len(self.items)]
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def check_faults(folder):
+    trainer = trainer_of("internvl", folder, max_steps=2, **SAVED | {"save_steps": 1})
+    with pytest.raises(ConfigError, match="rearrange must stand without lengths"):
+        balance(trainer, padded=True, rearrange=True)
+    balance(trainer, rearrange=True)
+    trainer.train()
+    resumed = {"resume_from_checkpoint": str(folder / "checkpoint-1")}
+    packs = trainer_of("internvl", folder, max_steps=2)
+    balance(packs)
+    with pytest.raises(ConfigError, match="the checkpoint must have been saved under balance as it is called now"):
+        packs.train(**resumed)
+    other = trainer_of("internvl", folder, max_steps=2, per_device_train_batch_size=2)
+    balance(other, rearrange=True)
+    with pytest.raises(ConfigError, match="samples_a_draw must be that of the checkpoint, 1, got 2"):
+        other.train(**resumed)
+    stream = trainer_of("internvl", folder, max_steps=2)
+    stream.train_dataset = Endless("internvl")
+    balance(stream, rearrange=True)
+    with pytest.raises(ConfigError, match=r"omnibal_stream_0\.pt must be a rank's place in its stream, got"):
+        stream.train(**resumed)
+
+
+def train_cases(folder):
+    """On each process."""
+    with accelerate_afresh():
+        for number, case in enumerate(CASES):
+            check_exact(case, folder / f"case{number}")
+        check_resumes(Case("internvl"), folder / "epochs")
+        read, expected = check_resumes(Case("internvl"), folder / "stream", Endless)
+        # Four steps of two micro-batches; two further steps are read ahead.
+        assert read[0] >= 4 * 2 * dist.get_world_size() - 1
+        assert read == expected[-len(read) :] or read[: len(expected)] == expected[read[0] :]
+        check_faults(folder / "faults")
+    return True
+
+
+def train_slow_cases(folder):
+    with accelerate_afresh():
+        for number, case in enumerate(SLOW_CASES):
+            check_exact(case, folder / f"case{number}")
+        check_resumes(Case("internvl", "zero2"), folder / "epochs")
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_that_share_samples_do_so_under_fsdp_and_zero_2(tmp_path):
+    assert launch(2, "tests.integrations.test_trainer_rearranging:train_slow_cases", tmp_path) == [True, True]
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_samples_train_what_plain_transformers_would(tmp_path):
+    assert launch(2, "tests.integrations.test_trainer_rearranging:train_cases", tmp_path) == [True, True]
+
+
+def test_one_process_has_nobody_to_share_with(tmp_path):
+    with pytest.raises(ConfigError, match="world_size must be above 1 to rearrange samples, got 1"):
+        balance(trainer_of("internvl", tmp_path), rearrange=True)
