@@ -21,13 +21,12 @@ from omnibal.cli.output import say, show, show_json
 from omnibal.cli.plan_report import Gain, PlanReport, enter
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.run import Run
-from omnibal.cli.trials import Engine, check_trials
+from omnibal.cli.trials import check_trials, try_best
 from omnibal.config import layout_of
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.report.trials import TrialFigures
 
 
 def plan(
@@ -50,9 +49,6 @@ def plan(
     trials: Annotated[
         int, typer.Option(help="Run so many of the best plans on the real engine and keep the fastest.", min=0)
     ] = 0,
-    four_steps: Annotated[
-        bool, typer.Option("--four-steps", help="Let the paper's trials find what recomputes, on the real engine.")
-    ] = False,
     launcher: LauncherOption = None,
     out: Annotated[
         Path | None,
@@ -82,23 +78,20 @@ def plan(
     check_folder("--plot", plot)
     fixed = read_limits(limits)
     run = Run.open(source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure)
-    check_trials(run, trials=trials, four_steps=four_steps)
+    if trials:
+        check_trials(run)
     if not run.has_config and (write or measure):
         raise ConfigError(f"--{'write' if write else 'measure'} must come with a ds_config, got {source}")
     out = out or (run.files.plan if run.has_config else Path("plan.json"))
     check_file("--out", out)
     request = request_of(run, samples_per_step, fixed, num_stages)
     result = solve(run, request)
-    kept, tried = result.plan, list[TrialFigures]()
-    if trials or four_steps:
-        engine = Engine(run, result, launcher)
-        result = engine.try_best(trials) if trials else result
-        kept, tried = result.plan if trials else engine.take_four_steps(), engine.trials
-    kept.save(out)
+    result, tried = try_best(run, result, trials, launcher) if trials else (result, ())
+    result.plan.save(out)
     gain = Gain.of(run, result.plan)
     if write:
-        enter(run.source, kept, out)
-    report = PlanReport(result, kept, gain, out, plot, tuple(tried), entered=run.source if write else None)
+        enter(run.source, result.plan, out)
+    report = PlanReport(result, gain, out, plot, tried, entered=run.source if write else None)
     report.draw()
     say(*(f"warning: {doubt}" for doubt in run.doubts))
     if as_json:

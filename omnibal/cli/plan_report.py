@@ -115,8 +115,6 @@ class PlanReport:
 
     result: PlanResult
     """The solver's plan, after trials the best of those that ran, and how it came about."""
-    kept: Plan
-    """The plan that was written: this one, or that of the paper's four steps."""
     gain: Gain
     """Over the present configuration."""
     out: Path
@@ -143,7 +141,7 @@ class PlanReport:
         """The report as JSON values."""
         result = self.result
         return {
-            "plan": self.kept.to_record(),
+            "plan": result.plan.to_record(),
             "written": str(self.out),
             "entered": None if self.entered is None else str(self.entered),
             "plots": [str(path) for path in self._pictures],
@@ -174,7 +172,6 @@ class PlanReport:
             *(self._comparisons() if explain or not self.gain.variants else ()),
             *([trials_table(self.trials)] if self.trials else ()),
             *(f"{trial.name}: {trial.outcome}" for trial in self.trials),
-            *([] if self.kept is plan else ["written is the plan of the paper's four steps, above is the solver's"]),
             *(f"written: {path}" for path in [self.out, *self._pictures]),
             *([] if self.entered is None else [f"entered in {self.entered}"]),
         ]

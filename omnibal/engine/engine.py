@@ -54,8 +54,6 @@ class StagePeaks:
 
     step: tuple[int, ...]
     """In a whole step."""
-    passes: tuple[int, ...]
-    """In its forward and backward passes: what layers keep shows here, even where the optimizer takes more."""
     overhead: tuple[int, ...]
     """Beside what torch's allocator holds: contexts, libraries, communicators, and whatever other processes hold on
     the same device; zeros where there is no CUDA device."""
@@ -78,7 +76,6 @@ class OmnibalEngine(CheckpointedEngine):
     """
 
     _skipped_in_a_row = 0
-    _meter: DevicePeak | None = None
     """Of the step that is being measured."""
 
     def __init__(
@@ -123,10 +120,9 @@ class OmnibalEngine(CheckpointedEngine):
         Returns:
             The loss, and the most bytes that a device of each stage held at one time, and beside the tensors.
         """
-        self._meter = meter = DevicePeak(self.device, self._held())
+        meter = DevicePeak(self.device, self._held())
         loss = self._train(meter)
-        self._meter = None
-        found = gather((self.stage_id, (meter.peak_bytes, meter.passes_bytes, overhead_bytes(self.device))))
+        found = gather((self.stage_id, (meter.peak_bytes, overhead_bytes(self.device))))
         by_stage = ([peaks for stage, peaks in found if stage == s] for s in range(self.num_stages))
         return loss, StagePeaks(*zip(*(map(max, zip(*peaks, strict=True)) for peaks in by_stage), strict=True))
 
@@ -248,11 +244,6 @@ class OmnibalEngine(CheckpointedEngine):
         # tuples of mixed dtypes that change from micro-batch to micro-batch. A fresh tensor costs nothing.
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _exec_reduce_tied_grads(self) -> None:
-        if self._meter is not None:  # what follows the passes begins here
-            self._meter.end_passes()
-        super()._exec_reduce_tied_grads()
-
     def _exec_reduce_grads(self) -> None:
         if self.dp_world_size > 1 or self.zero_optimization() or self.using_bf16_optimizer:
             super()._exec_reduce_grads()
@@ -311,7 +302,6 @@ class OmnibalEngine(CheckpointedEngine):
         schedule.LoadMicroBatch: _exec_load_micro_batch,
         schedule.ForwardPass: _exec_forward_pass,
         schedule.BackwardPass: _exec_backward_pass,
-        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.OptimizerStep: _exec_optimizer_step,
     }

@@ -213,7 +213,7 @@ def _gain(part: PlanPart) -> str:
         "What it gains, one idea after the other",
         paragraph(
             "Simulated on real packs. `omnibal emulate` runs the plan on DeepSpeed's engine without an accelerator; "
-            "`omnibal partition --trials` measures it on yours."
+            "`omnibal plan --trials` measures it on yours."
         ),
         table(("", "step, s", "samples a step", "samples/s", "idle", "gain"), rows, marked=len(rows) - 1),
     )

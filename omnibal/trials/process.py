@@ -15,7 +15,7 @@ let_segments_grow()
 import torch
 import torch.distributed as dist
 
-from omnibal.engine.engine import OmnibalEngine, StagePeaks
+from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize
 from omnibal.trials.run import write_missing
 
@@ -25,16 +25,15 @@ def main() -> None:
     arguments = _arguments()
     engine, *_ = initialize(config=arguments.deepspeed_config)
     try:
-        seconds, peaks = measure(engine, arguments.steps)
+        seconds, peak_bytes = measure(engine, arguments.steps)
     except torch.OutOfMemoryError as error:
         write_missing(arguments.output.parent, engine.stage_id, engine.global_rank, str(error))
         raise
     if engine.global_rank == 0:
-        measured = {"step_seconds": seconds, "peak_bytes": peaks.step, "pass_bytes": peaks.passes}
-        arguments.output.write_text(json.dumps(measured))
+        arguments.output.write_text(json.dumps({"step_seconds": seconds, "peak_bytes": peak_bytes}))
 
 
-def measure(engine: OmnibalEngine, steps: int) -> tuple[list[float], StagePeaks]:
+def measure(engine: OmnibalEngine, steps: int) -> tuple[list[float], tuple[int, ...]]:
     """Seconds of some steps, and the most bytes that a device of each stage held in another one."""
     engine.train_batch()
     seconds = []
@@ -44,7 +43,7 @@ def measure(engine: OmnibalEngine, steps: int) -> tuple[list[float], StagePeaks]
         engine.train_batch().item()
         dist.barrier()
         seconds.append(perf_counter() - started)
-    return seconds, engine.measured_batch()[1]
+    return seconds, engine.measured_batch()[1].step
 
 
 def _arguments() -> argparse.Namespace:

@@ -26,7 +26,6 @@ class Trial:
         plan: What was run.
         step_seconds: Of each timed step, behind one to warm up; empty where the trial failed.
         peak_bytes: Most memory that a device of each stage held in a step; empty where the trial ended before.
-        pass_bytes: Likewise in the step's forward and backward passes, without the optimizer's step.
         error: Why it failed; None where it did not.
         missing_bytes: By how much each stage ran out of memory; empty where that was not why it failed.
         retreat_bytes: The ``missing_bytes`` of the trial whose plan this one's is a retreat from; empty at first.
@@ -35,7 +34,6 @@ class Trial:
     plan: Plan
     step_seconds: tuple[float, ...] = ()
     peak_bytes: tuple[int, ...] = ()
-    pass_bytes: tuple[int, ...] = ()
     error: str | None = None
     missing_bytes: tuple[int, ...] = ()
     retreat_bytes: tuple[int, ...] = ()
@@ -129,8 +127,7 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         if done.returncode != 0 or not (folder / "out.json").exists():
             return Trial(plan, error=reason_of(done.stdout + done.stderr))
         result = json.loads((folder / "out.json").read_text())
-        seconds, peaks, passes = (tuple(result[name]) for name in ("step_seconds", "peak_bytes", "pass_bytes"))
-        return Trial(plan, seconds, peaks, passes)
+        return Trial(plan, tuple(result["step_seconds"]), tuple(result["peak_bytes"]))
 
 
 def missing_bytes(message: str) -> int:

@@ -80,13 +80,9 @@ class DevicePeak:
     Args:
         device: Of this process.
         held: What is there before: parameters, gradients and optimizer state.
-
-    Attributes:
-        passes_bytes: The peak until ``end_passes``.
     """
 
     def __init__(self, device: torch.device, held: list[Tensor]) -> None:
-        self.passes_bytes = 0
         self._held = storage_bytes(held)
         self._meter = StorageMeter() if device.type == "cpu" else None
         self._device = device
@@ -103,10 +99,6 @@ class DevicePeak:
     ) -> None:
         if self._meter is not None:
             self._meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-
-    def end_passes(self) -> None:
-        """Say that the step's forward and backward passes are done."""
-        self.passes_bytes = self.peak_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -4,7 +4,6 @@ from typing import get_args
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from omnibal.cli.partition import Method
@@ -17,7 +16,6 @@ from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.search import METHODS, search_partition
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
-from omnibal.trials.run import Trial
 from tests.cli.conftest import cluster_of, stand_in
 from tests.pipeline.profiles import fixed_profile
 
@@ -43,33 +41,6 @@ def config(ds_config, monkeypatch, tmp_path):
     (tmp_path / "lengths.json").write_text(json.dumps(tokens))
     path = ds_config(deepspeed={"gradient_accumulation_steps": 3}, cluster=json.loads(cluster_of(4)))
     return path, "--lengths", tmp_path / "lengths.json"
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    """Stands in for the real engine: the partition in ``fails`` does not run, the one in ``fastest`` wins."""
-
-    class Engine:
-        fails, fastest = (0, 4, 6), (0, 3, 6)
-
-        def __init__(self):
-            self.calls = []
-
-        def __call__(self, config, plans, *, launcher_options, steps=3, on_trial):
-            self.calls.append((config, plans, launcher_options))
-            trials = [self._trial(plan) for plan in plans]
-            for trial in trials:
-                on_trial(trial)
-            return sorted(trials, key=lambda trial: trial.median_seconds)
-
-        def _trial(self, plan):
-            if plan.partition.boundaries == self.fails:
-                return Trial(plan, error="OutOfMemoryError: no")
-            return Trial(plan, (1.0 if plan.partition.boundaries == self.fastest else 9.0,), (2**30, 0))
-
-    stand_in = Engine()
-    monkeypatch.setattr("omnibal.trials.run.run_trials", stand_in)
-    return stand_in
 
 
 def test_the_best_partition_comes_with_a_bound(omnibal, saved):
@@ -149,58 +120,12 @@ def test_a_ds_config_says_stages_batch_and_levels(omnibal, config):
     assert [row["backward_seconds"] for row in full["methods"]["search"]["stages"]] == [30, 33]
 
 
-def test_candidates_are_tried_and_the_fastest_is_kept(omnibal, config, engine, tmp_path):
-    result = omnibal("partition", *config, "--trials", 3, "--out", tmp_path / "plan.json")
-    ((tried, plans, launcher),) = engine.calls
-    assert tried["gradient_accumulation_steps"] == 3
-    assert tried["omnibal"] == json.loads(json.dumps(tried["omnibal"]))  # as a file holds it
-    assert tried["omnibal"]["cluster"]["devices_per_node"] == 4
-    assert launcher == ["--num_gpus", "4"]
-    assert len(plans) == 3
-    assert {plan.micro_batches for plan in plans} == {3}
-    assert plans[0].partition.boundaries == (0, 4, 6)
-    lines = result.stderr.splitlines()
-    assert lines[0].startswith("trial 1 of 3: 0 4 6: predicted ")
-    assert lines[0].endswith("failed: OutOfMemoryError: no")
-    assert "measured 1,000.0 ms" in result.stderr
-    assert "failed: OutOfMemoryError: no" in " ".join(result.stdout.split())
-    assert Plan.load(tmp_path / "plan.json").partition.boundaries == (0, 3, 6)
-
-
-def test_trials_are_rows_of_the_record(omnibal, config, engine):
-    record = json.loads(omnibal("partition", *config, "--trials", 3, "--launcher", "-H hosts", "--json").stdout)
-    assert engine.calls[0][2] == ["-H", "hosts"]
-    assert record["chosen"] == [0, 3, 6]
-    assert [row["measured_seconds"] for row in record["trials"]] == [1.0, 9.0, None]
-    assert [row["outcome"] for row in record["trials"]] == ["fits", "fits", "failed: OutOfMemoryError: no"]
-    predicted = {
-        tuple(entry["boundaries"]): entry["step_seconds"] for entry in record["methods"]["search"]["candidates"]
-    }
-    assert record["trials"][0]["predicted_seconds"] == pytest.approx(predicted[0, 3, 6], rel=1e-5)
-
-
-def test_without_any_candidate_that_runs_nothing_is_chosen(refusal, config, engine, tmp_path):
-    line = refusal("partition", *config, "--trials", 1, "--out", tmp_path / "plan.json")
-    assert line == "a candidate must run, got 1 failures; the first: OutOfMemoryError: no"
-    assert not (tmp_path / "plan.json").exists()
-
-
-def test_trials_want_costs_that_were_measured_here(omnibal, refusal, config, engine, tmp_path):
-    fixed_profile(SECONDS).save(tmp_path / "run" / "profile.json")
-    omnibal("partition", *config)
-    refused = refusal("partition", *config, "--trials", 2)
-    assert "device 'test' where the run has" in refused
-    assert f"version of torch '1.0' where the run has {torch.__version__!r}" in refused
-    assert not engine.calls
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--num-stages", 7, "--cluster", cluster_of(7)), "num_stages must be at most the model's 6 layers, got 7"),
         (("--num-stages", 3, "--cluster", cluster_of(4)), "num_stages must divide the 4 devices of the cluster 4xtest"),
         (("--cluster", cluster_of(2)), "--num-stages must be given beside a profile, got none with"),
-        ((*TWO, "--trials", 2), "--trials must come with a ds_config, got 2 with"),
         ((*TWO, "--plot", "picture.pdf"), "--plot must be a PNG, whose name ends in .png, got picture.pdf"),
         ((*TWO, "--micro-batches", 10**18), "micro_batches must be between 1 and"),
         (

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from omnibal import vlm
 from omnibal.cluster import Cluster
@@ -103,8 +104,7 @@ def test_devices_that_share_layers_are_tensor_ranks(omnibal, arguments, tmp_path
         (["--limits", "9"], "--limits must be vision units and LLM tokens such as 16,4096, got '9'"),
         (["--num-stages", 3], "num_stages must divide the 8 devices, got 3"),
         (["--samples-per-step", 10**9], "lengths must hold a step of 1000000000 samples"),
-        (["--trials", 2], "--trials and --four-steps must come with a ds_config, got"),
-        (["--trials", 2, "--four-steps"], "--trials must be left out beside --four-steps, got 2"),
+        (["--trials", 2], "--trials must come with a ds_config, got"),
         (["--write"], "--write must come with a ds_config, got"),
         (["--measure"], "--measure must come with a ds_config, got"),
         (["--cluster", cluster_of(8, overhead_bytes=10**12)], "memory_bytes must be finite and more than the"),
@@ -350,36 +350,10 @@ def test_no_plan_that_fits_is_an_error(refusal, tried, engine):
     )
 
 
-@pytest.mark.parametrize("surplus", [0, 30 * MIB])
-def test_the_four_steps_find_levels_from_measured_memory_alone(omnibal, tried, monkeypatch, tmp_path, surplus):
-    """A machine on which a block of the ViT keeps 10 MiB, none of the LLM's anything, and more than two a surplus."""
-    blocks = [layer.name.startswith("vision_block") for layer in PROFILE.layers]
-    held, room = (4, 3, 2, 1), 100 * MIB
-
-    def kept(plan, stage):
-        return sum(blocks[i] and plan.recompute[i] == "none" for i in plan.partition.layers(stage))
-
-    def peak(plan, stage):
-        return BUDGET - room + 10 * MIB * held[stage] * kept(plan, stage) + surplus * (kept(plan, stage) > 2)
-
-    def run(config, plan, launcher_options, steps):
-        peaks = tuple(peak(plan, stage) for stage in range(4))
-        return Trial(plan, (1.0,) * steps, peaks, peaks)
-
-    monkeypatch.setattr(trials_module, "_run_trial", run)
-    result = omnibal("plan", *tried, "--four-steps", "--json")
-    record = json.loads(result.stdout)
-    assert record["plan"] == json.loads((tmp_path / "run" / "plan.json").read_text())
-    trials = record["trials"]
-    last = trials[-2]
-    assert [trial["name"] for trial in trials] == [*(f"paper's {n}" for n in range(1, len(trials))), "solver's"]
-    assert last["outcome"].startswith("after a retreat by ") == (surplus > 0)
-    said = [line for line in result.stderr.splitlines() if line.startswith(f"{last['name']}: ")]
-    assert said[0].endswith(last["outcome"])
-    plan = Plan.load(tmp_path / "run" / "plan.json")
-    for stage in range(4):
-        there = sum(blocks[i] for i in plan.partition.layers(stage))
-        fitting = room // (10 * MIB * held[stage])
-        assert peak(plan, stage) <= BUDGET
-        assert surplus or kept(plan, stage) == min(there, fitting)
-    assert kept(plan, 0) == 2
+def test_trials_want_costs_that_were_measured_here(refusal, tried, engine, tmp_path):
+    ran = engine(0)
+    replace(PROFILE, device="test", versions={"torch": "1.0"}).save(tmp_path / "run" / "profile.json")
+    refused = refusal("plan", *tried, "--trials", 1)
+    assert "device 'test' where the run has" in refused
+    assert f"version of torch '1.0' where the run has {torch.__version__!r}" in refused
+    assert not ran

@@ -9,7 +9,6 @@ import numpy as np
 
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
-from omnibal.memory.paper import block_modules, count_blocks
 from omnibal.pipeline.partition import Partition
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.step_model import StepModel
@@ -17,7 +16,7 @@ from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
-from four_steps import four_steps
+from four_steps import block_modules, count_blocks, four_steps
 from paper_models import (
     BASELINE,
     LIMITS,

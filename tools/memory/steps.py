@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
 from bench import Case, make_engine, measure_link, measure_model, time_steps
+from four_steps import four_steps
 from markdown import table
 from models import MODELS
 from reality import LIMITS, MINUTES, heading, links_of, make_parser, sampled, start
@@ -19,17 +20,12 @@ from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.device import Device
 from omnibal.engine.engine import StagePeaks
-from omnibal.memory.paper import block_modules
 from omnibal.pipeline.search import search_partition
-from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
 from omnibal.planner.packings import Packing
 from omnibal.planner.search import improve
 from omnibal.planner.step_model import StepModel
-from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
-from omnibal.trials.four_steps import take_four_steps
-from omnibal.trials.run import Trial, within_budget
 from omnibal.vlm import VisionLanguageModel, load_model
 
 MODEL = "mixed"
@@ -55,7 +51,7 @@ def main() -> None:
     choice = improve(model)
     cases = [
         everywhere,
-        replace(everywhere, name="the paper's four steps", recompute=_four_steps(vlm, profile, everywhere, model)),
+        replace(everywhere, name="the paper's four steps", recompute=four_steps(model, cut)),
         Case("ours", choice.partition, packs, model.levels(choice.boundaries)),
     ]
     peaks = [_peaks(vlm, case).step for case in cases]
@@ -75,18 +71,6 @@ def _step_model(profile: ModelProfile, load: Load, link: CostModel, budget_bytes
         head_room=0.0, zero_stage=0,
     )  # fmt: skip
     return StepModel(profile, packing, request.layouts(profile)[0], request)
-
-
-def _four_steps(vlm: VisionLanguageModel, profile: ModelProfile, case: Case, model: StepModel) -> tuple[Level, ...]:
-    """The levels that the paper's method finds from measured peaks."""
-    plan = Plan(LIMITS, len(case.packs.packs), case.partition, case.recompute)
-
-    def run(tried: Plan) -> Trial:
-        peaks = _peaks(vlm, replace(case, recompute=tried.recompute))
-        return within_budget(Trial(tried, peak_bytes=peaks.step, pass_bytes=peaks.passes), model.budgets)
-
-    modules = block_modules(profile.layers)
-    return take_four_steps(plan, modules, model.footprint.schedule.in_flight, model.budgets, run).plan.recompute
 
 
 def _peaks(vlm: VisionLanguageModel, case: Case) -> StagePeaks:
