@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from omnibal.cli.files import check_file, check_picture
-from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, ProfileOption, TraceOption
-from omnibal.cli.output import show, show_json, write_trace
+from omnibal.cli.files import check_picture
+from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, ProfileOption
+from omnibal.cli.output import show, show_json
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.run import Run
 from omnibal.cost import Load
@@ -29,17 +29,7 @@ def emulate(
     profile: ProfileOption = None,
     lengths: LengthsOption = None,
     cluster: ClusterOption = None,
-    time_scale: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds slept for each second of the cluster; left out, as few as are exact.",
-            min=0,
-            max=1000,
-            show_default=False,
-        ),
-    ] = None,
     plot: PictureOption = None,
-    trace: TraceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a plan on an emulated cluster: no accelerator is needed.
@@ -53,19 +43,19 @@ def emulate(
     """  # fmt: skip
     from omnibal.emulator.run import EmulationTask, run_emulation
 
-    check_file("--trace", trace)
     check_picture("--plot", plot)
     run = Run.open(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
     plan = present_plan(run) if present else run.plan
-    task = EmulationTask(run.profile, plan, real_packs(run, plan, steps=steps).steps, time_scale)
+    task = EmulationTask(run.profile, plan, real_packs(run, plan, steps=steps).steps)
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
     with Console(stderr=True).status(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         emulation = run_emulation(task)
     largest = Load.stack(Load.stack(step) for step in task.steps).max()
     memory = [stage.total for stage in plan.memory(run.profile, largest)]
     figures = EmulationFigures.of(emulation.steps, task.predicted, emulation.peak_bytes, memory, task.budget_bytes)
-    _write_median_step(task, emulation, trace, plot)
-    written = [str(path) for path in (trace, plot) if path is not None]
+    written = [] if plot is None else [str(plot)]
+    if plot is not None:
+        _draw_median_step(task, emulation, plot)
     if as_json:
         show_json({
             "num_stages": plan.num_stages,
@@ -78,32 +68,21 @@ def emulate(
         })  # fmt: skip
         return
     show(
-        *_heading(task),
+        f"{plan.layout}, {plan.micro_batches} micro-batches; a second of the cluster took {task.scale:.3g} s",
         *emulation_tables(figures),
         f"median step {median(figures.step_seconds):.3f} s, {figures.over_prediction:+.1%} over the prediction",
         *(f"written: {path}" for path in written),
     )
 
 
-def _write_median_step(task: "EmulationTask", emulation: "Emulation", trace: Path | None, plot: Path | None) -> None:
-    """Write the timeline of the median step, and draw its slowest replica, as asked."""
+def _draw_median_step(task: "EmulationTask", emulation: "Emulation", plot: Path) -> None:
+    """Draw the slowest replica of the median step beside the simulator's."""
     seconds = [step.step_seconds for step in emulation.steps]
     number = min(range(len(seconds)), key=lambda step: abs(seconds[step] - median(seconds)))
     emulated, predicted = emulation.steps[number], task.predicted[number]
-    if trace is not None:
-        write_trace(trace, emulated.replicas)
-    if plot is not None:
-        slowest = emulated.slowest_replica
-        panels = {
-            f"step {number}, replica {slowest}, emulated": emulated.replicas[slowest],
-            "the same, predicted": predicted.replicas[slowest],
-        }
-        plot_timeline(panels, plot)
-
-
-def _heading(task: "EmulationTask") -> list[str]:
-    plan, scale = task.plan, task.scale
-    lines = [f"{plan.layout}, {plan.micro_batches} micro-batches; a second of the cluster took {scale:.3g} s"]
-    if scale < task.least_scale:
-        lines.append(f"DeepSpeed's own work counts for more than a few percent; not so at {task.least_scale:.3g} s")
-    return lines
+    slowest = emulated.slowest_replica
+    panels = {
+        f"step {number}, replica {slowest}, emulated": emulated.replicas[slowest],
+        "the same, predicted": predicted.replicas[slowest],
+    }
+    plot_timeline(panels, plot)

@@ -35,10 +35,6 @@ LimitsOption = Annotated[
 StagesOption = Annotated[int | None, typer.Option(help="Pipeline stages.", min=1, show_default=False)]
 PlotsOption = Annotated[Path | None, typer.Option(help="Folder to draw pictures into.", show_default=False)]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw a picture, a PNG.", show_default=False)]
-TraceOption = Annotated[
-    Path | None,
-    typer.Option(help="Write the timeline for chrome://tracing or ui.perfetto.dev, JSON.", show_default=False),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 

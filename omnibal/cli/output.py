@@ -1,15 +1,11 @@
 """How commands answer: to people on a console, to programs as JSON, and beside either on stderr."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-
-from omnibal.pipeline.simulate import Simulation, chrome_trace
 
 
 def say(*lines: str) -> None:
@@ -28,9 +24,3 @@ def show(*parts: str | Table) -> None:
 def show_json(record: Any) -> None:
     """Print JSON values; paths as strings."""
     typer.echo(json.dumps(record, indent=2, default=str))
-
-
-def write_trace(path: Path, replicas: Sequence[Simulation]) -> None:
-    """Write a timeline for chrome://tracing; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome_trace(replicas)))

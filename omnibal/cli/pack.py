@@ -10,17 +10,13 @@ from omnibal.cli.files import check_folder, expect
 from omnibal.cli.inputs import NamedLengths, read_lengths
 from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, LimitsOption, PlotsOption, read_limits
 from omnibal.cli.output import show, show_json
-from omnibal.cli.packing import BEFORE, PackingReport, PackingTask, draw_packing, search_under
+from omnibal.cli.packing import BEFORE, PackingReport, PackingTask, draw_packing
 from omnibal.cli.run import Run
 from omnibal.config import PackingSection
-from omnibal.cost import CostModel
-from omnibal.data.limit_search import MemoryCeiling
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
 
-CEILING = 2
-"""A search without a ceiling tries limits up to this many times the paper's."""
 REPLICAS = 8
 """Ranks where nothing says how many."""
 
@@ -35,22 +31,6 @@ def pack(
     ],
     lengths: LengthsOption = None,
     limits: LimitsOption = None,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search",
-            help="Search the limits that waste least, with --limits as the ceiling (twice the paper's), or --budget.",
-        ),
-    ] = False,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            help="For --search with a ds_config: GiB that a micro-batch may keep for its backward pass, in all layers, "
-            "nothing recomputed.",
-            min=0,
-            max=1e6,
-        ),
-    ] = None,
     cluster: ClusterOption = None,
     num_replicas: Annotated[
         int | None, typer.Option(help="Data-parallel ranks; those of the cluster, or 8.", min=1, show_default=False)
@@ -80,38 +60,28 @@ def pack(
 
     Example: omnibal pack ds_configs/mine.json --compare
 
-    Example: omnibal pack runs/lengths --num-replicas 16 --search
+    Example: omnibal pack runs/lengths --num-replicas 16
     --limits 40,12288 --plot runs/plots
     """
     check_folder("--plot", plot)
     fixed = read_limits(limits)
-    if budget is not None and (not search or fixed):
-        raise ConfigError("--budget must come with --search and without --limits")
     run = _run_of(source, lengths, cluster)
-    if budget is not None and run is None:
-        raise ConfigError(f"--budget must come with a ds_config, whose model it is about, got {source[0]}")
     given = {"method": method, "exchange_steps": exchange_steps, "seed": seed}
     packing = PackingSection() if run is None else run.section.packing
     packing = packing.model_copy(update={name: value for name, value in given.items() if value is not None})
-    num_replicas = num_replicas or _replicas(run)
     named = read_lengths(source, "source") if run is None else run.named_lengths
-    kept = None if run is None else _kept_by_a_micro_batch(run, is_needed=budget is not None)
-    chosen = _limits(named, fixed, packing, search=search)
-    ceiling = chosen if budget is None or kept is None else MemoryCeiling(kept, budget * 2**30)
-    scored = search_under(ceiling, named.lengths, num_replicas, packing.method, packing.seed) if search else []
     task = PackingTask(
         lengths=named.lengths,
-        limits=scored[0].limits if scored else chosen,
-        num_replicas=num_replicas,
+        limits=_limits(named, fixed, packing),
+        num_replicas=num_replicas or _replicas(run),
         micro_batches=micro_batches or (1 if run is None else run.num_micro_batches),
         packing=packing,
-        bytes_of=kept,
     )
     shown = get_args(Method) if compare else (packing.method,)
     drawn = tuple(dict.fromkeys((BEFORE, packing.method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
     plots = draw_packing(task, {name: results[name][1] for name in drawn}, named.names, plot) if plot else []
-    report = PackingReport(task, [results[name][0] for name in shown], scored, plots)
+    report = PackingReport(task, [results[name][0] for name in shown], plots)
     if as_json:
         show_json(report.to_record() | {"broken": [asdict(problem) for problem in named.problems]})
     else:
@@ -136,10 +106,8 @@ def _replicas(run: Run | None) -> int:
     return REPLICAS if run is None or run.known_cluster is None else run.layout().num_replicas
 
 
-def _limits(named: NamedLengths, fixed: tuple[int, int] | None, packing: PackingSection, *, search: bool) -> PackLimits:
-    """The limits that were given, those of the ds_config, or the paper's; for a search the ceiling."""
-    if fixed is None and search:
-        return choose_limits(named.lengths, None, None, factor=CEILING)
+def _limits(named: NamedLengths, fixed: tuple[int, int] | None, packing: PackingSection) -> PackLimits:
+    """The limits that were given, those of the ds_config, or the paper's."""
     vision_units, llm_tokens = fixed or (packing.vision_units, packing.llm_tokens)
     limits = choose_limits(named.lengths, vision_units, llm_tokens)
     if fixed is not None or (packing.full_vision_units is None and packing.full_llm_tokens is None):
@@ -150,10 +118,3 @@ def _limits(named: NamedLengths, fixed: tuple[int, int] | None, packing: Packing
         full_vision_units=packing.full_vision_units,
         full_llm_tokens=packing.full_llm_tokens,
     )
-
-
-def _kept_by_a_micro_batch(run: Run, *, is_needed: bool) -> CostModel | None:
-    """What a micro-batch keeps for its backward pass in all layers, nothing recomputed; None where nothing says."""
-    if not is_needed and (run.section.model.path is None or run.known_cluster is None):
-        return None
-    return sum((layer.saved_bytes["none"] for layer in run.profile.layers), start=CostModel())

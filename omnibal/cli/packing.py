@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,21 +11,18 @@ from rich.table import Table
 from tqdm import tqdm
 
 from omnibal.config import PackingSection
-from omnibal.cost import CostModel
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import MemoryCeiling, ScoredLimits, find_trap, search_limits
+from omnibal.data.limit_search import find_trap
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
 from omnibal.report.lengths import plot_lengths
 from omnibal.report.pack_plots import Arranged, plot_fill, plot_rank_loads
-from omnibal.report.packing import PackingFigures, limits_table, measure_packing, packing_table
+from omnibal.report.packing import PackingFigures, measure_packing, packing_table
 
 BEFORE: Final[Method] = "random"
 """What pictures set a method against."""
-SHOWN_LIMITS: Final = 10
-SHOWN_WARNINGS: Final = 3
 SAMPLES_TO_COMPILE: Final = 64
 """As many samples go through a method before the clock starts: compiled code is compiled once and then cached."""
 FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
@@ -41,8 +37,6 @@ class PackingTask:
     num_replicas: int
     micro_batches: int
     packing: PackingSection
-    bytes_of: CostModel | None = None
-    """Memory that a micro-batch takes, where that is known."""
 
     def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
         """Arrange the epoch and measure it."""
@@ -59,7 +53,6 @@ class PackingTask:
             packs,
             epoch.steps,
             seconds=time.perf_counter() - started,
-            bytes_of=self.bytes_of,
             left_out=self.num_oversized if self.packing.oversized == "drop" else 0,
         )
         return figures, Arranged(packs.load(self.lengths), epoch.steps)
@@ -118,14 +111,6 @@ def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
     return Packs.concatenate(windows)
 
 
-def search_under(
-    ceiling: PackLimits | MemoryCeiling, lengths: SampleLengths, num_replicas: int, method: Method, seed: int
-) -> list[ScoredLimits]:
-    """Rank limits under a ceiling, with a bar where it takes long and someone is looking."""
-    bar = partial(tqdm, desc="limits", unit=" pairs", leave=False, disable=None, delay=1)
-    return search_limits(lengths, ceiling, num_replicas=num_replicas, method=method, seed=seed, progress=bar)
-
-
 def draw_packing(
     task: PackingTask, arranged: Mapping[Method, Arranged], names: Sequence[str], folder: Path
 ) -> list[Path]:
@@ -145,40 +130,27 @@ class PackingReport:
     task: PackingTask
     figures: Sequence[PackingFigures]
     """One entry per method."""
-    scored: Sequence[ScoredLimits]
-    """Limits that were searched, the best first."""
     plots: Sequence[Path]
 
     @property
     def warnings(self) -> list[str]:
-        """Traps: that of the chosen limits first, then one for each other vision limit tried, the nearest first."""
-        chosen = self.task.limits.vision_units
-        traps = {entry.limits.vision_units: entry.trap for entry in self.scored}
-        traps[chosen] = find_trap(self.task.lengths, self.task.limits)
-        return [trap for limit in sorted(traps, key=lambda limit: abs(limit - chosen)) if (trap := traps[limit])]
+        """Whether the limits are a trap."""
+        trap = find_trap(self.task.lengths, self.task.limits)
+        return [] if trap is None else [trap]
 
     def to_record(self) -> dict[str, Any]:
         """The report as JSON values."""
         return self.task.to_record() | {
             "methods": [entry.to_record() for entry in self.figures],
-            "search": [asdict(entry) for entry in self.scored],
             "warnings": self.warnings,
             "plots": [str(path) for path in self.plots],
         }
 
     def parts(self) -> list[str | Table]:
         """Tables and warnings for people."""
-        warnings, parts = self.warnings, list[str | Table]()
-        if self.scored:
-            vision_units, llm_tokens = (
-                max(getattr(entry.limits, name) for entry in self.scored) for name in ("vision_units", "llm_tokens")
-            )
-            parts += [
-                f"the best of {len(self.scored)} limits that were tried, up to {vision_units:,} / {llm_tokens:,}",
-                limits_table(self.scored[:SHOWN_LIMITS]),
-            ]
-        parts += [self.task.title, packing_table(self.figures)]
-        parts += [f"warning: {warning}" for warning in warnings[:SHOWN_WARNINGS]]
-        if len(warnings) > SHOWN_WARNINGS:
-            parts.append(f"{len(warnings) - SHOWN_WARNINGS} more vision limits are traps; --json lists them")
-        return [*parts, *(f"drawn: {path}" for path in self.plots)]
+        return [
+            self.task.title,
+            packing_table(self.figures),
+            *(f"warning: {warning}" for warning in self.warnings),
+            *(f"drawn: {path}" for path in self.plots),
+        ]

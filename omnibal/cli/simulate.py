@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from omnibal.cli.files import check_file, check_picture
+from omnibal.cli.files import check_picture
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
@@ -14,10 +14,9 @@ from omnibal.cli.options import (
     LimitsOption,
     PictureOption,
     ProfileOption,
-    TraceOption,
     read_limits,
 )
-from omnibal.cli.output import show, show_json, write_trace
+from omnibal.cli.output import show, show_json
 from omnibal.cli.present import median_packs, present_plan
 from omnibal.cli.run import Run
 from omnibal.data.limits import PackLimits
@@ -53,7 +52,6 @@ def simulate(
         int | None,
         typer.Option(help="Which step of the epoch; the median of some.", min=0, show_default=False),
     ] = None,
-    trace: TraceOption = None,
     plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,7 +66,6 @@ def simulate(
 
     Example: omnibal simulate runs/mine/plan.json --schedule 1f1b
     """
-    check_file("--trace", trace)
     check_picture("--plot", plot)
     fixed, cut = read_limits(limits), _read_cut(partition)
     run = Run.open(source, kinds=("ds_config", "plan", "profile"), profile=profile, lengths=lengths, cluster=cluster)
@@ -81,11 +78,9 @@ def simulate(
     simulated = plan.simulate(run.profile, packing.steps[0])
     memory = [stage.total for stage in plan.memory(run.profile, packing.largest)]
     figures = PartitionFigures.of(run.profile, plan.partition, simulated, memory)
-    if trace is not None:
-        write_trace(trace, simulated.replicas)
+    written = [] if plot is None else [str(plot)]
     if plot is not None:
         plot_timeline(_panels(simulated), plot)
-    written = [str(path) for path in (trace, plot) if path is not None]
     if as_json:
         show_json(record_of(run.profile, plan, packing) | figures.to_record() | {"written": written})
     else:

@@ -1,4 +1,4 @@
-"""The search for pack limits that waste little under a memory ceiling.
+"""The search for pack limits that waste little under a ceiling.
 
 Limits decide more than the packer does: what wastes room is how samples' sizes divide the limit. Some vision limits are
 traps, which waste room whatever the packer does: with samples of 1, 3, 4 and 5 tiles a limit of 12 wastes a tenth of
@@ -6,7 +6,6 @@ every pack, 10 and 16 almost nothing.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import numpy as np
 from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.limits import MOST, PackLimits, largest_load
+from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, histogram_bound, histogram_volume, load_histograms, volume_bound
 from omnibal.data.policies import DEFAULT_COST, Method
 from omnibal.errors import ConfigError, InfeasibleError
@@ -28,19 +27,6 @@ SCORED_STEPS = 8  # that the drawn samples fill at least: figures of fewer are c
 LEAST_DRAWN, MOST_DRAWN = 16_384, 65_536
 TRAP_WASTE = 0.03  # a limit that wastes more than this by arithmetic alone deserves a warning
 NEARBY = range(-4, 5)  # limits that a warning considers as a remedy, relative to the trap
-
-
-@dataclass(frozen=True)
-class MemoryCeiling:
-    """A ceiling in bytes.
-
-    Args:
-        bytes_of: Bytes that a micro-batch takes.
-        most_bytes: The most that any pack may take.
-    """
-
-    bytes_of: CostModel
-    most_bytes: float
 
 
 @dataclass(frozen=True)
@@ -76,7 +62,7 @@ class ScoredLimits:
 
 def search_limits(
     lengths: SampleLengths,
-    ceiling: PackLimits | MemoryCeiling,
+    ceiling: PackLimits,
     *,
     num_replicas: int = 8,
     method: Method = "balanced",
@@ -85,7 +71,7 @@ def search_limits(
     seed: int = 0,
     progress: Callable[[Sequence[PackLimits]], Iterable[PackLimits]] = iter,
 ) -> list[ScoredLimits]:
-    """Try limits under a memory ceiling and rank them by what they waste.
+    """Try limits under a ceiling and rank them by what they waste.
 
     Vision limits run from the largest sample to the ceiling (every integer, or 48 in equal ratios where there are
     more), each with token limits of 0.95 to 1.6 times what a full vision load brings on average. They end before the
@@ -94,7 +80,7 @@ def search_limits(
 
     Args:
         lengths: Loads of every sample.
-        ceiling: The largest limits, or the most bytes that any pack may take.
+        ceiling: The largest limits.
         num_replicas: Data-parallel ranks for the Dist Ratios.
         method: How packs are made and arranged.
         cost: Cost of a micro-batch in the LLM.
@@ -113,16 +99,13 @@ def search_limits(
     if not len(lengths):
         raise ConfigError("lengths must hold at least one sample, got none")
     least = PackLimits(lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
-    most = _largest_limits(lengths, least, ceiling) if isinstance(ceiling, MemoryCeiling) else ceiling
-    if most.vision_units < least.vision_units or most.llm_tokens < least.llm_tokens:
+    if ceiling.vision_units < least.vision_units or ceiling.llm_tokens < least.llm_tokens:
         raise InfeasibleError(
             f"ceiling must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM tokens), "
-            f"got {most.vision_units} and {most.llm_tokens}"
+            f"got {ceiling.vision_units} and {ceiling.llm_tokens}"
         )
-    part = _draw(lengths, most, num_replicas, num_samples, seed)
-    candidates = list(dict.fromkeys(_candidates(lengths, least, _worth_scoring(part, least, most, num_replicas))))
-    if isinstance(ceiling, MemoryCeiling):
-        candidates = [limits for limits in candidates if _most_bytes(lengths, limits, ceiling) <= ceiling.most_bytes]
+    part = _draw(lengths, ceiling, num_replicas, num_samples, seed)
+    candidates = list(dict.fromkeys(_candidates(lengths, least, _worth_scoring(part, least, ceiling, num_replicas))))
     scored = [_score(part, limits, num_replicas, method, cost, seed) for limits in progress(candidates)]
     return sorted(scored, key=lambda found: (round(found.waste, 4), -found.samples_per_pack, found.limits.llm_tokens))
 
@@ -188,39 +171,6 @@ def _score(
         samples_per_pack=len(part) / num_packs,
         trap=find_trap(part, limits),
     )
-
-
-def _most_bytes(lengths: SampleLengths, limits: PackLimits, ceiling: MemoryCeiling) -> float:
-    """Bytes that no pack under the limits exceeds."""
-    return float(ceiling.bytes_of(largest_load(lengths, limits)))
-
-
-def _largest_limits(lengths: SampleLengths, least: PackLimits, ceiling: MemoryCeiling) -> PackLimits:
-    """The largest limit in each dimension that the ceiling allows while the other is at its least."""
-    needed = _most_bytes(lengths, least, ceiling)
-    if needed > ceiling.most_bytes:
-        raise InfeasibleError(
-            f"ceiling must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM tokens: "
-            f"{needed / 2**30:.2f} GiB), got {ceiling.most_bytes / 2**30:.2f} GiB"
-        )
-
-    def allows(vision_units: int, llm_tokens: int) -> bool:
-        return _most_bytes(lengths, PackLimits(vision_units, llm_tokens), ceiling) <= ceiling.most_bytes
-
-    tokens = _last_allowed(
-        least.llm_tokens, min(lengths.summary.total_llm_tokens, MOST), lambda limit: allows(least.vision_units, limit)
-    )
-    # More vision units than come with that many tokens would never be used.
-    densest = float((lengths.vision_units / np.maximum(lengths.llm_tokens, 1)).max())
-    useful = min(max(math.ceil(tokens * densest), least.vision_units), MOST)
-    vision = _last_allowed(least.vision_units, useful, lambda limit: allows(limit, least.llm_tokens))
-    return PackLimits(vision, tokens)
-
-
-def _last_allowed(least: int, most: int, allows: Callable[[int], bool]) -> int:
-    """The last limit that is allowed, where ``least`` is and allowing never resumes."""
-    limits = range(least, max(least, most) + 1)
-    return limits[bisect_left(limits, True, key=lambda limit: not allows(limit)) - 1]
 
 
 def find_trap(lengths: SampleLengths, limits: PackLimits) -> str | None:

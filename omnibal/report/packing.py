@@ -13,12 +13,11 @@ from rich.table import Table
 
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.limit_search import ScoredLimits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, pad_ratio, source_mix, step_randomness
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.report.style import GIB, make_table
+from omnibal.report.style import make_table
 
 LENGTH_CLASSES: Final = 8
 """Classes of token lengths that stand for sources where there is but one."""
@@ -79,8 +78,6 @@ class PackingFigures:
     randomness: float
     """χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare."""
     largest: Largest
-    largest_bytes: float | None
-    """The most memory that a micro-batch takes; None where that is not known."""
     rank_means: RankMeans
     lost: int
     """Samples in no pack, those aside that were left out on purpose."""
@@ -120,7 +117,6 @@ def measure_packing(
     seconds: float,
     load: Load | None = None,
     cost: CostModel = DEFAULT_COST,
-    bytes_of: CostModel | None = None,
     left_out: int = 0,
 ) -> PackingFigures:
     """Work out the figures of an arrangement.
@@ -134,7 +130,6 @@ def measure_packing(
         seconds: It took to plan.
         load: What each pack brings to the device; by default what its samples hold. Padding makes it more.
         cost: What a micro-batch costs the LLM.
-        bytes_of: Memory that a micro-batch takes.
         left_out: Samples that are left out on purpose, all of them over a limit.
     """
     brought = packs.load(lengths)
@@ -157,7 +152,6 @@ def measure_packing(
         dist_ratio_cost=dist_ratio(by_rank["cost"]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
         largest=Largest.of(load),
-        largest_bytes=None if bytes_of is None else float(bytes_of(load).max(initial=0)),
         rank_means=RankMeans.of(**by_rank),
         lost=int((times == 0).sum()) - left_out,
         repeated=int(np.maximum(times - 1, 0).sum()),
@@ -172,10 +166,6 @@ def mix_labels(lengths: SampleLengths) -> IntArray:
         return lengths.source
     bounds = np.quantile(lengths.llm_tokens, np.arange(1, LENGTH_CLASSES) / LENGTH_CLASSES)
     return np.searchsorted(bounds, lengths.llm_tokens, side="right")
-
-
-def _largest_bytes(entry: PackingFigures) -> str:
-    return "" if entry.largest_bytes is None else f"{entry.largest_bytes / GIB:.2f} GiB"
 
 
 def _number(value: float, form: str) -> str:
@@ -209,7 +199,6 @@ _SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
         "rank means, LLM cost": lambda entry: _spread(entry.rank_means.llm_cost, ".3f"),
         "largest, vision units": lambda entry: f"{entry.largest.vision_units:,}",
         "largest, LLM tokens": lambda entry: f"{entry.largest.llm_tokens:,}",
-        "largest, memory kept": _largest_bytes,
     },
     {
         "lost, repeated, over limit": lambda entry: f"{entry.lost}, {entry.repeated}, {entry.over_limit}",
@@ -219,26 +208,8 @@ _SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
 
 
 def packing_table(figures: Sequence[PackingFigures]) -> Table:
-    """Figures row by row, methods side by side; a figure that no method has is left out."""
+    """Figures row by row, methods side by side."""
     rows: list[tuple[str, ...]] = []
     for section in _SECTIONS:
-        cells = {name: [cell(entry) for entry in figures] for name, cell in section.items()}
-        rows += [*((name, *row) for name, row in cells.items() if any(row)), ()]
+        rows += [*((name, *map(cell, figures)) for name, cell in section.items()), ()]
     return make_table(("", *(entry.method for entry in figures)), rows)
-
-
-def limits_table(scored: Sequence[ScoredLimits]) -> Table:
-    """Limits that a search tried, one row each."""
-    heads = ("limits", "packs over\nvolume", "Dist Ratio\nvision", "LLM cost", "samples\nper pack", "trap")
-    rows = (
-        (
-            f"{entry.limits.vision_units} / {entry.limits.llm_tokens}",
-            f"+{entry.packs_over_volume:.2%}",
-            f"{entry.dist_ratio_vision:.4f}",
-            f"{entry.dist_ratio_cost:.4f}",
-            f"{entry.samples_per_pack:.2f}",
-            "yes" if entry.trap else "",
-        )
-        for entry in scored
-    )
-    return make_table(heads, rows)

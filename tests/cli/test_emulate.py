@@ -72,35 +72,26 @@ def test_memory_is_predicted_for_the_largest_packs(omnibal, saved, tasks):
     assert [stage["predicted_peak_bytes"] for stage in record["stages"]] == [stage.total for stage in expected]
 
 
-def test_a_scale_too_small_for_the_engines_own_work_is_said(omnibal, saved, tasks):
-    hint = "DeepSpeed's own work counts"
-    assert hint not in omnibal(*saved()).stdout
-    assert hint in omnibal(*saved(), "--time-scale", 0.001).stdout
-
-
-def test_tables_a_trace_and_a_picture(omnibal, saved, tasks, tmp_path):
-    trace, plot = tmp_path / "new" / "trace.json", tmp_path / "new" / "timeline.png"
-    text = omnibal(*saved(3), "--trace", trace, "--plot", plot).stdout
+def test_tables_and_a_picture(omnibal, saved, tasks, tmp_path):
+    plot = tmp_path / "new" / "timeline.png"
+    text = omnibal(*saved(3), "--plot", plot).stdout
     assert tasks[0].plan.layout.num_replicas == 3
     assert "+0.0% over the prediction" in text
     assert "waits for the slowest" in text
-    assert sum(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"]) == 3 * (8 + 8 + 16)
     with Image.open(plot) as picture:
         assert picture.width > picture.height
 
 
-@pytest.mark.parametrize("option", ["--plot", "--trace"])
-def test_a_path_that_cannot_be_written_is_refused_before_the_run(refusal, saved, tasks, option, tmp_path):
+def test_a_path_that_cannot_be_written_is_refused_before_the_run(refusal, saved, tasks, tmp_path):
     command = saved()
-    assert f"the folder of {option} must be a folder, got" in refusal(*command, option, command[1] / "timeline")
-    assert f"{option} must be a file, got the folder" in refusal(*command, option, tmp_path)
+    assert "the folder of --plot must be a folder, got" in refusal(*command, "--plot", command[1] / "timeline")
+    assert "--plot must be a file, got the folder" in refusal(*command, "--plot", tmp_path)
     assert not tasks
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--time-scale", "0"], "time_scale must be positive and finite, got 0.0"),
         (["--plot", "timeline.abc"], "--plot must be a PNG, whose name ends in .png, got timeline.abc"),
         (["--profile", "{plan}"], "profile must have the key 'device', got none"),
         (["--cluster", "A100-80GB"], "layout must have at most the 1 devices of A100-80GB, got 2"),
@@ -110,10 +101,6 @@ def test_wrong_options_are_refused_before_the_run(refusal, saved, tasks, options
     command = saved()
     assert message in refusal(*command, *(option.format(plan=command[1]) for option in options))
     assert not tasks
-
-
-def test_a_time_scale_without_end_is_refused(omnibal, saved, tasks):
-    assert "'--time-scale'" in omnibal(*saved(), "--time-scale", "inf", exit_code=2).stderr
 
 
 def test_what_is_no_plan_is_named(refusal, saved, tmp_path):

@@ -4,20 +4,16 @@ import shutil
 import numpy as np
 import pytest
 
-from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.metrics import dist_ratio, min_packs
-from omnibal.profile.records import ModelProfile
-from tests.cli.conftest import stand_in
-from tests.pipeline.profiles import layer
 
 FIGURES = {
     "method", "samples", "packs", "empty_packs", "fewest_packs", "packs_over_fewest", "samples_per_pack", "steps",
     "pad_ratio", "pad_ratio_if_padded", "dist_ratio_vision", "dist_ratio_tokens", "dist_ratio_cost", "randomness",
-    "largest", "largest_bytes", "rank_means", "lost", "repeated", "over_limit", "seconds",
+    "largest", "rank_means", "lost", "repeated", "over_limit", "seconds",
 }  # fmt: skip
 
 
@@ -32,7 +28,7 @@ def test_json_holds_the_figures_of_the_arranged_epoch(omnibal, token_lengths):
     epoch = arrange_epoch(lengths, limits, num_replicas=4, micro_batches=2, method="isf", seed=3)
     assert set(record) == {
         "samples", "limits", "num_replicas", "micro_batches", "seed", "exchange_steps", "iterations",
-        "oversized", "methods", "search", "warnings", "plots", "broken",
+        "oversized", "methods", "warnings", "plots", "broken",
     }  # fmt: skip
     assert (record["samples"], record["num_replicas"], record["micro_batches"]) == (len(lengths), 4, 2)
     assert record["limits"]["vision_units"] == 16
@@ -84,7 +80,6 @@ def test_a_ds_config_says_how_to_pack(omnibal, packing, token_lengths):
 def test_a_whole_ds_config_needs_nothing_more(omnibal, ds_config, tmp_path):
     record = record_of(omnibal("pack", ds_config(), "--json"))
     assert (record["samples"], record["num_replicas"], record["micro_batches"]) == (60, 2, 2)
-    assert record["methods"][0]["largest_bytes"] > 0
     assert (tmp_path / "run" / "lengths" / "lengths.json").is_file()
 
 
@@ -114,22 +109,6 @@ def test_compare_shows_all_methods_side_by_side(omnibal, token_lengths):
     assert methods in lines
 
 
-def test_search_ranks_limits_under_the_ceiling_and_uses_the_best(omnibal, token_lengths):
-    options = ["--search", "--limits", "10,6000", "--method", "isf"]
-    record = record_of(omnibal("pack", *token_lengths, *options, "--json"))
-    assert record["limits"] == record["search"][0]["limits"]
-    assert all(entry["limits"]["vision_units"] <= 10 for entry in record["search"])
-    assert all(entry["limits"]["llm_tokens"] <= 6000 for entry in record["search"])
-    text = omnibal("pack", *token_lengths, *options).stdout
-    assert f"the best of {len(record['search'])} limits that were tried" in text
-
-
-def test_a_search_without_a_ceiling_goes_to_twice_the_papers_limits(omnibal, token_lengths):
-    ruled = paper_limits(SampleLengths.from_token_lengths(token_lengths))
-    record = record_of(omnibal("pack", *token_lengths, "--search", "--method", "isf", "--json"))
-    assert max(entry["limits"]["vision_units"] for entry in record["search"]) == 2 * ruled.vision_units
-
-
 @pytest.fixture
 def trap(tmp_path):
     """Samples of which two fives never share a pack of 9."""
@@ -144,15 +123,6 @@ def test_a_trap_is_warned_of(omnibal, trap):
     assert warning.startswith("vision limit 9 is a trap")
     assert "warning: vision limit 9 is a trap" in omnibal("pack", *options).stdout
     assert record_of(omnibal("pack", *options[:-1], "8,9000", "--json"))["warnings"] == []
-
-
-def test_a_search_lists_each_trap_once_and_prints_the_nearest(omnibal, trap):
-    options = [trap, "--search", "--limits", "24,2000", "--method", "isf", "--num-replicas", 1]
-    record = record_of(omnibal("pack", *options, "--json"))
-    limits = [int(warning.split()[2]) for warning in record["warnings"]]
-    assert len(limits) == len(set(limits)) > 3
-    assert limits == sorted(limits, key=lambda limit: abs(limit - record["limits"]["vision_units"]))
-    assert f"{len(limits) - 3} more vision limits are traps" in omnibal("pack", *options).stdout
 
 
 @pytest.mark.parametrize(("policy", "samples", "lost"), [("alone", 4, 0), ("drop", 3, 0)])
@@ -226,50 +196,16 @@ def test_what_cannot_be_read_is_refused(refusal, packing, token_lengths, tmp_pat
         ([token_lengths[0], "--cluster", "8xa100"], "--cluster must come with a ds_config, got"),
         ([*token_lengths, "--num-replicas", 10**18], "num_replicas x micro_batches must be at most 16777216, got"),
         ([*token_lengths, "--micro-batches", 10**30], "num_replicas x micro_batches must be at most 16777216, got"),
-        ([*token_lengths, "--search", "--num-replicas", 10**18], "num_replicas x micro_batches must be at most"),
         ([packing(iterations=10**18), *named(token_lengths)], "iterations must be between 1 and 10000, got"),
         ([*token_lengths, "--exchange-steps", 10**18], "exchange_steps must be between 1 and"),
         ([*token_lengths, "--limits", "0,1"], "limits must hold at least one sample, got 0 vision"),
-        ([*token_lengths, "--limits", "0,1", "--search"], "limits must hold at least one sample"),
         ([*token_lengths, "--limits", f"9,{10**9}"], "llm_tokens must be between 1 and"),
         ([*token_lengths, "--limits", "16"], "--limits must be vision units and LLM tokens such as 16,4096, got '16'"),
         ([*token_lengths, "--limits", "16,-3"], "--limits must be vision units and LLM tokens such as 16,4096, got"),
         ([*token_lengths, "--plot", tmp_path / "text"], "--plot must be a folder, got"),
-        ([*token_lengths, "--search", "--budget", 6], "--budget must come with a ds_config, whose model it is about"),
-        ([config, *named(token_lengths), "--budget", 6], "--budget must come with --search and without --limits"),
-        ([config, *named(token_lengths), "--search", "--budget", 6], "omnibal.model.path must name the model's folder"),
     ):
         line = refusal("pack", *paths)
         assert message in line and "\n" not in line, paths
-
-
-@pytest.mark.parametrize("budget", ["inf", "nan", "1e300", "-1"])
-def test_a_budget_without_end_is_refused(omnibal, token_lengths, budget):
-    assert "--budget" in omnibal("pack", token_lengths[0], "--search", "--budget", budget, exit_code=2).stderr
-
-
-def test_a_budget_bounds_the_search_by_the_memory_that_micro_batches_keep(
-    omnibal, ds_config, token_lengths, monkeypatch, tmp_path
-):
-    bytes_of = CostModel(vision_units=3e8, llm_tokens=1e6, llm_tokens_squared=50)
-    layers = tuple(
-        layer(f"block.{number}", saved_bytes={"none": 0.5 * bytes_of, "full": CostModel(llm_tokens=2)})
-        for number in range(2)
-    )
-    costs = ModelProfile(layers, device="A100-80GB", dtype="float32")
-    stand_in(monkeypatch, costs)
-    config = ds_config()
-    (tmp_path / "run").mkdir()
-    costs.save(tmp_path / "run" / "profile.json")
-    options = [config, *named(token_lengths), "--search", "--method", "isf", "--budget", 6, "--num-replicas", 8]
-    record = record_of(omnibal("pack", *options, "--json"))
-    limits = PackLimits(record["limits"]["vision_units"], record["limits"]["llm_tokens"])
-    lengths = SampleLengths.from_token_lengths(token_lengths)
-    epoch = arrange_epoch(lengths, limits, num_replicas=8, micro_batches=2, method="isf")
-    most = bytes_of(epoch.packs.load(lengths)).max()
-    assert record["methods"][0]["largest_bytes"] == pytest.approx(most)
-    assert 3 * 2**30 < most <= 6 * 2**30
-    assert f"largest, memory kept {most / 2**30:.2f} GiB" in " ".join(omnibal("pack", *options).stdout.split())
 
 
 def test_a_dataset_packs_without_what_cannot_be_read(omnibal, refusal, demo, ds_config, tmp_path):

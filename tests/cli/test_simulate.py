@@ -96,13 +96,11 @@ def test_a_level_that_costs_do_not_know_counts_as_none(omnibal, tmp_path):
     assert records[0] == records[1]
 
 
-def test_a_table_a_trace_and_a_picture(omnibal, saved, tmp_path):
-    trace, plot = tmp_path / "new" / "trace.json", tmp_path / "new" / "timeline.png"
-    text = omnibal("simulate", saved, *cut("0 2 4 6"), "--trace", trace, "--plot", plot).stdout
+def test_a_table_and_a_picture(omnibal, saved, tmp_path):
+    plot = tmp_path / "new" / "timeline.png"
+    text = omnibal("simulate", saved, *cut("0 2 4 6"), "--plot", plot).stdout
     assert "12 micro-batches; equal packs of 9 vision units and 4,096 LLM tokens" in " ".join(text.split())
-    assert str(trace) in text.replace("\n", "")
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" and event["name"][0] in "FB" for event in events) >= 3 * 12 * 2
+    assert str(plot) in text.replace("\n", "")
     with Image.open(plot) as picture:
         assert picture.width > picture.height
 

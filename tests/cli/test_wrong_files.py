@@ -212,7 +212,7 @@ def test_too_many_tiles_are_refused(refusal, demo, tmp_path):
 
 
 def test_options_that_no_launcher_takes_are_refused(omnibal, tmp_path):
-    output = omnibal("partition", tmp_path, "--launcher", '"', exit_code=2).stderr
+    output = omnibal("plan", tmp_path, "--launcher", '"', exit_code=2).stderr
     assert "--launcher" in output and "No closing quotation" in output
 
 

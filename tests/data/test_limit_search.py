@@ -5,14 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.cost import CostModel, Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import TRAP_WASTE, MemoryCeiling, ScoredLimits, find_trap, forced_waste, search_limits
+from omnibal.data.limit_search import TRAP_WASTE, ScoredLimits, find_trap, forced_waste, search_limits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from tests.data.real_lengths import needs_real_lengths, real_lengths
 from tests.data.strategies import pack_limits, sample_lengths
@@ -52,24 +51,9 @@ def test_no_limits_above_the_ceiling_nor_below_the_largest_sample():
         assert LENGTHS.summary.max_llm_tokens <= scored.limits.llm_tokens <= 5000
 
 
-def test_every_pack_keeps_a_ceiling_in_bytes():
-    lengths = patch_lengths(2000)
-    bytes_of = CostModel(fixed=1e9, vision_units=2e5, llm_tokens=1e6, llm_tokens_squared=50, vision_squared=2)
-    ceiling = MemoryCeiling(bytes_of, most_bytes=40e9)
-    found = search_limits(lengths, ceiling, num_replicas=1, method="isf", num_samples=400)
-    assert found
-    for scored in found:
-        packs = arrange_epoch(lengths, scored.limits, num_replicas=1, method="isf").packs
-        assert bytes_of(packs.load(lengths)).max() <= 40e9
-    largest = max(scored.limits.llm_tokens for scored in found)
-    assert bytes_of(Load(0, 2 * largest)) > 30e9  # the ceiling was used
-
-
 def test_a_ceiling_below_the_largest_sample_is_infeasible():
     with pytest.raises(InfeasibleError, match=r"largest sample \(5 vision units, 2952 LLM tokens\), got 4 and 9000"):
         search_limits(LENGTHS, PackLimits(4, 9000))
-    with pytest.raises(InfeasibleError, match=r"2952 LLM tokens: 0\.27 GiB\), got 0\.10 GiB"):
-        search_limits(LENGTHS, MemoryCeiling(CostModel(llm_tokens=1e5), 0.1 * 2**30))
 
 
 def test_samples_without_images_need_token_limits_only():
@@ -79,9 +63,8 @@ def test_samples_without_images_need_token_limits_only():
     assert {scored.limits.llm_tokens for scored in found} >= {500, 4000}
 
 
-@pytest.mark.parametrize("ceiling", [PackLimits(2**20, 2**22), MemoryCeiling(CostModel(llm_tokens=1), 2**60)])
-def test_limits_that_leave_the_samples_hardly_a_step_are_not_tried(ceiling):
-    found = search_limits(LENGTHS, ceiling, num_replicas=4, method="isf")
+def test_limits_that_leave_the_samples_hardly_a_step_are_not_tried():
+    found = search_limits(LENGTHS, PackLimits(2**20, 2**22), num_replicas=4, method="isf")
     assert len(found) < 300
     assert max(scored.limits.vision_units for scored in found) == -(-LENGTHS.summary.total_vision_units // (8 * 4))
 

@@ -8,7 +8,7 @@ from omnibal.cost import CostModel, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Operation, one_f_one_b, zero_bubble
-from omnibal.pipeline.simulate import chrome_trace, simulate, simulate_step
+from omnibal.pipeline.simulate import simulate, simulate_step
 from tests.pipeline.oracles import schedule_of
 from tests.pipeline.profiles import fixed_profile, layer, profile
 
@@ -152,16 +152,3 @@ def test_wrong_arguments_are_refused(change, message):
     arguments = {"partition": Partition((0, 1, 3)), "loads": packs(), **FREE, **change}
     with pytest.raises(ConfigError, match=message):
         simulate_step(fixed_profile([1, 1, 1]), arguments.pop("partition"), arguments.pop("loads"), **arguments)
-
-
-def test_a_trace_shows_every_instruction_in_microseconds():
-    step = simulate_step(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(2, replicas=2), **FREE)
-    events = chrome_trace(step.replicas)["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    assert len(slices) == sum(len(replica.events) for replica in step.replicas)
-    assert {(event["pid"], event["tid"]) for event in slices} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert slices[0] == {
-        "name": "F 0", "cat": "F", "ph": "X", "ts": 0.0, "dur": 1e6, "pid": 0, "tid": 0, "args": {"micro_batch": 0},
-    }  # fmt: skip
-    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert names == ["replica 0", "stage 0", "stage 1", "replica 1", "stage 0", "stage 1"]

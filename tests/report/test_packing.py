@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limit_search import ScoredLimits
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.report.packing import limits_table, measure_packing, mix_labels, packing_table
+from omnibal.report.packing import measure_packing, mix_labels, packing_table
 from tests.report.printed import text_of
 
 LENGTHS = SampleLengths([1, 2, 3, 4], [10, 20, 30, 40], source=[0, 1, 0, 1])
@@ -121,11 +120,3 @@ def test_missing_randomness_is_a_dash_and_null():
     figures = figures_of(Packs.from_lists([[0, 3], [1, 2]]), steps)
     assert figures.to_record()["randomness"] is None
     assert "–" in text_of(packing_table([figures])).split("shuffled)")[1].splitlines()[0]
-
-
-def test_limits_that_were_tried_are_listed_in_their_order():
-    found = [ScoredLimits(PackLimits(16, 5120), 0.01, 0.001, 0.002, 0.03, 4.1, None),
-             ScoredLimits(PackLimits(12, 4096), 0.17, 0.001, 0.2, 0.3, 3.1, "vision limit 12 is a trap")]  # fmt: skip
-    lines = [line.split() for line in text_of(limits_table(found)).splitlines()]
-    assert ["16", "/", "5120", "+1.00%", "0.0020", "0.0300", "4.10"] in lines
-    assert ["12", "/", "4096", "+17.00%", "0.2000", "0.3000", "3.10", "yes"] in lines
