@@ -13,6 +13,8 @@ from omnibal.data.balance import BalancedPacks
 from omnibal.data.checks import integer, kind, ranks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.mixing import MixedPacks, Origin
+from omnibal.data.mixture import Mixture
 from omnibal.data.packs import Packs
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, MOST_EXCHANGE_STEPS, MOST_ITERATIONS, Method, Oversized
 from omnibal.data.shuffled_packs import ShuffledPacks
@@ -70,7 +72,7 @@ class Epoch:
     """
 
     def __init__(self, arrangement: Arrangement, epoch: int, *, num_replicas: int, micro_batches: int) -> None:
-        self._arrangement = arrangement
+        self.arrangement = arrangement
         self.epoch = epoch
         self.num_replicas = num_replicas
         self.micro_batches = micro_batches
@@ -82,11 +84,11 @@ class Epoch:
     @property
     def num_steps(self) -> int:
         """Steps of every rank: known before anything is planned under ``"balanced"``, else by planning the epoch."""
-        return int(self._arrangement.window_starts(self.epoch)[-1])
+        return int(self.arrangement.window_starts(self.epoch)[-1])
 
     def at(self, epoch: int) -> "Epoch":
         """Return another epoch of the same samples, arranged anew."""
-        return Epoch(self._arrangement, epoch, num_replicas=self.num_replicas, micro_batches=self.micro_batches)
+        return Epoch(self.arrangement, epoch, num_replicas=self.num_replicas, micro_batches=self.micro_batches)
 
     def __iter__(self) -> Iterator[Window]:
         return self.windows()
@@ -99,13 +101,13 @@ class Epoch:
         """
         if not 0 <= first_step <= self.num_steps:
             raise ConfigError(f"first_step must lie between 0 and {self.num_steps}, got {first_step}")
-        starts = self._arrangement.window_starts(self.epoch)
+        starts = self.arrangement.window_starts(self.epoch)
         first = int(np.searchsorted(starts, first_step, side="right")) - 1
         return (self._window(index) for index in range(first, len(starts) - 1))
 
     def _window(self, index: int) -> Window:
-        packs = self._arrangement.window(self.epoch, index)
-        first_step = int(self._arrangement.window_starts(self.epoch)[index])
+        packs = self.arrangement.window(self.epoch, index)
+        first_step = int(self.arrangement.window_starts(self.epoch)[index])
         return Window(first_step, self.num_replicas, self.micro_batches, packs)
 
     @cached_property
@@ -133,8 +135,10 @@ def arrange_epoch(
     oversized: Oversized = "alone",
     exchange_steps: int = EXCHANGE_STEPS,
     iterations: int = ITERATIONS,
+    mixture: Mixture | None = None,
+    origin: Origin | None = None,
 ) -> Epoch:
-    """Arrange all samples as packs for every step, rank and micro-batch.
+    """Arrange all samples as packs for every step, rank and micro-batch; or under a mixture what it draws of them.
 
     Args:
         lengths: Loads of every sample.
@@ -153,6 +157,8 @@ def arrange_epoch(
             With 1 every step keeps exactly those that it drew; a few more make a large difference where a pack has
             few samples, and leave steps as random as far as that can be measured.
         iterations: Rounds of ISF (T in the paper), for ``"isf"``.
+        mixture: What share each source gets, for ``"balanced"``; None for all samples once an epoch.
+        origin: Where other ranks left the mixture; None where nobody did.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -173,9 +179,24 @@ def arrange_epoch(
     integer("iterations", iterations, 1, MOST_ITERATIONS)
     if method not in get_args(Method):
         raise ConfigError(f"method must be one of {get_args(Method)}, got {method!r}")
+    if mixture is not None and method != "balanced":
+        raise ConfigError(f"method must be 'balanced' under a mixture, got {method!r}")
     samples = _admitted(lengths, limits, oversized)
     arrangement: Arrangement
-    if method == "balanced":
+    if mixture is not None:
+        arrangement = MixedPacks(
+            lengths,
+            limits,
+            mixture,
+            num_replicas=num_replicas,
+            micro_batches=micro_batches,
+            cost=cost,
+            seed=seed,
+            samples=samples,
+            exchange_steps=exchange_steps,
+            origin=origin,
+        )
+    elif method == "balanced":
         arrangement = BalancedPacks(
             lengths,
             limits,

@@ -1,7 +1,7 @@
 """EpochSteps: the steps of one epoch from any position on, for the ranks that run it now."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from omnibal.cost import Load
 from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.mixing import Origin
 from omnibal.data.packs import Packs
 from omnibal.data.stream import PackStream, Ranks
 from omnibal.errors import ConfigError
@@ -78,13 +79,23 @@ class EpochSteps:
         epoch: Which epoch.
         first_step: Steps of the epoch that are done.
         seed: Seed of the streams' turns.
+        origin: What a mixture was arranged from, None for its beginning.
     """
 
-    def __init__(self, streams: Sequence[PackStream], *, epoch: int, first_step: int, seed: int) -> None:
+    def __init__(
+        self,
+        streams: Sequence[PackStream],
+        *,
+        epoch: int,
+        first_step: int,
+        seed: int,
+        origin: Origin | None = None,
+    ) -> None:
         self.streams = tuple(streams)
         self.epoch = epoch
         self.first_step = first_step
         self._seed = seed
+        self.origin = origin
 
     @property
     def last_step(self) -> int:
@@ -123,6 +134,7 @@ class EpochSteps:
             "ranks": [stream.ranks.num_replicas, stream.ranks.micro_batches],
             "packs_done": [stream.packs_done for stream in self.streams],
             "first_step": self.first_step,
+            **({} if self.origin is None else {"origin": asdict(self.origin) | {"units": list(self.origin.units)}}),
         }
 
     def _turns_before(self, index: int) -> tuple[int, ...]:

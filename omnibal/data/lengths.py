@@ -40,10 +40,11 @@ class SampleLengths:
         target_tokens: Tokens of each sample that carry loss.
         vision_squared: Sum of patches² over each sample's images: the attention cost of a native-resolution ViT.
         source: Which dataset each sample comes from, as small integers.
+        source_names: What the datasets are called, by these integers; by default "0", "1", ….
 
     Raises:
         DataError: A column is not one-dimensional and integer, has another length, or holds an entry that is
-            negative or too large for its type.
+            negative or too large for its type. Or sources lack names, or share one.
 
     >>> lengths = SampleLengths([1, 5, 0], [300, 1400, 40], source=[0, 0, 1])
     >>> len(lengths), lengths.summary.total_llm_tokens, lengths.take([1]).llm_tokens.tolist()
@@ -64,6 +65,7 @@ class SampleLengths:
         target_tokens: npt.ArrayLike | None = None,
         vision_squared: npt.ArrayLike | None = None,
         source: npt.ArrayLike | None = None,
+        source_names: Sequence[str] | npt.NDArray[Any] | None = None,
     ) -> None:
         self._folder: Path | None = None
         self.vision_units = _column("vision_units", vision_units)
@@ -71,6 +73,7 @@ class SampleLengths:
         self.target_tokens = None if target_tokens is None else _column("target_tokens", target_tokens)
         self.vision_squared = None if vision_squared is None else _column("vision_squared", vision_squared)
         self.source = None if source is None else _column("source", source)
+        self._names = None if source_names is None else _checked_names(source_names, self.source)
         _check_equal_lengths(self.columns())
 
     def __len__(self) -> int:
@@ -88,6 +91,13 @@ class SampleLengths:
     def columns(self) -> dict[str, IntArray]:
         """Return the columns that are present, by name."""
         return {name: column for name in COLUMN_TYPES if (column := getattr(self, name)) is not None}
+
+    @cached_property
+    def source_names(self) -> tuple[str, ...]:
+        """What the sources are called, by their numbers."""
+        if self._names is not None:
+            return self._names
+        return tuple(map(str, range(0 if self.source is None else int(self.source.max(initial=-1)) + 1)))
 
     @cached_property
     def summary(self) -> LengthSummary:
@@ -113,7 +123,10 @@ class SampleLengths:
     def take(self, samples: npt.ArrayLike) -> "SampleLengths":
         """Return the lengths of the given sample indices, in their order."""
         chosen = np.asarray(samples, dtype=np.int64)
-        return SampleLengths(**{name: column[chosen] for name, column in self.columns().items()})
+        return SampleLengths(
+            **{name: column[chosen] for name, column in self.columns().items()},
+            source_names=None if self._names is None else np.array(self._names),
+        )
 
     @classmethod
     def concatenate(cls, parts: Iterable["SampleLengths"]) -> "SampleLengths":
@@ -153,7 +166,7 @@ class SampleLengths:
         What was there is replaced at the end, when all is written: an interrupted write leaves it as it was (between
         the renamings, a folder that ``load`` refuses), and whoever has it open (also ``self``) keeps it.
         """
-        write_columns(Path(path), self.columns(), self.content_hash, self.summary)
+        write_columns(Path(path), self.columns(), self.content_hash, self.summary, self._names)
 
     @classmethod
     def load(cls, path: str | Path) -> "SampleLengths":
@@ -168,9 +181,17 @@ class SampleLengths:
         lengths._folder = folder
         for name in COLUMN_TYPES:
             setattr(lengths, name, columns.get(name))
+        lengths._names = None if record.source_names is None else tuple(record.source_names)
         lengths.summary = record.summary
         lengths.content_hash = record.content_hash
         return lengths
+
+
+def _checked_names(names: Sequence[str] | npt.NDArray[Any], source: IntArray | None) -> tuple[str, ...]:
+    count = 0 if source is None else int(source.max(initial=-1)) + 1
+    if isinstance(names, str) or len(names) < count or len(set(names)) < len(names):
+        raise DataError(f"source_names must be {count} different names, one for each source, got {names!r:.80}")
+    return tuple(map(str, names))
 
 
 def _reopen(folder: Path, content_hash: str) -> SampleLengths:

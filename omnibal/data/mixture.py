@@ -128,6 +128,11 @@ class Mixture:
                     f"mixture must name every source of the data, got no share of {name!r}; give it 0 to leave it out"
                 )
 
+    def record(self, names: Sequence[str]) -> dict[str, Any]:
+        """What it asks of sources, all of which it names, in JSON values: equal where that is the same."""
+        shares = self._table[:, [self.sources.index(name) for name in names]]
+        return {"by": self.by, "sources": list(names), "steps": self._steps, "shares": shares.tolist()}
+
     @cached_property
     def _steps(self) -> list[int]:
         return [0, *(knot.step for knot in self.schedule)]

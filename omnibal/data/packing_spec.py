@@ -14,6 +14,8 @@ from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.epoch_steps import EpochSteps
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.mixing import MixedPacks, Origin
+from omnibal.data.mixture import Mixture
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
 from omnibal.data.stream import PackStream, Population, Ranks
 from omnibal.errors import ConfigError
@@ -39,14 +41,17 @@ class PackingSpec:
     text_only: TextOnly = "mix"
     exchange_steps: int = EXCHANGE_STEPS
     iterations: int = ITERATIONS
-    _arranged: dict[Ranks, list[Epoch]] = field(default_factory=dict, init=False, repr=False)
-    _newest: dict[tuple[int, Ranks], EpochSteps] = field(default_factory=dict, init=False, repr=False)
+    mixture: Mixture | None = None
+    _arranged: dict[tuple[Ranks, Origin | None], list[Epoch]] = field(default_factory=dict, init=False, repr=False)
+    _newest: dict[tuple[int, Ranks, Origin | None], EpochSteps] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         kind("lengths", self.lengths, SampleLengths)
         kind("limits", self.limits, PackLimits)
         if self.text_only not in get_args(TextOnly):
             raise ConfigError(f"text_only must be one of {get_args(TextOnly)}, got {self.text_only!r}")
+        if self.mixture is not None and self.text_only != "mix":
+            raise ConfigError(f"text_only must be 'mix' under a mixture, got {self.text_only!r}")
         if self.oversized == "error":
             self.limits.refuse_oversized(self.lengths)
 
@@ -78,6 +83,7 @@ class PackingSpec:
             "text_only": self.text_only,
             "exchange_steps": self.exchange_steps,
             **({"iterations": self.iterations} if self.method == "isf" else {}),
+            "mixture": None if self.mixture is None else self.mixture.record(self.lengths.source_names),
         }
 
     def epoch_steps(
@@ -88,6 +94,7 @@ class PackingSpec:
         arranged_for: Ranks | None = None,
         packs_done: Sequence[int] | None = None,
         first_step: int = 0,
+        origin: Origin | None = None,
     ) -> EpochSteps:
         """The steps of an epoch, from its beginning or from the positions where other ranks left it.
 
@@ -97,33 +104,42 @@ class PackingSpec:
             arranged_for: Who began the epoch; by default ``ranks``.
             packs_done: Packs that are done in each stream; by default none.
             first_step: Steps of the epoch that are done.
+            origin: Where yet other ranks left a mixture before it; None where nobody did.
         """
         if packs_done is None:
-            return self._whole(epoch, ranks)
+            return self._whole(epoch, ranks, origin)
         streams = [
             PackStream(begun.at(epoch), population, packs_done=position, ranks=ranks, split=self.method == "balanced")
             for begun, population, position in zip(
-                self._arrange(arranged_for or ranks), self._populations, packs_done, strict=True
+                self._arrange(arranged_for or ranks, origin), self._populations, packs_done, strict=True
             )
         ]
-        return EpochSteps(streams, epoch=epoch, first_step=first_step, seed=self.seed)
+        return EpochSteps(streams, epoch=epoch, first_step=first_step, seed=self.seed, origin=origin)
+
+    def origin_behind(self, steps: EpochSteps) -> Origin | None:
+        """What later epochs of a mixture go on from, where other ranks than theirs began this one."""
+        arrangement = self._arrange(steps.streams[0].arranged_for, steps.origin)[0].arrangement
+        if not isinstance(arrangement, MixedPacks):
+            return None
+        course = arrangement.course
+        return course.after(steps.epoch, step=course.first_step(steps.epoch) + steps.last_step)
 
     def steps_of(self, epoch: int, ranks: Ranks) -> int:
         """Steps of a whole epoch."""
-        return sum(begun.at(epoch).num_steps for begun in self._arrange(ranks))
+        return sum(begun.at(epoch).num_steps for begun in self._arrange(ranks, None))
 
-    def _whole(self, epoch: int, ranks: Ranks) -> EpochSteps:
+    def _whole(self, epoch: int, ranks: Ranks, origin: Origin | None) -> EpochSteps:
         """An epoch from its beginning; the newest one is kept, since whoever reads ahead begins it first."""
-        if (epoch, ranks) not in self._newest:
-            steps = self.epoch_steps(epoch, ranks, packs_done=[0] * len(self._populations))
+        if (epoch, ranks, origin) not in self._newest:
+            steps = self.epoch_steps(epoch, ranks, packs_done=[0] * len(self._populations), origin=origin)
             self._newest.clear()
-            self._newest[epoch, ranks] = steps
-        return self._newest[epoch, ranks]
+            self._newest[epoch, ranks, origin] = steps
+        return self._newest[epoch, ranks, origin]
 
-    def _arrange(self, ranks: Ranks) -> list[Epoch]:
+    def _arrange(self, ranks: Ranks, origin: Origin | None) -> list[Epoch]:
         """Each population's epoch 0 for the given ranks."""
-        if ranks not in self._arranged:
-            self._arranged[ranks] = [
+        if (ranks, origin) not in self._arranged:
+            self._arranged[ranks, origin] = [
                 arrange_epoch(
                     population.lengths,
                     self.limits,
@@ -135,10 +151,12 @@ class PackingSpec:
                     oversized=self.oversized,
                     exchange_steps=self.exchange_steps,
                     iterations=self.iterations,
+                    mixture=self.mixture,
+                    origin=origin,
                 )
                 for population in self._populations
             ]
-        return self._arranged[ranks]
+        return self._arranged[ranks, origin]
 
     @cached_property
     def _populations(self) -> list[Population]:

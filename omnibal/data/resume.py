@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from omnibal.data.mixing import Origin
 from omnibal.errors import ConfigError
 
 VERSION: Final = 1
@@ -16,6 +17,18 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
+class OriginRecord(_Record):
+    """Where other ranks left a mixture: see ``Origin``."""
+
+    epoch: NonNegativeInt
+    step: NonNegativeInt
+    units: list[NonNegativeInt]
+
+    def origin(self) -> Origin:
+        """What it stands for."""
+        return Origin(self.epoch, self.step, tuple(self.units))
+
+
 class CourseRecord(_Record):
     """What it takes to make the steps of an epoch again: see ``EpochSteps.record``."""
 
@@ -23,6 +36,7 @@ class CourseRecord(_Record):
     ranks: Shape
     packs_done: Annotated[list[NonNegativeInt], Field(min_length=1)]
     first_step: NonNegativeInt
+    origin: OriginRecord | None = None
 
 
 class State(_Record):

@@ -8,6 +8,8 @@ from omnibal.data.checks import integer
 from omnibal.data.epoch_steps import EpochSteps, StepPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.mixing import Origin
+from omnibal.data.mixture import Mixture
 from omnibal.data.packing_spec import PackingSpec
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
 from omnibal.data.resume import VERSION, check_agreement, read_state
@@ -48,6 +50,9 @@ class BalancedBatchSampler:
             steps may exchange samples so that the ranks of each are alike. With 1 every step keeps exactly those
             that it drew. ``omnibal pack --exchange-steps`` shows what either costs on your data.
         iterations: Rounds of ISF (T in the paper), for the method ``"isf"``; Q'_v and Q'_t are part of the limits.
+        mixture: What share each of the lengths' sources gets, for the method ``"balanced"``: a ``Mixture``, or shares
+            by source. An epoch is then no pass over the data but a part of an endless row of steps, of as many as hold
+            about as many samples as there are. Steps of a schedule count from the beginning of epoch 0.
 
     Attributes:
         epoch: The current epoch.
@@ -81,6 +86,7 @@ class BalancedBatchSampler:
         text_only: TextOnly = "mix",
         exchange_steps: int = EXCHANGE_STEPS,
         iterations: int = ITERATIONS,
+        mixture: Mixture | Mapping[str, Any] | None = None,
     ) -> None:
         self._spec = PackingSpec(
             lengths,
@@ -92,8 +98,10 @@ class BalancedBatchSampler:
             text_only=text_only,
             exchange_steps=exchange_steps,
             iterations=iterations,
+            mixture=None if mixture is None else Mixture.of(mixture),
         )
         self._ranks = Ranks(num_replicas, micro_batches)
+        self._origin: Origin | None = None  # of the epochs to come, where other ranks began a mixture
         self._steps = self._spec.epoch_steps(0, self._ranks)
         self.lengths = lengths
         self.limits = limits
@@ -138,7 +146,7 @@ class BalancedBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
-            self._go_to(self._spec.epoch_steps(self.epoch, self._ranks), steps_done=0)
+            self._go_to(self._spec.epoch_steps(self.epoch, self._ranks, origin=self._origin), steps_done=0)
         for step in self.steps():
             for micro_batch in range(self.micro_batches):
                 if micro_batch == self.micro_batches - 1:
@@ -163,7 +171,7 @@ class BalancedBatchSampler:
         """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
         epoch = integer("epoch", epoch, 0)
         if epoch != self.epoch:
-            self._go_to(self._spec.epoch_steps(epoch, self._ranks), steps_done=0)
+            self._go_to(self._spec.epoch_steps(epoch, self._ranks, origin=self._origin), steps_done=0)
 
     def _go_to(self, steps: EpochSteps, *, steps_done: int) -> None:
         self._steps = steps
@@ -203,6 +211,7 @@ class BalancedBatchSampler:
                 arranges epochs differently.
         """
         saved = read_state(state, self._spec.fingerprint())
+        origin = None if saved.course.origin is None else saved.course.origin.origin()
         done, arranged_for, ranks = saved.steps_done, Ranks(*saved.course.arranged_for), Ranks(*saved.course.ranks)
         steps = self._spec.epoch_steps(
             saved.epoch,
@@ -210,11 +219,17 @@ class BalancedBatchSampler:
             arranged_for=arranged_for,
             packs_done=saved.course.packs_done,
             first_step=saved.course.first_step,
+            origin=origin,
         )
         if ranks != self._ranks:
             positions = steps.packs_done(done)
             steps = self._spec.epoch_steps(
-                saved.epoch, self._ranks, arranged_for=arranged_for, packs_done=positions, first_step=done
+                saved.epoch,
+                self._ranks,
+                arranged_for=arranged_for,
+                packs_done=positions,
+                first_step=done,
+                origin=origin,
             )
         found = _next_packs(steps, done)
         if found != saved.next_packs:
@@ -222,6 +237,7 @@ class BalancedBatchSampler:
                 f"the next packs must be those of the saved state, {saved.next_packs}, got {found}; "
                 "this version of omnibal arranges epochs differently: finish the epoch with the one that saved it"
             )
+        self._origin = origin if arranged_for == self._ranks else self._spec.origin_behind(steps)
         self._go_to(steps, steps_done=done)
 
     def verify(self, gather: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]]) -> None:

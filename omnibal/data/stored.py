@@ -3,7 +3,7 @@
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,10 +44,15 @@ class Record(BaseModel):
     columns: list[str]
     content_hash: str
     summary: LengthSummary
+    source_names: list[str] | None = None
 
 
 def write_columns(
-    folder: Path, columns: Mapping[str, npt.NDArray[Any]], content_hash: str, summary: LengthSummary
+    folder: Path,
+    columns: Mapping[str, npt.NDArray[Any]],
+    content_hash: str,
+    summary: LengthSummary,
+    source_names: Sequence[str] | None,
 ) -> None:
     """Write columns and their summary in place of what the folder held of them.
 
@@ -59,6 +64,7 @@ def write_columns(
         "columns": list(columns),
         "content_hash": content_hash,
         "summary": asdict(summary),
+        **({} if source_names is None else {"source_names": list(source_names)}),
     }
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as scratch:
         for name, column in columns.items():

@@ -86,15 +86,29 @@ class Layout:
             Where each of its windows begins, and where the last one ends. No window has fewer samples than packs,
             but the last one of an epoch that has.
         """
-        (first, last), (begin, end) = self.block_steps(block), self.block_places(block)
+        (first, last), (begin, _) = self.block_steps(block), self.block_places(block)
         starts = self.window_starts
         steps = starts[(starts >= first) & (starts <= last)] - first
-        packs = steps * self.step_packs
-        if end - begin <= packs[-1]:
-            return begin + np.minimum(packs, end - begin)
-        sums = np.cumsum(shares, dtype=np.int64)
-        cuts = np.searchsorted(sums, steps * sums[-1] // steps[-1], side="right")
-        cuts = np.clip(cuts, packs, end - begin - packs[-1] + packs)
-        cuts[0], cuts[-1] = 0, end - begin  # also where samples at the ends have no load
-        places: npt.NDArray[np.int64] = begin + cuts
-        return places
+        return begin + cut_evenly(shares, steps, self.step_packs)
+
+
+def cut_evenly(shares: npt.NDArray[np.int32], steps: npt.NDArray[np.int64], step_packs: int) -> npt.NDArray[np.int64]:
+    """Cut samples in a row into windows where their load is divided as their steps are.
+
+    Args:
+        shares: Load of each sample.
+        steps: First step of every window, from 0, and the number of steps behind them.
+        step_packs: Packs per step.
+
+    Returns:
+        Where each window begins, and where the last one ends. No window has fewer samples than packs, but the last
+        one where there are too few.
+    """
+    number, packs = len(shares), steps * step_packs
+    if number <= packs[-1]:
+        return np.minimum(packs, number)
+    sums = np.cumsum(shares, dtype=np.int64)
+    places = np.searchsorted(sums, steps * sums[-1] // steps[-1], side="right")
+    cuts: npt.NDArray[np.int64] = np.clip(places, packs, number - packs[-1] + packs)
+    cuts[0], cuts[-1] = 0, number  # also where samples at the ends have no load
+    return cuts

@@ -1,0 +1,6 @@
+"""Mixtures over map-style data: what each source gives (draws), what packs that takes (rates), and the packs."""
+
+from omnibal.data.mixing.course import Origin
+from omnibal.data.mixing.mixed_packs import MixedPacks
+
+__all__ = ["MixedPacks", "Origin"]

@@ -1,0 +1,164 @@
+"""Draws: the samples that each source gives, one after the other and without end."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.data.balance.shuffle import shuffle_keys, shuffled
+from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.mixture import FloatArray, Mixture
+from omnibal.errors import DataError
+
+Int64Array = npt.NDArray[np.int64]
+
+SMALL: Final = 1 << 10
+"""Sources of fewer samples are drawn many passes at a time."""
+DECK: Final = 1 << 16
+"""Draws of a small source that are made at a time, about."""
+SUMS_KEPT: Final = 2
+"""Decks of each source whose token sums are remembered: cursors come in ascending order."""
+
+
+class Draws:
+    """Samples by source: each is drawn in random order until it is used up, then in another order.
+
+    The order is cut into *decks*, each computed without those before it: one pass of a source, or as many passes of a
+    small one as make up ``DECK`` draws. What a source, a pass and a place in it name is drawn once.
+
+    Args:
+        lengths: Loads of every sample, with their sources.
+        mixture: What each source gives.
+        seed: The same seed gives the same orders.
+        samples: Which samples take part; None for all.
+
+    Raises:
+        ConfigError: The mixture names no source of the data, or not all; or the lengths lack what it counts.
+        DataError: The samples have no sources, or a source that has a share has no samples, or none of the tokens.
+    """
+
+    def __init__(self, lengths: SampleLengths, mixture: Mixture, *, seed: int, samples: IntArray | None = None) -> None:
+        self._order, self._starts = _by_source(lengths, samples)
+        mixture.check_sources(lengths.source_names)
+        self._mixture, self._seed = mixture, seed
+        self._columns = [mixture.sources.index(name) for name in lengths.source_names]
+        self._tokens = _tokens(lengths, mixture)
+        self.sizes: Int64Array = np.diff(self._starts)
+        """Samples of each source."""
+        self._decks = self.sizes * np.where(self.sizes < SMALL, DECK // np.maximum(self.sizes, 1), 1)
+        self._sums: dict[tuple[int, int], FloatArray] = {}
+        self.means = self._mean_units()
+        """Samples or tokens of a sample of each source, as the mixture counts them."""
+        self._check_shares(lengths.source_names)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that take part."""
+        return int(self._starts[-1])
+
+    def shares_at(self, step: npt.ArrayLike) -> FloatArray:
+        """Shares that are asked for, by the sources' numbers."""
+        return self._mixture.shares_at(step)[..., self._columns]
+
+    def sample_shares_at(self, step: npt.ArrayLike) -> FloatArray:
+        """What part of the samples each source gives, so that its share is met on average."""
+        parts = self.shares_at(step) / np.maximum(self.means, 1e-300)
+        shares: FloatArray = parts / parts.sum(axis=-1, keepdims=True)
+        return shares
+
+    def members(self, source: int) -> Int64Array | slice:
+        """All samples of a source, to index columns with."""
+        part = slice(int(self._starts[source]), int(self._starts[source + 1]))
+        return part if self._order is None else self._order[part]
+
+    def cursors(self, units: FloatArray) -> Int64Array:
+        """How many draws of each source come nearest to so many samples or tokens, shape (…, sources).
+
+        By tokens the sums are those of the draws themselves: what a source has given in all never differs by more than
+        half of a sample's tokens from what it was to give.
+        """
+        if self._tokens is None:
+            return np.floor(units + 0.5).astype(np.int64)
+        found = np.zeros(units.shape, dtype=np.int64)
+        for source in np.flatnonzero(self.means > 0).tolist():
+            of_deck = int(self._decks[source]) * self.means[source]
+            decks = np.floor(units[..., source] / of_deck).astype(np.int64)
+            for deck in np.unique(decks).tolist():
+                inside = decks == deck
+                rest = units[..., source][inside] - deck * of_deck
+                found[..., source][inside] = deck * self._decks[source] + np.searchsorted(
+                    self._half_sums(source, deck), rest, side="right"
+                )
+        return found
+
+    def samples(self, source: int, first: int, last: int) -> Int64Array:
+        """The samples of draws ``first`` … ``last`` − 1 of a source."""
+        parts, size = [np.zeros(0, dtype=np.int64)], int(self._decks[source])
+        while first < last:
+            deck, begin = divmod(first, size)
+            end = min(begin + last - first, size)
+            parts.append(self._deck(source, deck, begin, end))
+            first += end - begin
+        return np.concatenate(parts)
+
+    def _deck(self, source: int, deck: int, begin: int, end: int) -> Int64Array:
+        """Samples at some places of one of a source's decks."""
+        size = int(self.sizes[source])
+        if size < SMALL:
+            passes = np.tile(np.arange(size), (int(self._decks[source]) // size, 1))
+            generator = np.random.default_rng([self._seed, source, deck])
+            places = generator.permuted(passes, axis=1).ravel()[begin:end]
+        else:
+            places = shuffled(size, begin, end, shuffle_keys(self._seed, source, deck))
+        numbers = self._starts[source] + places
+        drawn: Int64Array = numbers if self._order is None else self._order[numbers]
+        return drawn
+
+    def _half_sums(self, source: int, deck: int) -> FloatArray:
+        """Tokens of a deck's draws up to the middle of each: there one draw more comes nearer."""
+        if (source, deck) not in self._sums:
+            assert self._tokens is not None, "asked by tokens only"
+            tokens = self._tokens[self._deck(source, deck, 0, int(self._decks[source]))]
+            kept = sorted(key for key in self._sums if key[0] == source)
+            for key in kept[: len(kept) + 1 - SUMS_KEPT]:
+                del self._sums[key]
+            self._sums[source, deck] = np.cumsum(tokens, dtype=np.int64) - tokens / 2
+        return self._sums[source, deck]
+
+    def _mean_units(self) -> FloatArray:
+        if self._tokens is None:
+            return np.ones(len(self.sizes))
+        sums = [int(self._tokens[self.members(source)].sum(dtype=np.int64)) for source in range(len(self.sizes))]
+        return np.array(sums) / np.maximum(self.sizes, 1)
+
+    def _check_shares(self, names: Sequence[str]) -> None:
+        """Refuse a share of a source that has nothing to give."""
+        has_share = self.shares_at([0, *(knot.step for knot in self._mixture.schedule)]).any(axis=0)
+        for source in np.flatnonzero(has_share & ((self.sizes == 0) | (self.means == 0))).tolist():
+            wants = "samples" if self.sizes[source] == 0 else self._mixture.by
+            raise DataError(
+                f"sources of a mixture must have {wants}, got none in {names[source]!r}; give it the share 0"
+            )
+
+
+def _by_source(lengths: SampleLengths, samples: IntArray | None) -> tuple[Int64Array | None, Int64Array]:
+    """Samples in the order of their sources (None where they are), and where each source begins and the last ends."""
+    if lengths.source is None:
+        raise DataError("lengths must have a source for every sample for a mixture, got none")
+    source = lengths.source if samples is None else lengths.source[samples]
+    numbers = np.arange(len(lengths.source_names) + 1)
+    if samples is None and not (source[1:] < source[:-1]).any():
+        return None, np.searchsorted(source, numbers)
+    order = np.argsort(source, kind="stable")
+    starts = np.searchsorted(source[order], numbers)
+    return order if samples is None else samples[order].astype(np.int64), starts
+
+
+def _tokens(lengths: SampleLengths, mixture: Mixture) -> IntArray | None:
+    if mixture.by == "samples":
+        return None
+    tokens: IntArray | None = getattr(lengths, mixture.by)
+    if tokens is None:
+        raise DataError(f"lengths must have {mixture.by} for a mixture by {mixture.by}, got none")
+    return tokens

@@ -1,0 +1,200 @@
+"""MixedPacks: balanced packs of draws from several sources, each with the share that it was given."""
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from omnibal.cost import CostModel
+from omnibal.data.balance.demand import survey
+from omnibal.data.balance.layout import WINDOW, cut_evenly
+from omnibal.data.balance.planner import ATTEMPTS, DEFAULT_EFFORT, MARGINS
+from omnibal.data.balance.rules import Rules, make_rules
+from omnibal.data.balance.tables import Int32Array
+from omnibal.data.balance.window import columns_of, driving_loads, plan_window
+from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.mixing.course import Course, Origin, Span
+from omnibal.data.mixing.draws import Draws, Int64Array
+from omnibal.data.mixing.rates import PackRates
+from omnibal.data.mixture import FloatArray, Mixture
+from omnibal.data.packs import Packs
+from omnibal.data.policies import DEFAULT_COST
+from omnibal.errors import InfeasibleError
+
+KEPT: Final = 2
+"""Stretches and epochs that are remembered."""
+TRIED: Final = 2
+"""Windows of a trial."""
+
+
+class Stretch(NamedTuple):
+    """Some consecutive steps: what is drawn for them, and how they are planned."""
+
+    samples: Int64Array
+    """Draws, block after block, in random order within each."""
+    blocks: Int64Array
+    """The block of each."""
+    starts: Int64Array
+    """First step of every window, from 0, and the number of steps behind them."""
+    cuts: Int64Array
+    """Where every window begins in the samples, and where the last one ends."""
+    rules: Rules
+    share_of: Int32Array
+
+
+class MixedPacks:
+    """Arranges steps that hold the sources' shares, balanced as ``BalancedPacks`` does it.
+
+    Steps come without end; an epoch is a part of them. They are cut into stretches that get a fixed number of draws of
+    each source (``Course``). A stretch is cut into windows where these have their share of the load, and each window
+    is planned alone, without those before it.
+
+    Args:
+        lengths: Loads of every sample.
+        limits: The most a pack may hold.
+        mixture: What share each source gets.
+        num_replicas: Data-parallel ranks.
+        micro_batches: Packs per rank and step.
+        cost: As of ``BalancedPacks``.
+        seed: The same seed gives the same draws and packs.
+        samples: Which samples take part; None for all.
+        exchange_steps: As of ``BalancedPacks``.
+        origin: Where other ranks left the mixture; None where nobody did.
+
+    Raises:
+        ConfigError: As of ``Draws``.
+        DataError: As of ``Draws``.
+        InfeasibleError: No margin lets the first samples of some mix fit into packs.
+    """
+
+    def __init__(
+        self,
+        lengths: SampleLengths,
+        limits: PackLimits,
+        mixture: Mixture,
+        *,
+        num_replicas: int,
+        micro_batches: int,
+        cost: CostModel | None,
+        seed: int,
+        samples: IntArray | None,
+        exchange_steps: int,
+        origin: Origin | None,
+    ) -> None:
+        self._lengths, self._columns, self._limits = lengths, columns_of(lengths), limits
+        self._num_replicas, self._micro_batches = num_replicas, micro_batches
+        self._cost = DEFAULT_COST if cost is None else cost
+        self._seed, self._exchange_steps, self._mixture = seed, exchange_steps, mixture
+        self._draws = Draws(lengths, mixture, seed=seed, samples=samples)
+        self._rates = PackRates(lengths, limits, self._draws)
+        self._stretch = lru_cache(KEPT)(self._draw_stretch)
+        self.window_starts = lru_cache(KEPT)(self._window_starts)
+        margins = self._margins()
+        self.course = self._course(margins, origin)
+
+    def _window_starts(self, epoch: int) -> IntArray:
+        """First step of every window of an epoch, and the number of steps behind them."""
+        spans, first = self.course.epoch(epoch), self.course.first_step(epoch)
+        starts = [span.first - first + self._starts(self.course, span)[:-1] for span in spans]
+        return np.concatenate([*starts, [self.course.epoch_steps]])
+
+    def window(self, epoch: int, index: int) -> Packs:
+        """Plan one window: the packs of its steps in running order.
+
+        Raises:
+            InfeasibleError: Its samples do not fit into its packs in any order that is tried.
+        """
+        step = self.course.first_step(epoch) + int(self.window_starts(epoch)[index])
+        span = next(span for span in self.course.epoch(epoch) if span.first <= step < span.last)
+        stretch = self._stretch(epoch, span)
+        place = int(np.searchsorted(stretch.starts, step - span.first))
+        for attempt in range(ATTEMPTS):
+            packs = self._plan(stretch, place, [step, attempt])
+            if packs is not None:
+                return packs
+        raise InfeasibleError(
+            f"step {step} of the mixture, and those behind it, must fit into packs of {self._limits.vision_units} "
+            f"vision units and {self._limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of their samples some "
+            "packs would hold too much; choose other limits"
+        )
+
+    def _course(self, margins: FloatArray, origin: Origin | None = None) -> Course:
+        step_packs = self._num_replicas * self._micro_batches
+        return Course(self._mixture, self._draws, self._rates, step_packs=step_packs, margins=margins, origin=origin)
+
+    def _margins(self) -> FloatArray:
+        """Find how many packs more the samples need than they ask for, at the first step and at each knot."""
+        steps = [0, *(knot.step for knot in self._mixture.schedule)]
+        margins = np.zeros(len(steps))
+        for number, step in enumerate(steps):
+            for margin in MARGINS:
+                margins[number] = margin
+                if self._fits(self._course(margins), step, windows=1 if margin == 0 else TRIED):
+                    break
+            else:
+                raise InfeasibleError(
+                    f"limits must let packs hold more than one sample on average for a mixture, got {self._limits}; "
+                    "choose larger ones"
+                )
+        return margins
+
+    def _fits(self, course: Course, step: int, *, windows: int) -> bool:
+        """Whether the first windows of a mix can be planned: as many draws as an epoch's, up to those of two windows.
+
+        As in ``BalancedPacks``: where samples do not combine easily, the first window may fit by luck.
+        """
+        draws = min(TRIED * WINDOW, course.epoch_steps * course.samples_per_step(Span(step, step), WINDOW))
+        steps = max(round(draws / course.samples_per_step(Span(step, step), draws)), 1)
+        mix = self._draws.sample_shares_at(step)
+        numbers = np.floor(np.outer([0, steps], mix) * course.samples_per_step(Span(step, step), draws) + 0.5)
+        stretch = self._make_stretch(course, Span(step, step + steps), numbers.astype(np.int64))
+        tried = range(min(windows, len(stretch.starts) - 1))
+        return all(any(self._plan(stretch, place, [step, way]) is not None for way in range(2)) for place in tried)
+
+    def _draw_stretch(self, epoch: int, span: Span) -> Stretch:
+        return self._make_stretch(self.course, span, self.course.cursors(epoch, span))
+
+    def _make_stretch(self, course: Course, span: Span, cursors: Int64Array) -> Stretch:
+        """Draw what cursors say, shape (blocks + 1, sources), and find how to plan it."""
+        numbers = np.arange(len(cursors) - 1)
+        drawn = [self._draws.samples(source, *ends) for source, ends in enumerate(cursors[[0, -1]].T.tolist())]
+        samples = np.concatenate(drawn)
+        blocks = np.concatenate([np.repeat(numbers, given) for given in np.diff(cursors, axis=0).T])
+        order = _shuffled_blocks(blocks, np.random.default_rng([self._seed, span.first]))
+        samples, blocks = samples[order], blocks[order]
+        num_packs = span.steps * self._num_replicas * self._micro_batches
+        rules, share_of = make_rules(
+            survey(self._lengths, self._limits, self._cost, samples=samples, drawn=None),
+            self._limits,
+            self._cost,
+            num_replicas=self._num_replicas,
+            micro_batches=self._micro_batches,
+            group_steps=self._exchange_steps,
+            num_packs=num_packs,
+            repair_first=False,
+            effort=DEFAULT_EFFORT,
+        )
+        starts = self._starts(course, span)
+        loads = driving_loads(samples, self._columns, rules, share_of)
+        return Stretch(samples, blocks, starts, cut_evenly(loads, starts, rules.step_packs), rules, share_of)
+
+    def _starts(self, course: Course, span: Span) -> Int64Array:
+        """First step of every window of a stretch, from 0, and the number of steps behind them."""
+        windows = int(min(max(round(course.num_draws(span) / WINDOW), 1), span.steps))
+        return np.arange(windows + 1) * span.steps // windows
+
+    def _plan(self, stretch: Stretch, place: int, chance_of: list[int]) -> Packs | None:
+        """Plan a window; after the first attempt in another order, and with limits before all else."""
+        chance = np.random.default_rng([self._seed, *chance_of])
+        part, rules = slice(*stretch.cuts[place : place + 2].tolist()), stretch.rules
+        chosen, num_steps = stretch.samples[part], int(np.diff(stretch.starts)[place])
+        if chance_of[-1]:
+            chosen = chosen[_shuffled_blocks(stretch.blocks[part], chance)]
+            rules = rules._replace(repair_first=True)
+        return plan_window(chosen, self._columns, stretch.share_of, rules, num_steps, chance)
+
+
+def _shuffled_blocks(blocks: Int64Array, chance: np.random.Generator) -> Int64Array:
+    """An order in which blocks follow each other, and each is shuffled."""
+    return np.argsort(blocks + chance.random(len(blocks)), kind="stable")
