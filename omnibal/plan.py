@@ -17,7 +17,7 @@ from omnibal.errors import ConfigError
 from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
-from omnibal.pipeline.simulate import Mode, StepSimulation, simulate_step
+from omnibal.pipeline.simulate import StepSimulation, simulate_step
 from omnibal.profile.levels import MOST_LAYERS, Level, check_levels, levels_from_words, levels_in_words
 from omnibal.profile.records import ModelProfile
 from omnibal.records import Record, read_record
@@ -135,7 +135,7 @@ class Plan:
         """What every stage runs."""
         return SCHEDULES[self.schedule](self.num_stages, self.micro_batches)
 
-    def simulate(self, profile: ModelProfile, loads: Iterable[Load], *, mode: Mode = "rendezvous") -> StepSimulation:
+    def simulate(self, profile: ModelProfile, loads: Iterable[Load]) -> StepSimulation:
         """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`.
 
         Raises:
@@ -144,7 +144,7 @@ class Plan:
         self._check(profile)
         return simulate_step(
             profile, self.partition, loads, self.links, zero_stage=self.layout.zero_stage, recompute=self.recompute,
-            schedule=self.make_schedule(), mode=mode,
+            schedule=self.make_schedule(),
         )  # fmt: skip
 
     def footprint(self, profile: ModelProfile, load: Load, *, target_share: float = 1.0) -> Footprint:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from omnibal.cli.export import files_of, newest_model
 from omnibal.cli.files import expect
 from omnibal.errors import ConfigError
+from omnibal.report.style import make_table
 
 
 def ask(
@@ -56,12 +56,11 @@ def ask(
         for text, images, right, answer in answers:
             typer.echo(json.dumps({"question": text, "images": [*map(str, images)], "right": right, "answer": answer}))
         return
-    table = Table(title=f"{model} answers", title_justify="left")
-    for column in ("question", "images", "answer", "right answer"):
-        table.add_column(column, overflow="fold")
-    for text, images, right, answer in answers:
-        table.add_row(text.replace("<image>", "").strip(), " ".join(path.name for path in images), answer, right or "")
-    Console().print(table)
+    rows = (
+        (text.replace("<image>", "").strip(), " ".join(path.name for path in images), answer, right or "")
+        for text, images, right, answer in answers
+    )
+    Console().print(f"{model} answers", make_table(("question", "images", "answer", "right answer"), rows, words=4))
 
 
 def _held_out(source: Path) -> Path | None:

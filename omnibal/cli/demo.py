@@ -1,11 +1,13 @@
 """omnibal demo: data and a small model to try everything with."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from omnibal.cli.options import JsonOption
+from omnibal.cli.output import answer
 
 
 def demo(
@@ -15,7 +17,7 @@ def demo(
     max_tiles: Annotated[int, typer.Option(help="Most tiles an image is cut into.", min=1)] = 4,
     tied: Annotated[bool, typer.Option(help="Tie the model's embedding and head.")] = False,
     seed: Annotated[int, typer.Option(help="Decides everything that is written.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write pictures of coloured shapes, questions about them, and a small InternVL to learn them.
 
@@ -30,8 +32,9 @@ def demo(
     check_new_folder("folder", folder)
     paths = write_demo(folder, samples=samples, held_out=held_out, seed=seed, max_tiles=max_tiles, tied=tied)
     chance = majority_accuracy(paths.train_annotations, paths.held_out_annotations)
-    if as_json:
-        typer.echo(json.dumps({**asdict(paths), "chance": chance}, default=str))
-    else:
-        typer.echo(f"data {paths.meta}, held out {paths.held_out_meta}, model {paths.model}")
-        typer.echo(f"always the most frequent answer to a question is right for {chance:.1%} of the held-out ones")
+    answer(
+        {**asdict(paths), "chance": chance},
+        f"data {paths.meta}, held out {paths.held_out_meta}, model {paths.model}",
+        f"always the most frequent answer to a question is right for {chance:.1%} of the held-out ones",
+        as_json=as_json,
+    )

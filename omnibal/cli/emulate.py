@@ -8,10 +8,10 @@ import typer
 from rich.console import Console
 
 from omnibal.cli.files import check_picture
+from omnibal.cli.opening import open_run
 from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, ProfileOption
-from omnibal.cli.output import show, show_json
+from omnibal.cli.output import answer
 from omnibal.cli.present import present_plan, real_packs
-from omnibal.cli.run import Run
 from omnibal.cost import Load
 from omnibal.report.emulation import EmulationFigures, emulation_tables
 from omnibal.report.timeline import plot_timeline
@@ -44,7 +44,7 @@ def emulate(
     from omnibal.emulator.run import EmulationTask, run_emulation
 
     check_picture("--plot", plot)
-    run = Run.open(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
+    run = open_run(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
     plan = present_plan(run) if present else run.plan
     task = EmulationTask(run.profile, plan, real_packs(run, plan, steps=steps).steps)
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
@@ -56,22 +56,22 @@ def emulate(
     written = [] if plot is None else [str(plot)]
     if plot is not None:
         _draw_median_step(task, emulation, plot)
-    if as_json:
-        show_json({
-            "num_stages": plan.num_stages,
-            "num_replicas": plan.layout.num_replicas,
-            "micro_batches": plan.micro_batches,
-            "time_scale": task.scale,
-            "start_seconds": emulation.start_seconds,
-            **figures.to_record(),
-            "written": written,
-        })  # fmt: skip
-        return
-    show(
+    record = {
+        "num_stages": plan.num_stages,
+        "num_replicas": plan.layout.num_replicas,
+        "micro_batches": plan.micro_batches,
+        "time_scale": task.scale,
+        "start_seconds": emulation.start_seconds,
+        **figures.to_record(),
+        "written": written,
+    }
+    answer(
+        record,
         f"{plan.layout}, {plan.micro_batches} micro-batches; a second of the cluster took {task.scale:.3g} s",
         *emulation_tables(figures),
         f"median step {median(figures.step_seconds):.3f} s, {figures.over_prediction:+.1%} over the prediction",
         *(f"written: {path}" for path in written),
+        as_json=as_json,
     )
 
 

@@ -1,6 +1,5 @@
 """omnibal export: from a checkpoint to a Hugging Face model folder."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +8,7 @@ from rich.console import Console
 
 from omnibal.cli.files import check_new_folder, expect
 from omnibal.cli.options import JsonOption
+from omnibal.cli.output import answer
 from omnibal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ def export(
         checkpoint = source if found is None else latest_checkpoint(found)
         assert folder is not None
         export_checkpoint(checkpoint, folder, merged=merged)
-    if as_json:
-        typer.echo(json.dumps({"checkpoint": str(checkpoint), "model": str(folder)}))
-    else:
-        typer.echo(f"{checkpoint} → {folder}")
+    answer({"checkpoint": checkpoint, "model": folder}, f"{checkpoint} → {folder}", as_json=as_json)
 
 
 def files_of(source: Path) -> "RunFiles":

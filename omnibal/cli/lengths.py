@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from omnibal.cli.files import check_folder, expect, refuse
-from omnibal.cli.inputs import measure_dataset, read_lengths
-from omnibal.cli.options import JsonOption, PlotsOption
-from omnibal.cli.output import show, show_json
-from omnibal.cli.run import Run
+from omnibal.cli.files import check_folder, check_picture, expect, refuse
+from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
+from omnibal.cli.opening import open_run
+from omnibal.cli.options import JsonOption, PictureOption
+from omnibal.cli.output import answer
 from omnibal.errors import ConfigError
 from omnibal.report.lengths import SourceStatistics, lengths_table, plot_lengths, source_statistics
 
@@ -42,7 +42,7 @@ def lengths(
     processes: Annotated[
         int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)
     ] = None,
-    plot: PlotsOption = None,
+    plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure all samples of a dataset, save their lengths, show what they are like.
@@ -57,45 +57,48 @@ def lengths(
     --model models/InternVL3-1B-hf
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
-    check_folder("--plot", plot)
+    check_picture("--plot", plot)
+    check_folder("out", out)
     options = {"model": model, "images": images, "max-tiles": max_tiles}
     if kind == "ds_config":
         refuse(options, "a ds_config names data and model")
-        run = Run.open(source, broken=broken, processes=processes)
+        run = open_run(source, broken=broken, processes=processes)
         folder = out or run.files.lengths
         check_folder("out", folder)
         named = run.named_lengths
+    elif out is None:
+        raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
+    elif kind != "dataset":
+        refuse(options, f"{source} holds lengths")
+        folder, named = out, read_lengths([source], "source")
+    elif model is None:
+        raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
     else:
-        if out is None:
-            raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
         folder = out
-        check_folder("out", folder)
-        if kind == "dataset":
-            if model is None:
-                raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
-            named = measure_dataset(
-                source, model, image_folder=images, max_tiles=max_tiles, broken=broken or "error",
-                processes=processes, cache=folder,
-            )  # fmt: skip
-        else:
-            refuse(options, f"{source} holds lengths")
-            named = read_lengths([source], "source")
+        named = measure_dataset(
+            source, model, image_folder=images, max_tiles=max_tiles, broken=broken or "error",
+            processes=processes, cache=folder,
+        )  # fmt: skip
+    _say(named, folder, plot, as_json=as_json)
+
+
+def _say(named: NamedLengths, folder: Path, plot: Path | None, *, as_json: bool) -> None:
+    """Keep, draw and show the lengths."""
     named.save(folder)
     problems = [asdict(problem) for problem in named.problems]
     (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
-    plots = [plot / "lengths.png"] if plot else []
+    plots = [] if plot is None else [plot]
     for path in plots:
         plot_lengths(named.lengths, named.names, path)
-    if as_json:
-        show_json({
-            "folder": folder,
-            "content_hash": named.lengths.content_hash,
-            "all": SourceStatistics.of("all", named.lengths).to_record(),
-            "sources": [entry.to_record() for entry in source_statistics(named.lengths, named.names)],
-            "broken": problems,
-            "plots": plots,
-        })  # fmt: skip
-        return
+    record = {
+        "folder": folder,
+        "content_hash": named.lengths.content_hash,
+        "all": SourceStatistics.of("all", named.lengths).to_record(),
+        "sources": [entry.to_record() for entry in source_statistics(named.lengths, named.names)],
+        "broken": problems,
+        "plots": plots,
+    }
     whole = [f"all of them: {folder / BROKEN_FILE}"] if problems else []
     written = ", ".join(map(str, [folder, *plots]))
-    show(lengths_table(named.lengths, named.names), *named.problem_lines(), *whole, f"written: {written}")
+    table = lengths_table(named.lengths, named.names)
+    answer(record, table, *named.problem_lines(), *whole, f"written: {written}", as_json=as_json)

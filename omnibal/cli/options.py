@@ -33,7 +33,6 @@ LimitsOption = Annotated[
     typer.Option(help="Most vision units and LLM tokens in a pack, such as 16,4096.", show_default=False),
 ]
 StagesOption = Annotated[int | None, typer.Option(help="Pipeline stages.", min=1, show_default=False)]
-PlotsOption = Annotated[Path | None, typer.Option(help="Folder to draw pictures into.", show_default=False)]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw a picture, a PNG.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 

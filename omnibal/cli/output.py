@@ -14,13 +14,17 @@ def say(*lines: str) -> None:
         Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def show(*parts: str | Table) -> None:
-    """Print lines and tables; long lines are broken on a terminal only, so that programs read whole paths."""
+def answer(record: Any, *parts: str | Table, as_json: bool) -> None:
+    """Print what a command found.
+
+    Args:
+        record: JSON values, paths among them, for programs.
+        parts: Lines and tables for people; long lines are broken on a terminal only, so that scripts read whole paths.
+        as_json: Which of them.
+    """
+    if as_json:
+        typer.echo(json.dumps(record, indent=2, default=str))
+        return
     console = Console()
     for part in parts:
         console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
-
-
-def show_json(record: Any) -> None:
-    """Print JSON values; paths as strings."""
-    typer.echo(json.dumps(record, indent=2, default=str))

@@ -6,16 +6,18 @@ from typing import Annotated, get_args
 
 import typer
 
-from omnibal.cli.files import check_folder, expect
-from omnibal.cli.inputs import NamedLengths, read_lengths
-from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, LimitsOption, PlotsOption, read_limits
-from omnibal.cli.output import show, show_json
-from omnibal.cli.packing import BEFORE, PackingReport, PackingTask, draw_packing
+from omnibal.cli.files import check_picture, expect
+from omnibal.cli.inputs import read_lengths
+from omnibal.cli.opening import open_run
+from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, LimitsOption, PictureOption, read_limits
+from omnibal.cli.output import answer
+from omnibal.cli.packing import BEFORE, PackingReport, PackingTask
 from omnibal.cli.run import Run
 from omnibal.config import PackingSection
-from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.data.limits import choose_limits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
+from omnibal.report.packing import plot_rank_loads
 
 REPLICAS = 8
 """Ranks where nothing says how many."""
@@ -49,7 +51,7 @@ def pack(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Decides every draw.", min=0, show_default=False)] = None,
-    plot: PlotsOption = None,
+    plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Pack a dataset for so many ranks and show how good packs and steps are.
@@ -61,9 +63,9 @@ def pack(
     Example: omnibal pack ds_configs/mine.json --compare
 
     Example: omnibal pack runs/lengths --num-replicas 16
-    --limits 40,12288 --plot runs/plots
+    --limits 40,12288 --plot packs.png
     """
-    check_folder("--plot", plot)
+    check_picture("--plot", plot)
     fixed = read_limits(limits)
     run = _run_of(source, lengths, cluster)
     given = {"method": method, "exchange_steps": exchange_steps, "seed": seed}
@@ -72,7 +74,7 @@ def pack(
     named = read_lengths(source, "source") if run is None else run.named_lengths
     task = PackingTask(
         lengths=named.lengths,
-        limits=_limits(named, fixed, packing),
+        limits=choose_limits(named.lengths, *(fixed or (packing.vision_units, packing.llm_tokens))),
         num_replicas=num_replicas or _replicas(run),
         micro_batches=micro_batches or (1 if run is None else run.num_micro_batches),
         packing=packing,
@@ -80,12 +82,11 @@ def pack(
     shown = get_args(Method) if compare else (packing.method,)
     drawn = tuple(dict.fromkeys((BEFORE, packing.method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
-    plots = draw_packing(task, {name: results[name][1] for name in drawn}, named.names, plot) if plot else []
-    report = PackingReport(task, [results[name][0] for name in shown], plots)
-    if as_json:
-        show_json(report.to_record() | {"broken": [asdict(problem) for problem in named.problems]})
-    else:
-        show(*named.problem_lines(), *report.parts())
+    if plot is not None:
+        plot_rank_loads({f"{name} packs": results[name][1] for name in drawn}, plot)
+    report = PackingReport(task, [results[name][0] for name in shown], [] if plot is None else [plot])
+    record = report.to_record() | {"broken": [asdict(problem) for problem in named.problems]}
+    answer(record, *named.problem_lines(), *report.parts(), as_json=as_json)
 
 
 def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None) -> Run | None:
@@ -99,22 +100,8 @@ def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None)
         return None
     if len(source) > 1:
         raise ConfigError(f"source must be one ds_config, got {source[1]} beside {source[0]}")
-    return Run.open(source[0], lengths=lengths, cluster=cluster)
+    return open_run(source[0], lengths=lengths, cluster=cluster)
 
 
 def _replicas(run: Run | None) -> int:
     return REPLICAS if run is None or run.known_cluster is None else run.layout().num_replicas
-
-
-def _limits(named: NamedLengths, fixed: tuple[int, int] | None, packing: PackingSection) -> PackLimits:
-    """The limits that were given, those of the ds_config, or the paper's."""
-    vision_units, llm_tokens = fixed or (packing.vision_units, packing.llm_tokens)
-    limits = choose_limits(named.lengths, vision_units, llm_tokens)
-    if fixed is not None or (packing.full_vision_units is None and packing.full_llm_tokens is None):
-        return limits
-    return PackLimits(
-        limits.vision_units,
-        limits.llm_tokens,
-        full_vision_units=packing.full_vision_units,
-        full_llm_tokens=packing.full_llm_tokens,
-    )

@@ -1,7 +1,7 @@
 """What `omnibal pack` computes and says: an epoch packed by any method with a progress bar, measured, drawn."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,15 +17,23 @@ from omnibal.data.limit_search import find_trap
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
-from omnibal.report.lengths import plot_lengths
-from omnibal.report.pack_plots import Arranged, plot_fill, plot_rank_loads
-from omnibal.report.packing import PackingFigures, measure_packing, packing_table
+from omnibal.report.packing import Arranged, PackingFigures, measure_packing, packing_table
 
 BEFORE: Final[Method] = "random"
-"""What pictures set a method against."""
+"""What a picture sets a method against."""
 SAMPLES_TO_COMPILE: Final = 64
 """As many samples go through a method before the clock starts: compiled code is compiled once and then cached."""
 FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
+
+
+def arrange(
+    lengths: SampleLengths, limits: PackLimits, packing: PackingSection, *, num_replicas: int, micro_batches: int
+) -> Epoch:
+    """The first epoch, as a ds_config says how to pack."""
+    return arrange_epoch(
+        lengths, limits, num_replicas=num_replicas, micro_batches=micro_batches, method=packing.method,
+        seed=packing.seed, oversized=packing.oversized, exchange_steps=packing.exchange_steps,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,16 +67,9 @@ class PackingTask:
 
     def arrange(self, method: Method) -> Epoch:
         """The epoch, planned as it is asked for."""
-        return arrange_epoch(
-            self.lengths,
-            self.limits,
-            num_replicas=self.num_replicas,
-            micro_batches=self.micro_batches,
-            method=method,
-            seed=self.packing.seed,
-            oversized=self.packing.oversized,
-            exchange_steps=self.packing.exchange_steps,
-            iterations=self.packing.iterations,
+        packing = self.packing.model_copy(update={"method": method})
+        return arrange(
+            self.lengths, self.limits, packing, num_replicas=self.num_replicas, micro_batches=self.micro_batches
         )
 
     @property
@@ -96,7 +97,6 @@ class PackingTask:
             "micro_batches": self.micro_batches,
             "seed": self.packing.seed,
             "exchange_steps": self.packing.exchange_steps,
-            "iterations": self.packing.iterations,
             "oversized": {"policy": self.packing.oversized, "samples": self.num_oversized},
         }
 
@@ -109,18 +109,6 @@ def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
             windows.append(window.packs)
             bar.update(window.num_steps)
     return Packs.concatenate(windows)
-
-
-def draw_packing(
-    task: PackingTask, arranged: Mapping[Method, Arranged], names: Sequence[str], folder: Path
-) -> list[Path]:
-    """Draw what was packed, methods from left to right, and the samples of each named source; the PNGs' paths."""
-    titled = {f"{method} packs": entry for method, entry in arranged.items()}
-    loads, fill, samples = (folder / f"{name}.png" for name in ("rank_loads", "pack_fill", "lengths"))
-    plot_rank_loads(titled, loads)
-    plot_fill({title: entry.load for title, entry in titled.items()}, task.limits, fill)
-    plot_lengths(task.lengths, names, samples)
-    return [loads, fill, samples]
 
 
 @dataclass(frozen=True)

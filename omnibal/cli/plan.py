@@ -6,18 +6,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from omnibal.cli.files import check_file, check_folder
+from omnibal.cli.files import check_file
+from omnibal.cli.opening import open_run
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
     LauncherOption,
     LengthsOption,
     LimitsOption,
-    PlotsOption,
     StagesOption,
     read_limits,
 )
-from omnibal.cli.output import say, show, show_json
+from omnibal.cli.output import answer, say
 from omnibal.cli.plan_report import Gain, PlanReport, enter
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.run import Run
@@ -58,7 +58,6 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every stage, and the plans that were weighed.")
     ] = False,
-    plot: PlotsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan data, model and memory together: what fits and takes the least time.
@@ -75,9 +74,8 @@ def plan(
     --measure --trials 3 --write
     """
     check_file("--out", out)
-    check_folder("--plot", plot)
     fixed = read_limits(limits)
-    run = Run.open(source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure)
+    run = open_run(source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure)
     if trials:
         check_trials(run)
     if not run.has_config and (write or measure):
@@ -91,13 +89,9 @@ def plan(
     gain = Gain.of(run, result.plan)
     if write:
         enter(run.source, result.plan, out)
-    report = PlanReport(result, gain, out, plot, tried, entered=run.source if write else None)
-    report.draw()
+    report = PlanReport(result, gain, out, tried, entered=run.source if write else None)
     say(*(f"warning: {doubt}" for doubt in run.doubts))
-    if as_json:
-        show_json(report.to_record())
-    else:
-        show(*report.parts(explain=explain))
+    answer(report.to_record(), *report.parts(explain=explain), as_json=as_json)
 
 
 def request_of(

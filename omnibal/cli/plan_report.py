@@ -1,4 +1,4 @@
-"""What `omnibal plan` says, draws and enters: the plan, what it gains over the present configuration, and why."""
+"""What `omnibal plan` says and enters: the plan, what it gains over the present configuration, and why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +20,9 @@ from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
-from omnibal.profile.levels import every_layer
-from omnibal.report.memory import memory_table, plot_memory
+from omnibal.report.memory import memory_table
 from omnibal.report.stages import cut_of, stage_plan_table
 from omnibal.report.style import make_table
-from omnibal.report.timeline import plot_timeline
 from omnibal.report.trials import TrialFigures, trials_table
 
 STEPS: Final = 32
@@ -119,23 +117,10 @@ class PlanReport:
     """Over the present configuration."""
     out: Path
     """Where the plan is."""
-    folder: Path | None
-    """Where pictures go."""
     trials: tuple[TrialFigures, ...] = ()
     """Plans on the real engine."""
     entered: Path | None = None
     """The ds_config that names it now."""
-
-    def draw(self) -> None:
-        """Draw memory and timeline."""
-        if self.folder is None:
-            return
-        model, plan = self.result.choice.model, self.result.plan
-        step = plan.simulate(model.profile, model.packing.steps[0])
-        slowest = step.slowest_replica
-        everything = model.footprint.stages(plan.partition, every_layer("full", len(model.profile.layers)))
-        plot_memory({"all recomputed": everything, "plan": self._memory()}, self._budgets, self._pictures[0])
-        plot_timeline({f"replica {slowest}, the slowest": step.replicas[slowest]}, self._pictures[1])
 
     def to_record(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -144,11 +129,8 @@ class PlanReport:
             "plan": result.plan.to_record(),
             "written": str(self.out),
             "entered": None if self.entered is None else str(self.entered),
-            "plots": [str(path) for path in self._pictures],
             **self.gain.to_record(),
             "lower_bound_seconds": result.choice.model.lower_bound_seconds,
-            "two_phase": None if result.two_phase is None else _record(result.two_phase),
-            "two_phase_failure": result.two_phase_failure,
             "tried": [_record(choice) for choice in result.tried],
             "trials": [trial.to_record() for trial in self.trials],
         }
@@ -169,10 +151,10 @@ class PlanReport:
             f"predicted: step {predicted.step_seconds:.3f} s of {predicted.samples_per_step:,.0f} samples, "
             f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
             *self.gain.lines(),
-            *(self._comparisons() if explain or not self.gain.variants else ()),
+            *([self._bound()] if explain or not self.gain.variants else ()),
             *([trials_table(self.trials)] if self.trials else ()),
             *(f"{trial.name}: {trial.outcome}" for trial in self.trials),
-            *(f"written: {path}" for path in [self.out, *self._pictures]),
+            f"written: {self.out}",
             *([] if self.entered is None else [f"entered in {self.entered}"]),
         ]
 
@@ -181,15 +163,12 @@ class PlanReport:
         stages = stage_plan_table(self.result.plan, [layer.module for layer in layers])
         return [stages, memory_table(self._memory(), self._budgets), _weighed_table(self.result.tried)]
 
-    def _comparisons(self) -> list[str]:
-        """How far from the best possible, and how far ahead of planning in two phases."""
+    def _bound(self) -> str:
+        """How far from the best possible."""
         result = self.result
         assert result.plan.predicted is not None
         gap = result.plan.predicted.step_seconds / result.choice.model.lower_bound_seconds - 1
-        bound = f"at most {gap:.1%} above the best partition of these packs"
-        if result.two_phase is None:
-            return [f"{bound}; in two phases nothing fits: {result.two_phase_failure}"]
-        return [f"{bound}; {result.gain:.1%} less time per sample than the plan made in two phases"]
+        return f"at most {gap:.1%} above the best partition of these packs"
 
     @property
     def _budgets(self) -> tuple[int, ...]:
@@ -200,10 +179,6 @@ class PlanReport:
     def _memory(self) -> tuple[StageMemory, ...]:
         assert self.result.plan.predicted is not None
         return tuple(stage.memory for stage in self.result.plan.predicted.stages)
-
-    @property
-    def _pictures(self) -> list[Path]:
-        return [] if self.folder is None else [self.folder / "memory.png", self.folder / "timeline.png"]
 
 
 def _record(choice: Choice) -> dict[str, Any]:

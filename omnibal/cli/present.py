@@ -7,9 +7,9 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.cli.costs import usual_limits
+from omnibal.cli.packing import arrange
 from omnibal.cli.run import Run
 from omnibal.cluster import Layout
-from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import parameter_cut
@@ -92,12 +92,10 @@ def real_packs(run: Run, plan: Plan, *, steps: int, number: int | None = None) -
         if number is not None:
             raise ConfigError(f"--step must come with lengths, got {number}: equal packs are alike in every step")
         return Packing.alike(plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches)
-    packing = run.section.packing
-    epoch = arrange_epoch(
-        run.lengths, plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches,
-        method=packing.method, seed=packing.seed, oversized=packing.oversized,
-        exchange_steps=packing.exchange_steps, iterations=packing.iterations,
-    )  # fmt: skip
+    replicas = plan.layout.num_replicas
+    epoch = arrange(
+        run.lengths, plan.limits, run.section.packing, num_replicas=replicas, micro_batches=plan.micro_batches
+    )
     if number is not None and number >= epoch.num_steps:
         raise ConfigError(f"--step must be below the epoch's {epoch.num_steps} steps, got {number}")
     numbers = spread_steps(epoch.num_steps, steps) if number is None else np.array([number])

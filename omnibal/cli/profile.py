@@ -7,9 +7,9 @@ import typer
 
 from omnibal.cli.costs import measured_costs, one_sample, read_cluster, usual_limits
 from omnibal.cli.files import check_file, expect, refuse
+from omnibal.cli.opening import open_run
 from omnibal.cli.options import ClusterOption, JsonOption, LimitsOption, read_limits
-from omnibal.cli.output import show, show_json
-from omnibal.cli.run import Run
+from omnibal.cli.output import answer
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.profile.counted import analytic_profile
@@ -67,39 +67,43 @@ def profile(
     if kind == "ds_config":
         refuse({"dtype": dtype, "frozen": frozen, "tensor-parallel": tensor_parallel}, "the ds_config says it")
         made, notes, out, fixed = _of_config(source, out, cluster, fixed, measure=measure)
+    elif out is None:
+        raise ConfigError(f"out must name a file for the profile, got none: {source} is no ds_config")
+    elif measure == (cluster is not None):
+        got = "both" if measure else "neither"
+        raise ConfigError(f"costs must be counted for a --cluster or come from --measure, got {got}")
+    elif measure and tensor_parallel:
+        raise ConfigError(f"--tensor-parallel must come with --cluster, got {tensor_parallel} with --measure")
     else:
         options = {"dtype": dtype or "bfloat16", "frozen": frozen or ()}
-        if out is None:
-            raise ConfigError(f"out must name a file for the profile, got none: {source} is no ds_config")
-        if measure == (cluster is not None):
-            got = "both" if measure else "neither"
-            raise ConfigError(f"costs must be counted for a --cluster or come from --measure, got {got}")
-        if measure and tensor_parallel:
-            raise ConfigError(f"--tensor-parallel must come with --cluster, got {tensor_parallel} with --measure")
         made, notes = _of_model(source, cluster, fixed, tensor_parallel or 1, **options)
-    pack = one_sample(fixed or usual_limits(made.layers))
     out.parent.mkdir(parents=True, exist_ok=True)
     made.save(out)
-    rows = layer_figures(made, pack)
-    sizes = {"vision units": int(pack.vision_units), "LLM tokens": int(pack.llm_tokens)}
-    if as_json:
-        show_json({
-            "profile": out,
-            "hash": made.content_hash,
-            "device": made.devices,
-            "dtype": made.dtype,
-            "pack": sizes,
-            "warnings": notes,
-            "kinds": [row.to_record() for row in rows],
-        })  # fmt: skip
-        return
+    _say(made, fixed or usual_limits(made.layers), notes, out, as_json=as_json)
+
+
+def _say(made: ModelProfile, limits: tuple[int, int], notes: list[str], out: Path, *, as_json: bool) -> None:
+    """Show what layers cost for a pack as large as the limits."""
+    rows = layer_figures(made, one_sample(limits))
+    sizes = dict(zip(("vision units", "LLM tokens"), limits, strict=True))
+    record = {
+        "profile": out,
+        "hash": made.content_hash,
+        "device": made.devices,
+        "dtype": made.dtype,
+        "pack": sizes,
+        "warnings": notes,
+        "kinds": [row.to_record() for row in rows],
+    }
     pack_of = " and ".join(f"{size:,} {name}" for name, size in sizes.items())
-    show(
+    answer(
+        record,
         f"a layer of each kind on {made.devices} ({made.dtype}), a pack of {pack_of}",
         time_table(rows),
         bytes_table(rows),
         *(f"warning: {note}" for note in notes),
         f"written: {out} (hash {made.content_hash})",
+        as_json=as_json,
     )
 
 
@@ -107,7 +111,7 @@ def _of_config(
     source: Path, out: Path | None, cluster: str | None, limits: tuple[int, int] | None, *, measure: bool
 ) -> tuple[ModelProfile, list[str], Path, tuple[int, int] | None]:
     """The profile of a ds_config, what makes it doubtful, where it goes, and the limits that it is for."""
-    run = Run.open(source, cluster=cluster, measure=measure)
+    run = open_run(source, cluster=cluster, measure=measure)
     out = out or run.files.profile
     check_file("out", out)
     if not measure:

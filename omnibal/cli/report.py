@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from omnibal.cli.files import check_file, expect
+from omnibal.cli.opening import open_run
 from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, ProfileOption
-from omnibal.cli.output import say, show, show_json
+from omnibal.cli.output import answer, say
 from omnibal.cli.run import Run
 from omnibal.config import RunFiles
 from omnibal.data.limits import largest_load
@@ -26,7 +27,6 @@ def report(
         Path | None,
         typer.Option(help="The page; report.html in the ds_config's run.output, or here.", show_default=False),
     ] = None,
-    title: Annotated[str, typer.Option(help="Its heading.")] = "Balanced training",
     batch_size: Annotated[
         int, typer.Option(help="Samples of a micro-batch as you batch today: drawn at random, padded.", min=1)
     ] = 4,
@@ -51,7 +51,7 @@ def report(
     check_file("--out", out)
     part, files = None, RunFiles(source) if kind == "run" else None
     if kind != "run":
-        run = Run.open(source, kinds=(kind,), profile=profile, lengths=lengths, cluster=cluster)
+        run = open_run(source, kinds=(kind,), profile=profile, lengths=lengths, cluster=cluster)
         files = run.files if run.has_config else RunFiles(source.parent)
         if run.named_plan is not None or run.known_cluster is not None or files.plan.is_file():
             part = _plan_part(run, batch_size, steps)
@@ -63,12 +63,9 @@ def report(
     metrics = _read_run(files, is_needed=part is None)
     out = out or (files.report if kind == "ds_config" else Path("report.html"))
     check_file("--out", out)
-    write_page(out, title, plan=part, run=metrics)
-    if as_json:
-        rates = {} if part is None else {variant.name: variant.samples_per_second for variant in part.variants}
-        show_json({"written": out, "samples_per_second": rates})
-    else:
-        show(f"written: {out}")
+    write_page(out, plan=part, run=metrics)
+    rates = {} if part is None else {variant.name: variant.samples_per_second for variant in part.variants}
+    answer({"written": out, "samples_per_second": rates}, f"written: {out}", as_json=as_json)
 
 
 def _plan_part(run: Run, batch_size: int, steps: int) -> PlanPart:

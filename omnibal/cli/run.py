@@ -1,17 +1,16 @@
 """The one noun of the command line: a ds_config, with what commands about it keep in its run.output."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from omnibal.cli.costs import devices_at_hand, is_of, measured_costs, read_cluster
-from omnibal.cli.files import Kind, expect
 from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
 from omnibal.cli.output import say
 from omnibal.cluster import Cluster, Layout
-from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, read_config
+from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError, DataError
@@ -21,8 +20,6 @@ from omnibal.profile.records import ModelProfile
 if TYPE_CHECKING:
     from omnibal.families.base import LayerRecord
     from omnibal.vlm import VisionLanguageModel
-
-CONFIG: Final[tuple[Kind, ...]] = ("ds_config",)
 
 
 class Run:
@@ -66,46 +63,6 @@ class Run:
         self._lengths, self._profile, self._plan, self._measure = tuple(lengths), profile, plan, measure
         self._cluster = section.cluster if cluster is None else read_cluster(cluster)
         self._broken, self._processes = broken or section.data.broken, processes
-
-    @classmethod
-    def open(
-        cls,
-        source: Path,
-        *,
-        kinds: Collection[Kind] = CONFIG,
-        profile: Path | None = None,
-        lengths: Sequence[Path] | None = None,
-        **options: Any,
-    ) -> "Run":
-        """Read what the command line names.
-
-        Args:
-            source: A ds_config, a plan or a profile, told by its content.
-            kinds: Which of them.
-            profile: Of the command line.
-            lengths: Of the command line.
-            **options: As of the class.
-
-        Raises:
-            ConfigError: It is something else, or wrong; the message names the file.
-        """
-        kind = expect("source", source, kinds)
-        named = None if profile is None else ModelProfile.load(profile)
-        if kind == "ds_config":
-            config, section = _read_config(source)
-            return cls(source, config, section, section.run.files, profile=named, lengths=lengths or (), **options)
-        if kind == "profile":
-            costs = ModelProfile.load(source)
-            return cls(source, *_config_of(costs, 1), None, profile=costs, lengths=lengths or (), **options)
-        plan, beside = Plan.load(source), RunFiles(source.parent)
-        if named is None:
-            if not beside.profile.is_file():
-                raise ConfigError(f"--profile must name what {source} was made from, got none, and none lies beside it")
-            named = ModelProfile.load(beside.profile)
-        if lengths is None and (beside.lengths / "lengths.json").is_file():
-            lengths = [beside.lengths]
-        config, section = _config_of(named, plan.layout.zero_stage, plan.made_from.get("request", {}))
-        return cls(source, config, section, None, profile=named, plan=plan, lengths=lengths or (), **options)
 
     @property
     def has_config(self) -> bool:
@@ -341,26 +298,6 @@ class Run:
             say(f"{self.files.plan} is made anew: {', '.join(changed)} changed")
             return None
         return plan
-
-
-def _read_config(path: Path) -> tuple[dict[str, Any], OmnibalSection]:
-    """A ds_config whose keys can be right; errors name the file."""
-    try:
-        config, section = read_config(path)
-        layout_of(config, 1, 1)
-        micro_batches_of(config)
-    except ConfigError as error:
-        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
-    return config, section
-
-
-def _config_of(
-    profile: ModelProfile, zero_stage: int, request: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], OmnibalSection]:
-    """The ds_config of someone who has none: what a profile says, and what a plan was asked for."""
-    packing = {key: (request or {})[key] for key in ("method", "seed") if key in (request or {})}
-    config = {"bf16": {"enabled": profile.dtype == "bfloat16"}, "zero_optimization": {"stage": zero_stage}}
-    return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_parts)}, "packing": packing})
 
 
 def _kept_hash(folder: Path) -> str | None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from omnibal.cli.files import check_picture
+from omnibal.cli.opening import open_run
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
@@ -16,7 +17,7 @@ from omnibal.cli.options import (
     ProfileOption,
     read_limits,
 )
-from omnibal.cli.output import show, show_json
+from omnibal.cli.output import answer
 from omnibal.cli.present import median_packs, present_plan
 from omnibal.cli.run import Run
 from omnibal.data.limits import PackLimits
@@ -68,7 +69,7 @@ def simulate(
     """
     check_picture("--plot", plot)
     fixed, cut = read_limits(limits), _read_cut(partition)
-    run = Run.open(source, kinds=("ds_config", "plan", "profile"), profile=profile, lengths=lengths, cluster=cluster)
+    run = open_run(source, kinds=("ds_config", "plan", "profile"), profile=profile, lengths=lengths, cluster=cluster)
     plan = _plan_of(run, cut, present=present)
     if fixed:
         plan = replace(plan, limits=PackLimits(*fixed), predicted=None)
@@ -81,11 +82,14 @@ def simulate(
     written = [] if plot is None else [str(plot)]
     if plot is not None:
         plot_timeline(_panels(simulated), plot)
-    if as_json:
-        show_json(record_of(run.profile, plan, packing) | figures.to_record() | {"written": written})
-    else:
-        title, table = title_of(run.profile, plan, packing), stage_table(figures.stages)
-        show(title, table, _summary(figures), *(f"written: {path}" for path in written))
+    answer(
+        record_of(run.profile, plan, packing) | figures.to_record() | {"written": written},
+        title_of(run.profile, plan, packing),
+        stage_table(figures.stages),
+        _summary(figures),
+        *(f"written: {path}" for path in written),
+        as_json=as_json,
+    )
 
 
 def _read_cut(partition: str | None) -> tuple[int, ...] | None:

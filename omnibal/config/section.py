@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omnibal import families
 from omnibal.cluster import ClusterValue
-from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS
+from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.profile.levels import Level
@@ -86,14 +86,8 @@ class PackingSection(Section):
     """The most a pack may hold; left out, the paper's rule chooses from the lengths."""
     llm_tokens: Count | None = None
     """The same."""
-    full_vision_units: Count | None = None
-    """From where on a pack is full, for ``isf``: the paper's Q'v; by default the most it may hold."""
-    full_llm_tokens: Count | None = None
-    """Likewise the paper's Q't; by default 128 below the most, or half of it where that is more."""
     method: Literal["balanced", "isf", "random"] = "balanced"
     """``balanced``; ``isf``, the OmniBal paper's packing; or ``random``, samples as they are drawn."""
-    iterations: Count = ITERATIONS
-    """Rounds of ``isf``: the paper's T."""
     oversized: Literal["alone", "error", "drop"] = "alone"
     """Samples that exceed a limit on their own: each in a pack of its own, refused, or left out and counted."""
     exchange_steps: Count = EXCHANGE_STEPS

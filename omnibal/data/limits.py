@@ -133,12 +133,8 @@ def choose_limits(
     lengths: SampleLengths,
     vision_units: int | None = None,
     llm_tokens: int | None = None,
-    *,
-    full_vision_units: int | None = None,
-    full_llm_tokens: int | None = None,
-    factor: int = 1,
 ) -> PackLimits:
-    """The limits that were given; what was left out is ``factor`` times what the paper's rule says.
+    """The limits that were given; what was left out is what the paper's rule says.
 
     Raises:
         ConfigError: As of ``PackLimits``.
@@ -146,9 +142,9 @@ def choose_limits(
     """
     if vision_units is None or llm_tokens is None:
         ruled = paper_limits(lengths)
-        vision_units = factor * ruled.vision_units if vision_units is None else vision_units
-        llm_tokens = factor * ruled.llm_tokens if llm_tokens is None else llm_tokens
-    limits = PackLimits(vision_units, llm_tokens, full_vision_units=full_vision_units, full_llm_tokens=full_llm_tokens)
+        vision_units = ruled.vision_units if vision_units is None else vision_units
+        llm_tokens = ruled.llm_tokens if llm_tokens is None else llm_tokens
+    limits = PackLimits(vision_units, llm_tokens)
     limits.refuse_none(lengths)
     return limits
 

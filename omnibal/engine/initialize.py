@@ -128,7 +128,7 @@ def warn_of_float32(device_name: str, dtype: str) -> None:
     if device_name == "cuda" and dtype == "float32":
         LOG.warning(
             "bf16.enabled should be true on a GPU, got float32; it takes twice the memory, and attention runs sample "
-            "by sample: ds_configs/gpu_bf16.json shows the keys"
+            'by sample: set "bf16": {"enabled": true}'
         )
 
 
@@ -145,7 +145,6 @@ def _arrange(given: Given, lengths: SampleLengths, replica: int) -> tuple[Plan, 
         seed=packing.seed,
         oversized=packing.oversized,
         exchange_steps=packing.exchange_steps,
-        iterations=packing.iterations,
     )
     return plan, sampler
 

@@ -178,13 +178,7 @@ def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
     _check_partition(partition, num_layers, num_stages)
     recompute = _recompute(pipeline, num_layers)
     schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
-    limits = choose_limits(
-        lengths,
-        packing.vision_units,
-        packing.llm_tokens,
-        full_vision_units=packing.full_vision_units,
-        full_llm_tokens=packing.full_llm_tokens,
-    )
+    limits = choose_limits(lengths, packing.vision_units, packing.llm_tokens)
     return Plan(limits, micro_batches, partition, recompute, schedule=schedule)
 
 

@@ -131,7 +131,7 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
     if request.limits is not None:
         request.limits.refuse_none(lengths)
         return [task.pack(request.limits)]
-    # The paper's first: planning in two phases takes them. Others that come to as many micro-batches add nothing.
+    # The paper's first: they are always weighed. Others that come to as many micro-batches add nothing.
     found = [task.pack(paper_limits(lengths))]
     for packing in map(task.pack, task.spread_limits()):
         known = {other.micro_batches for other in found}

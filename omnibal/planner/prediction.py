@@ -14,7 +14,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.packs import random_padded_steps
 from omnibal.memory.recompute import recompute_seconds
 from omnibal.pipeline.partition import parameter_cut
-from omnibal.pipeline.simulate import Mode, StepSimulation
+from omnibal.pipeline.simulate import StepSimulation
 from omnibal.pipeline.times import step_times
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.planner.packings import Packing, Steps, spread_steps
@@ -22,19 +22,18 @@ from omnibal.profile.levels import LEVELS, every_layer
 from omnibal.profile.records import ModelProfile
 
 
-def predict(profile: ModelProfile, plan: Plan, packing: Packing, *, mode: Mode = "rendezvous") -> Prediction:
+def predict(profile: ModelProfile, plan: Plan, packing: Packing) -> Prediction:
     """Means over the steps of a packing; memory is that of the largest micro-batch there can be.
 
     Args:
         profile: What the layers cost.
         plan: With a cluster.
         packing: What the micro-batches hold.
-        mode: Of 1F1B's transfers.
 
     Raises:
         ConfigError: The plan has no cluster, or profile, plan and packing do not fit each other.
     """
-    steps = [plan.simulate(profile, loads, mode=mode) for loads in packing.steps]
+    steps = [plan.simulate(profile, loads) for loads in packing.steps]
     # Until the slowest replica is done: the others wait for it, and that is idle time too.
     busy = np.mean(
         [replica.busy_seconds / step.pipeline_seconds for step in steps for replica in step.replicas], axis=0

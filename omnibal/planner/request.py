@@ -10,7 +10,6 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
-from omnibal.pipeline.simulate import Mode
 from omnibal.profile.records import ModelProfile
 
 
@@ -38,8 +37,6 @@ class PlanRequest:
     """As in :class:`omnibal.cluster.Layout`."""
     accumulate_float32: bool | None = None
     """The same."""
-    mode: Mode = "rendezvous"
-    """Of 1F1B's transfers."""
     schedule: ScheduleName | Literal["auto"] = "1f1b"
     """``auto``: the faster one of those that fit."""
     method: Method = "balanced"

@@ -1,11 +1,8 @@
-"""Make a plan: partition and recompute levels for every packing and number of stages, and the fastest of all.
-
-For one packing both are searched together, and one after the other as the baseline.
-"""
+"""Make a plan: partition and recompute levels for every packing and number of stages, and the fastest of all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +11,7 @@ import numpy as np
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import InfeasibleError, bytes_in_words
-from omnibal.pipeline.optimize import Boundaries, Evaluate, descend, model_optima
+from omnibal.pipeline.optimize import Boundaries, descend, model_optima
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
@@ -75,33 +72,21 @@ def propose(model: StepModel) -> Choice:
     Raises:
         InfeasibleError: No partition fits.
     """
-    return _best(model, _formula(model, model.recompute, model.step_seconds))
+    return _best(model, _formula(model, model.recompute))
 
 
-def improve(model: StepModel, starts: Iterable[Boundaries] = ()) -> Choice:
-    """The best partition that local search with the simulator finds, from the formula's optima and other starts.
+def improve(model: StepModel) -> Choice:
+    """The best partition that local search with the simulator finds from the formula's optima.
 
-    The formula's optima for unbounded memory are starts too, where they fit.
+    Its optima for unbounded memory are starts too, where they fit.
 
     Raises:
         InfeasibleError: No partition fits.
     """
     # Formula without recomputation: where memory hardly matters its optima are the better starts.
-    nothing, evaluate = np.zeros_like(model.recompute), model.step_seconds
-    proposed = _formula(model, nothing, evaluate) | _formula(model, model.recompute, evaluate)
-    return _best(model, _search(proposed, evaluate, model.bound, starts))
-
-
-def two_phases(model: StepModel) -> Choice:
-    """The best partition for a machine of unbounded memory, and then the least recompute that makes it fit.
-
-    Raises:
-        InfeasibleError: The partition does not fit.
-    """
-    proposed = _formula(model, np.zeros_like(model.recompute), model.blind_seconds)
-    blind = _best(model, _search(proposed, model.blind_seconds, model.blind_bound, ()))
-    model.levels(blind.boundaries)  # says what is missing
-    return Choice(model, blind.boundaries, float(model.step_seconds(np.array([blind.boundaries]))[0]))
+    seconds = _formula(model, np.zeros_like(model.recompute)) | _formula(model, model.recompute)
+    best = sorted(seconds, key=seconds.__getitem__)[:_STARTS]
+    return _best(model, descend(best, seconds, model.step_seconds, model.bound))
 
 
 def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
@@ -130,19 +115,7 @@ def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
     return Choice(smaller, choice.boundaries, float(smaller.step_seconds(np.array([choice.boundaries]))[0]))
 
 
-def _search(
-    proposed: Mapping[Boundaries, float], evaluate: Evaluate, bound: Evaluate, starts: Iterable[Boundaries]
-) -> dict[Boundaries, float]:
-    """Descend from the best of the proposed partitions, and from other starts."""
-    seconds = dict(proposed)
-    best = sorted(seconds, key=seconds.__getitem__)[:_STARTS]
-    more = [start for start in starts if start not in seconds]
-    if more:
-        seconds |= dict(zip(more, evaluate(np.array(more)).tolist(), strict=True))
-    return descend([*best, *more], seconds, evaluate, bound)
-
-
-def _formula(model: StepModel, recompute: FloatArray, evaluate: Evaluate) -> dict[Boundaries, float]:
+def _formula(model: StepModel, recompute: FloatArray) -> dict[Boundaries, float]:
     """Seconds of the formula's optima."""
     average = model.average
     whole = average.passing_seconds[0, 0, -1]
@@ -150,7 +123,7 @@ def _formula(model: StepModel, recompute: FloatArray, evaluate: Evaluate) -> dic
     passing = average.passing_seconds + np.where(np.isfinite(recompute), recompute, _FAR * whole)
     passing[0, 0, -1] = whole  # no stage, but what the formula measures evenness by
     optima = model_optima(average.pace_seconds + recompute, passing, model.packing.micro_batches)
-    return dict(zip(optima, evaluate(np.array(optima)).tolist(), strict=True))
+    return dict(zip(optima, model.step_seconds(np.array(optima)).tolist(), strict=True))
 
 
 def _best(model: StepModel, seconds: dict[Boundaries, float]) -> Choice:
@@ -165,21 +138,12 @@ class PlanResult:
     plan: Plan
     choice: Choice
     """What the plan is of: the first of those that were tried, unless the engine preferred another."""
-    two_phase: Choice | None
-    """What planning data, model and memory one after the other gives; None where that does not fit."""
-    two_phase_failure: str
-    """Why it does not, or nothing."""
     tried: tuple[Choice, ...]
     """A choice for every packing and number of stages that fits, fastest per sample first."""
 
     def plan_of(self, choice: Choice) -> Plan:
         """The plan that a choice becomes."""
         return _plan(choice, self.plan.made_from)
-
-    @property
-    def gain(self) -> float:
-        """Share of the two-phase plan's time that a sample takes less, as predicted; 0 where that plan does not fit."""
-        return 1 - self.tried[0].sample_seconds / self.two_phase.sample_seconds if self.two_phase else 0.0
 
 
 def make_plan(
@@ -193,8 +157,7 @@ def make_plan(
 
     For every number of stages, schedule and packing that keeps the global batch, dynamic programming proposes
     partitions whose stages recompute as little as they must; the packings with the fastest proposals go through local
-    search with the simulator. The two-phase plan takes the paper's limits, the best partition for unbounded memory,
-    and then the least recompute. The result is never slower: it is searched from there too.
+    search with the simulator.
 
     Args:
         profile: What the layers cost.
@@ -206,19 +169,15 @@ def make_plan(
         ConfigError: The request does not fit the model or the data.
         InfeasibleError: Nothing fits; the message says how many bytes are missing.
     """
-    # 1. Every packing of every layout under every schedule is a problem of its own; the first packing of a layout is
-    #    under the paper's limits, or those asked for, and is what planning in two phases starts from.
-    models, first_models = [], []
+    # 1. Every packing of every layout under every schedule is a problem of its own.
+    models = []
     for layout in request.layouts(profile):
         report(f"packing for {layout}")
-        found = packings(lengths, request, layout.num_replicas)
-        new = [
+        models += [
             StepModel(profile, packing, layout, request, schedule)
-            for packing in found
+            for packing in packings(lengths, request, layout.num_replicas)
             for schedule in request.schedules
         ]
-        models += new
-        first_models.append(new[0])
     # 2. The closed formula proposes a partition for each: cheap, and good enough to tell which deserve a search.
     proposals: dict[StepModel, Choice] = {}
     for number, model in enumerate(models, 1):
@@ -227,15 +186,12 @@ def make_plan(
             proposals[model] = propose(model)
     if not proposals:
         raise _infeasible(models)
-    # 3. The simulator searches around the best proposals and around the two-phase plans, so none of those is faster.
-    baselines, failure = _baselines(first_models, report)
-    finalists = dict.fromkeys([*_finalists(proposals), *baselines])
+    # 3. The simulator searches around the best proposals.
+    finalists = _finalists(proposals)
     for number, model in enumerate(finalists, 1):
         report(f"searching partitions, {number} of {len(finalists)}: {model}")
-        starts = [baselines[model].boundaries] if model in baselines else []
-        proposals[model] = improve(model, starts)
+        proposals[model] = improve(model)
     tried = tuple(sorted(proposals.values(), key=lambda choice: choice.sample_seconds))
-    two_phase = min(baselines.values(), key=lambda choice: choice.sample_seconds, default=None)
     made_from = {
         "profile": profile.content_hash,
         "device": profile.devices,
@@ -247,7 +203,7 @@ def make_plan(
         "request": request.to_record(),
     }
     plan = _plan(tried[0], made_from)
-    return PlanResult(plan, tried[0], two_phase, "" if two_phase else failure, tried)
+    return PlanResult(plan, tried[0], tried)
 
 
 def _finalists(proposals: Mapping[StepModel, Choice]) -> list[StepModel]:
@@ -256,19 +212,6 @@ def _finalists(proposals: Mapping[StepModel, Choice]) -> list[StepModel]:
     return [
         model for schedule in SCHEDULES for model in [m for m in ranking if m.schedule_name == schedule][:_FINALISTS]
     ]
-
-
-def _baselines(models: Sequence[StepModel], report: Callable[[str], object]) -> tuple[dict[StepModel, Choice], str]:
-    """The two-phase choice of every model for which it fits, and the reason of the last one that does not."""
-    found: dict[StepModel, Choice] = {}
-    failure = ""
-    for number, model in enumerate(models, 1):
-        report(f"planning in two phases, {number} of {len(models)}: {model}")
-        try:
-            found[model] = two_phases(model)
-        except InfeasibleError as error:
-            failure = str(error)
-    return found, failure
 
 
 def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
@@ -285,4 +228,4 @@ def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
 def _plan(choice: Choice, made_from: Mapping[str, Any]) -> Plan:
     model = choice.model
     plan = replace(choice.plan, made_from=made_from)
-    return replace(plan, predicted=predict(model.profile, plan, model.packing, mode=model.request.mode))
+    return replace(plan, predicted=predict(model.profile, plan, model.packing))

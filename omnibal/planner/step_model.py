@@ -107,10 +107,6 @@ class StepModel:
         """
         return np.array([self._fitting_seconds(tuple(boundaries)) for boundaries in partitions.tolist()])
 
-    def blind_seconds(self, partitions: IntArray) -> FloatArray:
-        """The same as if memory were no matter and nothing recomputed."""
-        return _mean(problem.evaluate(partitions) for problem in self.steps)
-
     def bound(self, partitions: IntArray) -> FloatArray:
         """Seconds that a step takes at least, infinite where a stage does not fit; the same shapes.
 
@@ -119,12 +115,8 @@ class StepModel:
         stages = (np.arange(self.num_stages), partitions[:, :-1], partitions[:, 1:])
         recompute = self.recompute[stages]
         busy = self.packing.micro_batches * (self.average.stage_seconds[stages] + recompute).max(axis=1)
-        bound: FloatArray = np.maximum(busy, self.blind_bound(partitions))
+        bound: FloatArray = np.maximum(busy, _mean(problem.bound(partitions) for problem in self.steps))
         return bound
-
-    def blind_bound(self, partitions: IntArray) -> FloatArray:
-        """The same without memory and recomputation."""
-        return _mean(problem.bound(partitions) for problem in self.steps)
 
     def with_levels(self, levels: tuple[Level, ...]) -> list[PartitionProblem]:
         """The problem of each step with recomputation."""
@@ -157,7 +149,7 @@ class StepModel:
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
         times = step_times(self.profile, loads, self.links, zero_stage=self.layout.zero_stage)
-        return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, self.request.mode))
+        return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, "rendezvous"))
 
     def _split(self, all_steps: PartitionProblem) -> list[PartitionProblem]:
         first, count = self._problem(self.packing.steps[0]).times, len(self.packing.steps)

@@ -1,11 +1,12 @@
-"""How full packs are and how alike the ranks' loads: an arrangement in figures, and methods side by side."""
+"""How full packs are and how alike the ranks' loads: in figures, methods side by side, and drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,13 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, pad_ratio, source_mix, step_randomness
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.report.style import make_table
+from omnibal.report.style import BLUE, ORANGE, VERMILION, drawing, legend_below, make_table, titles, whole_numbers
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SHOWN: Final = 48
+"""Micro-batches whose ranks are drawn, from the middle of the epoch."""
 LENGTH_CLASSES: Final = 8
 """Classes of token lengths that stand for sources where there is but one."""
 
@@ -213,3 +219,51 @@ def packing_table(figures: Sequence[PackingFigures]) -> Table:
     for section in _SECTIONS:
         rows += [*((name, *map(cell, figures)) for name, cell in section.items()), ()]
     return make_table(("", *(entry.method for entry in figures)), rows)
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """Packs and the order in which they run.
+
+    Attributes:
+        load: What each pack holds.
+        steps: Pack numbers by (step, rank, micro-batch).
+    """
+
+    load: Load
+    steps: npt.NDArray[np.int64]
+
+    def by_rank(self, values: FloatArray) -> FloatArray:
+        """What the ranks run at the same time, (steps · micro-batches, ranks)."""
+        return values[self.steps].transpose(0, 2, 1).reshape(-1, self.steps.shape[1])
+
+
+def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path) -> None:
+    """Draw the ranks' vision units and LLM cost over some steps, a column per method on common axes."""
+    with drawing(path, 4.6 * len(arranged), 5.2) as figure:
+        axes = figure.subplots(2, len(arranged), sharey="row", squeeze=False)
+        for column, (method, entry) in enumerate(arranged.items()):
+            cost = entry.by_rank(DEFAULT_COST(entry.load))
+            _draw_waiting(axes[0, column], method, entry.by_rank(entry.load.vision_units))
+            _draw_waiting(axes[1, column], "", cost / max(cost.mean(), np.finfo(float).tiny))
+            axes[1, column].set_xlabel("micro-batch of the epoch")
+        axes[0, 0].set_ylabel("vision units in a micro-batch")
+        axes[1, 0].set_ylabel("LLM cost, relative to the mean")
+        whole_numbers(axes[0, 0].yaxis)
+        for row in axes:
+            row[0].set_ylim(bottom=0)  # after all is drawn: it ends the search for a top that fits all columns
+        legend_below(figure, axes[0, 0])
+
+
+def _draw_waiting(axes: Axes, title: str, loads: FloatArray) -> None:
+    """Draw (micro-batches, ranks): a dot per rank, the largest as a line, the area between it and the mean."""
+    first = max((len(loads) - SHOWN) // 2, 0)
+    shown = loads[first : first + SHOWN]
+    number = np.arange(first, first + len(shown))
+    largest, mean = shown.max(axis=1), shown.mean(axis=1)
+    ranks = np.repeat(number, shown.shape[1])
+    waiting: Any = {"label": "mean of the ranks to the slowest", "color": ORANGE, "alpha": 0.4, "linewidth": 0}
+    axes.scatter(ranks, shown.ravel(), s=9, color=BLUE, alpha=0.5, linewidth=0, label="a rank", zorder=3, clip_on=False)
+    axes.step(number, largest, where="mid", color=VERMILION, linewidth=1.1, label="slowest rank")
+    axes.fill_between(number, mean, largest, step="mid", **waiting)
+    titles(axes, title, f"ranks wait {dist_ratio(loads):.2%} of the time")

@@ -18,7 +18,7 @@ from omnibal.profile.levels import every_layer
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.imbalance import Imbalance, plot_imbalance
 from omnibal.report.memory import plot_memory
-from omnibal.report.pack_plots import Arranged, plot_rank_loads
+from omnibal.report.packing import Arranged, plot_rank_loads
 from omnibal.report.style import GIB
 from omnibal.report.timeline import plot_timeline
 from omnibal.report.training import Metrics, plot_training, training_rows
@@ -58,7 +58,7 @@ class PlanPart:
         return self.plan.known_cluster.stage_memory_bytes(self.plan.layout)
 
 
-def write_page(path: Path, title: str, *, plan: PlanPart | None, run: Metrics | None) -> None:
+def write_page(path: Path, *, plan: PlanPart | None, run: Metrics | None) -> None:
     """Write an HTML file about a plan, a run's log, or both; its pictures are in it, and its folder is made."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -66,7 +66,7 @@ def write_page(path: Path, title: str, *, plan: PlanPart | None, run: Metrics | 
         if run is not None:
             sections.append(_measured(run, folder))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(title, _lead(plan, run), sections))
+        path.write_text(page("Balanced training", _lead(plan, run), sections))
 
 
 def _lead(plan: PlanPart | None, run: Metrics | None) -> str:

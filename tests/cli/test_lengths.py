@@ -92,18 +92,19 @@ def test_a_second_pass_finds_what_was_measured(omnibal, demo, tmp_path):
 
 
 def test_json_lists_become_a_folder(omnibal, token_lengths, tmp_path):
-    text = omnibal("lengths", token_lengths[0], tmp_path / "out", "--plot", tmp_path / "plots").stdout
+    text = omnibal("lengths", token_lengths[0], tmp_path / "out", "--plot", tmp_path / "plots" / "lengths.png").stdout
     assert "llava_mix" in text
     assert SampleLengths.load(tmp_path / "out").summary == SampleLengths.from_token_lengths(token_lengths[0]).summary
     assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("option", [[], ["--plot"]])
-def test_what_cannot_be_written_is_refused_before_anything_is_measured(refusal, token_lengths, tmp_path, option):
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(refusal, token_lengths, tmp_path):
     (tmp_path / "file").write_text("")
-    blocked, free = tmp_path / "file" / "deeper", tmp_path / "out"
-    line = refusal("lengths", token_lengths[0], *([free, *option, blocked] if option else [blocked]))
-    assert f"must be a folder, got {blocked}: {tmp_path / 'file'} is a file" in line
+    blocked = tmp_path / "file" / "deeper"
+    line = refusal("lengths", token_lengths[0], blocked)
+    assert f"out must be a folder, got {blocked}: {tmp_path / 'file'} is a file" in line
+    line = refusal("lengths", token_lengths[0], tmp_path / "out", "--plot", blocked)
+    assert line.startswith("the folder of --plot must be a folder, got")
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,15 @@ import json
 from dataclasses import replace
 from typing import get_args
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from omnibal.cli.partition import Method
 from omnibal.cluster import Layout, Links
 from omnibal.cost import Load
-from omnibal.data.limits import PackLimits
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.search import METHODS, search_partition
-from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from tests.cli.conftest import cluster_of, stand_in
 from tests.pipeline.profiles import fixed_profile
@@ -81,29 +77,18 @@ def test_another_method_is_chosen_by_name(omnibal, saved):
     assert record["methods"]["uniform"]["gap"] > 0
 
 
-def test_a_plan_and_a_picture_are_written(omnibal, saved, tmp_path):
-    output, plot = tmp_path / "new" / "plan.json", tmp_path / "new" / "stages.png"
+def test_limits_and_batch_are_as_given_and_memory_is_that_of_the_largest_pack(omnibal, saved):
     options = ("--num-stages", 2, "--cluster", cluster_of(4), "--micro-batches", 4, "--limits", "5,4096")
-    record = json.loads(omnibal("partition", saved, *options, "--out", output, "--plot", plot, "--json").stdout)
-    assert record["written"] == [str(output), str(plot)]
-    assert list(record["methods"]) == ["uniform", "parameters", "paper", "search"]
-    plan = Plan.load(output)
-    assert (plan.partition, plan.micro_batches, plan.limits) == (Partition((0, 4, 6)), 4, PackLimits(5, 4096))
-    assert plan.layout == Layout(2, 2, precision="float32", accumulate_float32=False)
-    predicted = plan.predicted
-    assert predicted.step_seconds == pytest.approx(record["methods"]["search"]["step_seconds"])
-    assert predicted.samples_per_step == 8
+    record = json.loads(omnibal("partition", saved, *options, "--json").stdout)
+    assert (record["micro_batches"], record["limits"]) == (4, {"vision_units": 5, "llm_tokens": 4096})
+    layout = Layout(2, 2, precision="float32", accumulate_float32=False)
+    footprint = Footprint(ModelProfile.load(saved), Load(5, 4096, 4096**2), one_f_one_b(2, 4), layout, 0)
+    stages = record["methods"]["search"]["stages"]
+    memory = footprint.stages(Partition(record["chosen"]), ("none",) * 6)
+    assert [row["memory_bytes"] for row in stages] == [stage.total for stage in memory]
     # forward, input and weight gradients take as long each
-    assert [stage.forward_seconds for stage in predicted.stages] == [10, 11]
-    assert [stage.backward_seconds for stage in predicted.stages] == [20, 22]
-    profile, pack = ModelProfile.load(saved), Load(5, 4096, 4096**2)
-    memory = Footprint(profile, pack, one_f_one_b(2, 4), plan.layout, 0).stages(plan.partition, plan.recompute)
-    assert tuple(stage.memory for stage in predicted.stages) == memory
-    assert [row["memory_bytes"] for row in record["methods"]["search"]["stages"]] == [m.total for m in memory]
-    assert plan.made_from["profile"] == profile.content_hash
-    assert plan.made_from["method"] == "search"
-    with Image.open(plot) as picture:
-        assert np.asarray(picture).std() > 0
+    assert [row["forward_seconds"] for row in stages] == [10, 11]
+    assert [row["backward_seconds"] for row in stages] == [20, 22]
 
 
 def test_a_ds_config_says_stages_batch_and_levels(omnibal, config):
@@ -126,7 +111,6 @@ def test_a_ds_config_says_stages_batch_and_levels(omnibal, config):
         (("--num-stages", 7, "--cluster", cluster_of(7)), "num_stages must be at most the model's 6 layers, got 7"),
         (("--num-stages", 3, "--cluster", cluster_of(4)), "num_stages must divide the 4 devices of the cluster 4xtest"),
         (("--cluster", cluster_of(2)), "--num-stages must be given beside a profile, got none with"),
-        ((*TWO, "--plot", "picture.pdf"), "--plot must be a PNG, whose name ends in .png, got picture.pdf"),
         ((*TWO, "--micro-batches", 10**18), "micro_batches must be between 1 and"),
         (
             ("--num-stages", 2, "--cluster", cluster_of(2, gigabytes=1e-300)),

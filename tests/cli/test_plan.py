@@ -50,9 +50,6 @@ def test_the_plan_is_written_and_fits(omnibal, arguments, tmp_path):
     assert best["partition"] == list(plan.partition.boundaries)
     assert (best["micro_batches"], best["schedule"]) == (plan.micro_batches, plan.schedule)
     assert {entry["schedule"] for entry in record["tried"]} == set(SCHEDULES)
-    if record["two_phase"]:
-        baseline = record["two_phase"]["step_seconds"] / record["two_phase"]["samples_per_step"]
-        assert plan.predicted.step_seconds / plan.predicted.samples_per_step <= baseline * (1 + 1e-5)
 
 
 def test_a_plan_says_which_step_it_predicts(omnibal, arguments, token_lengths, tmp_path):
@@ -66,12 +63,10 @@ def test_a_plan_says_which_step_it_predicts(omnibal, arguments, token_lengths, t
     assert sum(steps) / len(steps) == pytest.approx(plan.predicted.step_seconds, rel=1e-5)
 
 
-def test_explained_and_drawn(omnibal, arguments, tmp_path):
-    folder = tmp_path / "plots"
-    output = omnibal("plan", *arguments(), "--limits", "9,4096", "--explain", "--plot", folder).output
-    for word in ("V+L", "recompute ms", "weights", "samples/s", "two phases", "written"):
+def test_explained(omnibal, arguments, tmp_path):
+    output = omnibal("plan", *arguments(), "--limits", "9,4096", "--explain").output
+    for word in ("V+L", "recompute ms", "weights", "samples/s", "above the best partition", "written"):
         assert word in output, word
-    assert {path.name for path in folder.iterdir()} == {"memory.png", "timeline.png"}
     limits = Plan.load(tmp_path / "out" / "plan.json").limits
     assert (limits.vision_units, limits.llm_tokens) == (9, 4096)
 

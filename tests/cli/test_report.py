@@ -26,7 +26,7 @@ def inputs(tmp_path):
     on_cluster(plan, 2, 2**30).save(tmp_path / "plan.json")
     tiled_lengths(2000, seed=1).save(tmp_path / "lengths")
     write_metrics(tmp_path / "metrics.jsonl")
-    return "report", tmp_path / "plan.json", "--out", tmp_path / "out" / "report.html", "--title", "6B & 20B"
+    return "report", tmp_path / "plan.json", "--out", tmp_path / "out" / "report.html"
 
 
 def write_metrics(path):
@@ -45,7 +45,7 @@ def test_a_page_opens_with_the_imbalance_and_holds_its_pictures(omnibal, inputs,
         "How uneven the work is", "Data: which samples share a micro-batch", "Model and memory: what each stage holds",
         "One step, stage by stage", "What it gains, one idea after the other", "Measured",
     ]  # fmt: skip
-    assert "<h1>6B &amp; 20B</h1>" in text
+    assert "<h1>Balanced training</h1>" in text
     assert text.count('src="data:image/png;base64,') == 5
     assert not re.search('(src|href)="(?!data:)', text)
     rates = record["samples_per_second"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from omnibal.cli import costs, run
-from omnibal.cli.run import Run
+from omnibal.cli.opening import open_run
 from omnibal.cluster import Cluster
 from omnibal.config import RunFiles
 from omnibal.data.lengths import SampleLengths
@@ -102,11 +102,11 @@ def test_the_devices_at_hand_are_the_cluster(omnibal, ds_config, monkeypatch):
 def test_a_measured_profile_stays_while_its_device_does(ds_config, demo, tmp_path):
     """As torch calls the device; a counted one gives way to it only where that is asked for."""
     config = ds_config()
-    counted = Run.open(config).profile
+    counted = open_run(config).profile
     measured = type(counted)(counted.layers, device="NVIDIA A100-SXM4-80GB", dtype="float32", versions={"torch": "2"})
     measured.save(tmp_path / "run" / "profile.json")
-    assert Run.open(config, measure=True).profile == measured == Run.open(config).profile
-    assert Run.open(config, cluster="4xA100-40GB").profile.device == "A100-40GB"
+    assert open_run(config, measure=True).profile == measured == open_run(config).profile
+    assert open_run(config, cluster="4xA100-40GB").profile.device == "A100-40GB"
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def test_the_files_to_copy_are_valid_under_both_schedules(path, schedule):
     assert section.pipeline.num_stages == "auto"
 
 
-def test_the_file_for_gpus_trains_in_bfloat16_and_sums_in_float32():
-    deepspeed_config, _ = read_config(Path(__file__).parents[2] / "ds_configs" / "gpu_bf16.json")
+def test_a_file_for_gpus_trains_in_bfloat16_and_sums_in_float32():
+    deepspeed_config, _ = read_config(Path(__file__).parents[2] / "ds_configs" / "internvl3-8b-8gpu.json")
     assert dtype_of(deepspeed_config) == "bfloat16"
     assert complete(deepspeed_config, schedule="zero-bubble")["data_types"] == {"grad_accum_dtype": "fp32"}
     given = complete(deepspeed_config | {"data_types": {"grad_accum_dtype": "bf16"}})

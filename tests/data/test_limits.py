@@ -80,8 +80,8 @@ def test_limits_that_are_given_stay_and_the_rule_says_the_others():
     assert choose_limits(lengths) == paper_limits(lengths)
     assert choose_limits(lengths, 12) == PackLimits(12, 4096)
     text_too = SampleLengths([0, 1], [10, 20])
-    assert choose_limits(text_too, 0, factor=2) == PackLimits(0, 40)  # 0 is a limit, too
-    assert choose_limits(lengths, llm_tokens=5000, full_llm_tokens=10) == PackLimits(9, 5000, full_llm_tokens=10)
+    assert choose_limits(text_too, 0) == PackLimits(0, 20)  # 0 is a limit, too
+    assert choose_limits(lengths, llm_tokens=5000) == PackLimits(9, 5000)
     # the rule is not asked where it has nothing to say
     assert choose_limits(SampleLengths([3, 1], [900, 2**30]), 9, 1000) == PackLimits(9, 1000)
 

@@ -59,10 +59,6 @@ def test_limits_are_given_or_ruled(vlm):
     assert plan_of(vlm, packing={"vision_units": 9}).limits == PackLimits(9, ruled.llm_tokens)
     given = {"vision_units": 9, "llm_tokens": 4096}
     assert plan_of(vlm, packing=given).limits == PackLimits(9, 4096)
-    full = {"full_vision_units": 8, "full_llm_tokens": 3840}
-    assert plan_of(vlm, packing={**given, **full}).limits == PackLimits(9, 4096, **full)
-    with pytest.raises(ConfigError, match=f"full_vision_units must be between 1 and {ruled.vision_units}, got 99"):
-        plan_of(vlm, packing={"full_vision_units": 99})
 
 
 def test_partitions(vlm):

@@ -10,6 +10,7 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.pipeline.search import search_partition
 from omnibal.planner.packings import Packing
 from omnibal.planner.request import PlanRequest
 from omnibal.planner.step_model import StepModel
@@ -39,7 +40,6 @@ def random_step_model(seed, *, max_blocks=4, tightness=None):
         num_stages=num_stages,
         global_batch=8,
         head_room=0.0,
-        mode=("rendezvous", "overlap")[rng.integers(2)],
         zero_stage=int(rng.integers(2)),
     )
     schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
@@ -59,3 +59,10 @@ def partitions(num_layers, num_stages):
     """All of them."""
     for inner in combinations(range(1, num_layers), num_stages - 1):
         yield Partition((0, *inner, num_layers))
+
+
+def two_phase_seconds(model):
+    """Of the best partition for unbounded memory, with the least recompute that makes it fit; or infinite."""
+    loads, links, zero_stage = model.packing.steps[0], model.links, model.layout.zero_stage
+    found = search_partition(model.profile, loads, model.num_stages, links, zero_stage=zero_stage)
+    return float(model.step_seconds(np.array([found.best.partition.boundaries]))[0])

@@ -10,7 +10,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.report.lengths import TOKEN_BINS, plot_lengths, token_edges
-from omnibal.report.pack_plots import BINS, Arranged, bin_edges, plot_fill, plot_rank_loads
+from omnibal.report.packing import Arranged, plot_rank_loads
 
 
 def arranged_of(lengths, limits, **options):
@@ -42,10 +42,9 @@ def test_micro_batches_that_run_at_the_same_time_share_a_row():
 def test_plots_are_drawn_of_any_lengths(tmp_path, lengths, limits):
     arranged = {"one": arranged_of(lengths, limits, num_replicas=2, micro_batches=2)}
     plot_rank_loads(arranged, tmp_path / "loads.png")
-    plot_fill({"one": arranged["one"].load, "two": arranged["one"].load}, limits, tmp_path / "fill.png")
     names = [f"source {number}" for number in range(9)]
     plot_lengths(lengths, names, tmp_path / "folder" / "lengths.png")
-    for name in ("loads.png", "fill.png", "folder/lengths.png"):
+    for name in ("loads.png", "folder/lengths.png"):
         assert ink(tmp_path / name) > 0.01
 
 
@@ -65,16 +64,6 @@ def test_more_sources_than_colours_are_drawn_together(tmp_path):
     assert ink(tmp_path / "lengths.png") > 0.05
 
 
-@given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_a_limit_is_the_end_of_a_bin_and_all_packs_are_in_one(limit, most):
-    edges = bin_edges(limit, most)
-    assert limit + 0.5 in edges
-    assert edges[0] <= -0.5 < edges[-1]
-    assert edges[-1] > max(limit, most)
-    assert len(np.unique(np.diff(edges))) == 1
-    assert (edges <= limit + 0.5).sum() <= BINS + 1
-
-
 @given(st.integers(1, 3000), st.integers(0, 60_000), st.booleans())
 def test_bins_of_tokens_hold_whole_numbers_and_all_samples(least, more, wide):
     edges = token_edges(least, least + more, wide=wide)
@@ -83,7 +72,3 @@ def test_bins_of_tokens_hold_whole_numbers_and_all_samples(least, more, wide):
     assert (edges % 1 == 0.5).all()
     assert edges[0] < least <= least + more < edges[-1]
     assert wide or len(set(np.diff(edges))) == 1  # bars of equally many lengths: no comb
-
-
-def test_a_bin_for_each_number_of_tiles():
-    assert bin_edges(3, 2).tolist() == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5]
