@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from omnibal.cli.files import check_folder, check_picture, expect, refuse
+from omnibal.cli.files import check_folder, expect, refuse
 from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
 from omnibal.cli.opening import open_run
-from omnibal.cli.options import JsonOption, PictureOption
+from omnibal.cli.options import JsonOption
 from omnibal.cli.output import answer
 from omnibal.errors import ConfigError
-from omnibal.report.lengths import SourceStatistics, lengths_table, plot_lengths, source_statistics
+from omnibal.report.lengths import SourceStatistics, lengths_table, source_statistics
 
 BROKEN_FILE = "broken.json"
 
@@ -42,7 +42,6 @@ def lengths(
     processes: Annotated[
         int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)
     ] = None,
-    plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure all samples of a dataset, save their lengths, show what they are like.
@@ -57,7 +56,6 @@ def lengths(
     --model models/InternVL3-1B-hf
     """
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
-    check_picture("--plot", plot)
     check_folder("out", out)
     options = {"model": model, "images": images, "max-tiles": max_tiles}
     if kind == "ds_config":
@@ -79,26 +77,21 @@ def lengths(
             source, model, image_folder=images, max_tiles=max_tiles, broken=broken or "error",
             processes=processes, cache=folder,
         )  # fmt: skip
-    _say(named, folder, plot, as_json=as_json)
+    _say(named, folder, as_json=as_json)
 
 
-def _say(named: NamedLengths, folder: Path, plot: Path | None, *, as_json: bool) -> None:
-    """Keep, draw and show the lengths."""
+def _say(named: NamedLengths, folder: Path, *, as_json: bool) -> None:
+    """Keep and show the lengths."""
     named.save(folder)
     problems = [asdict(problem) for problem in named.problems]
     (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
-    plots = [] if plot is None else [plot]
-    for path in plots:
-        plot_lengths(named.lengths, named.names, path)
     record = {
         "folder": folder,
         "content_hash": named.lengths.content_hash,
         "all": SourceStatistics.of("all", named.lengths).to_record(),
         "sources": [entry.to_record() for entry in source_statistics(named.lengths, named.names)],
         "broken": problems,
-        "plots": plots,
     }
     whole = [f"all of them: {folder / BROKEN_FILE}"] if problems else []
-    written = ", ".join(map(str, [folder, *plots]))
     table = lengths_table(named.lengths, named.names)
-    answer(record, table, *named.problem_lines(), *whole, f"written: {written}", as_json=as_json)
+    answer(record, table, *named.problem_lines(), *whole, f"written: {folder}", as_json=as_json)

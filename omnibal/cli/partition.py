@@ -96,9 +96,8 @@ class PartitionReport:
     def _figures(self, partition: Partition) -> PartitionFigures:
         """The step under a partition, in figures."""
         plan = replace(self.base, partition=partition, predicted=None)
-        memory = [stage.total for stage in plan.memory(self.profile, self.packing.largest)]
         step = plan.simulate(self.profile, self.packing.steps[0])
-        return PartitionFigures.of(self.profile, partition, step, memory)
+        return PartitionFigures.of(self.profile, plan, step, self.packing.largest)
 
     def to_record(self) -> dict[str, Any]:
         """The report as JSON values."""

@@ -21,7 +21,7 @@ from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
 from omnibal.report.memory import memory_table
-from omnibal.report.stages import cut_of, stage_plan_table
+from omnibal.report.stages import PartitionFigures, cut_of, stage_table
 from omnibal.report.style import make_table
 from omnibal.report.trials import TrialFigures, trials_table
 
@@ -159,8 +159,10 @@ class PlanReport:
         ]
 
     def _explanations(self) -> list[Table]:
-        layers = self.result.choice.model.profile.layers
-        stages = stage_plan_table(self.result.plan, [layer.module for layer in layers])
+        model, plan = self.result.choice.model, self.result.plan
+        packing = model.packing.median_step(model.profile)
+        step = plan.simulate(model.profile, packing.steps[0])
+        stages = stage_table(PartitionFigures.of(model.profile, plan, step, packing.largest).stages)
         return [stages, memory_table(self._memory(), self._budgets), _weighed_table(self.result.tried)]
 
     def _bound(self) -> str:

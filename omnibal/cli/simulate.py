@@ -77,8 +77,7 @@ def simulate(
         plan = replace(plan, schedule=schedule, predicted=None)
     packing = median_packs(run, plan, number=step)
     simulated = plan.simulate(run.profile, packing.steps[0])
-    memory = [stage.total for stage in plan.memory(run.profile, packing.largest)]
-    figures = PartitionFigures.of(run.profile, plan.partition, simulated, memory)
+    figures = PartitionFigures.of(run.profile, plan, simulated, packing.largest)
     written = [] if plot is None else [str(plot)]
     if plot is not None:
         plot_timeline(_panels(simulated), plot)

@@ -30,22 +30,6 @@ LENGTH_CLASSES: Final = 8
 
 
 @dataclass(frozen=True)
-class RankMeans:
-    """What the micro-batches of each rank hold on average, one entry per rank; cost is relative to the mean."""
-
-    vision_units: tuple[float, ...]
-    llm_tokens: tuple[float, ...]
-    llm_cost: tuple[float, ...]
-
-    @classmethod
-    def of(cls, vision: FloatArray, tokens: FloatArray, cost: FloatArray) -> RankMeans:
-        """Of loads by (step, rank, micro-batch)."""
-        means = [values.mean(axis=(0, 2)) for values in (vision, tokens, cost)]
-        means[2] /= max(means[2].mean(), np.finfo(float).tiny)
-        return cls(*(tuple(values.tolist()) for values in means))
-
-
-@dataclass(frozen=True)
 class Largest:
     """The most that a micro-batch holds: what memory must hold."""
 
@@ -84,7 +68,6 @@ class PackingFigures:
     randomness: float
     """χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare."""
     largest: Largest
-    rank_means: RankMeans
     lost: int
     """Samples in no pack, those aside that were left out on purpose."""
     repeated: int
@@ -158,7 +141,6 @@ def measure_packing(
         dist_ratio_cost=dist_ratio(by_rank["cost"]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
         largest=Largest.of(load),
-        rank_means=RankMeans.of(**by_rank),
         lost=int((times == 0).sum()) - left_out,
         repeated=int(np.maximum(times - 1, 0).sum()),
         over_limit=int((over & (packs.sizes > 1)).sum()),
@@ -176,10 +158,6 @@ def mix_labels(lengths: SampleLengths) -> IntArray:
 
 def _number(value: float, form: str) -> str:
     return "–" if math.isnan(value) else format(value, form)
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    return f"{min(values, default=0):{form}} – {max(values, default=0):{form}}"
 
 
 _SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
@@ -200,9 +178,6 @@ _SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
         "χ² of steps (1: shuffled)": lambda entry: _number(entry.randomness, ".2f"),
     },
     {
-        "rank means, vision units": lambda entry: _spread(entry.rank_means.vision_units, ",.2f"),
-        "rank means, LLM tokens": lambda entry: _spread(entry.rank_means.llm_tokens, ",.0f"),
-        "rank means, LLM cost": lambda entry: _spread(entry.rank_means.llm_cost, ".3f"),
         "largest, vision units": lambda entry: f"{entry.largest.vision_units:,}",
         "largest, LLM tokens": lambda entry: f"{entry.largest.llm_tokens:,}",
     },

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
-from omnibal.families.base import Module
-from omnibal.pipeline.partition import Partition
+from omnibal.cost import Load
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
@@ -27,6 +26,8 @@ class StageFigures:
     vision_layers: int
     """The projector among them."""
     language_layers: int
+    recomputed: int
+    """Layers that recompute."""
     memory_bytes: int
     """What a device holds at its peak."""
     forward_seconds: float
@@ -43,12 +44,11 @@ class StageFigures:
     optimizer_seconds: float
 
     @classmethod
-    def of(
-        cls, profile: ModelProfile, partition: Partition, step: StepSimulation, stage: int, memory_bytes: int
-    ) -> StageFigures:
+    def of(cls, profile: ModelProfile, plan: Plan, step: StepSimulation, stage: int, memory_bytes: int) -> StageFigures:
         """A stage of the slowest replica."""
         simulation = step.replicas[step.slowest_replica]
-        layers = [profile.layers[index] for index in partition.layers(stage)]
+        indices = plan.partition.layers(stage)
+        layers = [profile.layers[index] for index in indices]
         vision = sum(layer.module != "language" for layer in layers)
         micro_batches, makespan = simulation.schedule.micro_batches, simulation.makespan_seconds
         idle = float(simulation.idle_seconds[stage])
@@ -59,6 +59,7 @@ class StageFigures:
             last_layer=layers[-1].name,
             vision_layers=vision,
             language_layers=len(layers) - vision,
+            recomputed=sum(plan.recompute[index] != "none" for index in indices),
             memory_bytes=memory_bytes,
             forward_seconds=_seconds(simulation, stage, Operation.F) / micro_batches,
             backward_seconds=_seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
@@ -89,18 +90,16 @@ class PartitionFigures(Figures):
     """Of the slowest replica."""
 
     @classmethod
-    def of(
-        cls, profile: ModelProfile, partition: Partition, step: StepSimulation, memory_bytes: Sequence[int]
-    ) -> PartitionFigures:
-        """Of a step that was simulated under the partition, and what a device of each stage holds at its peak."""
-        stages = enumerate(memory_bytes)
+    def of(cls, profile: ModelProfile, plan: Plan, step: StepSimulation, load: Load) -> PartitionFigures:
+        """Of a step that was simulated under the plan; memory is that of a micro-batch of this load."""
+        stages = enumerate(stage.total for stage in plan.memory(profile, load))
         return cls(
-            boundaries=partition.boundaries,
+            boundaries=plan.partition.boundaries,
             micro_batches=step.replicas[0].schedule.micro_batches,
             step_seconds=step.step_seconds,
             pipeline_seconds=step.pipeline_seconds,
             bubble_ratio=step.bubble_ratio,
-            stages=tuple(StageFigures.of(profile, partition, step, *stage) for stage in stages),
+            stages=tuple(StageFigures.of(profile, plan, step, *stage) for stage in stages),
         )
 
 
@@ -114,50 +113,25 @@ def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> floa
 def stage_table(stages: Sequence[StageFigures]) -> Table:
     """A row per stage: its layers, its peak memory, its time for a micro-batch, and how much of the step it is idle."""
     unit, unit_name = unit_of(row.memory_bytes for row in stages)
-    heads = ("stage", "first layer", "V+L", unit_name, "forward\nms", "backward\nms", "idle\nms", "idle", "in\nflight")
+    heads = (
+        "stage", "first layer", "V+L", "re-\ncomp", unit_name, "forward\nms", "backward\nms", "idle",
+        "in\nflight",
+    )  # fmt: skip
     rows = (
         (
             f"{row.stage}",
             row.first_layer,
             f"{row.vision_layers}+{row.language_layers}",
+            f"{row.recomputed}",
             f"{row.memory_bytes / unit:,.1f}",
             milliseconds(row.forward_seconds),
             milliseconds(row.backward_seconds),
-            f"{1e3 * row.idle_seconds:,.0f}",
             f"{row.idle_ratio:.1%}",
             f"{row.in_flight}",
         )
         for row in stages
     )
     return make_table(heads, rows, words=2)
-
-
-def stage_plan_table(plan: Plan, modules: Sequence[Module]) -> Table:
-    """A row per stage: its layers, how many recompute, its time for a micro-batch, how much of a step it is idle.
-
-    Args:
-        plan: With a prediction.
-        modules: Of the model's layers.
-    """
-    assert plan.predicted is not None
-    heads = ("stage", "V+L", "full", "selective", "forward ms", "backward ms", "recompute ms", "idle")
-    rows = []
-    for stage, row in enumerate(plan.predicted.stages):
-        layers = plan.partition.layers(stage)
-        counted = [layers, *([n for n in layers if plan.recompute[n] == level] for level in ("full", "selective"))]
-        seconds = row.forward_seconds, row.backward_seconds, row.recompute_seconds
-        rows.append((
-            f"{stage}",
-            *(_vision_and_language([modules[layer] for layer in part]) for part in counted),
-            *map(milliseconds, seconds),
-            f"{row.idle_ratio:.1%}",
-        ))  # fmt: skip
-    return make_table(heads, rows)
-
-
-def _vision_and_language(modules: Sequence[Module]) -> str:
-    language = modules.count("language")
-    return f"{len(modules) - language}+{language}"
 
 
 def cut_of(boundaries: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.table import Table
@@ -128,11 +128,11 @@ def titles(axes: Axes, title: str, subtitle: str) -> None:
     axes.annotate(title, (0.5, 1.0), xytext=(0, 18), fontweight="bold", fontsize=11, **style)
 
 
-def whole_numbers(axis: Axis, bins: int | Literal["auto"] = "auto") -> None:
+def whole_numbers(axis: Axis) -> None:
     """Label an axis at whole numbers only, with commas in large ones."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True, nbins=bins))
+    axis.set_major_locator(MaxNLocator(integer=True))
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 

@@ -15,7 +15,7 @@ def test_a_dataset_is_measured_and_saved(omnibal, demo, tmp_path):
     expected = open_dataset(demo.meta, demo.model).lengths()
     saved = SampleLengths.load(tmp_path / "out")
     assert saved.content_hash == expected.content_hash == record["content_hash"]
-    assert set(record) == {"folder", "content_hash", "all", "sources", "broken", "plots"}
+    assert set(record) == {"folder", "content_hash", "all", "sources", "broken"}
     assert [source["name"] for source in record["sources"]] == list(json.loads(demo.meta.read_text()))
     assert sum(source["samples"] for source in record["sources"]) == record["all"]["samples"] == 60
     assert record["all"]["llm_tokens"] == {
@@ -92,10 +92,9 @@ def test_a_second_pass_finds_what_was_measured(omnibal, demo, tmp_path):
 
 
 def test_json_lists_become_a_folder(omnibal, token_lengths, tmp_path):
-    text = omnibal("lengths", token_lengths[0], tmp_path / "out", "--plot", tmp_path / "plots" / "lengths.png").stdout
+    text = omnibal("lengths", token_lengths[0], tmp_path / "out").stdout
     assert "llava_mix" in text
     assert SampleLengths.load(tmp_path / "out").summary == SampleLengths.from_token_lengths(token_lengths[0]).summary
-    assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(refusal, token_lengths, tmp_path):
@@ -103,8 +102,6 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(refusal, 
     blocked = tmp_path / "file" / "deeper"
     line = refusal("lengths", token_lengths[0], blocked)
     assert f"out must be a folder, got {blocked}: {tmp_path / 'file'} is a file" in line
-    line = refusal("lengths", token_lengths[0], tmp_path / "out", "--plot", blocked)
-    assert line.startswith("the folder of --plot must be a folder, got")
 
 
 @pytest.mark.parametrize(

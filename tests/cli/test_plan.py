@@ -65,7 +65,7 @@ def test_a_plan_says_which_step_it_predicts(omnibal, arguments, token_lengths, t
 
 def test_explained(omnibal, arguments, tmp_path):
     output = omnibal("plan", *arguments(), "--limits", "9,4096", "--explain").output
-    for word in ("V+L", "recompute ms", "weights", "samples/s", "above the best partition", "written"):
+    for word in ("V+L", "first layer", "weights", "samples/s", "above the best partition", "written"):
         assert word in output, word
     limits = Plan.load(tmp_path / "out" / "plan.json").limits
     assert (limits.vision_units, limits.llm_tokens) == (9, 4096)

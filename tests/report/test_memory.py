@@ -3,33 +3,14 @@ from dataclasses import replace
 import matplotlib.image
 import numpy as np
 
-from omnibal.data.limits import PackLimits
 from omnibal.memory.footprint import StageMemory
-from omnibal.pipeline.partition import Partition
-from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.report.memory import memory_table, plot_memory, visible_terms
-from omnibal.report.stages import stage_plan_table
 from omnibal.report.style import SERIES, VERMILION
 from tests.report.printed import rows_of, text_of
 
 GIB = 2**30
 MEMORY = [StageMemory(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 0, 5 * GIB, 6 * GIB, 7 * GIB, 2 * GIB) for _ in range(2)]
 WAITING = replace(MEMORY[1], pending=8 * GIB)
-MODULES = ["vision", "projector", "language", "language", "language"]
-PLAN = Plan(
-    PackLimits(9, 4096),
-    8,
-    Partition((0, 2, 5)),
-    ("full", "none", "selective", "full", "full"),
-    Prediction(1.0, 8.0, 0.1, (StagePrediction(0.1234, 0.3, 0.05, 0.125, 0, MEMORY[0]),) * 2),
-)
-
-
-def test_stages_count_layers_by_part_and_level():
-    assert rows_of(stage_plan_table(PLAN, MODULES)) == [
-        ["0", "2+0", "1+0", "0+0", "123.4", "300.0", "50.0", "12.5%"],
-        ["1", "0+3", "0+2", "0+1", "123.4", "300.0", "50.0", "12.5%"],
-    ]
 
 
 def test_memory_term_by_term():
@@ -40,10 +21,10 @@ def test_memory_term_by_term():
     assert [row[5] for row in rows] == ["0.0", "8.0"]
 
 
-def test_tables_fit_a_terminal_of_80_columns():
-    for table in (stage_plan_table(PLAN, MODULES), memory_table([MEMORY[0], WAITING], (60 * GIB, 40 * GIB))):
-        assert "…" not in text_of(table)
-        assert len(rows_of(table, 80)) == 2
+def test_the_table_fits_a_terminal_of_80_columns():
+    table = memory_table([MEMORY[0], WAITING], (60 * GIB, 40 * GIB))
+    assert "…" not in text_of(table)
+    assert len(rows_of(table, 80)) == 2
 
 
 def test_the_picture_shows_every_term_and_the_budget(tmp_path):

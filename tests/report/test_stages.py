@@ -2,10 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from omnibal.cluster import Links
+from omnibal.cluster import Layout, Links
 from omnibal.cost import CostModel, Load
+from omnibal.data.limits import PackLimits
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
+from omnibal.plan import Plan
 from omnibal.report.stages import PartitionFigures, stage_table
 from tests.pipeline.profiles import layer, profile
 from tests.report.printed import rows_of
@@ -18,10 +20,16 @@ def model():
     return profile(layers)
 
 
+def plan_of(boundaries, recompute, micro_batches=1):
+    layout = Layout(len(boundaries) - 1, precision="float32")
+    return Plan(PackLimits(1, 7), micro_batches, Partition(boundaries), recompute, layout=layout)
+
+
 def figures_of(model, partition, micro_batches=2, **options):
     loads = [Load([1] * micro_batches, [1] * micro_batches)]
     step = simulate_step(model, Partition(partition), loads, Links(8), **options)
-    return PartitionFigures.of(model, Partition(partition), step, [2**30] * (len(partition) - 1)), step
+    plan = plan_of(partition, ("full", "full", "none", "none", "none"), micro_batches)
+    return PartitionFigures.of(model, plan, step, loads[0][0]), step
 
 
 def test_figures_of_stages(model):
@@ -48,16 +56,18 @@ def test_figures_are_of_the_slowest_replica():
 
     costs = replace(layer("a"), forward_seconds=CostModel(llm_tokens=1))
     model = profile([costs, replace(costs, name="b")])
-    cut = Partition((0, 1, 2))
-    step = simulate_step(model, cut, [Load(0, [1]), Load(0, [7]), Load(0, [3])], Links(1))
+    plan = plan_of((0, 1, 2), ("none", "none"))
+    step = simulate_step(model, plan.partition, [Load(0, [1]), Load(0, [7]), Load(0, [3])], Links(1))
     assert step.slowest_replica == 1
-    assert [stage.forward_seconds for stage in PartitionFigures.of(model, cut, step, [0, 0]).stages] == [7, 7]
+    assert [stage.forward_seconds for stage in PartitionFigures.of(model, plan, step, Load(0, 7)).stages] == [7, 7]
 
 
 def test_the_table_has_a_row_per_stage(model):
     figures, _ = figures_of(model, (0, 1, 3, 5))
     assert [row[:4] for row in rows_of(stage_table(figures.stages))] == [
-        ["0", "vision_block.0", "1+0", "1.0"],
-        ["1", "vision_block.1", "2+0", "1.0"],
-        ["2", "decoder_block.0", "0+2", "1.0"],
+        ["0", "vision_block.0", "1+0", "1"],
+        ["1", "vision_block.1", "2+0", "1"],
+        ["2", "decoder_block.0", "0+2", "0"],
     ]
+    wide = replace(figures.stages[0], first_layer="decoder_block.103", vision_layers=48, language_layers=80)
+    assert len(rows_of(stage_table([wide] * 2), 80)) == 2
