@@ -5,7 +5,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+from tqdm import tqdm
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
@@ -13,6 +17,10 @@ from omnibal.integrations.loading import Dataset, Loads, PlannedLoads
 
 CHECKED_SAMPLES: Final = 16
 """That every rank reads before training, to see whether they are as they were measured."""
+READ_AT_ONCE: Final = 16
+"""By a process that measures, before it hands on what it found."""
+LENGTHS: Final = "omnibal_lengths"
+"""Of a trainer's ``output_dir``: the folder of lengths that were measured."""
 
 
 def two_samples(lengths: SampleLengths) -> list[int]:
@@ -31,51 +39,81 @@ def refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:
             raise DataError(f"lengths must be those of the dataset's {theirs} samples, got {their_lengths}")
 
 
-def measured(collator: Any, dataset: Dataset) -> SampleLengths:
+class _Reader(TorchDataset[Loads | str]):
+    """Reads samples, and says what is wrong with one in place of its loads."""
+
+    def __init__(self, collator: Any, dataset: Dataset) -> None:
+        self._collator, self._dataset = collator, dataset
+
+    def __getitem__(self, sample: int) -> Loads | str:
+        try:
+            (loads,) = self._collator.measure(self._dataset, [sample])
+        except Exception as error:  # whatever a user's dataset raises, the other ranks wait for an answer
+            return f"sample {sample}: {said(error)}"
+        return loads  # type: ignore[no-any-return]
+
+
+def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLengths:
     """Every sample is read by one of the ranks; what one of them cannot read ends all.
 
     Args:
         collator: Its ``measure`` gives loads.
         dataset: The same on all ranks.
+        num_workers: Processes of each rank that read.
 
     Raises:
-        DataError: The message names the rank and says what it met.
+        DataError: The message names the rank and the sample, and says what it met.
     """
     rank, num_ranks = place()
-    found: list[Loads] | str
+    own = range(rank, len(dataset), num_ranks)
+    options: dict[str, Any] = {"batch_size": READ_AT_ONCE, "collate_fn": list, "num_workers": num_workers}
+    # With a generator of its own: the default one goes on with what trains.
+    loader = DataLoader(_Reader(collator, dataset), sampler=own, generator=torch.Generator(), **options)
+    found: list[Loads] = []
+    problem = None
     try:
-        found = collator.measure(dataset, range(rank, len(dataset), num_ranks))
-    except Exception as error:  # whatever a user's dataset raises, the other ranks wait for an answer
-        found = f"rank {rank}: {said(error)}"
+        with tqdm(total=len(own), desc="lengths", unit=" samples", disable=True if rank else None, delay=1) as bar:
+            for part in loader:
+                problem = next((loads for loads in part if isinstance(loads, str)), None)
+                if problem is not None:
+                    break
+                found += part
+                bar.update(len(part))
+    except RuntimeError as error:  # a worker was killed, as where memory does not suffice
+        problem = said(error)
     loads = np.zeros((len(dataset), 3), dtype=np.int64)
-    for number, part in enumerate(gathered(found)):
-        if isinstance(part, str):
-            raise DataError(part)
-        loads[number::num_ranks] = np.reshape(part, (-1, 3))
+    for number, theirs in enumerate(gathered(np.reshape(found, (-1, 3)) if problem is None else problem)):
+        if isinstance(theirs, str):
+            raise DataError(f"rank {number}: {theirs}")
+        loads[number::num_ranks] = theirs
     vision_units, llm_tokens, target_tokens = loads.T
     return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens)
 
 
-def kept_lengths(collator: Any, dataset: Dataset, folder: Path, *, saves: bool) -> SampleLengths:
+def kept_lengths(
+    collator: Any, dataset: Dataset, folder: Path | None, *, saves: bool, num_workers: int
+) -> SampleLengths:
     """Lengths as they were measured before, or measured now; all ranks together.
 
     Args:
         collator: Its ``measure`` gives loads.
         dataset: The same on all ranks.
-        folder: Where lengths are kept. Those of other data, as far as a few samples tell, are measured again.
+        folder: Where lengths are kept, if they are. Those of other data, as far as a few samples tell, are measured
+            again.
         saves: Whether this rank writes them.
+        num_workers: As of ``measured``.
 
     Raises:
-        DataError: A sample cannot be read; the message names the rank and says what it met.
+        DataError: As of ``measured``.
     """
-    found = SampleLengths.load(folder) if folder.exists() else None
+    found = SampleLengths.load(folder) if folder is not None and folder.exists() else None
     hashes = gathered(None if found is None or len(found) != len(dataset) else found.content_hash)
     if found is not None and hashes[0] is not None and len(set(hashes)) == 1:
         with suppress(DataError):
             refuse_other_lengths(collator, dataset, found)
             return found
-    found = measured(collator, dataset)
-    if saves:
+    found = measured(collator, dataset, num_workers)
+    if folder is not None and saves:
         found.save(folder)
     return found
 
@@ -95,7 +133,7 @@ def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths
     numbers = np.unique(np.linspace(0, len(dataset) - 1, CHECKED_SAMPLES, dtype=np.int64)).tolist()
     try:
         PlannedLoads(lengths).check(numbers, collator.measure(dataset, numbers))
-    except Exception as error:  # as in ``measured``
+    except Exception as error:  # as in ``_Reader``
         problem = f"rank {place()[0]}: {said(error)}"
     for found in gathered(problem):
         if found is not None:

@@ -153,8 +153,15 @@ class PlannedLoads:
     def __init__(self, lengths: SampleLengths, *, absorb: bool = False) -> None:
         self._lengths, self._absorb, self._warned = lengths, absorb, False
 
-    def check(self, samples: Sequence[int], found: Sequence[Loads]) -> None:
+    def check(
+        self, samples: Sequence[int], found: Sequence[tuple[int | None, int, int]], vision_units: int | None = None
+    ) -> None:
         """Compare a pack's samples with the plan.
+
+        Args:
+            samples: Their numbers.
+            found: Their loads; vision units may be None, as where a padded batch has images of all of its samples.
+            vision_units: Of all together, where those of each are not known.
 
         Raises:
             DataError: A sample is longer or shorter than planned, or has other targets; where that is absorbed: the
@@ -162,24 +169,28 @@ class PlannedLoads:
         """
         planned = [self._planned(sample) for sample in samples]
         for sample, expected, loads in zip(samples, planned, found, strict=True):
-            if loads[: len(expected)] != expected:
-                self._note(
-                    f"sample {sample} must have the vision units, LLM tokens and target tokens that were planned, "
-                    f"{expected}, got {loads}; lengths belong to another dataset, the dataset put another sample in "
-                    "its place, or ranks hold different data"
-                )
-        if any(loads[0] for loads in planned) and not any(loads[0] for loads in found):
+            if any(own not in (None, other) for own, other in zip(loads, expected, strict=False)):
+                self._note(f"sample {sample}", f"vision units, LLM tokens and target tokens, {expected}, got {loads}")
+        units = sum(loads[0] or 0 for loads in found) if vision_units is None else vision_units
+        planned_units, numbers = sum(loads[0] for loads in planned), f"samples {', '.join(map(str, samples))}"
+        if planned_units and not units:
             raise DataError(
-                f"samples {', '.join(map(str, samples))} must have an image among them, as planned, got none; "
-                "the other ranks would wait for this one's ViT"
+                f"{numbers} must have an image among them, as planned, got none; the other ranks would wait for this "
+                "one's ViT"
             )
+        if vision_units is not None and units != planned_units:
+            self._note(numbers, f"vision units together, {planned_units}, got {units}")
 
     def _planned(self, sample: int) -> tuple[int, ...]:
         """Target tokens are compared where lengths know them."""
         columns = (self._lengths.vision_units, self._lengths.llm_tokens, self._lengths.target_tokens)
         return tuple(int(column[sample]) for column in columns if column is not None)
 
-    def _note(self, message: str) -> None:
+    def _note(self, name: str, difference: str) -> None:
+        message = (
+            f"{name} must have the planned {difference}; lengths belong to another dataset, the dataset put another "
+            "sample in the place of one, or ranks hold different data"
+        )
         if not self._absorb:
             raise DataError(message)
         if not self._warned:

@@ -6,7 +6,8 @@ host and no transformers is imported here.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -17,16 +18,21 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.integrations.agreement import (
+    LENGTHS,
     gathered,
-    measured,
+    kept_lengths,
     place,
     refuse_other_lengths,
     refuse_unlike_sizes,
     two_samples,
 )
 from omnibal.integrations.loading import Dataset, Drawn, Loads, PackedView, PackSampler, PlannedLoads
-from omnibal.integrations.packing import Collator, PackCollator, check_packed, loss_per_target, positions_of
+from omnibal.integrations.losses import loss_per_target
+from omnibal.integrations.packing import Collator, PackCollator, check_packed, positions_of
 from omnibal.integrations.padded import PaddedSampler
+
+if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
+    from torch.distributed.device_mesh import DeviceMesh
 
 TOKEN_WEIGHT: Final = "token_weight"
 """What a batch says beside the model's arguments: by what the sum of its target tokens' losses is multiplied."""
@@ -148,7 +154,8 @@ def balanced_loader(
     model: torch.nn.Module | None = None,
     measure: Callable[[Any], Loads] = item_loads,
     padded: bool = False,
-    lengths: SampleLengths | None = None,
+    mesh: "DeviceMesh | None" = None,
+    lengths: SampleLengths | Path | None = None,
     micro_batches: int = 1,
     seed: int = 0,
     absorb_other_lengths: bool = False,
@@ -170,7 +177,10 @@ def balanced_loader(
             or pads them itself, as the host's model wants them.
         measure: Vision units, LLM tokens and target tokens of an item, for ``collate`` without ``model``.
         padded: Whether ``collate`` pads the items of a batch to the longest: limits then count the padding.
-        lengths: Of every sample, target tokens among them; by default each is read once, on one of the ranks.
+        mesh: Of the data-parallel ranks, one dimension of a larger one: the others, as those that share tensors, get
+            the same packs. By default every process is a data-parallel rank.
+        lengths: Of every sample, target tokens among them; by default each is read once, by the workers of one of the
+            ranks. A folder keeps what was found for the next start.
         micro_batches: Packs of each rank and step.
         seed: The same seed gives the same epochs.
         absorb_other_lengths: Whether samples that are not as long as planned, as where a dataset puts another one in
@@ -194,13 +204,15 @@ def balanced_loader(
         collator_of = partial(ItemCollator, collate, measure)
     else:
         collator_of = partial(PackCollator, collate, positions_of(model.config))
-    refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
-    lengths = measured(collator_of(), dataset) if lengths is None else lengths
+    refuse_unlike_sizes(len(dataset), len(lengths) if isinstance(lengths, SampleLengths) else None)
+    if not isinstance(lengths, SampleLengths):
+        workers = options.get("num_workers", 0)
+        lengths = kept_lengths(collator_of(), dataset, lengths, saves=place()[0] == 0, num_workers=workers)
     if weigh_tokens and lengths.target_tokens is None:
         raise ConfigError("lengths must have target_tokens for an exact loss, got none")
     if not absorb_other_lengths:
         refuse_other_lengths(collator_of(), dataset, lengths)
-    rank, num_ranks = place()
+    rank, num_ranks = place() if mesh is None else (mesh.get_local_rank(), mesh.size())
     # A filler costs little, and no host then needs to know about parameters without gradients.
     sampler = (PaddedSampler if padded else PackSampler)(
         lengths,
@@ -228,7 +240,7 @@ def replace_loader(trainer: Any, limits: PackLimits, **options: Any) -> PackLoad
 
     Args:
         trainer: Before training. Its ``train_dataset`` and ``data_collator`` are read, and what its arguments say about
-            steps and workers.
+            steps and workers. Lengths that were measured are kept in its ``output_dir``.
         limits: The most a pack may hold.
         options: Of ``balanced_loader``.
 
@@ -245,7 +257,7 @@ def replace_loader(trainer: Any, limits: PackLimits, **options: Any) -> PackLoad
         weigh_tokens=False,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
-        **options,
+        **{"lengths": Path(args.output_dir) / LENGTHS} | options,
     )
     trainer.get_train_dataloader = lambda *_, **__: loader
     return loader

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from omnibal.data.collate import IGNORED, Positions, mrope_positions
 from omnibal.data.lengths import SampleLengths
@@ -165,21 +164,6 @@ def _images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _loads(sample: Mapping[str, Tensor]) -> Loads:
     vision_units = len(sample["pixel_values"]) if "pixel_values" in sample else 0
     return vision_units, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum())
-
-
-def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """Cross entropy of all target tokens over their number in the whole step: what Trainer calls ``compute_loss_func``.
-
-    Args:
-        outputs: Hold ``logits`` (batch, tokens, vocab).
-        labels: (batch, tokens), not shifted.
-        num_items_in_batch: Target tokens of all ranks and micro-batches of the step; by default those at hand.
-    """
-    targets = labels[:, 1:]
-    counted = targets != IGNORED
-    losses = functional.cross_entropy(outputs["logits"][:, :-1][counted].float(), targets[counted], reduction="sum")
-    total = counted.sum() if num_items_in_batch is None else num_items_in_batch
-    return losses / max(total, 1)
 
 
 def check_packed(

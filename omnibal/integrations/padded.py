@@ -7,7 +7,6 @@ stay those that were planned, and are dealt to its micro-batches anew, sorted by
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-from warnings import warn
 
 import numpy as np
 from torch import Tensor, ones_like
@@ -19,7 +18,7 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import DataError
-from omnibal.integrations.loading import Drawn, PackSampler
+from omnibal.integrations.loading import Drawn, Loads, PackSampler, PlannedLoads
 from omnibal.integrations.packing import Collator, unpadded_images
 
 PLANNED_SHARE: Final = 0.75
@@ -137,7 +136,8 @@ class PaddedCollator:
     """
 
     def __init__(self, collate: Collator, lengths: SampleLengths | None = None, *, absorb: bool = False) -> None:
-        self._collate, self._lengths, self._absorb = collate, lengths, absorb
+        self._collate = collate
+        self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
     def __call__(self, drawn: Drawn) -> dict[str, Any]:
         """The arguments of the model's forward pass, and the labels.
@@ -146,36 +146,21 @@ class PaddedCollator:
             DataError: As of ``measure``; or samples have other lengths than were planned.
         """
         batch = self._collated(drawn.items)
-        if self._lengths is not None:
-            self._check(drawn.samples, batch, self._lengths)
+        if self._planned is not None:  # rows tell their tokens, images only how many there are in all
+            rows = [(None, *row) for row in _rows(batch)]
+            self._planned.check(drawn.samples, rows, _units(batch))
         if drawn.has_filler:
             batch["labels"][-1] = IGNORED
         return batch
 
-    def _check(self, samples: Sequence[int], batch: Mapping[str, Tensor], lengths: SampleLengths) -> None:
-        """Rows tell their tokens, images only how many there are in all."""
-        numbers = list(samples)
-        planned, planned_units = lengths.llm_tokens[numbers].tolist(), int(lengths.vision_units[numbers].sum())
-        found, units = _row_lengths(batch), _units(batch)
-        if (found, units) == (planned, planned_units):
-            return
-        message = (
-            f"samples {', '.join(map(str, samples))} must have the LLM tokens and together the vision units that were "
-            f"planned, {planned} and {planned_units}, got {found} and {units}; lengths belong to another dataset, or "
-            "the dataset put another sample in the place of one"
-        )
-        if not self._absorb or (planned_units and not units):  # other ranks would wait for this one's ViT
-            raise DataError(message)
-        warn(f"{message}; trained as it is", stacklevel=2)
-
-    def measure(self, dataset: Any, numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
         """Vision units, LLM tokens and target tokens of some samples: reads each of them once.
 
         Raises:
             DataError: The collator gives no ids or labels.
         """
         batches = (self._collated([dataset[number]]) for number in numbers)
-        return [(_units(batch), _row_lengths(batch)[0], _targets(batch)) for batch in batches]
+        return [(_units(batch), *_rows(batch)[0]) for batch in batches]
 
     def _collated(self, items: Sequence[Any]) -> dict[str, Any]:
         batch = {name: value for name, value in self._collate(list(items)).items() if value is not None}
@@ -186,15 +171,11 @@ class PaddedCollator:
         return batch
 
 
-def _row_lengths(batch: Mapping[str, Tensor]) -> list[int]:
-    """Tokens of each row of a padded batch."""
-    mask = batch.get("attention_mask")
-    lengths: list[int] = (ones_like(batch["input_ids"]) if mask is None else mask != 0).sum(dim=1).tolist()
-    return lengths
-
-
-def _targets(fields: Mapping[str, Tensor]) -> int:
-    return int((fields["labels"] != IGNORED).sum())
+def _rows(batch: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """Tokens and target tokens of each row of a padded batch."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    tokens = (ones_like(ids) if mask is None else mask != 0).sum(dim=1).tolist()
+    return list(zip(tokens, (batch["labels"] != IGNORED).sum(dim=1).tolist(), strict=True))
 
 
 def _units(fields: Mapping[str, Tensor]) -> int:

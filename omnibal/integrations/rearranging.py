@@ -18,7 +18,7 @@ from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.integrations.failures import failures_reach_all_ranks
-from omnibal.integrations.packing import loss_per_target
+from omnibal.integrations.losses import loss_per_target
 
 Sample = Mapping[str, Tensor]
 

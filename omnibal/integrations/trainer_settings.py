@@ -1,5 +1,9 @@
 """What a transformers.Trainer's settings say to packs: who shares the work, and what would break them."""
 
+from typing import Final
+
+import transformers
+from packaging.version import Version
 from transformers import Trainer
 
 from omnibal.advise.memory import RankMemory
@@ -10,13 +14,22 @@ from omnibal.errors import ConfigError
 from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 
+FLOOR: Final = "5.23"
+"""The oldest transformers that the tests run with: ``balance`` changes what Trainer does inside."""
+
 
 def layout_of(trainer: Trainer) -> Layout:
     """How the trainer's ranks share their work."""
     if trainer.is_deepspeed_enabled:
         layouts: tuple[Layout, ...] = ("ddp", "zero1", "zero2", "zero3")
         return layouts[int(trainer.accelerator.state.deepspeed_plugin.zero_stage)]
-    return "fsdp" if trainer.is_fsdp_enabled else "ddp"
+    return "fsdp" if trainer.is_fsdp_enabled or _of_mesh(trainer, "fsdp_size") > 1 else "ddp"
+
+
+def _of_mesh(trainer: Trainer, name: str) -> int:
+    """A size of the mesh that ``from_pretrained(distributed_config=...)`` has laid the model on."""
+    config = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
+    return int(getattr(config, name, None) or 1)
 
 
 def replicas_of(trainer: Trainer) -> tuple[int, int]:
@@ -66,6 +79,11 @@ def refuse_settings(trainer: Trainer) -> None:
     Raises:
         ConfigError: There is such a setting; the message names it and what it must be.
     """
+    if Version(transformers.__version__) < Version(FLOOR):
+        raise ConfigError(
+            f"transformers must be {FLOOR} or newer, got {transformers.__version__}; "
+            "omnibal.integrations.loops.replace_loader serves older ones"
+        )
     args, kind = trainer.args, type(trainer)
     if "get_train_dataloader" in vars(trainer):
         raise ConfigError("balance must be called once for a trainer, got one that trains on packs")
@@ -80,6 +98,7 @@ def refuse_settings(trainer: Trainer) -> None:
         "auto_find_batch_size": (args.auto_find_batch_size, False),
         "context-parallel ranks": (trainer.get_cp_size(), 1),
         "sequence-parallel ranks": (trainer.get_sp_size(), 1),
+        "pipeline-parallel ranks": (_of_mesh(trainer, "pp_size"), 1),
         "n_gpu of a process": (max(args.n_gpu, 1), 1),
     }
     for name, (value, expected) in settings.items():
@@ -88,11 +107,6 @@ def refuse_settings(trainer: Trainer) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not hasattr(model, "config"):
         raise ConfigError(f"model must be one of transformers' to train on packs, got {type(model).__name__}")
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ConfigError(
-            "output_router_logits must be False to train on packs, got True; the loss is that of the tokens alone, "
-            "and a router's loss beside it would be lost"
-        )
     if trainer.compute_loss_func is not None:
         raise ConfigError(
             "compute_loss_func must be None to train on packs, got one; their loss is exact over all tokens"

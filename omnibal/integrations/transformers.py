@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch.utils.data import IterableDataset
@@ -15,6 +15,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.resume import check_agreement
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.agreement import (
+    LENGTHS,
     gathered,
     kept_lengths,
     refuse_other_lengths,
@@ -24,7 +25,8 @@ from omnibal.integrations.agreement import (
 from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
 from omnibal.integrations.loading import PackedView, PackSampler
 from omnibal.integrations.loops import PackLoader
-from omnibal.integrations.packing import PackCollator, loss_per_target, positions_of
+from omnibal.integrations.losses import Reduction, StepLoss
+from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.searched import limits_for
 from omnibal.integrations.trainer_hooks import PacksCallback, check_model, load_by_names_on_disk, log_figures
@@ -37,12 +39,9 @@ from omnibal.integrations.trainer_settings import (
     replicas_of,
     wants_all_gradients,
 )
-from omnibal.integrations.weighted import Reduction, WeightedLoss, check_reduction
 from omnibal.profile.records import ModelProfile
 
 Packing = PackCollator | PaddedCollator
-LENGTHS: Final = "omnibal_lengths"
-"""Of ``output_dir``: the folder of lengths that were counted."""
 
 
 @overload
@@ -79,8 +78,9 @@ def balance(
     Call it on all ranks before ``trainer.train()``. It wraps the trainer's collator and replaces its training loader
     and loss; evaluation keeps its own batches. A pack is a micro-batch, so ``per_device_train_batch_size`` no longer
     counts: a step holds ``gradient_accumulation_steps`` packs of every rank. The loss of a step is the mean over all of
-    its target tokens, on all ranks and in all packs, whatever the model makes of it otherwise. A run goes on from
-    Trainer's own checkpoints, on as many ranks, with the samples that would have followed.
+    its target tokens, on all ranks and in all packs, whatever the model makes of it otherwise; a router's loss is added
+    where the model asks for it (``StepLoss``). A run goes on from Trainer's own checkpoints, on as many ranks, with the
+    samples that would have followed.
 
     For one process, DDP, DeepSpeed's ZeRO 1, 2 and 3 and FSDP. A pack without an image runs one of another sample along
     where other ranks run the ViT: none waits for another.
@@ -90,8 +90,8 @@ def balance(
         limits: The most a pack may hold; by default they are searched, so that a step holds about as many samples as
             the trainer's settings say.
         lengths: Of every sample of the training dataset, in ``pixel_values`` rows (tiles or patches) and
-            ``input_ids``; by default each sample is read once, on one of the ranks, to count them, and what was found
-            is kept in ``output_dir``.
+            ``input_ids``; by default each sample is read once, by the workers of one of the ranks, to count them, and
+            what was found is kept in ``output_dir``.
         check_lengths: Whether a sample that is not as long as planned ends the run, as plans are no better than
             lengths; if not, it is trained with a warning, unless other ranks would wait for its image.
         padded: Whether batches stay padded, made by the trainer's collator alone: for models whose attention cannot be
@@ -114,10 +114,13 @@ def balance(
         InfeasibleError: The memory does not suffice for the largest sample.
     """
     refuse_settings(trainer)
-    check_reduction(loss_reduction)
+    loss = StepLoss(trainer, loss_reduction)
     if rearrange:
-        if lengths is not None or padded or loss_reduction != "token" or memory_gib is not None:
-            raise ConfigError("rearrange must stand without lengths, padded, loss_reduction and memory_gib, got one")
+        if lengths is not None or padded or loss_reduction != "token" or memory_gib is not None or loss.routes:
+            raise ConfigError(
+                "rearrange must stand without lengths, padded, loss_reduction, memory_gib and output_router_logits, "
+                "got one"
+            )
         rearrange_samples(trainer, limits)
         return None
     args, dataset = trainer.args, _sized_dataset(trainer)
@@ -126,7 +129,8 @@ def balance(
     collator_of = partial(PaddedCollator if padded else packing, collate=trainer.data_collator)
     refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
     if lengths is None:
-        lengths = kept_lengths(collator_of(), dataset, Path(str(args.output_dir)) / LENGTHS, saves=args.should_save)
+        options = {"saves": args.should_save, "num_workers": args.dataloader_num_workers}
+        lengths = kept_lengths(collator_of(), dataset, Path(str(args.output_dir)) / LENGTHS, **options)
     hashes = [{"rank": rank, "lengths": found} for rank, found in enumerate(gathered(lengths.content_hash))]
     check_agreement(hashes, num_replicas=args.world_size)  # before what may fail on one rank alone
     rank, num_replicas = replicas_of(trainer)
@@ -155,7 +159,7 @@ def balance(
         refuse_other_lengths(collator_of(), dataset, lengths)
     costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
     _equip(trainer, dataset, sampler, collator_of(lengths=lengths, absorb=not check_lengths), costs)
-    trainer.compute_loss_func = loss_per_target if loss_reduction == "token" else WeightedLoss(trainer, loss_reduction)
+    loss.install()
     if trainer.is_world_process_zero():
         schedule = Schedule(args.per_device_train_batch_size, args.num_train_epochs, args.max_steps)
         print(describe(sampler, limits, costs, layout_of(trainer), schedule))
@@ -209,5 +213,8 @@ def _sized_dataset(trainer: Trainer) -> Any:
     dataset = trainer.train_dataset
     if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         found = type(dataset).__name__
-        raise DataError(f"train_dataset must have a length and be read by index, got {found}; packs are planned ahead")
+        raise DataError(
+            f"train_dataset must have a length and be read by index, got {found}; packs are planned ahead, but "
+            "balance(trainer, rearrange=True) takes streams"
+        )
     return dataset

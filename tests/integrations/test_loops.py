@@ -1,7 +1,9 @@
 """What is common to all training loops; tests/integrations/test_hosts.py trains in them."""
 
+import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
+from omnibal.integrations import agreement
 from omnibal.integrations.loading import Drawn, PlannedLoads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, balanced_loader, item_loads, pack_loss
 from omnibal.integrations.padded import PaddedSampler
@@ -74,6 +77,48 @@ def test_a_collator_of_many_items_gets_the_items_of_a_pack():
     assert any(pack.filler is not None for pack in loader.pack_sampler)
 
 
+class Noting(list):
+    """Notes how often this process reads."""
+
+    read = 0
+
+    def __getitem__(self, sample):
+        self.read += 1
+        return super().__getitem__(sample)
+
+
+def test_workers_count_lengths_and_a_folder_keeps_them(tmp_path, monkeypatch):
+    items, torch_state = Noting(items_of("internvl")), torch.get_rng_state()
+    start = partial(balanced_loader, items, list, LIMITS, weigh_tokens=False)
+    serial = start().pack_sampler.lengths
+    assert items.read == 2 * len(items)  # counted, and compared
+    counted = start(num_workers=1, lengths=tmp_path / "lengths").pack_sampler.lengths
+    assert items.read == 3 * len(items)
+    monkeypatch.setattr(agreement, "measured", None)
+    kept = start(lengths=tmp_path / "lengths").pack_sampler.lengths
+    assert serial.content_hash == counted.content_hash == kept.content_hash
+    assert torch.equal(torch.get_rng_state(), torch_state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read_is_named(workers):
+    items = [*items_of("internvl")[:3], {"input_ids": None}]
+    with pytest.raises(DataError, match=r"^rank 0: sample 3: KeyError: 'labels'$"):
+        balanced_loader(items, list, LIMITS, weigh_tokens=False, num_workers=workers)
+
+
+class Deadly(list):
+    """Ends the worker that reads it, as the system does where memory does not suffice."""
+
+    def __getitem__(self, sample):
+        os._exit(1)
+
+
+def test_a_worker_that_is_killed_ends_the_start():
+    with pytest.raises(DataError, match=r"^rank 0: RuntimeError: DataLoader worker .* exited unexpectedly"):
+        balanced_loader(Deadly(items_of("internvl")), list, LIMITS, weigh_tokens=False, num_workers=1)
+
+
 class Replacing(list):
     """Puts its neighbour in the place of a sample that it can read no more."""
 
@@ -92,7 +137,7 @@ def replaced(broken, **options):
 
 
 def test_a_dataset_that_replaces_samples_is_refused_or_absorbed():
-    with pytest.raises(DataError, match=r"sample 6 must have .* planned, .* got .*the dataset put another sample in"):
+    with pytest.raises(DataError, match=r"sample 6 must have the planned .* got .*the dataset put another sample in"):
         replaced({6})
     with pytest.warns(UserWarning, match="sample .* must have .* trained as it is") as warned:
         drawn = replaced({4, 9}, absorb_other_lengths=True)

@@ -8,7 +8,8 @@ from omnibal.data.packs import Packs
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loading import Drawn, PackSampler
-from omnibal.integrations.packing import loss_per_target, positions_of
+from omnibal.integrations.losses import loss_per_target
+from omnibal.integrations.packing import positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler, deal_padded
 from tests.integrations.items import UNPACKED, Collate, config_of, items_of
 from tests.vlm.families import plain_family_model
@@ -132,10 +133,13 @@ def test_other_samples_than_planned_are_named():
     assert lengths.vision_units[:3].tolist() == [2, 0, 4]
     checked = PaddedCollator(Collate("idefics3"), lengths)
     assert checked(Drawn((0, 2), (items[0], items[2]), has_filler=False))["pixel_values"].shape[:2] == (2, 4)
-    with pytest.raises(DataError, match=r"samples 0, 1 must have the LLM tokens .* planned, \[15, 5\] and 2, got"):
+    with pytest.raises(DataError, match=r"sample 1 must have the planned .*, \(0, 5\), got \(None, 12, 6\)"):
         checked(Drawn((0, 1), (items[0], items[4]), has_filler=False))
+    fewer = items[2] | {"pixel_values": items[2]["pixel_values"][:, :2]}
+    with pytest.raises(DataError, match="samples 0, 2 must have the planned vision units together, 6, got 4"):
+        checked(Drawn((0, 2), (items[0], fewer), has_filler=False))
     absorbing = PaddedCollator(Collate("idefics3"), lengths, absorb=True)
-    with pytest.warns(UserWarning, match=r"samples 0, 2 must have .* trained as it is"):
+    with pytest.warns(UserWarning, match=r"sample 2 must have .* trained as it is"):
         assert absorbing(Drawn((0, 2), (items[0], items[3]), has_filler=False))["pixel_values"].shape[:2] == (2, 2)
     with pytest.raises(DataError, match="samples 0 must have"):  # other ranks run the ViT
         absorbing(Drawn((0,), (items[1],), has_filler=False))

@@ -48,8 +48,9 @@ def swift(monkeypatch):
 
 
 @pytest.fixture
-def trainer():
+def trainer(tmp_path):
     numbers = {"gradient_accumulation_steps": 2, "seed": 0, "dataloader_num_workers": 0, "dataloader_pin_memory": False}
+    numbers["output_dir"] = str(tmp_path)
     trainer = Mixin()
     vars(trainer).update(args=SimpleNamespace(**numbers), train_dataset=items_of("internvl"), data_collator=list)
     return trainer

@@ -12,11 +12,12 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("accelerate")
 
 from transformers import Trainer
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.packing import loss_per_target
+from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.trainer_settings import replicas_of
 from omnibal.integrations.transformers import balance
 from tests.engine.launch import launch
@@ -44,10 +45,11 @@ CASES = [
     Case("qwen2_5_vl", "zero2", lora=True),
     Case("internvl", "zero2", frozen_vision=True, loss_reduction="square", padded=True, options=EVERY),
     Case("internvl", "zero3", options=WORKERS),
-    Case("qwen3_vl_moe", "zero3", lora=True, options=EVERY | RECOMPUTES),
+    Case("qwen3_vl_moe", "zero3", lora=True, router_factor=1.0, options=EVERY | RECOMPUTES),
     Case("internvl", "zero3", samples=3),
     Case("internvl", "fsdp", samples=3),
     Case("qwen2_5_vl", "fsdp", lora=True, options=EVERY | RECOMPUTES),
+    Case("internvl", "tp"),
 ]
 """Every way to share the work meets packs without an image beside packs with one, and packs without a sample."""
 RESUMED = [
@@ -57,13 +59,15 @@ RESUMED = [
 ]
 
 
-def check_exact(case, folder):
+def check_exact(case, folder, limits=None):
     """Three steps: gradients and weights of plain transformers on the same samples, one by one."""
     plain, items = case.plain(), items_of(case.family)
     trainer = trainer_of(case, folder, max_steps=3)
     weights = Weights(trainer)
     trainer.add_callback(weights)
-    sampler = balance(trainer, LIMITS[case.family], loss_reduction=case.loss_reduction, padded=case.padded)
+    limits = limits or LIMITS[case.family]
+    sampler = balance(trainer, limits, loss_reduction=case.loss_reduction, padded=case.padded)
+    assert sampler.num_replicas == (1 if case.layout == "tp" else trainer.args.world_size)
     trainer.train()
 
     backward = plain_backward if case.loss_reduction == "token" else square_backward
@@ -76,6 +80,8 @@ def check_exact(case, folder):
         packs = sampler.packs_of_all_ranks(number % sampler.num_steps)
         fillers += [(len(pack) == 0, pack.filler) for pack in packs if pack.filler is not None]
         backward(plain, [items[sample] for pack in packs for sample in pack])
+        if case.router_factor:
+            router_backward(plain, [[items[sample] for sample in pack] for pack in packs if pack], case.router_factor)
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
         found = {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
         assert_close(found, gradients, atol=1e-5)
@@ -93,6 +99,15 @@ def square_backward(plain, samples):
     for sample, root in zip(samples, roots, strict=True):
         logits = plain(**plain_inputs(sample)).logits[0, :-1]
         (torch.nn.functional.cross_entropy(logits, sample["labels"][1:]) * root / sum(roots)).backward()
+
+
+def router_backward(plain, packs, factor):
+    """transformers' loss of the routers on each pack's samples, run one by one, by its share of the tokens."""
+    total = sum(len(sample["input_ids"]) for pack in packs for sample in pack)
+    for pack in packs:
+        runs = [plain(**plain_inputs(sample), output_router_logits=True).router_logits for sample in pack]
+        layers = tuple(torch.cat(layer) for layer in zip(*runs, strict=True))
+        (factor * len(layers[0]) / total * load_balancing_loss_func(layers, layers[0].shape[1], 2)).backward()
 
 
 def check_epochs_and_resume(case, folder):
@@ -136,7 +151,7 @@ def check_unlike_data(folder):
         balance(trainer, LIMITS["internvl"], lengths=lengths)
     if trainer.args.process_index:
         trainer.train_dataset.items[3] = None
-    with pytest.raises(DataError, match="rank 1: TypeError: 'NoneType' object"):
+    with pytest.raises(DataError, match="rank 1: sample 3: TypeError: 'NoneType' object"):
         balance(trainer, LIMITS["internvl"])
     if trainer.args.process_index:
         trainer.train_dataset.items.pop()
@@ -226,7 +241,7 @@ def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
     trainer_of("internvl", tmp_path, **options).train()
     trainer = trainer_of("internvl", tmp_path, max_steps=2)
     balance(trainer, LIMITS["internvl"])
-    with pytest.raises(ConfigError, match="the checkpoint must have been saved under balance, got one of other"):
+    with pytest.raises(ConfigError, match="the checkpoint must have been saved under balance as it is called now"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -306,6 +321,12 @@ def test_unknown_reductions_and_memory_of_uncounted_models_are_refused(tmp_path)
         balance(trainer_of("idefics3", tmp_path), memory_gib=8)
 
 
+def test_an_older_transformers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.12.1")
+    with pytest.raises(ConfigError, match=r"transformers must be 5.23 or newer, got 5.12.1; .*replace_loader"):
+        balance(trainer_of("internvl", tmp_path), LIMITS["internvl"])
+
+
 def test_sixteen_bits_are_checked_as_such(tmp_path):
     trainer = trainer_of("internvl", tmp_path, max_steps=1, bf16=True)
     balance(trainer, LIMITS["internvl"])
@@ -313,11 +334,25 @@ def test_sixteen_bits_are_checked_as_such(tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_a_router_with_a_loss_of_its_own_is_refused(tmp_path):
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_router_is_trained_as_plain_transformers_would(padded, tmp_path):
+    limits = PackLimits(600, 130) if padded else LIMITS["qwen3_vl_moe"]
+    case = Case("qwen3_vl_moe", router_factor=2.0, padded=padded, options={"gradient_accumulation_steps": 3})
+    check_exact(case, tmp_path, limits)
+    trainer = trainer_of(case, tmp_path, eval_dataset=items_of(case.family)[:3])
+    balance(trainer, limits, padded=padded)
+    (batch,) = trainer.get_eval_dataloader()
+    with torch.no_grad():
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.model(**batch).loss.item(), rel=1e-5)
+
+
+def test_a_router_whose_loss_nobody_knows_is_refused(tmp_path):
     trainer = trainer_of("internvl", tmp_path)
     trainer.model.config.text_config.output_router_logits = True
-    with pytest.raises(ConfigError, match="output_router_logits must be False"):
+    with pytest.raises(ConfigError, match="output_router_logits must be False for a model_type other than qwen3_vl_"):
         balance(trainer, LIMITS["internvl"])
+    with pytest.raises(ConfigError, match=r"rearrange must stand without .* output_router_logits, got one"):
+        balance(trainer_of(Case("qwen3_vl_moe", router_factor=1.0), tmp_path), rearrange=True)
 
 
 def test_evaluation_keeps_its_batches(tmp_path):
@@ -336,22 +371,48 @@ class Endless(IterableDataset):
         return iter(())
 
 
-class Own(Trainer):
-    def get_train_dataloader(self):
-        return super().get_train_dataloader()
+def own(method):
+    """A kind of Trainer with a method of its own."""
+    return type("Own", (Trainer,), {method: lambda *_: None})
+
+
+def with_video(items):
+    return Collate("internvl")(items) | {"video_grid_thw": torch.ones(1, 3)}
 
 
 @pytest.mark.parametrize(
     ("options", "change", "error", "message"),
     [
-        ({"train_sampling_strategy": "group_by_length"}, {}, ConfigError, "train_sampling_strategy must be random"),
+        *[
+            (
+                {"train_sampling_strategy": name},
+                {},
+                ConfigError,
+                f"train_sampling_strategy must be random .* got {name}",
+            )
+            for name in ("group_by_length", "batch_rebalance")
+        ],
         ({"remove_unused_columns": True}, {}, ConfigError, "remove_unused_columns must be False"),
         ({"label_smoothing_factor": 0.1}, {}, ConfigError, r"label_smoothing_factor must be 0.0 .* got 0.1"),
         ({"auto_find_batch_size": True}, {}, ConfigError, "auto_find_batch_size must be False"),
         ({}, {"get_train_dataloader": min}, ConfigError, "balance must be called once for a trainer"),
         ({}, {"compute_loss_func": min}, ConfigError, "compute_loss_func must be None"),
-        ({}, {"__class__": Own}, ConfigError, "trainer must have Trainer's own get_train_dataloader, got that of Own"),
-        ({}, {"train_dataset": Endless()}, DataError, "train_dataset must have a length and be read by index"),
+        *[
+            ({}, {"__class__": own(method)}, ConfigError, f"trainer must have Trainer's own {method}, got that of Own")
+            for method in ("get_train_dataloader", "_get_train_sampler", "compute_loss", "training_step")
+        ],
+        (
+            {},
+            {"train_dataset": Endless()},
+            DataError,
+            r"train_dataset must have a length and .*; .*rearrange=True\) takes streams",
+        ),
+        (
+            {},
+            {"data_collator": with_video},
+            DataError,
+            "rank 0: sample 0: data_collator must give .* got .*video_grid_thw",
+        ),
         ({}, {"train_dataset": None}, DataError, "train_dataset must have a length and be read by index, got NoneType"),
     ],
 )
@@ -399,5 +460,5 @@ def test_lengths_of_another_dataset_are_refused(tmp_path):
     balanced = partial(balance, trainer_of("internvl", tmp_path), PackLimits(7, 60))
     with pytest.raises(DataError, match="lengths must be those of the dataset's 11 samples, got 2"):
         balanced(lengths=SampleLengths([1, 1], [9, 9]))
-    with pytest.raises(DataError, match="rank 0: sample 0 must have the vision units, LLM tokens and target tokens"):
+    with pytest.raises(DataError, match="rank 0: sample 0 must have the planned vision units"):
         balanced(lengths=SampleLengths([1] * 11, [9] * 11))

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from omnibal.data.limits import PackLimits
@@ -35,7 +36,7 @@ LAYERS = {"internvl": ["Qwen2DecoderLayer", "InternVLVisionLayer"], "qwen2_5_vl"
 
 @dataclass(frozen=True)
 class Case:
-    """How a small model is trained: the ranks' way to share (``"ddp"``, ``"zero1"``, …, ``"fsdp"``), and the rest."""
+    """How a small model is trained: how ranks share it (``"ddp"``, ``"zero1"``, …, ``"fsdp"``, ``"tp"``), and more."""
 
     family: str
     layout: str = "ddp"
@@ -43,6 +44,7 @@ class Case:
     lora: bool = False
     samples: int | None = None
     loss_reduction: str = "token"
+    router_factor: float = 0.0  # of the loss that a mixture of experts has beside that of the tokens
     padded: bool = False
     born_sharded: bool = False  # as from_pretrained makes a model under ZeRO 3
     options: dict = field(default_factory=dict)
@@ -63,7 +65,11 @@ class Case:
 
     def model(self):
         """The same weights at each call."""
-        model = plain_family_model(config_of(self.family))
+        config = config_of(self.family)
+        if self.router_factor:
+            text = {"output_router_logits": True, "router_aux_loss_coef": self.router_factor}
+            vars(config.text_config).update(text)
+        model = plain_family_model(config)
         if self.frozen_vision:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("vision_tower" not in name and "visual" not in name)
@@ -125,9 +131,15 @@ def trainer_of(case, folder, *, eval_dataset=None, **options):
             **options,
         },
     )
-    if case.layout == "fsdp":  # Accelerate shards on what it takes for GPUs only
+    if case.layout in ("fsdp", "tp"):  # Accelerate shards on what it takes for GPUs only
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     model = case.model() if model is None else model
+    if case.layout == "tp":
+        saved = folder / "plain"
+        model.save_pretrained(saved)  # by the first rank
+        dist.barrier()
+        shared = DistributedConfig(tp_size=arguments.world_size)
+        model = type(model).from_pretrained(saved, distributed_config=shared, attn_implementation="sdpa")
     dataset = Items(case.family, case.samples)
     data = {"data_collator": Collate(case.family), "train_dataset": dataset, "eval_dataset": eval_dataset}
     return Trainer(model, arguments, **data)

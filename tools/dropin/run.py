@@ -3,6 +3,9 @@
 Seconds are processor time of a rank's forward and backward passes, so other work on the machine hardly counts; a step
 takes as long as its slowest rank. Gradients are exchanged and weights updated untimed: both are the same for all. Ways
 do not train the same samples in the same steps, so samples are counted by their work: 1 is a sample of average work.
+
+All ways train as many samples a step, in as few micro-batches as the default's memory allows. Their losses are compared
+on samples that none of them trains.
 """
 
 import argparse
@@ -12,7 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +34,23 @@ from transformers import (
 )
 from ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, rebalance
 
+from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.integrations.loading import Drawn
-from omnibal.integrations.packing import PackCollator, loss_per_target, positions_of
+from omnibal.integrations.losses import loss_per_target
+from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.vlm.attention import PACKED_ATTENTION
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "sampling")]
 from data import real_lengths  # noqa: E402
 
-RANKS, SAMPLES, SHORTER = 2, 4000, 16
-"""SHORTER: so many times fewer patches in a tile, and tokens in a text, than in the data."""
+RANKS, SAMPLES, SHORTER, BATCH = 2, 4000, 16, 4
+"""SHORTER: so many times fewer patches in a tile, and tokens in a text, than in the data. BATCH: the default's."""
+HELD_OUT, LOOKS = 40, 4
+"""Samples that nobody trains, and how often in a run their loss is looked at."""
+FITTED, ROOM = 24, 1.02
+"""Micro-batches that tell what a load keeps, and how far above the default's memory a way may be by that."""
 IMAGE_TOKEN, PAD_TOKEN, VOCABULARY, WORDS = 3, 0, 512, 32
 TILE, PATCH, TILE_TOKENS = 56, 7, 16
 
@@ -153,6 +163,7 @@ class Trained:
     samples: list[int] = field(default_factory=list)
     work: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
 
 
 @contextmanager
@@ -217,26 +228,77 @@ def batch_of(group: list[int], way: Way, samples: Samples, collator: PackCollato
     return collator(Drawn(tuple(group), tuple(items), has_filler=False))
 
 
+def kept_by(kind: str, samples: Samples, task: Task, *, padded: bool) -> CostModel:
+    """What a micro-batch's activations keep, fitted to the default's and to packs of the same samples."""
+    model = model_of(kind, packed=not padded)
+    collator = PackCollator(samples.collate, positions_of(model.config))
+    groups = [group for step in default(task).steps for rank in step for group in rank]
+    groups = [group[: 1 + number % len(group)] for number, group in enumerate(groups[:FITTED])]
+    way, values = Way("", padded, [[groups]]), []
+    for group in groups:
+        batch = batch_of(group, way, samples, collator)
+        labels = batch.pop("labels")
+        with kept_bytes(model) as kept:
+            loss_per_target(model(**batch), labels)
+            values.append(float(kept()))
+    return CostModel.fit(way.load(samples.lengths).ravel(), values)
+
+
+def within(most_bytes: float, build: Callable[[Task], Way], task: Task, kept: dict[bool, CostModel]) -> Way:
+    """A way with as few micro-batches a step as the memory allows, and as many samples."""
+    samples = task.batch * task.micro_batches
+    for micro_batches in (number for number in range(1, samples + 1) if samples % number == 0):
+        way = build(replace(task, micro_batches=micro_batches, batch=samples // micro_batches))
+        if fullest(way, task.lengths, kept[way.padded]) <= most_bytes * ROOM:
+            return way
+    raise SystemExit(f"{way.name} must fit into {most_bytes / 2**20:.0f} MiB, got more with one sample at a time")
+
+
+def fullest(way: Way, lengths: SampleLengths, kept: CostModel) -> float:
+    """Bytes of its largest micro-batch."""
+    load: Load = way.load(lengths)
+    return float(kept(load.ravel()).max())
+
+
+def look(trained: Trained, samples: Samples, collator: PackCollator) -> None:
+    """Note the loss of a target token of the samples that were held out; ranks share them."""
+    count = len(samples.lengths)
+    own = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for number in range(count - HELD_OUT + dist.get_rank(), count, RANKS):
+            batch = batch_of([number], trained.way, samples, collator)
+            labels = batch.pop("labels")
+            targets = int((labels[:, 1:] != -100).sum())
+            own += torch.tensor([loss_per_target(trained.model(**batch), labels).item() * targets, targets])
+    dist.all_reduce(own)
+    trained.held_out.append(float(own[0] / own[1]))
+
+
 def compare(rank: int, port: int, kind: str, micro_batches: int, steps: int, out: str) -> None:
     """A process: all ways in turn, a step of each in every round; the first round warms up."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    lengths = lengths_of(kind)
-    task, samples = Task(lengths, RANKS, micro_batches), Samples(kind, lengths)
+    everything = lengths_of(kind)
+    lengths, samples = everything.take(np.arange(len(everything) - HELD_OUT)), Samples(kind, everything)
+    task = Task(lengths, RANKS, micro_batches, BATCH)
+    kept = {padded: kept_by(kind, samples, task, padded=padded) for padded in (True, False)}
+    first = default(task)
+    fit = partial(within, fullest(first, lengths, kept[True]), task=task, kept=kept)
     ways = [
-        default(task), group_by_length(task), rebalance(task), knapsack(task, limits_of(task)), ours(task),
-        ours(task, padded=True, name="omnibal, padded"),
+        first, fit(group_by_length), fit(rebalance), fit(lambda one: knapsack(one, limits_of(one))), fit(ours),
+        fit(partial(ours, padded=True, name="omnibal, padded")),
     ]  # fmt: skip
-    if micro_batches > 1:  # packs that need the memory of default batches, and fewer of them
-        ways.append(ours(task, micro_batches=micro_batches // 2, name="omnibal, larger packs"))
     trained = []
     for way in ways:
         model = model_of(kind, packed=not way.padded)
         trained.append(Trained(way, model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
     collator = PackCollator(samples.collate, positions_of(trained[0].model.config))
+    looks = {round(steps * part / LOOKS) for part in range(1, LOOKS + 1)}
     for number in range(steps + 1):
         for one in trained:
             step(one, number, samples, collator)
+            if number in looks:
+                look(one, samples, collator)
     if rank == 0:
         Path(out).write_text(json.dumps([record(one) for one in trained]))
     dist.destroy_process_group()
@@ -245,25 +307,31 @@ def compare(rank: int, port: int, kind: str, micro_batches: int, steps: int, out
 def record(trained: Trained) -> dict[str, Any]:
     """What is kept of a way, as JSON values; the first step warms up."""
     steps = {name: getattr(trained, name)[1:] for name in ("seconds", "kept", "samples", "work", "losses")}
-    return {"name": trained.way.name, **steps}
+    micro_batches = len(trained.way.steps[0][0])
+    return {"name": trained.way.name, "micro_batches": micro_batches, "held_out": trained.held_out, **steps}
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Markdown: speed and memory, and the loss over samples seen."""
     lines = [
-        "| way | samples/s | gain | ranks' spread | MiB kept, fullest | mean rank | samples a step | last loss |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| way | micro-batches | samples/s | gain | over group_by_length | ranks' spread | MiB kept, fullest "
+        "| mean rank | samples a step |",
+        "|---|" + "---:|" * 8,
     ]
-    rates = []
-    for way in found:
+    rates = [sum(way["work"]) / np.array(way["seconds"]).max(axis=1).sum() for way in found]
+    for way, rate in zip(found, rates, strict=True):
         seconds, kept = np.array(way["seconds"]), np.array(way["kept"]) / 2**20
-        rates.append(sum(way["work"]) / seconds.max(axis=1).sum())
         spread = 1 - seconds.min(axis=1).sum() / seconds.max(axis=1).sum()
-        loss = np.mean(way["losses"][-max(len(way["losses"]) // 4, 1) :])
         lines.append(
-            f"| {way['name']} | {rates[-1]:.1f} | {rates[-1] / rates[0]:.2f} | {spread:.0%} | {kept.max():.0f} "
-            f"| {kept.max(axis=0).mean():.0f} | {np.mean(way['samples']):.1f} | {loss:.2f} |"
+            f"| {way['name']} | {way['micro_batches']} | {rate:.1f} | {rate / rates[0]:.2f} | {rate / rates[1]:.2f} "
+            f"| {spread:.0%} | {kept.max():.0f} | {kept.max(axis=0).mean():.0f} | {np.mean(way['samples']):.1f} |"
         )
+    looks = range(1, LOOKS + 1)
+    lines += ["", "| loss of samples held out, after | " + " | ".join(f"{part}/{LOOKS} of the run" for part in looks)
+              + " | samples seen |", "|---|" + "---:|" * (LOOKS + 1)]  # fmt: skip
+    for way in found:
+        losses = " | ".join(f"{loss:.3f}" for loss in way["held_out"])
+        lines.append(f"| {way['name']} | {losses} | {sum(way['samples'])} |")
     return "\n".join(lines) + f"\n\n{len(found[0]['seconds'])} steps of each, in turn."
 
 
@@ -281,7 +349,7 @@ def main() -> None:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            steps = arguments.samples // (RANKS * 4 * micro_batches)
+            steps = max(arguments.samples // (RANKS * BATCH * micro_batches), LOOKS)
             given = (port, kind, micro_batches, steps, str(arguments.out))
             torch.multiprocessing.spawn(compare, args=given, nprocs=RANKS)
             found = json.loads(arguments.out.read_text())

@@ -131,9 +131,9 @@ def random_packs(task: Task) -> Way:
     return Way("packed, not balanced", False, default(task).steps)
 
 
-def ours(task: Task, *, micro_batches: int | None = None, padded: bool = False, name: str = "omnibal, packed") -> Way:
+def ours(task: Task, *, padded: bool = False, name: str = "omnibal, packed") -> Way:
     """Our packs, or our batches for models that cannot pack; the last step, which may be short, is left out."""
-    sampler = _sampler(task, micro_batches or task.micro_batches, padded=padded)
+    sampler = _sampler(task, padded=padded)
     steps = []
     for number in range(sampler.num_steps - 1):
         packs = [list(pack) for pack in sampler.packs_of_all_ranks(number)]
@@ -142,10 +142,10 @@ def ours(task: Task, *, micro_batches: int | None = None, padded: bool = False, 
     return Way(name, padded, steps)
 
 
-def _sampler(task: Task, micro_batches: int, *, padded: bool = False) -> PackSampler:
+def _sampler(task: Task, *, padded: bool = False) -> PackSampler:
     """With limits in the proportions of the data, and a step of so many packs that has the samples asked for."""
     mean = np.array([task.lengths.vision_units.mean(), task.lengths.llm_tokens.mean()])
-    mean *= task.step_samples / micro_batches / task.ranks
+    mean *= task.batch
     low, high = 0.9, 2.5
     for _ in range(12):  # halves the range to less than a thousandth
         factor = (low + high) / 2
@@ -155,7 +155,7 @@ def _sampler(task: Task, micro_batches: int, *, padded: bool = False) -> PackSam
             PackLimits(max(vision, 1), tokens),
             num_replicas=task.ranks,
             rank=0,
-            micro_batches=micro_batches,
+            micro_batches=task.micro_batches,
         )
         samples = len(task.lengths) / sampler.num_steps
         if abs(samples / task.step_samples - 1) < STEP_ERROR:
@@ -166,7 +166,7 @@ def _sampler(task: Task, micro_batches: int, *, padded: bool = False) -> PackSam
 
 def limits_of(task: Task) -> PackLimits:
     """The limits of our packs."""
-    return _sampler(task, task.micro_batches).limits
+    return _sampler(task).limits
 
 
 def _dealt(order: Sequence[int], task: Task) -> Steps:

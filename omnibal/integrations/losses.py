@@ -1,0 +1,198 @@
+"""The loss of a step, exact over all of its packs: of its target tokens, weighed or not, and of a router."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from omnibal.data.collate import IGNORED
+from omnibal.errors import ConfigError
+
+Reduction = Literal["token", "sample", "square"]
+POWERS: Final[Mapping[Reduction, float]] = MappingProxyType({"token": 0.0, "sample": 1.0, "square": 0.5})
+"""A target token of a sample with n of them weighs 1 / n to this power; named as InternVL's ``loss_reduction``."""
+ROUTED: Final = ("qwen3_vl_moe",)
+"""Of each ``model_type`` whose router's loss is known to be ``router_loss``."""
+LEAST: Final = 1e-8
+"""A step without any target has no loss, rather than none that is a number."""
+
+
+def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Cross entropy of all target tokens over their number in the whole step: what Trainer calls ``compute_loss_func``.
+
+    Args:
+        outputs: Hold ``logits`` (batch, tokens, vocab).
+        labels: (batch, tokens), not shifted.
+        num_items_in_batch: Target tokens of all ranks and micro-batches of the step; by default those at hand.
+
+    Raises:
+        ConfigError: The model computes a router's loss, which would be lost here.
+    """
+    if outputs.get("aux_loss") is not None:
+        raise ConfigError(
+            "output_router_logits must be False where the loss is that of the tokens alone, got True; "
+            "omnibal.integrations.transformers.balance adds the router's"
+        )
+    return _per_target(outputs, labels, num_items_in_batch)
+
+
+def _per_target(outputs: Any, labels: Tensor, count: Any) -> Tensor:
+    total = (labels[:, 1:] != IGNORED).sum() if count is None else count
+    return _cross_entropy(outputs, labels).sum() / max(total, 1)
+
+
+def _cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
+    """Of each target token, in their order."""
+    targets = labels[:, 1:]
+    counted = targets != IGNORED
+    return functional.cross_entropy(outputs["logits"][:, :-1][counted].float(), targets[counted], reduction="none")
+
+
+def router_loss(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Tensor:
+    """How unevenly tokens are sent to experts: at least ``top_k``, where all experts get as much.
+
+    The number of experts times the sum, over them, of the share of tokens that each is chosen for, times its mean
+    probability; over the tokens of all layers together, as transformers computes it.
+
+    Args:
+        router_logits: Of each layer, (tokens, experts).
+        counted: (tokens,), true for those to count; one at least.
+        top_k: Experts that a token is sent to.
+
+    Source: Fedus et al., Switch Transformers, JMLR 2022, equations 4 to 6.
+    """
+    experts = router_logits[0].shape[-1]
+    chosen, probability = counted.new_zeros(experts, dtype=torch.float32), router_logits[0].new_zeros(experts).float()
+    for logits in router_logits:  # layer by layer: all at once would take layers x tokens x experts numbers
+        probabilities = logits[counted].float().softmax(-1)
+        chosen += torch.bincount(probabilities.topk(top_k).indices.flatten(), minlength=experts)
+        probability = probability + probabilities.sum(0)
+    rows = len(router_logits) * counted.sum()
+    loss: Tensor = experts * (chosen / rows * probability / rows).sum()
+    return loss
+
+
+def sample_of_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Numbers of the samples that tokens belong to, shape (rows, tokens), as ``labels``.
+
+    Args:
+        batch: A pack, whose positions restart at each sample, or a padded batch of one sample a row.
+    """
+    rows = batch["labels"]
+    if "position_ids" in batch and not batch.get("use_cache", True):  # a pack; the first row tells samples apart
+        text = batch["position_ids"].flatten(0, -2)[0]
+        starts: Tensor = text == 0
+        return starts.cumsum(0)[None]
+    return torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows)
+
+
+def token_weights(batch: Mapping[str, Any], reduction: Reduction) -> Tensor:
+    """How much each token's loss counts, 0 without a target; shape (rows, tokens), as ``labels``.
+
+    Args:
+        batch: As of ``sample_of_tokens``.
+        reduction: How.
+
+    >>> labels = torch.tensor([[-100, 1, 2, 3, 4, -100, 5]])
+    >>> batch = {"labels": labels, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1]]), "use_cache": False}
+    >>> token_weights(batch, "square").tolist()
+    [[0.0, 0.5, 0.5, 0.5, 0.5, 0.0, 1.0]]
+    """
+    counts = _targets_of_sample(batch)
+    weights = counts.clamp(min=1).double() ** -POWERS[reduction]
+    return torch.where(batch["labels"] != IGNORED, weights, 0.0).float()
+
+
+def routed_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Which tokens count in a router's loss: those of samples with a target, so neither fillers' nor padding's.
+
+    Args:
+        batch: As of ``sample_of_tokens``.
+
+    >>> labels = torch.tensor([[-100, 1, -100, -100]])
+    >>> batch = {"labels": labels, "position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": False}
+    >>> routed_tokens(batch).tolist()
+    [[True, True, False, False]]
+    """
+    counted, mask = _targets_of_sample(batch) > 0, batch.get("attention_mask")
+    return counted if mask is None else counted & mask.bool()
+
+
+def _targets_of_sample(batch: Mapping[str, Any]) -> Tensor:
+    """For each token, how many targets its sample has; shape (rows, tokens)."""
+    sample = sample_of_tokens(batch)
+    return torch.bincount(sample[batch["labels"] != IGNORED], minlength=int(sample.max()) + 1)[sample]
+
+
+class StepLoss:
+    """Losses of a step's target tokens by their weights, over the sum of the weights, on all ranks and in all packs.
+
+    A router's loss is that of each pack, by the pack's share of the step's tokens that count. Over the whole step at
+    once it cannot be had: the first backward pass would wait for the last forward pass.
+
+    Args:
+        trainer: A transformers.Trainer that is to train with it.
+        reduction: How tokens are weighed.
+
+    Raises:
+        ConfigError: There is no such reduction; or the model has a router's loss, and nobody has shown that it is
+            ``router_loss``.
+    """
+
+    def __init__(self, trainer: Any, reduction: Reduction) -> None:
+        if reduction not in POWERS:
+            raise ConfigError(f"loss_reduction must be one of {', '.join(POWERS)}, got {reduction!r}")
+        config = trainer.accelerator.unwrap_model(trainer.model).config
+        text = config.get_text_config()
+        self.routes = bool(getattr(text, "output_router_logits", False))
+        if self.routes:
+            if config.model_type not in ROUTED:
+                raise ConfigError(
+                    f"output_router_logits must be False for a model_type other than {', '.join(ROUTED)}, got True for "
+                    f"{config.model_type!r}; nobody has shown that its router's loss is the one of Switch Transformers"
+                )
+            self._top_k, self._factor = text.num_experts_per_tok, text.router_aux_loss_coef
+        self._trainer, self._reduction, self._draw = trainer, reduction, trainer.get_batch_samples
+        self._weights = deque[Tensor]()  # of the step's micro-batches, in their order
+        self._routed = deque[Tensor]()
+        self._routed_of_step = torch.zeros(())
+        self._replicas = trainer.args.world_size // trainer.get_tp_size()
+
+    def install(self) -> None:
+        """Let the trainer train with it."""
+        self._trainer.compute_loss_func = self
+        vars(self._trainer)["get_batch_samples"] = self.draw
+
+    def draw(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """A step's micro-batches in training, and the sum of all ranks' weights in place of their tokens' number."""
+        batches, _ = self._draw(iterator, num_batches, device)
+        self._weights = deque(token_weights(batch, self._reduction)[:, 1:].to(device) for batch in batches)
+        self._routed = deque(routed_tokens(batch).flatten().to(device) for batch in batches if self.routes)
+        totals = torch.zeros(2, device=device)
+        for weights, routed in zip_longest(self._weights, self._routed, fillvalue=totals.new_zeros(())):
+            totals += torch.stack([weights.sum(), routed.sum()])
+        if self._trainer.args.world_size > 1:
+            totals = self._trainer.accelerator.gather(totals[None]).sum(0) / self._trainer.get_tp_size()
+        total, self._routed_of_step = totals
+        return batches, total
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        """In evaluation, whose batches have no weights, as ``loss_per_target``, with the model's own router's loss."""
+        if not self._weights:
+            loss: Tensor = _per_target(outputs, labels, num_items_in_batch)
+            if self.routes:  # Trainer multiplies what it gets by the replicas
+                loss = loss + self._factor * outputs["aux_loss"] / self._replicas
+            return loss
+        weights = self._weights.popleft()[labels[:, 1:] != IGNORED]
+        loss = (_cross_entropy(outputs, labels) * weights).sum() / num_items_in_batch.clamp(min=LEAST)
+        if self.routes:
+            counted = self._routed.popleft()
+            if counted.any():
+                share = counted.sum() / self._routed_of_step
+                loss = loss + self._factor * share * router_loss(outputs["router_logits"], counted, self._top_k)
+        return loss
