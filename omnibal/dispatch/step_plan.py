@@ -15,7 +15,7 @@ from omnibal.data.policies import DEFAULT_COST
 from omnibal.dispatch.divide import divide
 from omnibal.dispatch.nodes import keep_in_nodes
 from omnibal.dispatch.rearrangement import Rearrangement
-from omnibal.errors import DataError
+from omnibal.errors import DataError, InfeasibleError
 
 COLUMNS: Final = ("vision_units", "vision_squared", "images", "image_tokens", "llm_tokens", "target_tokens")
 """What a rank says of its samples: rows of pixels, sum of their images' patches², images, features, tokens, targets."""
@@ -62,6 +62,8 @@ class Costs:
     llm: CostModel = DEFAULT_COST
     limits: PackLimits | None = None
     """The most vision units that a rank encodes and the most tokens that its LLM gets, where memory is short."""
+    padded: bool = False
+    """Whether the LLM gets a rank's samples as rows, padded to the longest of them: Algorithm 2 divides them then."""
     ranks_per_node: int | None = None
     """Where given, lists of samples stay in nodes as far as they can."""
     link: Link | None = None
@@ -92,14 +94,10 @@ class StepPlan:
     @cached_property
     def imbalance(self) -> dict[str, tuple[float, float]]:
         """The largest rank's cost over the mean, as drawn and as planned, of both phases; 1 where nothing is to do."""
-        costs = {"vision": self.costs.vision, "llm": self.costs.llm}
-        moves = {"vision": self.to_vision, "llm": self.to_llm}
+        moves = zip(("vision", "llm"), _phases(self.sizes, self.costs), (self.to_vision, self.to_llm), strict=True)
         return {
-            phase: tuple(
-                _excess(cost(_loads(self.sizes)), ranks, self.to_llm.num_ranks)
-                for ranks in (moves[phase].source, moves[phase].destination)
-            )  # type: ignore[misc]
-            for phase, cost in costs.items()
+            name: (phase.excess(Rearrangement(move.source, move.source, move.num_ranks)), phase.excess(move))
+            for name, phase, move in moves
         }
 
     def describe(self) -> str:
@@ -138,12 +136,7 @@ def plan_step(
     """
     if (sizes["llm_tokens"] < 1).any():
         raise DataError(f"samples must have tokens, got none in sample {int(sizes['llm_tokens'].argmin())}")
-    loads = _loads(sizes)
-    limits = (None, None) if costs.limits is None else (costs.limits.vision_units, costs.limits.llm_tokens)
-    phases = (
-        _Phase(costs.vision(loads), sizes["vision_units"], limits[0]),
-        _Phase(costs.llm(loads), sizes["llm_tokens"], limits[1]),
-    )
+    phases = _phases(sizes, costs)
     drawn = Rearrangement(source, source, num_ranks)
     divided = [_divided(drawn, phase, costs.ranks_per_node) for phase in phases]
     if costs.link is None:
@@ -155,27 +148,74 @@ def plan_step(
 
 @dataclass(frozen=True)
 class _Phase:
-    costs: FloatArray
-    """Of each sample, (samples,)."""
+    cost: CostModel
+    loads: Load
     volumes: IntArray
     """What each sample brings to the phase and takes of its limit, (samples,)."""
     limit: int | None
+    padded: bool = False
+
+    @cached_property
+    def costs(self) -> FloatArray:
+        """Of each sample, (samples,)."""
+        return self.cost(self.loads)
+
+    def of_ranks(self, move: Rearrangement) -> FloatArray:
+        """What each rank computes once samples have moved, (num_ranks,)."""
+        ranks, num_ranks = move.destination, move.num_ranks
+        if not self.padded:
+            return np.bincount(ranks, self.costs, num_ranks).astype(np.float64)
+        counts, longest = np.bincount(ranks, minlength=num_ranks), self._longest(move)
+        units, squared = (
+            np.bincount(ranks, sizes, num_ranks) for sizes in (self.loads.vision_units, self.loads.vision_squared)
+        )
+        return self.cost(Load(units, counts * longest, counts * longest**2, squared))
+
+    def _longest(self, move: Rearrangement) -> FloatArray:
+        longest = np.zeros(move.num_ranks)
+        np.maximum.at(longest, move.destination, self.volumes)
+        return longest
 
     def largest(self, move: Rearrangement) -> float:
-        """Cost of the rank with most, once samples have moved."""
-        return float(np.bincount(move.destination, self.costs, move.num_ranks).max(initial=0))
+        """Of the rank with most."""
+        return float(self.of_ranks(move).max(initial=0))
+
+    def excess(self, move: Rearrangement) -> float:
+        """The rank with most over the mean, which has no padding; 1 where nothing is to do."""
+        mean = float(self.costs.sum()) / move.num_ranks
+        return self.largest(move) / mean if mean else 1.0
 
     def fits(self, move: Rearrangement) -> bool:
         """Whether no rank is over the limit, once samples have moved."""
         if self.limit is None:
             return True
+        if self.padded:
+            sizes = np.bincount(move.destination, minlength=move.num_ranks) * self._longest(move)
+            return bool(sizes.max(initial=0) <= self.limit)
         return bool(np.bincount(move.destination, self.volumes, move.num_ranks).max(initial=0) <= self.limit)
+
+
+def _phases(sizes: Mapping[str, IntArray], costs: Costs) -> tuple[_Phase, _Phase]:
+    tokens, limits = sizes["llm_tokens"].astype(np.float64), costs.limits
+    loads = Load(sizes["vision_units"], tokens, tokens**2, sizes["vision_squared"])
+    most_units, most_tokens = (None, None) if limits is None else (limits.vision_units, limits.llm_tokens)
+    return (
+        _Phase(costs.vision, loads, sizes["vision_units"], most_units),
+        _Phase(costs.llm, loads, sizes["llm_tokens"], most_tokens, costs.padded),
+    )
 
 
 def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) -> Rearrangement:
     """Samples where the phase is even. One that brings nothing to it stays where it was drawn."""
     num_ranks = drawn.num_ranks
-    if phase.limit is None:
+    if phase.padded:
+        destination = divide(phase.volumes, num_ranks, method="padded")
+        if not phase.fits(Rearrangement(drawn.source, destination, num_ranks)):
+            raise InfeasibleError(
+                f"rows must fit within the {phase.limit} tokens of limits on every rank, padding among them, got "
+                f"{len(phase.volumes)} samples of up to {phase.volumes.max()} on {num_ranks} ranks; draw fewer at once"
+            )
+    elif phase.limit is None:
         destination = divide(phase.costs, num_ranks, method="longest_first")
     else:
         destination = divide(phase.costs, num_ranks, sizes=phase.volumes, limits=[phase.limit])
@@ -228,15 +268,4 @@ def _seconds(
     if exchanged or link.phases_meet:
         return sum(phase.largest(move) for phase, move in zip(phases, moves, strict=True)), exchanged
     # Nobody waits between phases: what a rank has less of the one may make up for what it has more of the other.
-    both = _Phase(phases[0].costs + phases[1].costs, phases[0].volumes, None)
-    return both.largest(vision), 0.0
-
-
-def _loads(sizes: Mapping[str, IntArray]) -> Load:
-    tokens = sizes["llm_tokens"].astype(np.float64)
-    return Load(sizes["vision_units"], tokens, tokens**2, sizes["vision_squared"])
-
-
-def _excess(costs: FloatArray, ranks: IntArray, num_ranks: int) -> float:
-    of_ranks = np.bincount(ranks, costs, num_ranks)
-    return float(of_ranks.max() / of_ranks.mean()) if of_ranks.any() else 1.0
+    return float(np.sum([phase.of_ranks(vision) for phase in phases], axis=0).max()), 0.0

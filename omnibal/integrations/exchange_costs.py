@@ -26,6 +26,7 @@ RUNS: Final = 4
 def counted_costs(
     model: Any,
     *,
+    device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
     limits: PackLimits | None = None,
     recompute: Level = "none",
@@ -35,7 +36,8 @@ def counted_costs(
     """What samples cost in seconds, counted, beside what it takes to exchange them, measured; all ranks together.
 
     Args:
-        model: One of transformers', before it is wrapped or sharded, on the device where it will train.
+        model: One of transformers', before it is wrapped or sharded.
+        device: Where it will train; by default where it is.
         group: Of the ranks that share samples; by default all.
         limits: As of ``Costs``.
         recompute: At which level layers run their backward passes.
@@ -46,7 +48,7 @@ def counted_costs(
         Costs without a link on a CPU, whose seconds nobody has counted, and default ones for a family whose layers
         nobody has counted.
     """
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     on_gpu = device.type == "cuda"
     profile = counted_profile(model, torch.cuda.get_device_name(device) if on_gpu else None)
     if profile is None:
@@ -56,7 +58,7 @@ def counted_costs(
     if not on_gpu:
         return costs
     latency, speed = measured_link(group, device)
-    return replace(costs, link=Link(latency, speed, **_bytes_of(model, num_positions), phases_meet=phases_meet))
+    return replace(costs, link=Link(latency, speed, **carried_bytes(model, num_positions), phases_meet=phases_meet))
 
 
 def _per_sample(costs: Mapping[str, CostModel], part: str) -> CostModel:
@@ -64,8 +66,8 @@ def _per_sample(costs: Mapping[str, CostModel], part: str) -> CostModel:
     return replace(costs[f"{part} forward"] + costs[f"{part} backward"], fixed=0.0)
 
 
-def _bytes_of(model: Any, num_positions: int) -> dict[str, float]:
-    """What a sample's parts weigh on their way."""
+def carried_bytes(model: Any, num_positions: int) -> dict[str, float]:
+    """Bytes of a vision unit's pixels, of an image token's features and gradients, and of a text token."""
     config, pixels = model.config, blank_image(model)["pixel_values"]
     layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     features = config.get_text_config().hidden_size * pixels.element_size() * layers

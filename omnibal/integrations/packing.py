@@ -7,7 +7,7 @@ even of ones, or with the cache that is the default, samples see each other with
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -30,18 +30,23 @@ ROUNDED: Final = 0.05
 """How far a pack's logits may be from those of its samples alone, in 32 bits and more, and in 16 bits."""
 
 
-def positions_of(config: Any) -> Positions | None:
+def positions_of(config: Any, *, packed: bool = True) -> Positions | None:
     """How positions of a sample's tokens are counted; None for one row that counts up.
+
+    Args:
+        config: Of a model of transformers.
+        packed: Whether they are to tell samples apart.
 
     Raises:
         ConfigError: Models of this type do not pack, or nobody has shown that they do.
     """
-    if config.model_type not in FAMILIES:
+    if packed and config.model_type not in FAMILIES:
         raise ConfigError(
             f"model_type must be one of {', '.join(FAMILIES)} to train on packs, got {config.model_type!r}; "
             "balance(..., padded=True) trains it on balanced batches with padding"
         )
-    if not FAMILIES[config.model_type]:
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if not FAMILIES.get(config.model_type, "mrope_section" in rope):
         return None
     merge_size = config.vision_config.spatial_merge_size
     return partial(_four_rows, image_token_id=config.image_token_id, merge_size=merge_size)
@@ -63,6 +68,9 @@ class PackCollator:
         absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
     """
 
+    per_token: ClassVar[tuple[str, ...]] = PER_TOKEN
+    """What the host's collator may give of each token."""
+
     def __init__(
         self,
         collate: Collator,
@@ -83,13 +91,13 @@ class PackCollator:
         fields = dict(self._collate([item]))
         mask = fields.pop("attention_mask", None)
         fields = {name: value for name, value in fields.items() if value is not None}
-        unknown, missing = sorted(set(fields) - {*PER_TOKEN, *PER_IMAGE}), {"input_ids", "labels"} - set(fields)
+        unknown, missing = sorted(set(fields) - {*self.per_token, *PER_IMAGE}), {"input_ids", "labels"} - set(fields)
         if unknown or missing:
             raise DataError(
                 "data_collator must give input_ids, labels and of the others only attention_mask, mm_token_type_ids, "
                 f"{', '.join(PER_IMAGE)}, got {', '.join(map(str, [*fields]))}"
             )
-        for name in PER_TOKEN:
+        for name in self.per_token:
             if name in fields:
                 fields[name] = fields[name][0] if mask is None else fields[name][0][mask[0].bool()]
         fields |= unpadded_images(fields)

@@ -19,7 +19,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.errors import DataError
 from omnibal.integrations.loading import Drawn, Loads, PackSampler, PlannedLoads
-from omnibal.integrations.packing import Collator, unpadded_images
+from omnibal.integrations.packing import PER_TOKEN, Collator, PackCollator, unpadded_images
 
 PLANNED_SHARE: Final = 0.75
 """Of the limits that packs are planned with: the rest is for padding, and for what sorting leaves uneven.
@@ -169,6 +169,27 @@ class PaddedCollator:
         batch["labels"] = batch["labels"].clone()
         batch["labels"][:, :1] = IGNORED  # nothing predicts it: some hosts count it
         return batch
+
+
+class RowCollator(PackCollator):
+    """Samples one by one, to become rows of a batch that is padded behind: for models that cannot pack.
+
+    Args:
+        collate: The host's, as of ``PackCollator``; it may give ``token_type_ids`` too.
+        positions: As ``positions_of(config, packed=False)`` gives it.
+    """
+
+    per_token = (*PER_TOKEN, "token_type_ids")
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of a token's positions; none where the model counts them by itself."""
+        return 0 if self._positions is None else 3
+
+    def positions(self, sample: Mapping[str, Tensor]) -> Tensor:
+        """In time, height and width, without the text's own that would tell samples apart."""
+        ids = sample["input_ids"]
+        return ids.new_empty((0, len(ids))) if self._positions is None else self._positions(ids, sample)[1:]
 
 
 def _rows(batch: Mapping[str, Tensor]) -> list[tuple[int, int]]:

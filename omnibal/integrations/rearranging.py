@@ -6,13 +6,16 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import models
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
+from omnibal.cost import IntArray
 from omnibal.data.collate import IGNORED
 from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.step_plan import StepPlan
@@ -28,7 +31,8 @@ class Drawn:
     """A rank's samples of a micro-batch, as ``RearrangingLoader`` hands them to ``RearrangedModel``."""
 
     tokens: Tensor
-    """Ids, labels and positions of all samples' tokens, sample after sample, (tokens, 2 + rows of positions)."""
+    """Ids, labels and positions of all samples' tokens, sample after sample, (tokens, 2 + rows of positions); where
+    samples become padded rows, the types of tokens stand before the positions."""
     images: Mapping[str, Tensor]
     """Per image as the model takes it: the same names on all ranks, with no rows on a rank without images, none where
     no rank has any."""
@@ -108,8 +112,8 @@ class Phases:
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """Where the model computes; what is no integer in the model's precision, before it travels."""
-        weight = next(self.model.parameters())
-        return tensor.to(weight.device, weight.dtype if tensor.is_floating_point() else tensor.dtype)
+        device, dtype = _place(self.model)
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
     def _encode(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Features of the images at hand, (image tokens, hidden); deep-stack features beside them."""
@@ -124,12 +128,11 @@ class Phases:
         return {name: value[:0] + 0 * value.sum() for name, value in features.items()} if blank else features
 
     def _language(self, tokens: Tensor, features: Mapping[str, Tensor], plan: StepPlan) -> Tensor:
+        sizes = plan.sizes["llm_tokens"][plan.to_llm.brought_to(dist.get_rank(self._group))]
         if len(tokens) == 0:  # no sample came here: one token that predicts nothing
-            tokens = tokens.new_zeros((1, tokens.shape[1]))
+            tokens, sizes = tokens.new_zeros((1, tokens.shape[1])), np.ones(1, dtype=np.int64)
             tokens[:, 1] = IGNORED
-        ids, labels, *positions = tokens.T
-        arguments: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
-        arguments["position_ids"] = torch.stack(positions)[:, None] if len(positions) > 1 else positions[0][None]
+        arguments, labels = self._rows(tokens, sizes) if plan.costs.padded else _pack(tokens)
         if len(features["features"]):
             encoded: list[Any] = [[value] if self._listed else value for value in features.values()]
             whole, *deep = encoded
@@ -139,23 +142,48 @@ class Phases:
                 else BaseModelOutputWithPooling(pooler_output=whole)
             }
         outputs = self._forward(**arguments)
-        loss = loss_per_target(outputs, labels[None], plan.total_targets)
+        loss = loss_per_target(outputs, labels, plan.total_targets)
         # What this rank does not use must take part in the exchange of gradients all the same.
         return loss + sum(0 * value.sum() for value in features.values())
+
+    def _rows(self, tokens: Tensor, sizes: IntArray) -> tuple[dict[str, Any], Tensor]:
+        """Samples as rows, padded behind to the longest, and their labels."""
+        rows = pad_sequence([*torch.split(tokens, sizes.tolist())], batch_first=True)  # (samples, longest, columns)
+        mask = torch.arange(rows.shape[1], device=rows.device) < torch.tensor(sizes, device=rows.device)[:, None]
+        ids, labels, types, *positions = rows.unbind(dim=-1)
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+        if "token_type_ids" in signature(self.model.forward).parameters:
+            arguments["token_type_ids"] = types
+        if positions:
+            arguments["position_ids"] = torch.stack(positions)
+        return arguments, labels.masked_fill(~mask, IGNORED)
+
+
+def _pack(tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Samples one after another in one row, and their labels."""
+    ids, labels, *positions = tokens.T
+    where = torch.stack(positions)[:, None] if len(positions) > 1 else positions[0][None]
+    return {"input_ids": ids[None], "position_ids": where, "use_cache": False}, labels[None]
 
 
 def blank_image(model: Any) -> dict[str, Tensor]:
     """The smallest image that a model's encoder takes."""
-    vision, weight = model.config.vision_config, next(model.parameters())
-    like = {"device": weight.device, "dtype": weight.dtype}
+    vision, (device, dtype) = model.config.vision_config, _place(model)
+    like: dict[str, Any] = {"device": device, "dtype": dtype}
     if not hasattr(vision, "spatial_merge_size"):
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
         return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), **like)}
     side = vision.spatial_merge_size
     values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-    grid = torch.tensor([[1, side, side]], device=weight.device)
+    grid = torch.tensor([[1, side, side]], device=device)
     return {"pixel_values": torch.zeros((side**2, values), **like), "image_grid_thw": grid}
+
+
+def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where a model computes, and in what: of its first weight that is not quantized to integers."""
+    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    return weight.device, weight.dtype
 
 
 def taking_encoded_images() -> list[str]:

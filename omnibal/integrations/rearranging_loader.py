@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from omnibal.data.collate import IGNORED
 from omnibal.dispatch.step_plan import COLUMNS, Costs, StepPlan, plan_step
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.integrations.packing import PER_IMAGE, PackCollator
+from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn
 
 AHEAD: Final = 2
@@ -47,7 +48,7 @@ class RearrangingLoader:
         source: Of this rank: yields lists of items of a dataset, a micro-batch each. Iterated once for every iteration
             of the loader. If it has ``state_dict`` and ``load_state_dict``, as torchdata's loaders do, they are used to
             resume; else as many micro-batches as were trained are drawn and thrown away.
-        collator: Makes tensors of an item.
+        collator: Makes tensors of an item: a ``PackCollator``, or a ``RowCollator`` for models that cannot pack.
         image_token_id: Stands in ``input_ids`` for each of an image's features.
         costs: Of a sample in both phases.
         micro_batches: Of a step (gradient accumulation): the loss is a mean over the targets of all.
@@ -67,7 +68,8 @@ class RearrangingLoader:
         prints: bool = True,
     ) -> None:
         self._source, self._collator, self._image_token_id = source, collator, image_token_id
-        self._costs, self._micro_batches = costs or Costs(), micro_batches
+        self._costs = replace(costs or Costs(), padded=isinstance(collator, RowCollator))
+        self._micro_batches = micro_batches
         self._group = dist.new_group(backend="gloo")
         self._prints = prints and dist.get_rank() == 0
         self._steps_done, self._state = 0, None
@@ -138,21 +140,19 @@ class RearrangingLoader:
         try:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
             state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
-            told: Any = [self._sizes(batch) for batch in read], _image_shapes(read)
+            told: Any = [self._sizes(batch) for batch in read], _image_shapes(read), self._settings()
         except Exception as error:
             told = said(error)
         of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(of_ranks, told, group=self._group)
-        wrong = [f"rank {rank}: {what}" for rank, what in enumerate(of_ranks) if isinstance(what, str)]
-        if wrong:
-            raise DataError("; ".join(wrong))
-        if not any(sizes for sizes, _ in of_ranks):
+        shapes = _agreed(of_ranks)
+        of_ranks = [sizes for sizes, *_ in of_ranks]
+        if not any(of_ranks):
             return None
-        shapes = {name: shape for _, shapes in of_ranks for name, shape in shapes.items()}
         nothing = np.zeros((len(COLUMNS), 0), dtype=np.int64)
         per_batch = [
-            [sizes[number] if number < len(sizes) else nothing for sizes, _ in of_ranks]
-            for number in range(max(len(sizes) for sizes, _ in of_ranks))
+            [sizes[number] if number < len(sizes) else nothing for sizes in of_ranks]
+            for number in range(max(map(len, of_ranks)))
         ]
         # A step's last micro-batch is the one after which weights change: a short step is filled up with empty ones.
         per_batch += [[nothing] * len(of_ranks)] * (self._micro_batches - len(per_batch))
@@ -163,6 +163,11 @@ class RearrangingLoader:
             for samples, ranks in zip(read, per_batch, strict=True)
         ]
         return _Step(drawn, state)
+
+    def _settings(self) -> str:
+        """What ranks must have alike to make the same plans."""
+        positions = self._collator.num_positions
+        return f"micro_batches={self._micro_batches}, {positions} rows of positions, {self._costs}"
 
     def _plan(self, ranks: Sequence[IntArray], total_targets: int) -> StepPlan:
         """The same on all ranks, from the same numbers."""
@@ -195,20 +200,43 @@ class RearrangingLoader:
             name: torch.cat([torch.empty((0, *shape), dtype=dtype), *(s[name] for s in samples if name in s)])
             for name, (shape, dtype) in shapes.items()
         }
-        columns = 2 + self._collator.num_positions
-        tokens = [
-            torch.stack([sample["input_ids"], sample["labels"], *self._collator.positions(sample)], dim=1)
-            for sample in samples
-        ]
-        return Drawn(torch.cat([torch.empty((0, columns), dtype=torch.int64), *tokens]), images, plan)
+        padded = self._costs.padded
+        tokens = [torch.empty((0, 2 + padded + self._collator.num_positions), dtype=torch.int64)]
+        for sample in samples:
+            ids = sample["input_ids"]
+            types = [sample.get("token_type_ids", torch.zeros_like(ids))] if padded else []
+            tokens.append(torch.stack([ids, sample["labels"], *types, *self._collator.positions(sample)], dim=1))
+        return Drawn(torch.cat(tokens), images, plan)
 
 
-def _image_shapes(batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, _Shape]:
-    """What a row of each of the image's tensors is like, if any sample has one."""
-    return {
-        name: (tuple(sample[name].shape[1:]), sample[name].dtype)
+def _agreed(told: Sequence[Any]) -> dict[str, _Shape]:
+    """The shapes of all ranks' images; what is wrong on one rank, or not as on the others, is raised on all.
+
+    Raises:
+        DataError: A rank could not draw, or its images are unlike those of another rank.
+        ConfigError: A rank has other settings.
+    """
+    wrong = [f"rank {rank}: {what}" for rank, what in enumerate(told) if isinstance(what, str)]
+    if wrong:
+        raise DataError("; ".join(wrong))
+    for rank, (*_, settings) in enumerate(told):
+        if settings != told[0][2]:
+            raise ConfigError(f"rank {rank}: settings must be those of rank 0, {told[0][2]}, got {settings}")
+    found: dict[str, _Shape] = {}
+    for rank, (_, shapes, _) in enumerate(told):
+        for name, shape in shapes:
+            if found.setdefault(name, shape) != shape:
+                raise DataError(f"rank {rank}: rows of {name} must be as on other ranks, {found[name]}, got {shape}")
+    return found
+
+
+def _image_shapes(batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[tuple[str, _Shape]]:
+    """What rows of each of the images' tensors are like: one entry for each name, unless images differ."""
+    shapes = {
+        (name, (tuple(sample[name].shape[1:]), sample[name].dtype))
         for samples in batches
         for sample in samples
         for name in PER_IMAGE
         if name in sample
     }
+    return sorted(shapes, key=str)

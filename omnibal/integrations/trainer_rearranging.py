@@ -21,6 +21,7 @@ from omnibal.errors import ConfigError, said
 from omnibal.integrations.agreement import gathered
 from omnibal.integrations.exchange_costs import counted_costs
 from omnibal.integrations.packing import PackCollator, positions_of
+from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader
 from omnibal.integrations.trainer_hooks import RecipeCallback, check_model, load_by_names_on_disk, log_figures
@@ -31,12 +32,13 @@ STREAM: Final = "omnibal_stream_{rank}.pt"
 CHECKED_TOKENS: Final = 8
 
 
-def rearrange_samples(trainer: Trainer, limits: PackLimits | None) -> None:
+def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bool = False) -> None:
     """Let a trainer's ranks work on each other's samples; on all ranks, before training.
 
     Args:
         trainer: Its settings allow packs.
         limits: The most that a rank may hold; by default what it draws is not bounded.
+        padded: Whether a rank's samples are rows of a padded batch.
 
     Raises:
         ConfigError: Its ranks, its settings or its model do not allow to rearrange.
@@ -44,7 +46,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None) -> None:
     rank, num_ranks = replicas_of(trainer)
     settings = {
         "world_size": (num_ranks > 1, "above 1", num_ranks),
-        "tensor-parallel ranks": (num_ranks == trainer.args.world_size, "1", trainer.get_tp_size()),
+        "ranks that get one draw": (num_ranks == trainer.args.world_size, "1", trainer.args.world_size // num_ranks),
         "torch_compile": (not trainer.args.torch_compile, "False", True),
     }
     for name, (holds, expected, value) in settings.items():
@@ -52,10 +54,12 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None) -> None:
             raise ConfigError(f"{name} must be {expected} to rearrange samples, got {value}")
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    collator = PackCollator(trainer.data_collator, positions_of(model.config))
+    positions = positions_of(model.config, packed=not padded)
+    collator = (RowCollator if padded else PackCollator)(trainer.data_collator, positions)
     _rearrange_forward(model)
     costs = counted_costs(
         model,
+        device=trainer.args.device,
         limits=limits,
         recompute=recompute_of(trainer),
         phases_meet=MEETINGS[layout_of(trainer)] == "phase",
@@ -80,8 +84,13 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None) -> None:
     batches = _Batches(loader, source, trainer)
     vars(trainer)["get_train_dataloader"] = lambda: StepLoader(batches, batch_size=None, collate_fn=_as_it_is)
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
-    recipe: dict[str, Any] = {"samples_a_draw": args.per_device_train_batch_size, "num_replicas": num_ranks}
-    recipe |= {"gradient_accumulation_steps": micro_batches} | source.recipe()
+    recipe = {
+        "samples_a_draw": args.per_device_train_batch_size,
+        "num_replicas": num_ranks,
+        "gradient_accumulation_steps": micro_batches,
+        "padded": padded,
+        **source.recipe(),
+    }
     callback = RearrangingCallback(trainer, recipe, batches)
     trainer.add_callback(callback)
     log_figures(trainer, callback.logged)
@@ -275,6 +284,8 @@ class RearrangingCallback(RecipeCallback):
 
     def check(self) -> None:
         """See whether the model as it is trained keeps samples of a pack apart: by two texts, the same on all ranks."""
+        if self._recipe["padded"]:
+            return
         config = self._trainer.accelerator.unwrap_model(self._trainer.model).config
         special = {value for name, value in config.to_dict().items() if name.endswith("token_id")}
         ids = [token for token in range(config.get_text_config().vocab_size) if token not in special]

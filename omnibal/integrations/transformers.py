@@ -45,7 +45,9 @@ Packing = PackCollator | PaddedCollator
 
 
 @overload
-def balance(trainer: Trainer, limits: PackLimits | None = None, *, rearrange: Literal[True]) -> None: ...
+def balance(
+    trainer: Trainer, limits: PackLimits | None = None, *, padded: bool = False, rearrange: Literal[True]
+) -> None: ...
 
 
 @overload
@@ -103,7 +105,8 @@ def balance(
             activations and weights, packs are smaller. By default memory is not asked.
         rearrange: Whether ranks draw ``per_device_train_batch_size`` samples at random, whose lengths nobody knows
             before, and then work on each other's, so that both phases are even: for streams, and for data that is
-            augmented as it is drawn. ``limits`` are then the most that a rank may hold; other arguments have no say.
+            augmented as it is drawn. ``limits`` are then the most that a rank may hold; beside them ``padded`` alone
+            has a say.
 
     Returns:
         The sampler, whose ``step`` tells what each step holds; None where samples are rearranged.
@@ -116,12 +119,11 @@ def balance(
     refuse_settings(trainer)
     loss = StepLoss(trainer, loss_reduction)
     if rearrange:
-        if lengths is not None or padded or loss_reduction != "token" or memory_gib is not None or loss.routes:
+        if lengths is not None or loss_reduction != "token" or memory_gib is not None or loss.routes:
             raise ConfigError(
-                "rearrange must stand without lengths, padded, loss_reduction, memory_gib and output_router_logits, "
-                "got one"
+                "rearrange must stand without lengths, loss_reduction, memory_gib and output_router_logits, got one"
             )
-        rearrange_samples(trainer, limits)
+        rearrange_samples(trainer, limits, padded=padded)
         return None
     args, dataset = trainer.args, _sized_dataset(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)

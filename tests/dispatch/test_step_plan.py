@@ -128,3 +128,14 @@ def test_nodes_keep_what_they_can():
 def test_samples_without_tokens_are_refused():
     with pytest.raises(DataError, match="samples must have tokens, got none in sample 1"):
         plan([0, 0], [5, 0])
+
+
+def test_padded_rows_are_divided_and_measured_with_their_padding():
+    # As drawn both ranks have a long sample, and so 3 rows of 30 tokens; 50 tokens of a rank are real on average.
+    costs = replace(TOKENS, padded=True)
+    made = plan([0] * 6, [30, 10, 10, 30, 10, 10], costs)
+    assert sorted(np.bincount(made.to_llm.destination).tolist()) == [2, 4]
+    assert made.imbalance["llm"] == pytest.approx((90 / 50, 60 / 50))
+    assert plan([0] * 4, [30, 10, 30, 30], replace(costs, limits=PackLimits(9, 60))).to_llm.is_still
+    with pytest.raises(InfeasibleError, match=r"rows must fit within the 50 tokens .* got 4 samples of up to 30"):
+        plan([0] * 4, [30, 10, 30, 30], replace(costs, limits=PackLimits(9, 50)))

@@ -7,6 +7,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Gemma3Config, Idefics3Config, PaliGemmaConfig, Qwen3_5Config, Qwen3VLMoeConfig, SmolVLMConfig
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
+from omnibal.integrations.losses import loss_per_target
 from tests.families.models import DEEP, MROPE, NATIVE_MLP, PINPOINTS, TEXT, TOWER, small_config
 from tests.families.models import TILE as FIRST_TILE
 from tests.vlm.families import IMAGE_TOKEN, family_samples
@@ -151,3 +152,13 @@ class Collate:
         for row, item in zip(rows, items, strict=True):
             row[: len(item[name])] = item[name]
         return rows
+
+
+def collated_backward(model, samples, model_type):
+    """The loss and gradients of samples one by one as their collator makes them, types of tokens and all."""
+    batches = [dict(Collate(model_type)([sample])) for sample in samples]
+    labels = [batch.pop("labels") for batch in batches]
+    total = sum(int((row[:, 1:] != -100).sum()) for row in labels)
+    losses = [loss_per_target(model(**batch), row, total) for batch, row in zip(batches, labels, strict=True)]
+    sum(losses).backward()
+    return sum(losses).detach()

@@ -1,5 +1,7 @@
 """transformers.Trainer on two gloo processes whose ranks work on each other's samples."""
 
+from itertools import chain, islice
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,10 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("accelerate")
 
 from omnibal.errors import ConfigError
+from omnibal.integrations.trainer_rearranging import Epochs, Stream
 from omnibal.integrations.transformers import balance
 from tests.engine.launch import launch
-from tests.integrations.items import items_of
+from tests.integrations.items import collated_backward, items_of
 from tests.integrations.trainers import (
     LEARNING_RATE,
     Case,
@@ -23,11 +26,12 @@ from tests.integrations.trainers import (
 )
 from tests.vlm.families import plain_backward
 
-CASES = [
-    Case("internvl", options={"per_device_train_batch_size": 2}),
-    Case("qwen3_vl", "zero3", lora=True),
+CASES = [Case("internvl"), Case("qwen3_vl", "zero3", lora=True)]
+SLOW_CASES = [
+    Case("qwen2_5_vl", "fsdp", frozen_vision=True, options={"gradient_checkpointing": True}),
+    Case("gemma3", "zero2", padded=True),
 ]
-SLOW_CASES = [Case("qwen2_5_vl", "fsdp", frozen_vision=True, options={"gradient_checkpointing": True})]
+PHASES = ("vision", "llm")
 SAVED = {"save_strategy": "steps", "save_steps": 4}
 
 
@@ -38,22 +42,26 @@ def order(trainer, epoch):
 def check_exact(case, folder):
     """An epoch and a step of the next one: the weights of plain transformers on the same samples, one by one."""
     plain, items = case.plain(), items_of(case.family)
-    trainer = trainer_of(case, folder, max_steps=4, eval_dataset=items[:3], logging_strategy="steps", logging_steps=2)
+    options = {"per_device_train_batch_size": 2, "logging_strategy": "steps", "logging_steps": 2}
+    trainer = trainer_of(case, folder, max_steps=4, eval_dataset=items[:3], **options)
     weights = Weights(trainer)
     trainer.add_callback(weights)
-    balance(trainer, rearrange=True)
+    balance(trainer, padded=case.padded, rearrange=True)
     trainer.train()
     args = trainer.args
-    drawn = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
     steps = [
-        samples[start : start + drawn]
+        samples[start : start + size]
         for samples in (order(trainer, 0), order(trainer, 1))
-        for start in range(0, len(items), drawn)
+        for start in range(0, len(items), size)
     ][:4]
     optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=LEARNING_RATE)
     losses = []
     for samples, (before, after) in zip(steps, zip(weights.steps, weights.steps[1:], strict=False), strict=True):
-        losses.append(plain_backward(plain, [items[sample] for sample in samples])[0])
+        drawn = [items[sample] for sample in samples]
+        losses.append(
+            float(collated_backward(plain, drawn, case.family)) if case.padded else plain_backward(plain, drawn)[0]
+        )
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
         assert_close({n: (before[n] - after[n]) / LEARNING_RATE for n in before}, gradients, atol=1e-5)
         optimizer.step()
@@ -61,8 +69,9 @@ def check_exact(case, folder):
     assert_close(weights.steps[-1], weights_of(plain))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["loss"] for entry in logged] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-4)
-    for phase in ("vision", "llm"):
-        assert all(entry[f"imbalance_{phase}"] <= entry[f"imbalance_{phase}_drawn"] for entry in logged)
+    told = [(entry[f"imbalance_{phase}_drawn"], entry[f"imbalance_{phase}"]) for entry in logged for phase in PHASES]
+    assert all(now <= drawn for drawn, now in told)
+    assert any(now < drawn for drawn, now in told)
     if case.layout == "ddp":  # evaluation is that of a trainer that was left alone
         other = trainer_of(case, folder, eval_dataset=items[:3])
         other.model.load_state_dict(plain.state_dict())
@@ -107,7 +116,7 @@ class Endless(IterableDataset):
 def check_faults(folder):
     trainer = trainer_of("internvl", folder, max_steps=2, **SAVED | {"save_steps": 1})
     with pytest.raises(ConfigError, match="rearrange must stand without lengths"):
-        balance(trainer, padded=True, rearrange=True)
+        balance(trainer, memory_gib=8, rearrange=True)
     balance(trainer, rearrange=True)
     trainer.train()
     resumed = {"resume_from_checkpoint": str(folder / "checkpoint-1")}
@@ -162,3 +171,64 @@ def test_ranks_that_share_samples_train_what_plain_transformers_would(tmp_path):
 def test_one_process_has_nobody_to_share_with(tmp_path):
     with pytest.raises(ConfigError, match="world_size must be above 1 to rearrange samples, got 1"):
         balance(trainer_of("internvl", tmp_path), rearrange=True)
+
+
+def drawn_by(ranks, draws):
+    """What ranks' first draws hold, a list of samples for each rank."""
+    return [[sample for batch in islice(rank, draws) for sample in batch] for rank in ranks]
+
+
+def test_ranks_draw_each_sample_once_an_epoch():
+    ranks = [Epochs(range(11), 2, rank, 3, 7, {}) for rank in range(3)]
+    first, second = drawn_by(ranks, 9), drawn_by(ranks, 9)
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(11))
+    assert first != second
+    for rank in ranks:
+        rank.set_epoch(1, 1)
+    assert drawn_by(ranks, 9) == [samples[2:] for samples in second]
+
+
+class Counting(IterableDataset):
+    """0, 1, 2, …, and where it stands."""
+
+    next = 0
+
+    def __iter__(self):
+        while True:
+            self.next += 1
+            yield self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def streams(kind):
+    if kind == "plain":
+        return [Stream(Counting(), 2, rank, 3, {}) for rank in range(3)]
+    shards = pytest.importorskip("datasets").IterableDataset.from_generator(numbers, gen_kwargs={"first": [0, 20, 40]})
+    return [Stream(shards, 2, rank, 3, {}) for rank in range(3)]
+
+
+def numbers(first):
+    for number in first:
+        yield from range(number, number + 20)
+
+
+@pytest.mark.parametrize("kind", ["plain", "shards"])
+def test_ranks_share_a_stream_and_go_on_in_it(kind):
+    ranks = streams(kind)
+    iterators = [iter(rank) for rank in ranks]
+    first = drawn_by(iterators, 3)
+    states = [rank.state_dict() for rank in ranks]
+    rest = drawn_by(iterators, 4)
+    found = sorted(chain(*first, *rest))
+    assert len(set(found)) == len(found) == 3 * 2 * 7
+    if kind == "plain":
+        assert found == list(range(42))
+    again = streams(kind)
+    for rank, state in zip(again, states, strict=True):
+        rank.load_state_dict(state)
+    assert drawn_by([iter(rank) for rank in again], 4) == rest
