@@ -219,8 +219,9 @@ def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path)
     assert record["gain"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("is_short", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_short", [False, True])
 def test_plans_are_tried_on_the_real_engine(omnibal, ds_config, monkeypatch, tmp_path, is_short):
     """Costs keep less than the engine does: with room it fits all the same, without it the plan retreats."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

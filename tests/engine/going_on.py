@@ -58,7 +58,7 @@ def whole_run(config):
     bare = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
     trained = train(bare, **own)
     output = Path(config["omnibal"]["run"]["output"])
-    with pytest.raises(ConfigError, match="must be a folder without checkpoints"):
+    with pytest.raises(ConfigError, match=r"must be a folder without checkpoints, got .*; resume \(--resume\) goes on"):
         train(bare, **own)
     with pytest.raises(ConfigError, match="resume must be False with restart, got True"):
         train(bare, resume=True, restart=True, **own)

@@ -116,13 +116,6 @@ def test_broken_data_is_named_before_training_starts(demo):
     assert list((demo / "checkpoints").glob("global_step*"))
 
 
-def test_a_finished_run_is_not_overwritten_unasked(demo):
-    done = run_alone(demo)
-    assert done.returncode != 0
-    assert "ConfigError: rank 0: run.output must be a folder without checkpoints" in done.stderr
-    assert "--resume" in done.stderr
-
-
 def run_alone(folder, *options):
     """One process, as a launcher would start it."""
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

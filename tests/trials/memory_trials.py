@@ -1,4 +1,4 @@
-"""What processes run to test trials that run out of memory."""
+"""What processes run to test trials."""
 
 import json
 import sys
@@ -12,9 +12,9 @@ from omnibal.engine.engine import OmnibalEngine
 from omnibal.trials import process as trial
 
 
-def run_out_of_memory(config, folder):
-    """A trial whose first step ends as an accelerator's allocator ends it."""
-    file = Path(folder) / f"config.{dist.get_rank()}.json"
+def run_trials(config, folder):
+    """A trial that runs, and one whose first step ends as an accelerator's allocator ends it; what the first wrote."""
+    file, output = Path(folder) / f"config.{dist.get_rank()}.json", Path(folder) / "out.json"
     file.write_text(json.dumps(config))
 
     def train_batch(engine):
@@ -23,11 +23,12 @@ def run_out_of_memory(config, folder):
             "GiB of which 1.50 GiB is free."
         )
 
-    options = {"--deepspeed_config": file, "--output": file.parent / "out.json", "--steps": 1}
-    arguments = ["trial", *(str(word) for option in options.items() for word in option)]
-    with patch.object(OmnibalEngine, "train_batch", train_batch), patch.object(sys, "argv", arguments):
-        try:
-            trial.main()
-        except torch.OutOfMemoryError:
-            return
-        raise AssertionError("a trial that runs out of memory must fail")
+    options = {"--deepspeed_config": file, "--output": output, "--steps": 2}
+    with patch.object(sys, "argv", ["trial", *(str(word) for option in options.items() for word in option)]):
+        trial.main()
+        with patch.object(OmnibalEngine, "train_batch", train_batch):
+            try:
+                trial.main()
+            except torch.OutOfMemoryError:
+                return json.loads(output.read_text()) if dist.get_rank() == 0 else None
+    raise AssertionError("a trial that runs out of memory must fail")

@@ -20,7 +20,7 @@ def plan(*boundaries):
 
 
 def test_a_launch_that_fails_is_a_row(tmp_path, monkeypatch):
-    """tests/cli/test_plan.py has launches by DeepSpeed's launcher."""
+    """tests/cli/test_plan.py has launches by DeepSpeed's launcher, slow ones."""
     says = "import sys; print(sys.argv[1:]); raise ValueError('layers of the partition must be 13, got 12')"
     monkeypatch.setattr(trials_module, "LAUNCHER", (sys.executable, "-c", says))
     (trial,) = run_trials({"omnibal": {}}, [plan(0, 12)], launcher_options=["--num_gpus", "1"])
@@ -89,8 +89,11 @@ def test_a_retreat_ends_where_nothing_is_left(made_up):
 
 
 @pytest.mark.distributed
-def test_what_the_allocators_of_two_stages_say_is_found(tmp_path):
-    launch(2, "tests.trials.memory_trials:run_out_of_memory", demo_config(tmp_path), str(tmp_path))
+def test_steps_are_measured_and_what_the_allocators_of_two_stages_say_is_found(tmp_path):
+    measured, _ = launch(2, "tests.trials.memory_trials:run_trials", demo_config(tmp_path), str(tmp_path))
+    assert len(measured["step_seconds"]) == len(measured["peak_bytes"]) == 2
+    assert min(measured["step_seconds"]) > 0
+    assert min(measured["peak_bytes"]) > 2**20  # weights and more
     assert read_missing(tmp_path, 2) == (2**29, 3 * 2**29)
 
 
