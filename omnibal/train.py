@@ -130,11 +130,12 @@ def _begin(engine: OmnibalEngine, loader: PackLoader, run: RunSection) -> Metric
 def _train(
     engine: OmnibalEngine, loader: PackLoader, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]
 ) -> None:
-    """Train to the end of the last epoch; rank 0 has a log and shows the progress bar.
+    """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar.
 
     The memory of the second step is measured: by then the optimizer has its state.
     """
-    second_step, last_step = engine.global_steps + 1, engine.global_steps + loader.steps_left(run.epochs)
+    second_step = engine.global_steps + 1
+    last_step = run.max_steps or engine.global_steps + loader.steps_left(run.epochs)
     bar = tqdm(total=last_step, initial=engine.global_steps, disable=log is None, unit="step", dynamic_ncols=True)
     while engine.global_steps < last_step:
         started = perf_counter()
@@ -157,6 +158,7 @@ def _train(
                     samples=step.num_samples,
                     llm_tokens=step.llm_tokens,
                     balance=step.balance(),
+                    shares=dict(step.shares),
                 ),
                 refresh=False,
             )

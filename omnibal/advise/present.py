@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.wait import MEETINGS, Trainer
+from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError
 
 Host = Literal["transformers", "llama-factory", "ms-swift", "deepspeed"]
@@ -41,6 +42,7 @@ class Present:
         lora: Rank of adapters.
         max_pixels: Of an image.
         model: Its name or folder.
+        mixture: What share each source gets.
         said: What was read, key by key.
     """
 
@@ -55,6 +57,7 @@ class Present:
     lora: int | None = None
     max_pixels: int | None = None
     model: str | None = None
+    mixture: Mixture | None = None
     said: Mapping[str, str] = field(default_factory=dict)
 
     def over(self, other: "Present") -> "Present":
@@ -100,7 +103,12 @@ def _deepspeed(content: Content) -> Present:
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     batch, accumulation = (_count(content, key) for key in keys)
     said = {"zero_optimization.stage": str(stage)} | _said(content, keys)
-    return Present(host="deepspeed", trainer=trainer, batch=batch, accumulation=accumulation, said=said)
+    asked = _section(_section(content, "omnibal"), "data").get("mixture")
+    # A draw of the data has the shares that its repetitions make.
+    mixture = None if asked in (None, "repeat_time") else Mixture.of(asked)
+    return Present(
+        host="deepspeed", trainer=trainer, batch=batch, accumulation=accumulation, mixture=mixture, said=said
+    )
 
 
 def _arguments(content: Content, load: Callable[[str], Content] | None, host: Host) -> Present:

@@ -245,6 +245,11 @@ def _measure(data: Path, known: _Known, images: Path | None, present: "Present")
             text += f"; tokens of text estimated (±{ESTIMATE_ERROR:.0%}, ±{share:.0%} of all), for want of a tokenizer"
         if unusable:
             text += f"; {unusable} could not be read, the first: {drawn.problems[0]}"
+    if present.mixture is not None:
+        from omnibal.data.mixing import typical_lengths
+
+        lengths = typical_lengths(lengths, present.mixture)
+        text += "; drawn with the mixture's first shares"
     if known.model.config["model_type"].startswith("qwen") and lengths.vision_squared is None:
         squared = np.asarray(lengths.vision_units, dtype=np.int64) ** 2
         lengths = SampleLengths(**{**lengths.columns(), "vision_squared": squared})

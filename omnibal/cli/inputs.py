@@ -10,6 +10,7 @@ import numpy as np
 
 from omnibal.cli.files import NAMES, expect
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError
 from omnibal.records import load_json
 
@@ -28,11 +29,13 @@ class NamedLengths:
         lengths: The loads of every sample.
         names: One per source, in the order of the numbers in ``lengths.source``.
         problems: Items that were left out.
+        repeat_time: The mixture that a meta file's repetitions make, where each item was measured once.
     """
 
     lengths: SampleLengths
     names: tuple[str, ...]
     problems: tuple["Problem", ...] = ()
+    repeat_time: Mixture | None = None
 
     def save(self, folder: Path) -> None:
         """Save the lengths, and the names beside them."""
@@ -78,9 +81,8 @@ def measure_dataset(path: Path, model: Path, **options: Any) -> NamedLengths:
     from omnibal.data.sources.conversations import open_dataset
 
     dataset = open_dataset(path, model, **options)
-    return not_empty(
-        NamedLengths(dataset.lengths(), tuple(shard.name for shard in dataset.shards), dataset.skipped), [path]
-    )
+    names = tuple(shard.name for shard in dataset.shards)
+    return not_empty(NamedLengths(dataset.lengths(), names, dataset.skipped, dataset.repeat_time()), [path])
 
 
 def not_empty(named: NamedLengths, paths: Sequence[Path]) -> NamedLengths:

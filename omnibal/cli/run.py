@@ -13,6 +13,7 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.data.mixing import typical_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
@@ -115,10 +116,11 @@ class Run:
         """Whether anything says what samples hold."""
         return bool(self._lengths or self.section.data.train)
 
-    @property
+    @cached_property
     def lengths(self) -> SampleLengths:
-        """What samples hold."""
-        return self.named_lengths.lengths
+        """What samples hold; under a mixture, samples as it draws them."""
+        named, mixture = self.named_lengths, self.section.data.mixture
+        return typical_lengths(named.lengths, named.repeat_time if mixture == "repeat_time" else mixture)
 
     @cached_property
     def named_lengths(self) -> NamedLengths:
@@ -137,6 +139,7 @@ class Run:
         found = measure_dataset(
             Path(data.train), self.model_folder, image_folder=data.images, max_tiles=data.max_tiles,
             broken=self._broken, processes=self._processes, cache=self.files.lengths,
+            each_once=data.mixture is not None,
         )  # fmt: skip
         if _kept_hash(self.files.lengths) != found.lengths.content_hash:
             found.save(self.files.lengths)

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from omnibal import families
 from omnibal.cluster import ClusterValue
+from omnibal.data.mixture import Mixture
 from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import ScheduleName
@@ -18,6 +19,13 @@ SECTIONS = ("bf16", "fp16", "zero_optimization", "data_types", "torch_autocast",
 """Keys of a ds_config whose inner keys matter here."""
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _mixture(value: Any) -> Any:
+    return value if value in (None, "repeat_time") else Mixture.of(value)
+
+
+MixtureSetting = Annotated[Mixture | Literal["repeat_time"] | None, BeforeValidator(_mixture)]
 
 
 class Section(BaseModel):
@@ -74,6 +82,10 @@ class DataSection(Section):
     """The most tiles an image is cut into (a thumbnail comes on top); left out, what the model's folder says."""
     broken: Literal["error", "skip"] = "error"
     """What to do with samples that cannot be read: stop, or leave them out and report each."""
+    mixture: MixtureSetting = None
+    """What share each source gets: ``{"ocr": 0.3, "chat": 0.7}``, by the names that the meta file gives its datasets
+    (of annotation files, theirs), with a schedule or by tokens, too: see mixtures.md. ``"repeat_time"``: what the meta
+    file repeats; of 0.5, each epoch another half. Left out: ``repeat_time`` as InternVL has it, each epoch the same."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """DataLoader processes on each rank that decodes images; left out, as many as a step's images need, if there are
     cores for them; 0: the rank's own process reads, and each step waits for its data."""
@@ -192,7 +204,9 @@ class RunSection(Section):
     output: str = "runs/train"
     """Folder of all that the run and commands about it keep; all hosts share it."""
     epochs: Count = 1
-    """How often every sample is trained on."""
+    """How often every sample is trained on; under a mixture, how many times as many samples as there are."""
+    max_steps: Count | None = None
+    """Steps of the whole run, in place of epochs."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0: only at the end."""
     keep: Count = 2

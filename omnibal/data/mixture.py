@@ -49,6 +49,8 @@ class Mixture:
         by: What is shared: samples, tokens that carry loss, or all tokens of the LLM.
         schedule: Shares at later steps, ascending: from one to the next they change linearly, behind the last they
             stay. A source that a knot does not name has none there.
+        epoch_samples: Samples of an epoch, about, at the first shares: what epochs mean is up to whoever counts them.
+            By default as many as there are.
 
     Raises:
         ConfigError: A share is negative or no number, all are 0, or steps do not ascend.
@@ -63,6 +65,7 @@ class Mixture:
     shares: Mapping[str, float]
     by: Unit = "samples"
     schedule: tuple[Knot, ...] = ()
+    epoch_samples: int | None = None
 
     def __post_init__(self) -> None:
         _check("shares", self.shares)
@@ -71,6 +74,8 @@ class Mixture:
         steps = [knot.step for knot in self.schedule]
         if any(later <= step for step, later in pairwise(steps)):
             raise ConfigError(f"steps of a mixture's schedule must ascend, got {steps}")
+        if self.epoch_samples is not None:
+            integer("epoch_samples of a mixture", self.epoch_samples, 1)
 
     @classmethod
     def of(cls, value: Any) -> "Mixture":
@@ -131,7 +136,8 @@ class Mixture:
     def record(self, names: Sequence[str]) -> dict[str, Any]:
         """What it asks of sources, all of which it names, in JSON values: equal where that is the same."""
         shares = self._table[:, [self.sources.index(name) for name in names]]
-        return {"by": self.by, "sources": list(names), "steps": self._steps, "shares": shares.tolist()}
+        schedule = {"steps": self._steps, "shares": shares.tolist()}
+        return {"by": self.by, "sources": list(names), "epoch_samples": self.epoch_samples, **schedule}
 
     @cached_property
     def _steps(self) -> list[int]:

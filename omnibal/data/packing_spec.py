@@ -116,6 +116,14 @@ class PackingSpec:
         ]
         return EpochSteps(streams, epoch=epoch, first_step=first_step, seed=self.seed, origin=origin)
 
+    def shares_of(self, steps: EpochSteps, index: int) -> dict[str, tuple[float, float]]:
+        """Of a mixture's sources, by name: the share that a step was to hold of each, and the one that it holds."""
+        arrangement = self._arrange(steps.streams[0].arranged_for, steps.origin)[0].arrangement
+        if not isinstance(arrangement, MixedPacks):
+            return {}
+        asked, given = arrangement.shares_of(steps.epoch, index, steps.step(index).packs)
+        return dict(zip(self.lengths.source_names, zip(asked.tolist(), given.tolist(), strict=True), strict=True))
+
     def origin_behind(self, steps: EpochSteps) -> Origin | None:
         """What later epochs of a mixture go on from, where other ranks than theirs began this one."""
         arrangement = self._arrange(steps.streams[0].arranged_for, steps.origin)[0].arrangement

@@ -104,6 +104,7 @@ class BalancedBatchSampler:
         self._origin: Origin | None = None  # of the epochs to come, where other ranks began a mixture
         self._steps = self._spec.epoch_steps(0, self._ranks)
         self.lengths = lengths
+        self.mixture = self._spec.mixture
         self.limits = limits
         self.num_replicas = self._ranks.num_replicas
         self.micro_batches = self._ranks.micro_batches
@@ -166,6 +167,13 @@ class BalancedBatchSampler:
             ConfigError: The epoch has no such step, or other ranks did it.
         """
         return self._steps.step(index)
+
+    def shares_of(self, index: int) -> dict[str, tuple[float, float]]:
+        """Of a step of the current epoch, by the mixture's sources: the share it was to hold, and the one it holds.
+
+        Nothing without a mixture. A single step's share is up to chance; over some hundred steps it is met.
+        """
+        return self._spec.shares_of(self._steps, index)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""

@@ -14,6 +14,7 @@ from omnibal.config import (
     complete_deepspeed_config,
 )
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.mixing import typical_lengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
@@ -92,7 +93,7 @@ def initialize(
     samples: VlmDataset = open_together(given.section, "train", where=where) if dataset is None else dataset
     lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
     stage, replica = divmod(rank, given.layout.num_replicas)
-    plan, sampler = together(lambda: _arrange(given, lengths, replica), where=where)
+    plan, sampler = together(lambda: _arrange(given, samples, lengths, replica), where=where)
     sampler.verify(gather)
     if rank == 0:
         warn_of_float32(get_accelerator().device_name(), given.layout.precision)
@@ -108,7 +109,7 @@ def initialize(
         step_seconds=None if plan.predicted is None else plan.predicted.step_seconds,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
-    total_steps = loader.steps_left(given.section.run.epochs)
+    total_steps = given.section.run.max_steps or loader.steps_left(given.section.run.epochs)
     engine: OmnibalEngine = build_engine(given, plan, loader, total_steps, own)
     given.weights.clear()  # DeepSpeed's module keeps what its layers were made of
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -132,9 +133,17 @@ def warn_of_float32(device_name: str, dtype: str) -> None:
         )
 
 
-def _arrange(given: Given, lengths: SampleLengths, replica: int) -> tuple[Plan, BalancedBatchSampler]:
-    packing = given.section.packing
-    plan = resolve_plan(given, lengths)
+def _arrange(
+    given: Given, samples: VlmDataset, lengths: SampleLengths, replica: int
+) -> tuple[Plan, BalancedBatchSampler]:
+    packing, mixture = given.section.packing, given.section.data.mixture
+    if mixture == "repeat_time":
+        if not isinstance(samples, ConversationDataset):
+            raise ConfigError(
+                f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
+            )
+        mixture = samples.repeat_time()
+    plan = resolve_plan(given, typical_lengths(lengths, mixture))
     sampler = BalancedBatchSampler(
         lengths,
         plan.limits,
@@ -145,6 +154,7 @@ def _arrange(given: Given, lengths: SampleLengths, replica: int) -> tuple[Plan, 
         seed=packing.seed,
         oversized=packing.oversized,
         exchange_steps=packing.exchange_steps,
+        mixture=mixture,
     )
     return plan, sampler
 
@@ -181,6 +191,7 @@ def _open(section: OmnibalSection, part: str, *, measured: bool) -> Conversation
         broken=section.data.broken,
         cache=section.run.files.lengths,
         measured=measured,
+        each_once=part == "train" and section.data.mixture is not None,
     )
 
 

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Protocol, cast
 
@@ -61,12 +61,14 @@ class Step:
         index: Of the step in its epoch, from 0.
         num_samples: In all packs of the step.
         load: Vision units and LLM tokens of every pack, in arrays of shape (num_replicas, micro_batches).
+        shares: Of a mixture's sources: the share that was asked for, and the one that the step holds.
     """
 
     epoch: int
     index: int
     num_samples: int
     load: Load
+    shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def llm_tokens(self) -> int:
@@ -247,10 +249,10 @@ class PackLoader:
             self._steps_done = 0
         if self.view != "nothing" and self._iterator is None:
             self._iterator = iter(self._packs)
-        step = self.sampler.step(self._steps_done)
+        step, shares = self.sampler.step(self._steps_done), self.sampler.shares_of(self._steps_done)
         batches = [] if self._iterator is None else [next(self._iterator) for _ in range(self.micro_batches)]
         self._steps_done += 1
-        return Step(step.epoch, step.index, step.num_samples, step.load(self.sampler.lengths)), batches
+        return Step(step.epoch, step.index, step.num_samples, step.load(self.sampler.lengths), shares), batches
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last step that ``next_step`` gave, whatever was read ahead."""

@@ -12,6 +12,7 @@ from omnibal.advise.wait import MEETINGS, Trainer, wait
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
+from omnibal.data.mixing import typical_lengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records
@@ -159,7 +160,8 @@ def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Trai
 def _drawn(sampler: PackSampler, batch_size: int) -> tuple[Samples, Any]:
     """Samples of some steps, and who trains them."""
     per_step = max(batch_size * sampler.num_replicas * sampler.micro_batches, samples_per_step(sampler))
-    samples = Samples.draw(sampler.lengths, int(COMPARED_STEPS * per_step), np.random.default_rng(0))
+    lengths = typical_lengths(sampler.lengths, sampler.mixture)
+    samples = Samples.draw(lengths, int(COMPARED_STEPS * per_step), np.random.default_rng(0))
     return samples, {"num_ranks": sampler.num_replicas, "micro_batches": sampler.micro_batches}
 
 
@@ -199,8 +201,10 @@ class Schedule:
 
 
 def samples_per_step(sampler: PackSampler) -> float:
-    """On average over an epoch."""
-    return len(sampler.lengths) / sampler.num_steps
+    """On average over an epoch; of a mixture over its first steps."""
+    if sampler.mixture is None:
+        return len(sampler.lengths) / sampler.num_steps
+    return float(np.mean([sampler.step(step).num_samples for step in range(min(sampler.num_steps, COMPARED_STEPS))]))
 
 
 def describe(sampler: PackSampler, limits: PackLimits, costs: Costs | None, layout: Trainer, schedule: Schedule) -> str:

@@ -1,7 +1,7 @@
 """What a transformers.Trainer does on the way that packs need: check, record, measure, and go on from checkpoints."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ class Trained(NamedTuple):
     seconds: float
     samples: int
     waiting: Waiting
+    shares: Mapping[str, tuple[float, float]]
+    """Of a mixture's sources: asked for, and held."""
 
 
 class RecipeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -106,7 +108,8 @@ class PacksCallback(RecipeCallback):
         step = (state.global_step - 1) % self._sampler.num_steps
         waiting = Waiting.of(Load.stack([self._sampler.load(step)]), self._costs, self._layout)
         samples = len(self._sampler.packs_of_step(step).samples)
-        self._unlogged.append(Trained(time.perf_counter() - self._began, samples, waiting))
+        shares = self._sampler.shares_of(step)
+        self._unlogged.append(Trained(time.perf_counter() - self._began, samples, waiting, shares))
 
     def logged(self) -> dict[str, float]:
         """Figures of the steps since the last call; all ranks together."""
@@ -153,7 +156,8 @@ def _means(steps: list[Trained]) -> dict[str, float]:
     shares = [(step.waiting.share, step.seconds) for step in steps]
     if all(share is not None for share, _ in shares):
         figures["waited_seconds"] = sum((share or 0.0) * seconds for share, seconds in shares) / count
-    return figures
+    held = {source: sum(step.shares[source][1] for step in steps) / count for source in steps[0].shares}
+    return figures | {f"share_{source}": share for source, share in held.items()}
 
 
 def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:

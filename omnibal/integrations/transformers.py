@@ -1,17 +1,21 @@
 """Equips a transformers.Trainer with balanced packs: ``balance(trainer, limits)`` before ``trainer.train()``."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
 from omnibal.advise.costs import phase_costs
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.mixing import typical_lengths
+from omnibal.data.mixture import Mixture
 from omnibal.data.resume import check_agreement
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.agreement import (
@@ -60,6 +64,7 @@ def balance(
     padded: bool = False,
     loss_reduction: Reduction = "token",
     memory_gib: float | None = None,
+    mixture: Mixture | Mapping[str, Any] | None = None,
     rearrange: Literal[False] = False,
 ) -> PackSampler: ...
 
@@ -73,6 +78,7 @@ def balance(
     padded: bool = False,
     loss_reduction: Reduction = "token",
     memory_gib: float | None = None,
+    mixture: Mixture | Mapping[str, Any] | None = None,
     rearrange: bool = False,
 ) -> PackSampler | None:
     """Train on balanced packs: the same samples, each once an epoch, without padding and with ranks that end together.
@@ -103,6 +109,9 @@ def balance(
             1 / n (``"sample"``) or 1 / √n (``"square"``), as in InternVL's published scripts, over the sum of weights.
         memory_gib: What a device may hold in all, for limits that are searched: where it does not suffice by counted
             activations and weights, packs are smaller. By default memory is not asked.
+        mixture: What share each source gets, as of ``BalancedBatchSampler``, by the names that ``lengths`` have for
+            them; the parts of a ``ConcatDataset`` are "0", "1", …. ``max_steps`` says when to end, or an epoch holds
+            about as many samples as there are.
         rearrange: Whether ranks draw ``per_device_train_batch_size`` samples at random, whose lengths nobody knows
             before, and then work on each other's, so that both phases are even: for streams, and for data that is
             augmented as it is drawn. ``limits`` are then the most that a rank may hold; beside them ``padded`` alone
@@ -117,11 +126,13 @@ def balance(
         InfeasibleError: The memory does not suffice for the largest sample.
     """
     refuse_settings(trainer)
-    loss = StepLoss(trainer, loss_reduction)
+    loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
     if rearrange:
-        if lengths is not None or loss_reduction != "token" or memory_gib is not None or loss.routes:
+        others = lengths is not None or loss_reduction != "token" or memory_gib is not None or mixture is not None
+        if others or loss.routes:
             raise ConfigError(
-                "rearrange must stand without lengths, loss_reduction, memory_gib and output_router_logits, got one"
+                "rearrange must stand without lengths, loss_reduction, memory_gib, mixture and output_router_logits, "
+                "got one"
             )
         rearrange_samples(trainer, limits, padded=padded)
         return None
@@ -133,6 +144,8 @@ def balance(
     if lengths is None:
         options = {"saves": args.should_save, "num_workers": args.dataloader_num_workers}
         lengths = kept_lengths(collator_of(), dataset, Path(str(args.output_dir)) / LENGTHS, **options)
+    if mixture is not None:
+        lengths = _with_sources(lengths, dataset)
     hashes = [{"rank": rank, "lengths": found} for rank, found in enumerate(gathered(lengths.content_hash))]
     check_agreement(hashes, num_replicas=args.world_size)  # before what may fail on one rank alone
     rank, num_replicas = replicas_of(trainer)
@@ -140,7 +153,7 @@ def balance(
     if limits is None:
         memory = None if memory_gib is None else memory_of(trainer, profile, memory_gib)
         limits = limits_for(
-            lengths,
+            typical_lengths(lengths, mixture),
             args.per_device_train_batch_size,
             num_replicas=num_replicas,
             micro_batches=args.gradient_accumulation_steps,
@@ -155,6 +168,7 @@ def balance(
         micro_batches=args.gradient_accumulation_steps,
         seed=args.seed if args.data_seed is None else args.data_seed,
         image_in_every_pack=wants_all_gradients(trainer),
+        mixture=mixture,
     )
     sampler.verify(gathered)
     if check_lengths:
@@ -166,6 +180,14 @@ def balance(
         schedule = Schedule(args.per_device_train_batch_size, args.num_train_epochs, args.max_steps)
         print(describe(sampler, limits, costs, layout_of(trainer), schedule))
     return sampler
+
+
+def _with_sources(lengths: SampleLengths, dataset: Any) -> SampleLengths:
+    """The parts of a dataset are sources where lengths have none."""
+    if lengths.source is not None or not isinstance(dataset, ConcatDataset):
+        return lengths
+    parts = np.searchsorted(dataset.cumulative_sizes, np.arange(len(lengths)), side="right")
+    return SampleLengths(**lengths.columns(), source=parts)
 
 
 def _profile(trainer: Trainer) -> ModelProfile | None:

@@ -21,7 +21,7 @@ from omnibal.report.memory import plot_memory
 from omnibal.report.packing import Arranged, plot_rank_loads
 from omnibal.report.style import GIB
 from omnibal.report.timeline import plot_timeline
-from omnibal.report.training import Metrics, plot_training, training_rows
+from omnibal.report.training import Metrics, plot_shares, plot_training, training_rows
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,13 @@ def _gain(part: PlanPart) -> str:
 
 def _measured(run: Metrics, folder: Path) -> str:
     plot_training(run, folder / "training.png")
-    return section(
-        "Measured",
-        table(("", "this run"), [*training_rows(run).items()]),
-        picture(folder / "training.png", "Loss over steps: each step and the mean of the last 20; on a log scale."),
-    )
+    pictures = [
+        picture(folder / "training.png", "Loss over steps: each step and the mean of the last 20; on a log scale.")
+    ]
+    mixed = [record for record in run.steps if record.get("shares")]
+    if mixed:
+        shares = [record["shares"] for record in mixed]
+        plot_shares([record["step"] for record in mixed], shares, folder / "shares.png")
+        words = "What each source of the mixture gave, averaged over some steps each; dashed is what was asked for."
+        pictures.append(picture(folder / "shares.png", words))
+    return section("Measured", table(("", "this run"), [*training_rows(run).items()]), *pictures)

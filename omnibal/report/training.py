@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NotRequired  # pydantic needs it before Python 3.12
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
-from typing_extensions import TypedDict, Unpack  # pydantic needs it before Python 3.12
+from typing_extensions import TypedDict, Unpack
 
 from omnibal.cost import FloatArray
 from omnibal.data.sampler import BalancedBatchSampler
@@ -19,8 +20,10 @@ from omnibal.errors import DataError, bytes_in_words
 from omnibal.families.base import LayerRecord
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
-from omnibal.report.style import BLUE, GREEN, ORANGE, drawing, legend_below
+from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, drawing, legend_below
 
+SHARE_STEPS, SHARE_POINTS = 50, 20
+"""Steps over which shares are averaged, and points of a shorter run: a single step's are up to chance."""
 SMOOTHING = 0.9
 """Weight of the past in the figures that are shown while training."""
 
@@ -43,6 +46,8 @@ class StepRecord(TypedDict):
     """Likewise."""
     balance: dict[str, float]
     """Mean load over largest load, for each kind of load."""
+    shares: NotRequired[dict[str, tuple[float, float]]]
+    """Of a mixture's sources: the share that was asked for, and the one that the step holds."""
 
 
 class EvaluationRecord(TypedDict):
@@ -250,6 +255,23 @@ def plot_training(metrics: Metrics, path: Path) -> None:
             answers.spines["right"].set_visible(True)
             answers.grid(False)
             axes.plot([], [], "s--", color=GREEN, markersize=4, label="held-out answers right")
+        legend_below(figure, axes)
+
+
+def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float, float]]], path: Path) -> None:
+    """Draw the share of each source of a mixture over steps: asked for, and held on average of some steps in a row."""
+    run = min(SHARE_STEPS, -(-len(steps) // SHARE_POINTS))
+    begins = np.arange(0, len(steps), run)
+    middles = np.add.reduceat(np.asarray(steps), begins) / np.diff([*begins, len(steps)])
+    with drawing(path, 9, 3.6) as figure:
+        axes = figure.subplots()
+        for number, name in enumerate(shares[0]):
+            asked, held = 100 * np.array([step[name] for step in shares]).T
+            color = SERIES[number % len(SERIES)]
+            axes.plot(steps, asked, color=color, linewidth=0.8, linestyle="--")
+            means = np.add.reduceat(held, begins) / np.diff([*begins, len(steps)])
+            axes.plot(middles, means, color=color, label=name)
+        axes.set(xlabel="step", ylabel="share, %", ylim=(0, None))
         legend_below(figure, axes)
 
 

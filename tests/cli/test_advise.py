@@ -86,6 +86,18 @@ def test_a_sample_answers_without_torch_and_without_compiling(annotations, tmp_p
     assert record["today"]["fullest_rank_bytes"] < 79e9
 
 
+def test_a_mixture_of_todays_ds_config_says_what_is_drawn(omnibal, annotations, tmp_path):
+    shares = {"train": 1, "scans": 3}
+    meta = {name: {"root": ".", "annotation": str(annotations), "repeat_time": 0.5} for name in shares}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    config = {"zero_optimization": {"stage": 2}, "omnibal": {"data": {"mixture": shares}}}
+    (tmp_path / "mine.json").write_text(json.dumps(config))
+    options = ("--today", tmp_path / "mine.json", "--json")
+    record = json.loads(omnibal("advise", tmp_path / "meta.json", *RUN, *options).stdout)
+    assert "; drawn with the mixture's first shares" in record["data"]
+    assert record["today"]["trainer"] == "zero2"
+
+
 def test_the_present_way_is_read_from_files(omnibal, lengths, tmp_path):
     (tmp_path / "z2.json").write_text('{"zero_optimization": {"stage": 2}}')
     yaml = tmp_path / "train.yaml"

@@ -32,6 +32,7 @@ def inputs(tmp_path):
 def write_metrics(path):
     """Of 29 steps."""
     record = {"epoch": 0, "learning_rate": 0.1, "seconds": 0.5, "samples": 10, "llm_tokens": 4000}
+    record["shares"] = {"ocr": (0.25, 0.3), "chat": (0.75, 0.7)}
     steps = [record | {"step": n, "loss": 3 / n, "balance": {"vision": 0.9, "llm": 0.8}} for n in range(1, 30)]
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
@@ -46,7 +47,7 @@ def test_a_page_opens_with_the_imbalance_and_holds_its_pictures(omnibal, inputs,
         "One step, stage by stage", "What it gains, one idea after the other", "Measured",
     ]  # fmt: skip
     assert "<h1>Balanced training</h1>" in text
-    assert text.count('src="data:image/png;base64,') == 5
+    assert text.count('src="data:image/png;base64,') == 6
     assert not re.search('(src|href)="(?!data:)', text)
     rates = record["samples_per_second"]
     assert [*rates] == ["as today", "+ data", "+ model", "+ memory"]

@@ -69,6 +69,11 @@ def test_section_is_split_from_what_deepspeed_reads(tmp_path):
             "^omnibal.data.workers must be .* to 0, got -1; omnibal.pipeline.num_stages must be .* or 'auto', got 0$",
         ),
         ({"packing": {"method": "sorted"}}, "omnibal.packing.method.*got 'sorted'"),
+        ({"data": {"mixture": {"a": -1}}}, "^omnibal.data.mixture: mixture: shares must be at least 0, got a: -1.0$"),
+        (
+            {"data": {"mixture": "repeats"}},
+            "^omnibal.data.mixture: mixture must be shares by source, .* got 'repeats'$",
+        ),
         ({"model": {"frozen": "vision_block"}}, "^omnibal.model.frozen must be a valid list, got 'vision_block'$"),
         ({"model": {"frozen": [1]}}, r"^omnibal.model.frozen\[0\] must be a valid string, got 1$"),
         (

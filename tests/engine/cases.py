@@ -152,7 +152,8 @@ class SmallDataset:
 
     def lengths(self):
         tiles = [0 if s["pixel_values"] is None else len(s["pixel_values"]) for s in self._samples]
-        return SampleLengths(tiles, [len(s["input_ids"]) for s in self._samples])
+        sources = [number % 2 for number in range(len(tiles))]
+        return SampleLengths(tiles, [len(s["input_ids"]) for s in self._samples], source=sources)
 
 
 class FlawedDataset(SmallDataset):

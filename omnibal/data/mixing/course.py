@@ -84,7 +84,7 @@ class Course:
     ) -> None:
         self._draws, self._rates, self._step_packs, self._margins = draws, rates, step_packs, margins
         self._knots = [0, *(knot.step for knot in mixture.schedule)]
-        wanted = max(draws.num_samples, LEAST_DRAWS)
+        wanted = max(mixture.epoch_samples or draws.num_samples, LEAST_DRAWS)
         self.epoch_steps = max(round(wanted / self.samples_per_step(Span(0, 0), min(wanted, BLOCK))), 1)
         """Steps of every epoch: about as many samples as there are, at the first shares."""
         self._origin = origin or Origin(0, 0, (0,) * len(draws.sizes))

@@ -39,7 +39,10 @@ class Draws:
     """
 
     def __init__(self, lengths: SampleLengths, mixture: Mixture, *, seed: int, samples: IntArray | None = None) -> None:
-        self._order, self._starts = _by_source(lengths, samples)
+        if lengths.source is None:
+            raise DataError("lengths must have a source for every sample under a mixture, got none; name source")
+        self._source = lengths.source
+        self._order, self._starts = _by_source(lengths.source, len(lengths.source_names), samples)
         mixture.check_sources(lengths.source_names)
         self._mixture, self._seed = mixture, seed
         self._columns = [mixture.sources.index(name) for name in lengths.source_names]
@@ -57,6 +60,12 @@ class Draws:
         """Samples that take part."""
         return int(self._starts[-1])
 
+    @property
+    def ever_drawn(self) -> npt.NDArray[np.bool_]:
+        """Which sources have a share at any step."""
+        steps = [0, *(knot.step for knot in self._mixture.schedule)]
+        return np.asarray((self.shares_at(steps) > 0).any(axis=0))
+
     def shares_at(self, step: npt.ArrayLike) -> FloatArray:
         """Shares that are asked for, by the sources' numbers."""
         return self._mixture.shares_at(step)[..., self._columns]
@@ -65,6 +74,13 @@ class Draws:
         """What part of the samples each source gives, so that its share is met on average."""
         parts = self.shares_at(step) / np.maximum(self.means, 1e-300)
         shares: FloatArray = parts / parts.sum(axis=-1, keepdims=True)
+        return shares
+
+    def shares_given(self, samples: IntArray) -> FloatArray:
+        """Shares of the sources in some samples, as the mixture counts them."""
+        weights = None if self._tokens is None else self._tokens[samples]
+        given = np.bincount(self._source[samples], weights, minlength=len(self.sizes)).astype(np.float64)
+        shares: FloatArray = given / max(given.sum(), 1)
         return shares
 
     def members(self, source: int) -> Int64Array | slice:
@@ -134,20 +150,33 @@ class Draws:
 
     def _check_shares(self, names: Sequence[str]) -> None:
         """Refuse a share of a source that has nothing to give."""
-        has_share = self.shares_at([0, *(knot.step for knot in self._mixture.schedule)]).any(axis=0)
-        for source in np.flatnonzero(has_share & ((self.sizes == 0) | (self.means == 0))).tolist():
+        for source in np.flatnonzero(self.ever_drawn & ((self.sizes == 0) | (self.means == 0))).tolist():
             wants = "samples" if self.sizes[source] == 0 else self._mixture.by
             raise DataError(
                 f"sources of a mixture must have {wants}, got none in {names[source]!r}; give it the share 0"
             )
 
 
-def _by_source(lengths: SampleLengths, samples: IntArray | None) -> tuple[Int64Array | None, Int64Array]:
+def typical_lengths(lengths: SampleLengths, mixture: Mixture | None) -> SampleLengths:
+    """As many samples as there are, as a mixture draws them at its first shares, and the largest that it ever draws.
+
+    They stand for the data where limits are chosen and costs are expected; all of them where there is no mixture.
+    """
+    if mixture is None:
+        return lengths
+    draws = Draws(lengths, mixture, seed=0)
+    numbers = np.rint(draws.sample_shares_at(0) * len(lengths)).astype(np.int64).tolist()
+    drawn = [draws.samples(source, 0, number) for source, number in enumerate(numbers)]
+    every, possible = np.arange(len(lengths)), np.flatnonzero(draws.ever_drawn).tolist()
+    among = np.concatenate([every[draws.members(source)] for source in possible])
+    largest = [among[np.argmax(load[among])] for load in (lengths.vision_units, lengths.llm_tokens)]
+    return lengths.take(np.concatenate([*drawn, largest]))
+
+
+def _by_source(source: IntArray, number: int, samples: IntArray | None) -> tuple[Int64Array | None, Int64Array]:
     """Samples in the order of their sources (None where they are), and where each source begins and the last ends."""
-    if lengths.source is None:
-        raise DataError("lengths must have a source for every sample for a mixture, got none")
-    source = lengths.source if samples is None else lengths.source[samples]
-    numbers = np.arange(len(lengths.source_names) + 1)
+    source = source if samples is None else source[samples]
+    numbers = np.arange(number + 1)
     if samples is None and not (source[1:] < source[:-1]).any():
         return None, np.searchsorted(source, numbers)
     order = np.argsort(source, kind="stable")

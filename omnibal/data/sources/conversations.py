@@ -6,7 +6,7 @@ from omnibal.errors import require
 require("torch", "PIL")  # what is missing is said before it is missed
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.mixture import Mixture
 from omnibal.data.sources.cache import LengthsCache, survey_in_blocks
 from omnibal.data.sources.chat import parse_conversation
 from omnibal.data.sources.formats import ModelFormat
 from omnibal.data.sources.images import image_size, load_image
-from omnibal.data.sources.shards import Ids, Shard, Shards, open_shards
+from omnibal.data.sources.shards import Ids, Shard, Shards, names_of, open_shards
 from omnibal.data.sources.survey import Broken, Found, Loads, Measured, Problem, settle_problems
 from omnibal.data.sources.text import Encoded, Rendered, encode
 from omnibal.errors import ConfigError, DataError
@@ -121,6 +122,11 @@ class ConversationDataset:
             settle_problems(self._measured.problems, self._all.num_used_items, "error")
         return self._measured.lengths
 
+    def repeat_time(self) -> Mixture:
+        """The mixture that gives each source what its meta file repeats of it, each epoch other items of it."""
+        repeats = [shard.num_samples if shard.repeated is None else shard.repeated for shard in self.shards]
+        return Mixture(dict(zip(names_of(self.shards), repeats, strict=True)), epoch_samples=sum(repeats))
+
     @cached_property
     def _measured(self) -> Measured:
         kept = self._cache.load() if self._cache else None
@@ -145,7 +151,8 @@ class ConversationDataset:
         columns = dict(zip(COLUMNS, found.loads[rows[usable]].T, strict=True))
         if not columns["vision_squared"].any():
             del columns["vision_squared"]
-        lengths = SampleLengths(**columns, source=self._all.source_of(samples[usable]))
+        source = self._all.source_of(samples[usable])
+        lengths = SampleLengths(**columns, source=source, source_names=names_of(self.shards))
         return Measured(lengths, found.problems, items[~found.usable])
 
     def _still_true(self, kept: Measured) -> bool:
@@ -175,6 +182,7 @@ class ConversationDataset:
                 shard.root.absolute(),
                 shard.num_samples,
                 shard.max_tiles,
+                shard.name,
             )
             for shard in self.shards
         ]
@@ -238,6 +246,7 @@ def open_dataset(
     processes: int | None = None,
     cache: str | Path | None = None,
     measured: bool = False,
+    each_once: bool = False,
 ) -> ConversationDataset:
     """Opens a dataset, whatever its format.
 
@@ -253,6 +262,8 @@ def open_dataset(
         processes: See there.
         cache: See there.
         measured: See there.
+        each_once: Whether every item is one sample, whatever a meta file repeats: for mixtures, which draw it as often
+            as they want it.
 
     Raises:
         DataError: If a file cannot be used.
@@ -261,6 +272,8 @@ def open_dataset(
     model_format = ModelFormat(model_folder, max_tiles=max_tiles, min_tiles=min_tiles)
     index = None if cache is None else Path(cache) / "annotations"
     shards = open_shards(paths, image_folder=image_folder, index=index)
+    if each_once:
+        shards = [replace(shard, num_samples=len(shard.records), repeated=shard.num_samples) for shard in shards]
     return ConversationDataset(shards, model_format, broken=broken, processes=processes, cache=cache, measured=measured)
 
 

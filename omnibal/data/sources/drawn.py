@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.data.lengths import SampleLengths
+from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.sources.images import image_size
-from omnibal.data.sources.shards import Shards, open_shards
+from omnibal.data.sources.shards import Shards, names_of, open_shards
 from omnibal.errors import DataError
 from omnibal.families.base import ImageRule, Size
 
@@ -106,9 +106,9 @@ def draw_lengths(
     Raises:
         DataError: No item can be measured; the message says why the first one cannot.
     """
-    num_samples, items = _open(path, count, seed, image_folder)
-    measured, text, problems = [], 0, []
-    for place, root, read in items:
+    num_samples, items, source, names = _open(path, count, seed, image_folder)
+    measured, text, problems, usable = [], 0, [], []
+    for number, (place, root, read) in enumerate(items):
         try:
             item = parse_item(read(), root)
             loads = rule(_sizes(item))
@@ -119,24 +119,39 @@ def draw_lengths(
         text += tokens
         sums = np.array(loads, dtype=np.int64).reshape(-1, 3).sum(axis=0).tolist()
         measured.append((sums[0], sums[1] + tokens, sums[2]))
+        usable.append(number)
     if not measured:
         raise DataError(f"data must have items whose lengths can be told, got none in {path}; {problems[0]}")
     units, all_tokens, squared = np.array(measured, dtype=np.int64).T
-    lengths = SampleLengths(units, all_tokens, vision_squared=squared if squared.any() else None)
+    lengths = SampleLengths(
+        units,
+        all_tokens,
+        vision_squared=squared if squared.any() else None,
+        source=source[usable],
+        source_names=names,
+    )
     return DrawnLengths(lengths, num_samples, tuple(problems), text / len(measured))
 
 
-def _open(path: Path, count: int, seed: int, image_folder: Path | None) -> tuple[int, Iterator[Drawn]]:
-    """How many samples there are, and drawn ones: where each stands, where its images are, and how to read it."""
+def _open(
+    path: Path, count: int, seed: int, image_folder: Path | None
+) -> tuple[int, Iterator[Drawn], IntArray, tuple[str, ...] | None]:
+    """How many samples there are, and drawn ones: where each stands, where its images are, and how to read it.
+
+    Then the source of each, and what sources are called.
+    """
     generator = np.random.default_rng(seed)
     if path.is_dir():
         table = _saved_dataset(path)
         chosen = np.sort(generator.permutation(len(table))[:count]).tolist()
         root = image_folder or path
-        return len(table), ((f"{path}, item {place}", root, partial(table.__getitem__, place)) for place in chosen)
-    shards = Shards(open_shards(path, image_folder=image_folder))
+        items = ((f"{path}, item {place}", root, partial(table.__getitem__, place)) for place in chosen)
+        return len(table), items, np.zeros(len(chosen), dtype=np.int64), None
+    opened = open_shards(path, image_folder=image_folder)
+    shards = Shards(opened)
     some = np.sort(generator.permutation(shards.num_samples)[:count])
-    return shards.num_samples, _of_shards(shards, shards.item_of(some).tolist())
+    drawn, names = _of_shards(shards, shards.item_of(some).tolist()), names_of(opened)
+    return shards.num_samples, drawn, shards.source_of(some), names
 
 
 def _of_shards(shards: Shards, items: list[int]) -> Iterator[Drawn]:

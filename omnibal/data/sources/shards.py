@@ -42,6 +42,7 @@ class Shard:
         root: Where its images are.
         num_samples: Samples drawn from it: its items in order, then again from the first one.
         max_tiles: Most tiles of its images, where it has a limit of its own.
+        repeated: What ``repeat_time`` would draw, where ``num_samples`` is another number.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Shard:
     root: Path
     num_samples: int
     max_tiles: int | None = None
+    repeated: int | None = None
 
     def conversation(self, place: int) -> Conversation:
         """One of its items.
@@ -118,6 +120,12 @@ class Shards:
         """The shard of an item, and its place in there."""
         number = int(np.searchsorted(self._first_items, item, side="right")) - 1
         return self._shards[number], item - int(self._first_items[number])
+
+
+def names_of(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """What the shards are called as sources: their names, or their numbers where several have the same name."""
+    names = tuple(shard.name for shard in shards)
+    return names if len(set(names)) == len(names) else tuple(map(str, range(len(names))))
 
 
 def open_shards(

@@ -8,6 +8,7 @@ import pytest
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, step_randomness
+from omnibal.data.mixing import typical_lengths
 from omnibal.data.mixture import Knot, Mixture
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
@@ -113,6 +114,42 @@ def test_steps_are_as_random_as_the_asked_mix_by_chance(ranks, limits):
     assert 0.4 < np.mean(found) <= 1.15
 
 
+def test_a_fraction_is_another_one_each_epoch():
+    """As a meta file's repeat_time of 0.5, 1 and 2 would have it."""
+    counts = np.bincount(LENGTHS.source)
+    repeats = dict(zip(NAMES, (counts * [0.5, 1, 2]).astype(int).tolist(), strict=True))
+    sampler = sampler_of(Mixture(repeats, epoch_samples=sum(repeats.values())))
+    halves = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        samples = np.concatenate([step.packs.samples for step in sampler.steps()])
+        times = np.bincount(LENGTHS.source[samples])
+        np.testing.assert_allclose(times, list(repeats.values()), rtol=0.05)
+        halves.append(samples[LENGTHS.source[samples] == 0])
+    assert len(np.intersect1d(*halves)) < 0.1 * len(halves[0])
+
+
+def test_a_step_tells_its_shares():
+    sampler = sampler_of(TURN)
+    sampler.set_epoch(30)
+    shares = [sampler.shares_of(index) for index in range(sampler.num_steps)]
+    asked = TURN.shares_at(30 * sampler.num_steps + 0.5)[TURN.sources.index("ocr")]
+    assert 0 < shares[0]["ocr"][0] == asked
+    given = realised([step.packs for step in sampler.steps()])
+    for row, step in zip(given, shares, strict=True):
+        assert [held for _, held in step.values()] == (row / row.sum()).tolist()
+    assert sampler_of(None).shares_of(0) == {}
+
+
+def test_typical_lengths_are_of_the_mix_and_hold_the_largest():
+    typical = typical_lengths(LENGTHS, Mixture(SHARES))
+    np.testing.assert_allclose(np.bincount(typical.source) / len(typical), list(SHARES.values()), atol=0.01)
+    assert typical.summary.max_llm_tokens == LENGTHS.summary.max_llm_tokens
+    alone = typical_lengths(LENGTHS, Mixture({"ocr": 0, "chat": 0, "text": 1}))
+    assert alone.summary.max_vision_units == 0
+    assert typical_lengths(LENGTHS, None) is LENGTHS
+
+
 def test_ranks_share_each_step():
     ranks = [list(sampler_of(ranks=(3, 2), rank=rank)) for rank in range(3)]
     whole = sampler_of(ranks=(3, 2))
@@ -213,7 +250,10 @@ def test_samples_that_fill_packs_alike():
         ({"mixture": {"ocr": 1, "chat": 1, "txt": 1}}, "got 'txt'; did you mean 'text'?"),
         ({"mixture": {"ocr": 1, "chat": 1}}, "no share of 'text'; give it 0"),
         ({"mixture": {"ocr": -1}}, "at least 0, got ocr: -1"),
-        ({"lengths": SampleLengths([1], [5])}, "lengths must have a source for every sample"),
+        (
+            {"lengths": SampleLengths([1], [5])},
+            "lengths must have a source for every sample under a mixture, got none",
+        ),
         (
             {"lengths": SampleLengths([1] * 9, [5] * 9, source=[0] * 9, source_names=NAMES)},
             "sources of a mixture must have samples, got none in 'chat'; give it the share 0",

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
+from omnibal.data.mixture import Mixture
 from omnibal.data.sources.conversations import open_dataset
 from omnibal.errors import ConfigError, DataError
 
@@ -104,6 +105,16 @@ def test_repeat_time_counts_samples(write_dataset, model_folder, repeat, order):
     said = [dataset.tokenizer.decode(dataset[i]["labels"][dataset[i]["labels"] >= 0]) for i in range(len(dataset))]
     assert said == [f"{answers[item]}<|im_end|>" for item in order]
     assert len(dataset.lengths()) == len(order)
+
+
+def test_mixtures_have_each_item_once_and_know_what_repeat_time_says(write_dataset, model_folder):
+    answers = ["red", "blue", "green", "yellow"]
+    meta = write_dataset([([("human", "?"), ("gpt", answer)], []) for answer in answers], "half", repeat_time=0.5)
+    dataset = open_dataset(meta, model_folder, each_once=True)
+    assert len(dataset) == len(dataset.lengths()) == 4
+    assert dataset.lengths().source_names == ("half",)
+    assert dataset.repeat_time() == Mixture({"half": 2}, epoch_samples=2)
+    assert len(open_dataset(meta, model_folder)) == 2
 
 
 def test_tile_limits_of_argument_meta_and_folder(write_dataset, model_folder):
