@@ -14,9 +14,6 @@ def demo(
     folder: Annotated[Path, typer.Argument(help="Where everything goes.", show_default=False)],
     samples: Annotated[int, typer.Option(help="Training samples.", min=20)] = 4000,
     held_out: Annotated[int, typer.Option(help="Samples to measure accuracy on.", min=20)] = 300,
-    max_tiles: Annotated[int, typer.Option(help="Most tiles an image is cut into.", min=1)] = 4,
-    tied: Annotated[bool, typer.Option(help="Tie the model's embedding and head.")] = False,
-    seed: Annotated[int, typer.Option(help="Decides everything that is written.", min=0)] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Write pictures of coloured shapes, questions about them, and a small InternVL to learn them.
@@ -30,7 +27,7 @@ def demo(
     from omnibal.demo import majority_accuracy, write_demo
 
     check_new_folder("folder", folder)
-    paths = write_demo(folder, samples=samples, held_out=held_out, seed=seed, max_tiles=max_tiles, tied=tied)
+    paths = write_demo(folder, samples=samples, held_out=held_out)
     chance = majority_accuracy(paths.train_annotations, paths.held_out_annotations)
     answer(
         {**asdict(paths), "chance": chance},

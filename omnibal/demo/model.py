@@ -12,6 +12,15 @@ TILE_SIZE = 56
 PATCH_SIZE = 14
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 MAX_VOCABULARY = 1024
+PREPROCESSOR = {
+    "image_processor_type": "GotOcr2ImageProcessor",
+    "crop_to_patches": True,
+    "min_patches": 1,
+    "max_patches": 4,
+    "size": {"height": TILE_SIZE, "width": TILE_SIZE},
+    "image_mean": [0.1, 0.1, 0.1],
+    "image_std": [0.3, 0.3, 0.3],
+}
 
 # ChatML as InternVL's own checkpoints write it: an image is its token and a line break.
 CHAT_TEMPLATE = """{%- for message in messages -%}
@@ -25,19 +34,17 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
 
-def write_model_folder(folder: Path, texts: Iterable[str], *, max_tiles: int, tied: bool) -> None:
+def write_model_folder(folder: Path, texts: Iterable[str]) -> None:
     """Writes ``config.json``, ``preprocessor_config.json`` and the tokenizer's files.
 
     Args:
         folder: Made where missing.
         texts: What the tokenizer's merges are learned from.
-        max_tiles: Most tiles of an image, its thumbnail not counted.
-        tied: Whether the embedding and the head share their weight.
     """
     tokenizer = train_tokenizer(texts)
     tokenizer.save_pretrained(folder)
-    small_config(tokenizer, tied=tied).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(_preprocessor(max_tiles), indent=2) + "\n")
+    small_config(tokenizer).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -70,7 +77,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def small_config(tokenizer: PreTrainedTokenizerFast, *, tied: bool = False) -> InternVLConfig:
+def small_config(tokenizer: PreTrainedTokenizerFast) -> InternVLConfig:
     """A small InternVL, 0.8 million parameters, that learns the demo's questions in minutes on a CPU.
 
     Matrices so small need larger initial weights than the usual 0.02, with which nothing is learned for many hundred
@@ -96,7 +103,7 @@ def small_config(tokenizer: PreTrainedTokenizerFast, *, tied: bool = False) -> I
         num_key_value_heads=6,
         max_position_embeddings=2048,
         initializer_range=0.06,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -107,18 +114,6 @@ def small_config(tokenizer: PreTrainedTokenizerFast, *, tied: bool = False) -> I
         image_token_id=tokenizer.get_vocab()["<IMG_CONTEXT>"],
         image_seq_length=(TILE_SIZE // PATCH_SIZE // 2) ** 2,
         downsample_ratio=0.5,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=False,
         architectures=["InternVLForConditionalGeneration"],
     )
-
-
-def _preprocessor(max_tiles: int) -> dict[str, Any]:
-    return {
-        "image_processor_type": "GotOcr2ImageProcessor",
-        "crop_to_patches": True,
-        "min_patches": 1,
-        "max_patches": max_tiles,
-        "size": {"height": TILE_SIZE, "width": TILE_SIZE},
-        "image_mean": [0.1, 0.1, 0.1],
-        "image_std": [0.3, 0.3, 0.3],
-    }

@@ -29,15 +29,7 @@ class DemoPaths:
     held_out_annotations: tuple[Path, ...]
 
 
-def write_demo(
-    folder: str | Path,
-    *,
-    samples: int = 8000,
-    held_out: int = 400,
-    seed: int = 0,
-    max_tiles: int = 4,
-    tied: bool = False,
-) -> DemoPaths:
+def write_demo(folder: str | Path, *, samples: int = 8000, held_out: int = 400, seed: int = 0) -> DemoPaths:
     """Writes questions about coloured shapes and a small InternVL to learn them.
 
     Args:
@@ -45,8 +37,6 @@ def write_demo(
         samples: Training samples, repetitions included, to within rounding; at least 20.
         held_out: Samples to measure accuracy on, one question each; at least 20.
         seed: Decides everything that is written.
-        max_tiles: Most tiles of an image, its thumbnail not counted.
-        tied: Whether the model's embedding and head share their weight.
 
     Returns:
         The paths of what was written.
@@ -65,7 +55,7 @@ def write_demo(
     train = _write_part(folder, "train", samples, seed, max_turns=MAX_TURNS)
     check = _write_part(folder, "held_out", held_out, seed, max_turns=1)
     texts = [turn["value"] for path in train for line in path.open() for turn in json.loads(line)["conversations"]]
-    write_model_folder(folder / "model", [*texts, *vocabulary()], max_tiles=max_tiles, tied=tied)
+    write_model_folder(folder / "model", [*texts, *vocabulary()])
     return DemoPaths(folder / "train.json", folder / "held_out.json", folder / "model", train, check)
 
 

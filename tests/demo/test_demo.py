@@ -11,7 +11,7 @@ from omnibal.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    return write_demo(tmp_path_factory.mktemp("demo"), samples=400, held_out=100, seed=3, max_tiles=4)
+    return write_demo(tmp_path_factory.mktemp("demo"), samples=400, held_out=100, seed=3)
 
 
 def records(annotations):
@@ -85,12 +85,11 @@ def test_chat_template_writes_images_as_internvl_does(demo):
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_configuration_builds_a_small_model(tmp_path, tied):
-    folder = write_demo(tmp_path, samples=20, held_out=20, tied=tied).model
+def test_configuration_builds_a_small_model(tmp_path):
+    folder = write_demo(tmp_path, samples=20, held_out=20).model
     model = InternVLForConditionalGeneration(AutoConfig.from_pretrained(folder))
     assert sum(parameter.numel() for parameter in model.parameters()) < 2e6
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
 
 
 def test_majority_accuracy(tmp_path):

@@ -14,7 +14,7 @@ from tests.families.models import TEMPLATES, image_processor, image_token, save_
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
-    write_model_folder(folder, vocabulary(), max_tiles=4, tied=False)
+    write_model_folder(folder, vocabulary())
     return folder
 
 

@@ -61,7 +61,7 @@ def _write(folder: Path, samples: int) -> None:
         for _ in range(samples // BLOCK):
             file.write(LINE * BLOCK)
     (folder / "meta.json").write_text(json.dumps({"made-up": {"root": ".", "annotation": "made_up.jsonl"}}))
-    write_model_folder(folder / "model", vocabulary(), max_tiles=4, tied=False)
+    write_model_folder(folder / "model", vocabulary())
 
 
 def _opened(folder: Path, **options: Any) -> ConversationDataset:

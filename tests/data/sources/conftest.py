@@ -11,7 +11,7 @@ from omnibal.demo.questions import vocabulary
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    write_model_folder(folder, vocabulary(), max_tiles=4, tied=False)
+    write_model_folder(folder, vocabulary())
     return folder
 
 
