@@ -184,6 +184,7 @@ def _evaluate(
             step = engine.global_steps
             bar.write(log.evaluation(step, loss=result.loss, accuracy=result.accuracy, samples=result.samples))
     if on_evaluation is not None:
+        engine.settle_weights()
         on_evaluation(engine)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import prod
+from mmap import mmap
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,7 +82,8 @@ class StageWork:
         sent_bytes: Of each layer's output, the same shape; the pixels' before the first.
         upstream: Seconds of the transfer from and to the stage before, shape (micro-batches,); 0 in the first stage.
         downstream: The same with the stage behind; 0 in the last stage.
-        reduce: Seconds of the gradients' all-reduce.
+        reduce: Seconds in which the replicas add up each layer's gradients, shape (layers,).
+        gather: Seconds in which each layer's updated weights come from the replicas that own them, shape (layers,).
         optimizer: Seconds of the optimizer step.
         fixed_bytes: Held throughout the step.
         kept_bytes: Of each micro-batch from its forward to its backward.
@@ -95,12 +98,33 @@ class StageWork:
     sent_bytes: FloatArray
     upstream: FloatArray
     downstream: FloatArray
-    reduce: float
+    reduce: FloatArray
+    gather: FloatArray
     optimizer: float
     fixed_bytes: int
     kept_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
     pending_bytes: tuple[int, ...]
+
+
+class Clocks(NamedTuple):
+    """Times of the wall that all devices of a cluster share.
+
+    Attributes:
+        arrivals: When what is sent beside the computations arrives, shape (directions, stages, replicas, micro-batches)
+            by who receives it.
+        complete: When the last gradient of each layer is there, shape (replicas, layers).
+    """
+
+    arrivals: FloatArray
+    complete: FloatArray
+
+    @classmethod
+    def of(cls, task: EmulationTask) -> Clocks:
+        """In memory that forked processes share."""
+        stages, replicas, micro_batches = task.plan.num_stages, task.plan.layout.num_replicas, task.plan.micro_batches
+        shapes = (2, stages, replicas, micro_batches), (replicas, len(task.profile.layers))
+        return cls(*(np.frombuffer(mmap(-1, 8 * prod(shape)), dtype=np.float64).reshape(shape) for shape in shapes))
 
 
 def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> StageWork:
@@ -133,7 +157,8 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
         sent_bytes=np.stack([layer.output_bytes(own) for layer in task.profile.layers[first:last]], axis=1),
         upstream=planned.crossing[replica][:, first],
         downstream=planned.crossing[replica][:, last],
-        reduce=float(planned.reduce[last] - planned.reduce[first]),
+        reduce=np.diff(planned.reduce[first : last + 1]),
+        gather=np.diff(planned.gather[first : last + 1]),
         optimizer=float(planned.optimizer[last] - planned.optimizer[first]),
         fixed_bytes=max(entry.total - entry.activations - entry.pending - entry.transient for entry in memory),
         kept_bytes=tuple(entry.activations // held for entry in memory),
@@ -161,11 +186,10 @@ class Device:
         stage: Its pipeline stage.
         replica: Its data-parallel rank.
         where: Its place in error messages.
-        arrivals: When what is sent beside the computations arrives, in the wall's seconds, shape (directions, stages,
-            replicas, micro-batches) by who receives it; all devices of the cluster share it.
+        clocks: Of the cluster.
     """
 
-    def __init__(self, task: EmulationTask, stage: int, replica: int, where: str, arrivals: FloatArray) -> None:
+    def __init__(self, task: EmulationTask, stage: int, replica: int, where: str, clocks: Clocks) -> None:
         self.task, self.stage, self.replica = task, stage, replica
         self.peak_bytes = 0
         self.log = StepLog()
@@ -173,7 +197,10 @@ class Device:
         self._held_bytes = 0
         self._splits = False
         self._due = 0.0
-        self._arrivals = arrivals[:, :, replica]
+        self._arrivals = clocks.arrivals[:, :, replica]
+        layers = task.plan.partition.layers(stage)
+        self._complete = clocks.complete[:, layers.start : layers.stop]
+        self._weights_arrive = np.zeros(len(layers))
         self._link_is_free = [0.0, 0.0]
         in_front = stage < task.schedule.frozen_stages  # it runs forward only
         self._with_transient = (Operation.F,) if in_front else (Operation.BW, Operation.B)
@@ -231,6 +258,28 @@ class Device:
     def receive(self, direction: int, micro_batch: int) -> None:
         """Wait for a tensor whose bytes are there already until it would have arrived."""
         _sleep_until(float(self._arrivals[direction, self.stage, micro_batch]))
+
+    def complete(self, layer: int) -> None:
+        """The last gradient of a layer of the stage is there, and may leave."""
+        self._complete[self.replica, layer] = perf_counter()
+
+    def add_up(self) -> None:
+        """Wait until gradients that are complete in all replicas would be added up, one layer after the other."""
+        due = 0.0
+        for complete, seconds in zip(self._complete.max(axis=0)[::-1], self.work.reduce[::-1], strict=True):
+            due = max(due, float(complete)) + float(seconds) * self.task.scale
+        _sleep_until(due)
+
+    def spread_weights(self) -> None:
+        """Updated weights of the layers leave for the other replicas, one layer after the other."""
+        self._weights_arrive = perf_counter() + np.cumsum(self.work.gather) * self.task.scale
+
+    def await_weights(self, layer: int) -> None:
+        """In the instruction that has begun, wait for those of a layer."""
+        due = float(self._weights_arrive[layer])
+        if due > self._due:
+            _sleep_until(due)
+            self._due = due
 
     def compute(self, seconds: float) -> None:
         """Be busy for so long behind what the instruction has done so far; what Python takes is not added."""

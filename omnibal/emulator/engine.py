@@ -9,21 +9,19 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
-from mmap import mmap
 from multiprocessing import active_children
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
 from typing import Any, ClassVar, Final
 
-import numpy as np
+import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as pipe
+from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from omnibal.config import ModelSection, OmnibalSection, layout_of
-from omnibal.cost import FloatArray
-from omnibal.emulator.device import DOWN, UP, Device, DeviceReport, StepLog
+from omnibal.emulator.device import DOWN, UP, Clocks, Device, DeviceReport, StepLog
 from omnibal.emulator.layers import EmulatedLoader, EmulatedModel, EmulatedModule
 from omnibal.emulator.run import FAILURE_FILE, TASK_FILE, EmulationTask, report_file
 from omnibal.engine.distributed import meet
@@ -68,14 +66,24 @@ class EmulatedEngine(OmnibalEngine):
             for layer in self.module.forward_funcs:
                 layer.weight_gradients = self.weight_gradients
 
+    def _start_reduction(self, layer: int) -> None:
+        self.emulated.complete(layer)
+        super()._start_reduction(layer)
+
+    def _before_layer(self, layer: int, hidden: Tensor) -> None:
+        super()._before_layer(layer, hidden)
+        self.emulated.await_weights(layer)
+
     def _exec_reduce_grads(self) -> None:
         super()._exec_reduce_grads()
-        self.emulated.rest(self.emulated.work.reduce)
+        dist.barrier(self.grid.get_data_parallel_group())  # all replicas have said when theirs were complete
+        self.emulated.add_up()
         self.emulated.log.reduced = perf_counter()
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         super()._exec_optimizer_step(lr_kwargs)
         self.emulated.rest(self.emulated.work.optimizer)
+        self.emulated.spread_weights()
         self.emulated.log.updated = perf_counter()
 
     def _run_entry(self, operation: Operation, micro_batch: int) -> None:
@@ -140,10 +148,10 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
     return engine
 
 
-def _emulate(task: EmulationTask, rank: int, started: float, arrivals: FloatArray) -> DeviceReport:
+def _emulate(task: EmulationTask, rank: int, started: float, clocks: Clocks) -> DeviceReport:
     """One device: build the engine, run the steps."""
     stage, replica = divmod(rank, task.plan.layout.num_replicas)
-    device = Device(task, stage, replica, f"rank {rank}, stage {stage}", arrivals)
+    device = Device(task, stage, replica, f"rank {rank}, stage {stage}", clocks)
     engine = _build(task, device)
     engine.train_batch()
     ready = perf_counter() - started
@@ -154,7 +162,7 @@ def _emulate(task: EmulationTask, rank: int, started: float, arrivals: FloatArra
     return DeviceReport(logs, device.peak_bytes, ready)
 
 
-def _process(rank: int, folder: Path, task: EmulationTask, started: float, arrivals: FloatArray) -> None:
+def _process(rank: int, folder: Path, task: EmulationTask, started: float, clocks: Clocks) -> None:
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{task.num_processes}"}
     meet(
         "gloo",
@@ -164,7 +172,7 @@ def _process(rank: int, folder: Path, task: EmulationTask, started: float, arriv
         auto_mpi_discovery=False,
     )
     try:
-        report = _emulate(task, rank, started, arrivals)
+        report = _emulate(task, rank, started, clocks)
     except OmnibalError as error:
         (folder / FAILURE_FILE).write_bytes(pickle.dumps(error))
         raise
@@ -175,12 +183,8 @@ def main() -> None:
     """Fork the processes; if one fails, all end."""
     started, folder = perf_counter(), Path(sys.argv[1])
     task = pickle.loads((folder / TASK_FILE).read_bytes())
-    shape = (2, task.plan.num_stages, task.plan.layout.num_replicas, task.plan.micro_batches)
-    shared = mmap(-1, 8 * prod(shape))
-    arrivals = np.frombuffer(shared, dtype=np.float64).reshape(shape)
-    processes = start_processes(
-        _process, (folder, task, started, arrivals), nprocs=task.num_processes, join=False, start_method="fork"
-    )
+    arguments = folder, task, started, Clocks.of(task)
+    processes = start_processes(_process, arguments, nprocs=task.num_processes, join=False, start_method="fork")
     Thread(target=_end_with_caller, args=[folder], daemon=True).start()
     while not processes.join():
         pass

@@ -112,7 +112,8 @@ class EmulatedModule(VlmPipelineModule):
     """The pipeline module; recompute levels are in the layers' times."""
 
     def _run_layers(self, payload: Payload) -> Payload:
-        for layer in self.forward_funcs:
+        for place, layer in enumerate(self.forward_funcs):
+            self._announce(place, payload)
             payload = layer(payload)
         return payload
 

@@ -190,10 +190,9 @@ def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulat
         _pipeline(task, [replicas[replica] for replicas in logs], start)
         for replica in range(task.plan.layout.num_replicas)
     )
-    finish = np.max([pipeline.finish_seconds for pipeline in pipelines], axis=0)
     reduced = np.array([max(seconds(log.reduced) for log in replicas) for replicas in logs])
     updated = np.array([max(seconds(log.updated) for log in replicas) for replicas in logs])
-    return StepSimulation(pipelines, reduced - finish, updated - reduced.max())
+    return StepSimulation(pipelines, reduced, updated - reduced.max())
 
 
 def _pipeline(task: EmulationTask, logs: Sequence[StepLog], start: float) -> Simulation:

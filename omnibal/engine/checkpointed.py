@@ -71,6 +71,7 @@ class CheckpointedEngine(TableEngine):
             OmnibalError: A rank could not write (a full disk); raised on all ranks. Older checkpoints are as they were.
             ConfigError: The tag cannot name a folder or is not the same on all ranks, or they share no folder.
         """
+        self.settle_weights()
         folder, tag = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
         tags = gather(tag)
         if len(set(tags)) > 1:
@@ -156,6 +157,7 @@ class CheckpointedEngine(TableEngine):
                 written under another partition or precision, or with other frozen layers, another optimizer or
                 schedule than the one that is to go on.
         """
+        self.settle_weights()
         folder, named = Path(load_dir), None if tag is None else str(tag)
         chosen = self._on_rank_zero(
             lambda: saved_files.choose(folder, named, fall_back=fall_back), "looks for a whole checkpoint"
@@ -209,6 +211,7 @@ class CheckpointedEngine(TableEngine):
             raise ConfigError(f"save_filename must be {SINGLE_FILE!r}, got {save_filename!r}")
         if exclude_frozen_parameters:
             raise ConfigError("exclude_frozen_parameters must be False for a model that can be loaded, got True")
+        self.settle_weights()
         folder, layers = Path(save_dir), Path(save_dir) / "layers"
         write = partial(self.module.save_state_dict, layers, self.checkpoint_engine)
         together(write, where=self.where)

@@ -1,6 +1,6 @@
 """DeepSpeed's PipelineModule with an explicit partition, a recompute level per layer and a token-weighted loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,8 @@ class VlmPipelineModule(PipelineModule):
             self.add_placeholder()
         self.counts: PackCounts | None = None
         """Of the pack that ``forward`` gets next, where they are known."""
+        self.before_layer: Callable[[int, Tensor], object] | None = None
+        """Called with each layer's number in the stage and its hidden states, before it runs."""
 
     def _partition_layers(self, method: str = "explicit") -> None:
         self.parts = list(self.plan.partition.boundaries)
@@ -84,9 +86,14 @@ class VlmPipelineModule(PipelineModule):
 
     def _run_layers(self, payload: Payload) -> Payload:
         exceeds = self._exceeds_plan(payload)
-        for index, layer in enumerate(self.forward_funcs, start=self._local_start):
-            payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[index])
+        for place, layer in enumerate(self.forward_funcs):
+            self._announce(place, payload)
+            payload = run_layer(layer, payload, "full" if exceeds else self.plan.recompute[self._local_start + place])
         return payload
+
+    def _announce(self, place: int, payload: Payload) -> None:
+        if self.before_layer is not None:
+            self.before_layer(place, payload.hidden)
 
     def _exceeds_plan(self, payload: Payload) -> bool:
         """Whether the pack is larger than the recompute levels were chosen for: one oversized sample.

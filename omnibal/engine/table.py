@@ -2,24 +2,26 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor, nn
+from torch import Tensor
 
 from omnibal.engine.hosts import hosts_of, unreachable
+from omnibal.engine.reduction import exchange_of
+from omnibal.engine.sums import sums_of
 from omnibal.engine.transfers import DESCRIPTION, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.vlm.payload import PackCounts, note_counts
-from omnibal.vlm.weight_gradients import Accumulate, WeightGradients, add_gradient, defer_linears
+from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 
 
 class RunEntry(deepspeed_schedule.PipeInstruction):
@@ -105,7 +107,11 @@ class TableEngine(PipelineEngine):
         self._runs_backward, self._sends_gradients = self.stage_id >= front, self.stage_id > front
         self.table = None if table is None else table.with_frozen_front(front)
         self.pending_bytes = None if pending_bytes is None else pending_bytes[self.stage_id]
-        self.weight_gradients = WeightGradients(accumulate=self._accumulate())
+        self.sums = sums_of(self.optimizer, self.dp_world_size)
+        self.exchange = None if self.dp_world_size == 1 else exchange_of(self, self.sums)
+        self.module.before_layer = self._before_layer if self.exchange else None
+        self.weight_gradients = WeightGradients(budget_bytes=None if table else 0, accumulate=self.sums.add)
+        self._forwards_left = self._backwards_left = 0
         self._losses: dict[int, Tensor] = {}
         self._counts_received: PackCounts | None = None
         self._awaited: deque[list[Shape]] = deque()
@@ -121,6 +127,7 @@ class TableEngine(PipelineEngine):
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         # Here and not where DeepSpeed makes a schedule: before 0.19.8 it does so in the middle of train_batch.
         if isinstance(pipe_schedule, deepspeed_schedule.TrainSchedule):
+            self._forwards_left = self._backwards_left = pipe_schedule.micro_batches
             if self.table is not None:
                 pipe_schedule = TableSchedule(self.table, self.stage_id)
             elif self.module.frozen_stages:
@@ -134,34 +141,48 @@ class TableEngine(PipelineEngine):
         if not self._runs_backward:  # optimizers want a gradient to take the norm of
             for placeholder in self.module.placeholders:
                 self.weight_gradients.accumulate(placeholder, torch.zeros_like(placeholder))
+        if self.exchange is not None:
+            for layer in reversed(range(self.exchange.gradients.left)):  # the stage's passes are done
+                self._start_reduction(layer)
         super()._exec_reduce_tied_grads()
 
-    def _accumulate(self) -> Accumulate:
-        """Where the optimizer wants a micro-batch's gradients."""
-        optimizer = self.optimizer
-        if getattr(optimizer, "use_grad_accum_attribute", False):
+    def _exec_reduce_grads(self) -> None:
+        if self.exchange is None:
+            super()._exec_reduce_grads()
+        else:
+            self.exchange.gradients.finish()
 
-            def add_to_sum(parameter: nn.Parameter, gradient: Tensor) -> None:
-                # ZeRO sums in another dtype than parameters have, as its hook does with gradients of backward passes.
-                parameter.grad = gradient
-                optimizer._fill_param_grad_accum_attribute(parameter)
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        self._forwards_left -= 1
+        super()._exec_forward_pass(buffer_id)
 
-            return add_to_sum
-        if not isinstance(optimizer, BF16_Optimizer):
-            return add_gradient
-        places = {
-            parameter: (group, index)
-            for group, parameters in enumerate(optimizer.bf16_groups)
-            for index, parameter in enumerate(parameters)
-        }
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        super()._exec_backward_pass(buffer_id)
+        self._backwards_left -= 1
+        if self._backwards_left == 0 and self.exchange is not None:
+            self.sums.end_passes()
 
-        def add_to_float32(parameter: nn.Parameter, gradient: Tensor) -> None:
-            # As its backward pass does with every gradient; one that stayed would be added by the next one again.
-            parameter.grad = gradient
-            optimizer._update_hp_grad(parameter, *places[parameter], clear_lp_grads=False)
-            parameter.grad = None
+    def _before_layer(self, layer: int, hidden: Tensor) -> None:
+        """Wait for a layer's weights, and see when the last micro-batch's gradients come back before it."""
+        assert self.exchange is not None
+        self.exchange.weights.settle(layer)
+        if self._forwards_left == 0 and hidden.requires_grad:
+            # Autograd runs first what was computed last: nothing of the layer, or behind it, is left for later. Weight
+            # gradients that wait are before this in their queue.
+            start = partial(self.weight_gradients.defer, partial(self._start_reduction, layer))
+            hidden.register_hook(lambda gradient: start())  # type: ignore[no-untyped-call]
 
-        return add_to_float32
+    def _start_reduction(self, layer: int) -> None:
+        assert self.exchange is not None
+        self.exchange.gradients.start(layer)
+
+    def settle_weights(self) -> None:
+        """Wait for updated weights that other replicas still send.
+
+        After ``train_batch`` they come while the next step begins. What reads them without the engine calls this first.
+        """
+        if self.exchange is not None:
+            self.exchange.weights.settle()
 
     def _send_tensor_meta(self, buffer: tuple[Tensor, ...], recv_stage: int) -> None:
         p2p.send(describe(buffer).to(self.device, non_blocking=True), recv_stage)
@@ -304,7 +325,10 @@ class TableEngine(PipelineEngine):
         RunEntry: _run_entry,
         deepspeed_schedule.RecvActivation: _exec_recv_activations,
         deepspeed_schedule.SendActivation: _exec_send_activations,
+        deepspeed_schedule.ForwardPass: _exec_forward_pass,
+        deepspeed_schedule.BackwardPass: _exec_backward_pass,
         deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        deepspeed_schedule.ReduceGrads: _exec_reduce_grads,
     }
 
 

@@ -4,6 +4,7 @@ Both functions take a schedule's table and fill in when each instruction starts 
 
     durations      seconds of each computation, shape (4, micro-batches, stages), by Operation
     transfers      seconds between stages s and s + 1, either way, shape (micro-batches, stages - 1)
+    release        when each stage may begin its first forward pass, shape (stages,)
     starts, ends   filled with seconds, shape of the table's operations
 
 They return whether every instruction could run; False means a deadlock. Stages are visited in turn and run as far as
@@ -22,7 +23,12 @@ _SEND_ACTIVATION, _RECEIVE_GRADIENT = int(Operation.SEND_ACTIVATION), int(Operat
 
 @compiled
 def run_blocking(
-    table: Table, durations: FloatArray, transfers: FloatArray, starts: FloatArray, ends: FloatArray
+    table: Table,
+    durations: FloatArray,
+    transfers: FloatArray,
+    release: FloatArray,
+    starts: FloatArray,
+    ends: FloatArray,
 ) -> bool:
     """Run ``Schedule.blocking_table``: the two sides of a transfer wait for each other and are busy until it ends."""
     operations, micro_batches, lengths = table
@@ -37,6 +43,8 @@ def run_blocking(
                 here = done[stage]
                 operation, micro_batch = operations[stage, here], micro_batches[stage, here]
                 if operation <= _W:  # a computation waits for nobody
+                    if operation == _F and micro_batch == 0:
+                        clock[stage] = max(clock[stage], release[stage])
                     starts[stage, here] = clock[stage]
                     clock[stage] += durations[operation, micro_batch, stage]
                     ends[stage, here] = clock[stage]
@@ -61,7 +69,12 @@ def run_blocking(
 
 @compiled
 def run_overlapped(
-    table: Table, durations: FloatArray, transfers: FloatArray, starts: FloatArray, ends: FloatArray
+    table: Table,
+    durations: FloatArray,
+    transfers: FloatArray,
+    release: FloatArray,
+    starts: FloatArray,
+    ends: FloatArray,
 ) -> bool:
     """Run ``Schedule.table``: transfers start by themselves and cost no stage time; a link carries one at a time."""
     operations, micro_batches, lengths = table
@@ -84,6 +97,8 @@ def run_overlapped(
                 ready = activation[m, stage] if operation == _F else gradient[m, stage]
                 if ready == np.inf:  # not even on its way: on to the next stage
                     break
+                if operation == _F and m == 0:
+                    ready = max(ready, release[stage])
                 starts[stage, here] = max(clock[stage], ready)
                 clock[stage] = ends[stage, here] = starts[stage, here] + durations[operation, m, stage]
                 done[stage] += 1

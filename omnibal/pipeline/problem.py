@@ -16,7 +16,14 @@ from omnibal.pipeline.optimize import Boundaries, least_maximum
 from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table
 from omnibal.pipeline.simulate import Mode
-from omnibal.pipeline.times import StepTimes, durations_of, transfers_of
+from omnibal.pipeline.times import (
+    StepTimes,
+    complete_gradients,
+    durations_of,
+    reduced_at,
+    release_of,
+    transfers_of,
+)
 from omnibal.profile.records import ModelProfile
 
 _F, _BW, _W = int(Operation.F), int(Operation.BW), int(Operation.W)
@@ -118,20 +125,21 @@ class PartitionProblem:
 def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking: bool) -> FloatArray:
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     result = np.zeros(len(partitions))
-    num_stages = len(table.lengths)
     for row in range(len(partitions)):
-        boundaries = partitions[row]
-        finish = np.zeros(num_stages)
+        boundaries, finish = partitions[row], 0.0
+        ready = np.zeros(len(times.reduce) - 1)
         for replica in range(len(times.forward)):
             durations, transfers = durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries)
+            release = release_of(times, replica, boundaries)
             if blocking:
-                run_blocking(table, durations, transfers, starts, ends)
+                run_blocking(table, durations, transfers, release, starts, ends)
             else:
-                run_overlapped(table, durations, transfers, starts, ends)
-            for stage in range(num_stages):
-                finish[stage] = max(finish[stage], ends[stage, table.lengths[stage] - 1])
-        reduce, optimizer = times.reduce[boundaries], times.optimizer[boundaries]
-        result[row] = np.max(finish + np.diff(reduce)) + np.max(np.diff(optimizer))
+                run_overlapped(table, durations, transfers, release, starts, ends)
+            for stage in range(len(table.lengths)):
+                finish = max(finish, ends[stage, table.lengths[stage] - 1])
+            complete_gradients(times, replica, boundaries, table, starts, ready)
+        reduced = reduced_at(times, boundaries, ready).max()
+        result[row] = max(finish, reduced) + np.max(np.diff(times.optimizer[boundaries]))
     return result
 
 
@@ -257,18 +265,22 @@ def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], 
     scratch = np.zeros((2, seen.forward.shape[1]))
     for a in range(stages_before, num_layers if stages_before else 1):
         for b in range(a + 1 if stages_behind else num_layers, num_layers - stages_behind + 1):
-            finish, step = _bound(seen, (a, b), blocking, scratch)
-            result[a, b] = max(step, finish + reduce[b] - reduce[a])
+            weights_start, weights_end, step = _bound(seen, (a, b), blocking, scratch)
+            # All gradients are added up behind the start of the last weights' pass, the first layer's behind its end.
+            result[a, b] = max(step, weights_start + reduce[b] - reduce[a], weights_end + reduce[a + 1] - reduce[a])
     return result
 
 
 @compiled
-def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatArray) -> tuple[float, float]:
-    """When the stage ends if it holds layers a to b, and when the first stage does, at the least."""
+def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatArray) -> tuple[float, float, float]:
+    """When the last backward pass to the weights starts and ends if the stage holds layers a to b, at the least.
+
+    And when all stages end.
+    """
     a, b = layers
     forward_ends, backward_ends = scratch
     trains = b > seen.frozen_front
-    clock, step = 0.0, 0.0
+    clock, step, weights_start, weights_end = 0.0, 0.0, 0.0, 0.0
     for position in range(len(seen.operations)):
         operation, m = seen.operations[position], seen.micro_batches[position]
         if operation == _F:
@@ -281,15 +293,19 @@ def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatA
             step = max(step, clock + seen.rest[b, m])  # it still has to pass the layers behind this stage, and back
             clock += down  # where transfers block, sending takes the stage's time too
         elif operation == _W:
+            weights_start = clock
             clock += seen.weight[b, m] - seen.weight[a, m]
+            weights_end = clock
         elif trains:
             # the gradient comes once the micro-batch has been to the end of the model and back
             up, down = (seen.gradient_crossing[a, m], seen.gradient_crossing[b, m]) if blocking else (0.0, 0.0)
-            clock = max(clock + down, forward_ends[m] + seen.rest[b, m]) + seen.backward[b, m] - seen.backward[a, m]
+            start = max(clock + down, forward_ends[m] + seen.rest[b, m])
+            clock = start + seen.backward[b, m] - seen.backward[a, m]
             if operation == _BW:
                 clock += seen.weight[b, m] - seen.weight[a, m]
+                weights_start, weights_end = start, clock
             backward_ends[m] = clock
             # the first stage cannot be done with it before the gradient has passed the layers before this stage
             step = max(step, clock + seen.to_start[a, m])
             clock += up
-    return clock, max(step, clock)
+    return weights_start, weights_end, max(step, clock)

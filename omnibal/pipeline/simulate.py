@@ -15,7 +15,15 @@ from omnibal.errors import ConfigError
 from omnibal.pipeline.execution import run_blocking, run_overlapped
 from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table, one_f_one_b
-from omnibal.pipeline.times import check_partition, durations_of, step_times, transfers_of
+from omnibal.pipeline.times import (
+    check_partition,
+    complete_gradients,
+    durations_of,
+    reduced_at,
+    release_of,
+    step_times,
+    transfers_of,
+)
 from omnibal.profile.records import ModelProfile
 
 Mode = Literal["rendezvous", "overlap"]
@@ -93,12 +101,12 @@ class StepSimulation:
 
     Args:
         replicas: The pipeline of each replica.
-        reduce_seconds: All-reduce of each stage's gradients over the replicas; shape (stages,).
+        reduced_seconds: When each stage has added up its gradients over the replicas; shape (stages,).
         optimizer_seconds: Each stage's optimizer step; shape (stages,).
     """
 
     replicas: tuple[Simulation, ...]
-    reduce_seconds: FloatArray
+    reduced_seconds: FloatArray
     optimizer_seconds: FloatArray
 
     @property
@@ -113,14 +121,19 @@ class StepSimulation:
 
     @property
     def step_seconds(self) -> float:
-        """Until the slowest replica, the all-reduce and the optimizer are done.
+        """Until the slowest replica, the sums of gradients and the optimizer are done.
 
-        A stage reduces when it is done in every replica; the optimizers start when all stages have reduced, since
-        they need the norm of all gradients.
+        A layer's gradients leave when they are complete in every replica; the optimizers start when all sums are there,
+        since they need the norm of all gradients.
         """
+        return max(self.pipeline_seconds, float(self.reduced_seconds.max())) + float(self.optimizer_seconds.max())
+
+    @property
+    def reduce_seconds(self) -> FloatArray:
+        """How long each stage still waits for its gradients' sums when it is done in all replicas; shape (stages,)."""
         finish = np.max([replica.finish_seconds for replica in self.replicas], axis=0)
-        # A stage that is done early reduces while others still compute.
-        return float((finish + self.reduce_seconds).max() + self.optimizer_seconds.max())
+        waits: FloatArray = np.maximum(self.reduced_seconds - finish, 0)
+        return waits
 
     @property
     def bubble_ratio(self) -> float:
@@ -213,11 +226,15 @@ def simulate_step(
     boundaries = np.array(partition.boundaries)
     schedule = schedule.with_frozen_front(int(frozen_stages(profile, boundaries)))
     mode = mode_of(schedule, mode)
-    replicas = tuple(
-        run(schedule, durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries), mode)
-        for replica in range(num_replicas)
-    )
-    return StepSimulation(replicas, np.diff(times.reduce[boundaries]), np.diff(times.optimizer[boundaries]))
+    replicas, ready = [], np.zeros(len(profile.layers))
+    for replica in range(num_replicas):
+        durations, transfers, release = (
+            of(times, replica, boundaries) for of in (durations_of, transfers_of, release_of)
+        )
+        replicas.append(run(schedule, durations, transfers, mode, release))
+        complete_gradients(times, replica, boundaries, replicas[-1].table, replicas[-1].starts, ready)
+    reduced = reduced_at(times, boundaries, ready)
+    return StepSimulation(tuple(replicas), reduced, np.diff(times.optimizer[boundaries]))
 
 
 def mode_of(schedule: Schedule, unsplit: Mode) -> Mode:
@@ -225,8 +242,12 @@ def mode_of(schedule: Schedule, unsplit: Mode) -> Mode:
     return "overlap" if any(schedule.pending_weights) else unsplit
 
 
-def run(schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode) -> Simulation:
+def run(
+    schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode, release: FloatArray | None = None
+) -> Simulation:
     """:func:`simulate` on checked arrays: seconds of F, BW, B, W, shape (4, micro-batches, stages), and of transfers.
+
+    Stages begin their first forward pass at ``release`` at the earliest.
 
     Raises:
         ConfigError: The schedule deadlocks.
@@ -234,7 +255,8 @@ def run(schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: 
     table = schedule.blocking_table if mode == "rendezvous" else schedule.table
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     kernel = run_blocking if mode == "rendezvous" else run_overlapped
-    if not kernel(table, durations, transfers, starts, ends):
+    release = np.zeros(schedule.num_stages) if release is None else release
+    if not kernel(table, durations, transfers, release, starts, ends):
         remedy = '; try mode="overlap"' if mode == "rendezvous" else ""
         raise ConfigError(f"a schedule must come to an end, got one that deadlocks in mode {mode!r}{remedy}")
     return Simulation(schedule, table, starts, ends)

@@ -12,7 +12,10 @@ from omnibal.compiled import compiled
 from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.schedule import Operation, Table
 from omnibal.profile.records import ModelProfile
+
+_BW, _W = int(Operation.BW), int(Operation.W)
 
 
 class StepTimes(NamedTuple):
@@ -34,7 +37,9 @@ class StepTimes(NamedTuple):
     gradient_crossing: FloatArray
     """The same of a gradient; zero where no layer before the boundary is trained: none is sent."""
     reduce: FloatArray
-    """All-reduce of gradients over the replicas, shape (layers + 1,)."""
+    """Adding up gradients over the replicas, shape (layers + 1,)."""
+    gather: FloatArray
+    """Sending updated weights to the other replicas, where each updates a share; shape (layers + 1,)."""
     optimizer: FloatArray
     """Optimizer step, shape (layers + 1,)."""
 
@@ -51,7 +56,8 @@ def step_times(
 
     Arguments and errors as in :func:`omnibal.pipeline.simulate.simulate_step`. Backward passes run through frozen
     layers behind the first trained one too. A ring all-reduce moves ``2 (replicas - 1) / replicas`` times the
-    gradients.
+    gradients. Under ZeRO 1 a gradient moves once, from replica to replica to the one that updates its weight, and the
+    weight once, on to all others.
     """
     load = _stack(loads)
     num_replicas = load.shape[0]
@@ -65,8 +71,9 @@ def step_times(
     crossing = _evaluate([layer.output_bytes for layer in layers[:-1]], load) / links.bandwidth_bytes_per_second
     crossing = np.pad(crossing + links.latency_seconds, ((0, 0), (0, 0), (1, 1)))
     sends_gradient = np.arange(len(layers) + 1) > profile.frozen_front
-    share = 2 * (num_replicas - 1) / num_replicas / links.between_replicas
+    once = summed(np.array([layer.gradient_bytes for layer in layers])) / links.between_replicas
     owners = num_replicas if zero_stage else 1
+    is_shared = owners > 1
     return StepTimes(
         forward=summed(_evaluate([layer.forward_seconds for layer in layers], load)),
         backward=summed(backward),
@@ -74,7 +81,8 @@ def step_times(
         split=summed(_evaluate([layer.split_seconds for layer in layers], load)),
         crossing=crossing,
         gradient_crossing=crossing * sends_gradient,
-        reduce=summed(np.array([layer.gradient_bytes * share for layer in layers])),
+        reduce=once if is_shared else once * 2 * (num_replicas - 1) / num_replicas,
+        gather=once * is_shared,
         optimizer=summed(np.array([layer.optimizer_seconds / owners for layer in layers])),
     )
 
@@ -100,6 +108,51 @@ def transfers_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatA
     """Seconds of every micro-batch's transfer over every cut, shape (micro-batches, stages - 1)."""
     crossing: FloatArray = times.crossing[replica][:, boundaries[1:-1]]
     return crossing
+
+
+@compiled
+def release_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
+    """When each stage may begin its first forward pass, shape (stages,): its layers' weights come while it runs."""
+    release = np.zeros(len(boundaries) - 1)
+    for stage in range(len(release)):
+        first, last = boundaries[stage], boundaries[stage + 1]
+        for layer in range(first, last):  # its weights come behind those of the layers before, as its turn does
+            come = times.gather[layer + 1] - times.gather[first]
+            turn = times.forward[replica, 0, layer] - times.forward[replica, 0, first]
+            release[stage] = max(release[stage], come - turn)
+    return release
+
+
+@compiled
+def complete_gradients(
+    times: StepTimes, replica: int, boundaries: IntArray, table: Table, starts: FloatArray, ready: FloatArray
+) -> None:
+    """Let ``ready``, shape (layers,), be no earlier than a replica's last gradient of each layer.
+
+    They are complete layer by layer from the last one, while the stage runs its last backward pass to the weights.
+    """
+    for stage in range(len(boundaries) - 1):
+        for position in range(table.lengths[stage] - 1, -1, -1):
+            operation, m = table.operations[stage, position], table.micro_batches[stage, position]
+            if operation not in (_BW, _W):
+                continue
+            clock = starts[stage, position]
+            for layer in range(boundaries[stage + 1] - 1, boundaries[stage] - 1, -1):
+                clock += times.weight[replica, m, layer + 1] - times.weight[replica, m, layer]
+                if operation == _BW:
+                    clock += times.backward[replica, m, layer + 1] - times.backward[replica, m, layer]
+                ready[layer] = max(ready[layer], clock)
+            break
+
+
+@compiled
+def reduced_at(times: StepTimes, boundaries: IntArray, ready: FloatArray) -> FloatArray:
+    """When each stage has added up its gradients, one layer after the other, shape (stages,)."""
+    reduced = np.zeros(len(boundaries) - 1)
+    for stage in range(len(reduced)):
+        for layer in range(boundaries[stage + 1] - 1, boundaries[stage] - 1, -1):
+            reduced[stage] = max(reduced[stage], ready[layer]) + times.reduce[layer + 1] - times.reduce[layer]
+    return reduced
 
 
 def summed(layers: FloatArray) -> FloatArray:

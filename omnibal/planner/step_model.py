@@ -153,7 +153,9 @@ class StepModel:
 
     def _split(self, all_steps: PartitionProblem) -> list[PartitionProblem]:
         first, count = self._problem(self.packing.steps[0]).times, len(self.packing.steps)
-        whole = {"reduce": first.reduce, "optimizer": first.optimizer}  # of so many replicas as there are
+        whole = {
+            name: getattr(first, name) for name in ("reduce", "gather", "optimizer")
+        }  # of so many replicas as there are
         names = [name for name in first._fields if name not in whole]
         parts = zip(*(np.split(getattr(all_steps.times, name), count) for name in names), strict=True)
         return [

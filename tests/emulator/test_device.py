@@ -1,13 +1,12 @@
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator import device as emulated_device
-from omnibal.emulator.device import DOWN, Device, stage_work
+from omnibal.emulator.device import DOWN, Clocks, Device, stage_work
 from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.pipeline.partition import Partition
@@ -49,14 +48,16 @@ def test_a_device_works_on_its_own_micro_batches():
     assert work.upstream.tolist() == [2, 2]
     assert work.downstream.tolist() == [0, 0]
     # a ring of two sends each of two layers' 8 bytes once
-    assert work.reduce == pytest.approx(16 / 50)
+    assert work.reduce == pytest.approx([8 / 50, 8 / 50])
+    assert work.gather.tolist() == [0, 0]  # under ZeRO 0 each updates all weights
     assert work.optimizer == 6
 
 
 def test_a_backward_pass_takes_longer_where_it_is_split():
     whole = task([1, 2])
     layers = [replace(entry, split_seconds=CostModel(llm_tokens=0.5)) for entry in whole.profile.layers]
-    device = Device(replace(whole, profile=profile(layers)), 0, 0, "rank 0, stage 0", np.zeros((2, 2, 1, 2)))
+    split = replace(whole, profile=profile(layers))
+    device = Device(split, 0, 0, "rank 0, stage 0", Clocks.of(split))
     device.begin_step(0)
     device.begin(Operation.B)
     assert device.backward_seconds(1, 0) == 3
@@ -80,9 +81,11 @@ def device(monkeypatch):
     slept = []
     monkeypatch.setattr(emulated_device, "sleep", slept.append)
     monkeypatch.setattr(emulated_device, "perf_counter", lambda: 1000.0 + sum(slept))
-    made = Device(task([1, 2, 3], time_scale=0.5), 0, 0, "rank 0, stage 0", np.zeros((2, 2, 1, 3)))
+    whole = task([1, 2, 3], time_scale=0.5)
+    clocks = Clocks.of(whole)
+    made = Device(whole, 0, 0, "rank 0, stage 0", clocks)
     made.begin_step(0)
-    return made, slept
+    return made, slept, clocks
 
 
 def run(device, operation):
@@ -90,7 +93,7 @@ def run(device, operation):
 
 
 def test_computations_and_links_are_slept_in_scaled_time(device):
-    made, slept = device
+    made, slept, _ = device
     start = made.begin(Operation.F)
     made.compute(1.0)
     made.compute(3.0)
@@ -102,7 +105,7 @@ def test_computations_and_links_are_slept_in_scaled_time(device):
 
 
 def test_memory_is_held_from_forward_to_backward(device):
-    made, _ = device
+    made, _, _ = device
     fixed, transient = made.work.fixed_bytes, made.work.transient_bytes[0]
     for operation in (Operation.F, Operation.F, Operation.BW):
         run(made, operation)
@@ -113,7 +116,8 @@ def test_memory_is_held_from_forward_to_backward(device):
 
 def test_a_split_backward_holds_on_to_what_its_weights_need():
     plan = Plan(LIMITS, 3, Partition((0, 2, 4)), ("none",) * 4, schedule="zero-bubble")
-    made = Device(task([1, 2, 3], plan=plan), 1, 0, "rank 1, stage 1", np.zeros((2, 2, 1, 3)))
+    whole = task([1, 2, 3], plan=plan)
+    made = Device(whole, 1, 0, "rank 1, stage 1", Clocks.of(whole))
     made.begin_step(0)
     assert made.work.pending_bytes == (2 * 60,) * 3
     fixed, transient = made.work.fixed_bytes, made.work.transient_bytes[0]
@@ -126,8 +130,8 @@ def test_a_split_backward_holds_on_to_what_its_weights_need():
 
 
 def test_what_is_sent_beside_the_computations_arrives_one_at_a_time(device):
-    made, slept = device
-    receiver = Device(made.task, 1, 0, "rank 1, stage 1", made._arrivals[:, :, None])
+    made, slept, clocks = device
+    receiver = Device(made.task, 1, 0, "rank 1, stage 1", clocks)
     made.send(DOWN, 0)
     made.send(DOWN, 1)  # waits for the link, which takes 2 seconds, or half of that in scaled time
     assert slept == []
@@ -138,7 +142,8 @@ def test_what_is_sent_beside_the_computations_arrives_one_at_a_time(device):
 
 def test_too_much_memory_is_refused():
     fixed = stage_work(task([1, 2, 3]), 0, 0, 0).fixed_bytes
-    made = Device(task([1, 2, 3], budget=fixed + 599), 0, 0, "rank 3, stage 0", np.zeros((2, 2, 1, 3)))
+    whole = task([1, 2, 3], budget=fixed + 599)
+    made = Device(whole, 0, 0, "rank 3, stage 0", Clocks.of(whole))
     made.begin_step(0)
     run(made, Operation.F)
     run(made, Operation.F)
@@ -163,3 +168,28 @@ def test_time_is_scaled_to_sleeps_that_outweigh_the_engines_own_work():
     assert slow.scale == 0.25
     assert slow.wall_seconds == pytest.approx(2 * 0.25 * slow.predicted[0].step_seconds)
     assert task([1, 2, 3], time_scale=0.25).least_scale == pytest.approx(LEAST_SLEEP_SECONDS / 4)
+
+
+def test_replicas_add_up_layer_by_layer_and_send_weights_that_way(monkeypatch):
+    slept = []
+    monkeypatch.setattr(emulated_device, "sleep", slept.append)
+    monkeypatch.setattr(emulated_device, "perf_counter", lambda: 1000.0 + sum(slept))
+    shared = task([1, 2], [2, 1])
+    shared = replace(shared, plan=on_cluster(shared.plan, 2, 10**6, Links(4.0)), time_scale=0.5)  # ZeRO 1
+    clocks = Clocks.of(shared)
+    one, other = (Device(shared, 0, replica, f"rank {replica}, stage 0", clocks) for replica in range(2))
+    one.begin_step(0)
+    one.complete(1)
+    slept.append(3.0)
+    other.complete(1)  # the slower one
+    slept.append(0.5)
+    one.complete(0)
+    other.complete(0)
+    one.add_up()  # 8 bytes each take 2 seconds, a second in scaled time; of layer 1 half of that has passed
+    assert slept[2:] == [1.5]
+    one.spread_weights()
+    one.begin(Operation.F)
+    one.await_weights(0)
+    one.compute(1.0)
+    one.await_weights(1)
+    assert slept[3:] == [1.0, 0.5, 0.5]

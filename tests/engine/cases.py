@@ -94,6 +94,7 @@ def engine_of(case):
 
 def weights_of(engine):
     """This stage's weights by their names on disk."""
+    engine.settle_weights()
     module, found = engine.module, {}
     for position, layer in enumerate(module.forward_funcs):
         names = module.vlm.weight_names(module._local_start + position)

@@ -49,7 +49,7 @@ def test_a_split_backward_is_bounded_too(seed):
         seconds = 0.0
         for replica in range(len(times.forward)):
             durations, transfers = durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries)
-            run_overlapped(schedule.table, durations, transfers, starts, ends)
+            run_overlapped(schedule.table, durations, transfers, np.zeros(3), starts, ends)
             seconds = max(seconds, ends.max())
         seconds += np.diff(times.reduce[boundaries]).max() + np.diff(times.optimizer[boundaries]).max()
         assert bounds[np.arange(3), boundaries[:-1], boundaries[1:]].max() <= seconds * (1 + 1e-9)

@@ -63,21 +63,44 @@ def test_the_slowest_replica_the_all_reduce_and_the_optimizer_end_the_step():
     loads = [Load(0, [1, 1]), Load(0, [5, 6])]
     step = simulate_step(model, cut, loads, Links(50), zero_stage=0)
     assert step.pipeline_seconds == 2 * 11 + 2 * 4
-    # a ring moves 2 (2 - 1) / 2 = 1 times the 400 bytes
-    np.testing.assert_allclose(step.reduce_seconds, [8.0])
-    assert step.step_seconds == pytest.approx(30 + 8 + 12)
+    # a ring moves 2 (2 - 1) / 2 = 1 times the bytes: layer b's 300 from second 28 on, when its gradient is complete
+    np.testing.assert_allclose(step.reduced_seconds, [28 + 6 + 2])
+    np.testing.assert_allclose(step.reduce_seconds, [6])
+    assert step.step_seconds == pytest.approx(36 + 12)
     sharded = simulate_step(
         model, cut, loads, Links(50, reduce_bandwidth_bytes_per_second=100)
-    )  # ZeRO 1, as of a layout
-    assert sharded.step_seconds == pytest.approx(30 + 4 + 6)
+    )  # ZeRO 1, as of a layout: the first pass waits a second for the weights of layer a
+    assert sharded.pipeline_seconds == 1 + 30
+    assert sharded.step_seconds == pytest.approx(1 + 28 + 3 + 1 + 6)
 
 
 def test_a_later_stage_reduces_while_earlier_ones_still_run():
     model = profile([layer("a", gradient_bytes=0), layer("b", gradient_bytes=2)])
-    step = simulate_step(model, Partition((0, 1, 2)), packs(1, replicas=2), Links(1))
+    step = simulate_step(model, Partition((0, 1, 2)), packs(1, replicas=2), Links(1), zero_stage=0)
     # stage 1 is done 2 s before stage 0 and then reduces for 2 s
     np.testing.assert_allclose(step.reduce_seconds, [0, 2])
     assert step.step_seconds == step.pipeline_seconds == 6
+
+
+@pytest.mark.parametrize(("schedule", "reduced"), [("1f1b", [36, 36]), ("zero-bubble-lean", [36, 33])])
+def test_gradients_leave_in_the_last_pass_to_the_weights(schedule, reduced):
+    model = profile([layer(name, gradient_bytes=12) for name in "abcd"])
+    step = simulate_step(
+        model, Partition((0, 2, 4)), packs(1, replicas=2), Links(2), schedule=SCHEDULES[schedule](2, 1), zero_stage=0
+    )
+    # forward until 4, then back through d until 6 and through c until 8, or to both weights from 6 on: d's is complete
+    # at 7; each gradient takes 6 seconds
+    starts = {"1f1b": [10, 6], "zero-bubble-lean": [8, 7]}[schedule]
+    np.testing.assert_allclose(step.reduced_seconds, [start + 12 for start in starts])
+
+
+@pytest.mark.parametrize(("bytes_of_a", "begins"), [(0, 0), (4, 2), (8, 4)])
+def test_a_stage_waits_for_weights_only_where_their_turn_comes_first(bytes_of_a, begins):
+    costs = [layer("a", gradient_bytes=bytes_of_a), layer("b", gradient_bytes=2), layer("c", gradient_bytes=4)]
+    step = simulate_step(profile(costs), Partition((0, 2, 3)), packs(2, replicas=2), Links(2))
+    first, last = (step.replicas[0].starts[stage, 0] for stage in range(2))
+    # layer b's come a second behind layer a's, as its turn does; those of stage 1 are there before its first activation
+    assert (first, last) == (begins, begins + 2)
 
 
 def frozen_then_trained():
