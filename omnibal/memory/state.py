@@ -19,7 +19,8 @@ _FLOAT32 = 4
 _ADAM_TEMPORARIES = 2
 """Float32 numbers per parameter within torch's AdamW: the root of the second moment, and what it is divided into."""
 _REDUCED_AT_ONCE = 500_000_000
-"""Gradients that DeepSpeed copies into one buffer to reduce them over the replicas, at most."""
+"""Gradients that DeepSpeed copies into one buffer to reduce them over the replicas, at most. Where they leave layer by
+layer this is more than there is."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ def test_the_engine_runs_the_table_and_nothing_runs_too_early(task, schedule, fr
             rows = zip(ran.starts, ran.table.lengths, strict=True)
             assert all((np.diff(starts[:length]) >= 0).all() for starts, length in rows)
         assert emulated.step_seconds >= predicted.step_seconds - 1e-6
-        assert (emulated.reduce_seconds >= predicted.reduce_seconds - 1e-6).all()
+        assert (emulated.reduced_seconds >= predicted.reduced_seconds - 1e-6).all()
     # full layers keep 10 bytes of a micro-batch, others 100; the frozen ones in stage 0 nothing
     memory = task.footprint(Load(0, 3)).stages(task.plan.partition, task.plan.recompute)
     assert [stage.activations for stage in memory] == [2 * 10 * (frozen == 1), 110]

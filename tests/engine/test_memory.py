@@ -50,6 +50,8 @@ def test_state_and_update_are_as_predicted(tmp_path):
             peak, update = max(found["update_peaks"]), state.update[stage]
             if (dtype, zero_stage, num_replicas) == ("float32", 0, 1):  # no gradient is on its way; AdamW's temporaries
                 assert peak < state.whole[stage] + 0.5 * update, case
+            elif num_replicas > 1:  # gradients leave from where they are, if they are not as small as here
+                assert state.whole[stage] < peak < 1.05 * (state.whole[stage] + update), case
             else:
                 assert peak == pytest.approx(state.whole[stage] + update, rel=0.05), case
             assert found["peak"] >= max(found["update_peaks"]) * 0.99, case

@@ -44,7 +44,7 @@ def test_another_schedule_is_a_variant_of_its_own(costs, variants):
     assert (last.name, last.steps, last.plan) == ("+ schedule", variants[-1].steps, plan)
     split = simulate_step(
         costs, PLAN.partition, last.steps[0], LINKS, recompute=PLAN.recompute, schedule=zero_bubble(2, 3),
-        mode="overlap",
+        mode="overlap", zero_stage=0,
     )  # fmt: skip
     assert last.simulated[0].step_seconds == split.step_seconds < variants[-1].simulated[0].step_seconds
 
@@ -71,7 +71,7 @@ def test_loads_are_those_of_the_sampler_and_of_padded_batches(variants):
 def test_figures_are_those_of_the_simulator(costs, variants):
     for variant in variants:
         steps = [
-            simulate_step(costs, variant.plan.partition, step, LINKS, recompute=variant.plan.recompute)
+            simulate_step(costs, variant.plan.partition, step, LINKS, zero_stage=0, recompute=variant.plan.recompute)
             for step in variant.steps
         ]
         seconds = np.mean([step.step_seconds for step in steps])

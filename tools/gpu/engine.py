@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from report import Row
 
+from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
@@ -74,6 +75,17 @@ class Runs:
             one = row["last loss"] if one is None else one
             yield {"schedule": schedule, **row, "loss as under the first": row["last loss"] == one}
 
+    def replicas(self, devices: int) -> Iterator[Row]:
+        """One stage on two replicas, which send each other gradients and weights early or when all are there."""
+        size, losses = len(self.model.records), []
+        for sent in ("beside the work", "behind it"):
+            row = self._row(
+                (0, size), ("none",) * size, "1f1b", processes=2, staged=devices < 2 or self.small,
+                early=sent == "beside the work",
+            )  # fmt: skip
+            losses.append(row["last loss"])
+            yield {"sent": sent, **row, "loss as above": row["last loss"] == losses[0]}
+
     def _row(
         self,
         boundaries: Sequence[int],
@@ -82,16 +94,24 @@ class Runs:
         *,
         processes: int,
         staged: bool,
+        early: bool = True,
     ) -> Row:
-        limits = PackLimits(PACK * self.tiles, PACK * self.tokens)
-        plan = Plan(limits, MICRO_BATCHES, Partition(boundaries), levels, schedule=schedule)
-        found = self._run(plan, processes, staged)
+        limits, num_stages = PackLimits(PACK * self.tiles, PACK * self.tokens), len(boundaries) - 1
+        layout = Layout(num_stages, processes // num_stages)
+        plan = Plan(limits, MICRO_BATCHES, Partition(boundaries), levels, schedule=schedule, layout=layout)
+        found = self._run(plan, processes, staged, early)
         profile = analytic_profile(self.model.records, self.counted, dtype="bfloat16")
         load = Load(limits.vision_units, limits.llm_tokens, PACK * self.tokens**2)
         predicted = self._predicted(profile, load, plan)
         seconds = median(found["seconds"][WARM_UP:])
         work = [layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers]
-        busy = MICRO_BATCHES * sum(float(cost(load)) for cost in work) * self.counted.fraction
+        busy = (
+            processes
+            // plan.num_stages
+            * MICRO_BATCHES
+            * sum(float(cost(load)) for cost in work)
+            * self.counted.fraction
+        )
         return {
             "step s": seconds,
             "share of the peak": busy / seconds / (1 if staged else processes),
@@ -112,15 +132,17 @@ class Runs:
         memory = plan.memory(profile, load, target_share=share)
         return [stage.total - stage.overhead for stage in memory]
 
-    def _run(self, plan: Plan, processes: int, staged: bool) -> dict[str, Any]:
+    def _run(self, plan: Plan, processes: int, staged: bool, early: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             plan.save(folder / "plan.json")
             task = {
                 "model": self.name, "small": self.small, "steps": STEPS, "output": str(folder / "out.json"),
+                "early": early,
                 "config": self._config(folder, plan.num_stages),
                 "samples": {
-                    "count": PACK * MICRO_BATCHES * (STEPS + 2), "tiles": self.tiles, "tokens": self.tokens,
+                    "count": plan.layout.num_replicas * PACK * MICRO_BATCHES * (STEPS + 2),
+                    "tiles": self.tiles, "tokens": self.tokens,
                     "pixels": self.model.pixel_shape[1], "tokens_per_tile": image_tokens_per_tile(self.model),
                 },
             }  # fmt: skip

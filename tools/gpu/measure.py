@@ -58,6 +58,11 @@ def measure(report: Report, device: torch.device, name: str, *, small: bool) -> 
         "The same in two stages; on one device transfers pass through the host, and the stages share it.",
         lambda: runs.pipelines(0 if small else torch.cuda.device_count()),
     )
+    report.add(
+        "Two replicas",
+        "The same in one stage of two replicas: gradients and weights layer by layer, and as DeepSpeed sends them.",
+        lambda: runs.replicas(0 if small else torch.cuda.device_count()),
+    )
     explanation = f"Times beside those counted for {counted.name} at {counted.fraction:.0%} of its peak; bf16."
     report.add("Layers", explanation, bench.times)
     parts: dict[str, tuple[str, Iterable[Row]]] = {

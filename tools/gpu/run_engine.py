@@ -1,6 +1,6 @@
 """One process of a short real run through omnibal.initialize; writes what it saw as JSON. Started by engine.py.
 
-With ``--staged`` two stages share one device, which NCCL refuses: gloo carries transfers through the host's memory.
+With ``--staged`` two processes share one device, which NCCL refuses: gloo carries transfers through the host's memory.
 """
 
 import argparse
@@ -69,8 +69,8 @@ class StagedWork:
 
 
 def stage_transfers() -> None:
-    """Let gloo send and receive a device's tensors."""
-    isend, irecv = dist.isend, dist.irecv
+    """Let gloo send, receive and reduce a device's tensors."""
+    isend, irecv, reduce = dist.isend, dist.irecv, dist.reduce
 
     def staged_isend(tensor: Tensor, *arguments: Any, **options: Any) -> StagedWork:
         host = tensor.detach().cpu()
@@ -80,7 +80,11 @@ def stage_transfers() -> None:
         host = torch.empty_like(tensor, device="cpu")
         return StagedWork(irecv(host, *arguments, **options), host, tensor)
 
-    dist.isend, dist.irecv = staged_isend, staged_irecv
+    def staged_reduce(tensor: Tensor, *arguments: Any, **options: Any) -> StagedWork:
+        host = tensor.detach().cpu()
+        return StagedWork(reduce(host, *arguments, **options), host, tensor)
+
+    dist.isend, dist.irecv, dist.reduce = staged_isend, staged_irecv, staged_reduce
     dist.send = lambda *arguments, **options: staged_isend(*arguments, **options).wait()
     dist.recv = lambda *arguments, **options: staged_irecv(*arguments, **options).wait()
 
@@ -101,6 +105,10 @@ def main() -> None:
     from models import models
 
     import omnibal
+    from omnibal.engine import table
+
+    if not task["early"]:
+        table.exchange_of = lambda *given: None  # type: ignore[assignment]  # DeepSpeed's own then
 
     model = models(small=task["small"])[task["model"]]
     engine, *_ = omnibal.initialize(config=task["config"], model=model.config, dataset=Samples(**task["samples"]))

@@ -1,5 +1,6 @@
 """The paper's ladder for any of its settings: baseline, + data, + model, + memory, and ours on top."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Literal
@@ -97,18 +98,22 @@ def above_limit(setting: Setting, of: Variant) -> dict[str, float]:
     days, load = limits_days(setting, of)[0], of.load
     alike = (Load.stack([load.mean()] * load.shape[-1]),) * load.shape[1]
 
-    def simulated(links: Links) -> float:
-        plan = of.plan
-        step = simulate_step(
-            of.profile, plan.partition, alike, links, recompute=plan.recompute, schedule=plan.make_schedule()
-        )
-        return gpu_days(setting, of, step.pipeline_seconds)
+    def simulated(links: Links, *steps: Sequence[Load]) -> float:
+        """Without what replicas send each other."""
+        plan, links = of.plan, replace(links, reduce_bandwidth_bytes_per_second=np.inf)
+        seconds = [
+            simulate_step(
+                of.profile, plan.partition, step, links, recompute=plan.recompute, schedule=plan.make_schedule()
+            ).pipeline_seconds
+            for step in steps
+        ]
+        return gpu_days(setting, of, fmean(seconds))
 
     reached = {
-        "stages unlike (whole layers)": simulated(Links(np.inf)),
-        "transfers": simulated(of.plan.links),
-        "micro-batches unlike": gpu_days(setting, of, fmean(step.pipeline_seconds for step in of.simulated)),
-        "all-reduce, optimizer": gpu_days(setting, of),
+        "stages unlike (whole layers)": simulated(Links(np.inf), alike),
+        "transfers": simulated(of.plan.links, alike),
+        "micro-batches unlike": simulated(of.plan.links, *of.steps),
+        "gradients, weights, optimizer": gpu_days(setting, of),
     }
     ends = [days, *reached.values()]
     return {name: (b - a) / days for name, a, b in zip(reached, ends, ends[1:], strict=False)}

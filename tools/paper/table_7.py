@@ -32,10 +32,13 @@ VisionFactor = Annotated[float, typer.Option(help="How many times as long as cou
 
 @app.command("ladder")
 def print_ladder(
-    micro_batches: MicroBatches = Setting.micro_batches, vision_factor: VisionFactor = Setting.vision_factor
+    micro_batches: MicroBatches = Setting.micro_batches,
+    vision_factor: VisionFactor = Setting.vision_factor,
+    fraction: Annotated[float | None, typer.Option(help="Of the peak; fitted by default.")] = None,
 ) -> None:
     """Print the ladder, and what separates its top from the limits of 1F1B."""
-    setting = fitted(Setting(micro_batches=micro_batches, vision_factor=vision_factor), PUBLISHED["+ memory"])
+    setting = Setting(micro_batches=micro_batches, vision_factor=vision_factor, fraction=fraction or Setting.fraction)
+    setting = setting if fraction else fitted(setting, PUBLISHED["+ memory"])
     rungs = _rungs(setting)
     print(f"fraction of the peak: {setting.fraction:.3f}\n\n{_ladder(setting, rungs)}\n")
     print(_limits({rung.name: (setting, rung) for rung in rungs[3:]}))

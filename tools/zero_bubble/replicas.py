@@ -26,7 +26,7 @@ STAGES, REPLICAS, MICRO_BATCHES, LAYERS = 4, 2, 8, 6
 """Layers are those of a stage."""
 REDUCED = 3.0
 """How long a stage's gradients take between two replicas, in forward passes; the paper's take 3 to 5."""
-STEPS = 3
+STEPS, TIME_SCALE = 2, 3.0
 BANDWIDTH = 1000.0
 
 
@@ -55,7 +55,7 @@ def task_of(schedule: ScheduleName, zero_stage: int) -> EmulationTask:
         cluster=Cluster(1, layout.num_devices, device, overhead_bytes=0),
     )  # fmt: skip
     step = (Load(0, np.full(MICRO_BATCHES, TOKENS)),) * REPLICAS
-    return EmulationTask(model, plan, (step,) * STEPS, time_scale=1.0)
+    return EmulationTask(model, plan, (step,) * STEPS, time_scale=TIME_SCALE)
 
 
 def main() -> None:
