@@ -140,13 +140,26 @@ def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths
             raise DataError(found)
 
 
-def gathered(record: Any) -> list[Any]:
-    """What all ranks passed."""
+def gathered(record: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What all ranks passed; over a group of all of them, where a thread must not get in the way of others."""
     if not dist.is_initialized():
         return [record]
     records: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(records, record)
+    dist.all_gather_object(records, record, group=group)
     return records
+
+
+def told_by_all(told: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What all ranks tell; a string says what went wrong on one of them.
+
+    Raises:
+        DataError: Something went wrong: on all ranks alike, with the rank named.
+    """
+    of_ranks = gathered(told, group)
+    wrong = [f"rank {rank}: {what}" for rank, what in enumerate(of_ranks) if isinstance(what, str)]
+    if wrong:
+        raise DataError("; ".join(wrong))
+    return of_ranks
 
 
 def place() -> tuple[int, int]:

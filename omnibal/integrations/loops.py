@@ -118,7 +118,23 @@ class ItemCollator:
 
     def measure(self, dataset: Dataset, numbers: Sequence[int]) -> list[Loads]:
         """Vision units, LLM tokens and target tokens of some samples: reads each of them once."""
-        return [self._measure(dataset[number]) for number in numbers]
+        return [self.loads(dataset[number]) for number in numbers]
+
+    def sample(self, item: Any) -> Any:
+        """An item as a pack holds it: as it is."""
+        return item
+
+    def loads(self, item: Any) -> Loads:
+        """Vision units, LLM tokens and target tokens of an item."""
+        return self._measure(item)
+
+    def without_targets(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An item as a filler."""
+        return {**item, "labels": torch.full_like(torch.as_tensor(item["labels"]), IGNORED)}
+
+    def pack(self, items: Sequence[Any]) -> Any:
+        """The host's batch of items."""
+        return self._collate([*items])
 
     def __call__(self, drawn: Drawn) -> Any:
         """The host's batch; the filler's labels are all ignored.
@@ -127,12 +143,11 @@ class ItemCollator:
             DataError: A sample has another length than was planned.
         """
         if self._planned is not None:
-            self._planned.check(drawn.samples, [self._measure(item) for item in drawn.items])
+            self._planned.check(drawn.samples, [self.loads(item) for item in drawn.items])
         items = list(drawn.items)
         if drawn.has_filler:
-            labels = items[-1]["labels"]
-            items[-1] = dict(items[-1]) | {"labels": torch.full_like(torch.as_tensor(labels), IGNORED)}
-        return self._collate(items)
+            items[-1] = self.without_targets(items[-1])
+        return self.pack(items)
 
 
 def item_loads(item: Mapping[str, Any]) -> Loads:

@@ -25,6 +25,7 @@ FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, Fa
 """Of each ``model_type`` that packs: whether its positions have three rows (time, height, width) beside the text's."""
 PER_TOKEN: Final = ("input_ids", "labels", "mm_token_type_ids")
 PER_IMAGE: Final = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask")
+CHECKED_TOKENS: Final = 8
 EXACT: Final = 1e-3
 ROUNDED: Final = 0.05
 """How far a pack's logits may be from those of its samples alone, in 32 bits and more, and in 16 bits."""
@@ -113,9 +114,9 @@ class PackCollator:
         """
         samples = [self.sample(item) for item in drawn.items]
         if self._planned is not None:
-            self._planned.check(drawn.samples, [_loads(sample) for sample in samples])
+            self._planned.check(drawn.samples, [self.loads(sample) for sample in samples])
         if drawn.has_filler:
-            samples[-1]["labels"].fill_(IGNORED)
+            samples[-1] = self.without_targets(samples[-1])
         return self.pack(samples)
 
     @property
@@ -139,7 +140,18 @@ class PackCollator:
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
         """Vision units, LLM tokens and target tokens of some samples: reads each of them once."""
-        return [_loads(self.sample(dataset[number])) for number in numbers]
+        return [self.loads(self.sample(dataset[number])) for number in numbers]
+
+    @staticmethod
+    def loads(sample: Mapping[str, Tensor]) -> Loads:
+        """Vision units, LLM tokens and target tokens of a sample, as ``sample`` gives it."""
+        vision_units = len(sample["pixel_values"]) if "pixel_values" in sample else 0
+        return vision_units, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum())
+
+    @staticmethod
+    def without_targets(sample: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A sample as a filler."""
+        return {**sample, "labels": torch.full_like(sample["labels"], IGNORED)}
 
 
 def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -167,11 +179,6 @@ def _images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     if "pixel_attention_mask" in images:  # Idefics3 wants them by rows of the batch, and packs are one
         images |= {name: images[name][None] for name in ("pixel_values", "pixel_attention_mask")}
     return images
-
-
-def _loads(sample: Mapping[str, Tensor]) -> Loads:
-    vision_units = len(sample["pixel_values"]) if "pixel_values" in sample else 0
-    return vision_units, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum())
 
 
 def check_packed(
@@ -212,6 +219,19 @@ def check_packed(
             "this model's attention lets samples of a pack see each other: it cannot train on packs, but "
             "balance(..., padded=True) trains it on balanced batches with padding"
         )
+
+
+def two_texts(config: Any) -> tuple[PackCollator, list[list[int]]]:
+    """Made-up items, the same on all ranks, and their collator: to check a model before it is known what is drawn."""
+    special = {value for name, value in config.to_dict().items() if name.endswith("token_id")}
+    ids = [token for token in range(config.get_text_config().vocab_size) if token not in special]
+    texts = [ids[:CHECKED_TOKENS], ids[CHECKED_TOKENS : 3 * CHECKED_TOKENS]]
+    return PackCollator(_text, positions_of(config)), texts
+
+
+def _text(items: list[list[int]]) -> dict[str, Tensor]:
+    (ids,) = torch.tensor(items)[:, None]
+    return {"input_ids": ids, "labels": ids}
 
 
 def _plain(sample: Mapping[str, Tensor]) -> dict[str, Any]:

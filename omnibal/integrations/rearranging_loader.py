@@ -1,7 +1,5 @@
 """Draws micro-batches ahead, and has them planned by the time that the model wants them."""
 
-import queue
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,6 +14,8 @@ from omnibal.cost import IntArray
 from omnibal.data.collate import IGNORED
 from omnibal.dispatch.step_plan import COLUMNS, Costs, StepPlan, plan_step
 from omnibal.errors import ConfigError, DataError, said
+from omnibal.integrations.agreement import told_by_all
+from omnibal.integrations.ahead import ahead
 from omnibal.integrations.packing import PER_IMAGE, PackCollator
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn
@@ -75,33 +75,15 @@ class RearrangingLoader:
         self._steps_done, self._state = 0, None
 
     def __iter__(self) -> Iterator[Drawn]:
-        if self._state is not None:
-            self._source.load_state_dict(self._state)  # type: ignore[attr-defined]
-        # A step is drawn when it is asked for, so that a run that stops early has left no rank waiting for another.
-        asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        steps: queue.SimpleQueue[_Step | Exception | None] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=self._draw, args=(asked, steps), daemon=True, name="omnibal-rearranging-loader"
-        )
-        thread.start()
-        for _ in range(AHEAD):
-            asked.put(True)
-        try:
-            while (step := steps.get()) is not None:
-                if isinstance(step, Exception):
-                    raise step
-                asked.put(True)
-                if self._prints:
-                    print(f"omnibal: {step.micro_batches[0].plan.describe()}")
-                    self._prints = False
-                for number, drawn in enumerate(step.micro_batches, start=1):
-                    if number == self._micro_batches:  # who saves after the last one's backward pass has trained it
-                        self._steps_done, self._state = self._steps_done + 1, step.state
-                    yield drawn
-            self._steps_done, self._state = 0, None
-        finally:
-            asked.put(False)
-            thread.join()
+        for step in ahead(self._steps, AHEAD):
+            if self._prints:
+                print(f"omnibal: {step.micro_batches[0].plan.describe()}")
+                self._prints = False
+            for number, drawn in enumerate(step.micro_batches, start=1):
+                if number == self._micro_batches:  # who saves after the last one's backward pass has trained it
+                    self._steps_done, self._state = self._steps_done + 1, step.state
+                yield drawn
+        self._steps_done, self._state = 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank, between two steps: what goes on from here, on as many ranks."""
@@ -120,20 +102,16 @@ class RearrangingLoader:
             )
         self._steps_done, self._state = state["steps_done"], state["source"]
 
-    def _draw(self, asked: Any, steps: Any) -> None:
-        """What the thread does: draw, tell the others what was drawn, plan."""
-        try:
-            batches = iter(self._source)
-            if self._state is None:
-                for _ in islice(batches, self._steps_done * self._micro_batches):
-                    pass
-            while asked.get():
-                step = self._next_step(batches)
-                steps.put(step)
-                if step is None:
-                    return
-        except Exception as error:
-            steps.put(error)
+    def _steps(self) -> Iterator[_Step]:
+        """What the thread makes: draws, tells the others what was drawn, plans."""
+        if self._state is not None:
+            self._source.load_state_dict(self._state)  # type: ignore[attr-defined]
+        batches = iter(self._source)
+        if self._state is None:
+            for _ in islice(batches, self._steps_done * self._micro_batches):
+                pass
+        while (step := self._next_step(batches)) is not None:
+            yield step
 
     def _next_step(self, batches: Iterator[Sequence[Any]]) -> _Step | None:
         """One step of this rank, or None where all ranks' sources have ended."""
@@ -143,8 +121,7 @@ class RearrangingLoader:
             told: Any = [self._sizes(batch) for batch in read], _image_shapes(read), self._settings()
         except Exception as error:
             told = said(error)
-        of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(of_ranks, told, group=self._group)
+        of_ranks = told_by_all(told, self._group)
         shapes = _agreed(of_ranks)
         of_ranks = [sizes for sizes, *_ in of_ranks]
         if not any(of_ranks):
@@ -210,15 +187,12 @@ class RearrangingLoader:
 
 
 def _agreed(told: Sequence[Any]) -> dict[str, _Shape]:
-    """The shapes of all ranks' images; what is wrong on one rank, or not as on the others, is raised on all.
+    """The shapes of all ranks' images; what is not as on the other ranks is raised on all.
 
     Raises:
-        DataError: A rank could not draw, or its images are unlike those of another rank.
+        DataError: A rank's images are unlike those of another rank.
         ConfigError: A rank has other settings.
     """
-    wrong = [f"rank {rank}: {what}" for rank, what in enumerate(told) if isinstance(what, str)]
-    if wrong:
-        raise DataError("; ".join(wrong))
     for rank, (*_, settings) in enumerate(told):
         if settings != told[0][2]:
             raise ConfigError(f"rank {rank}: settings must be those of rank 0, {told[0][2]}, got {settings}")

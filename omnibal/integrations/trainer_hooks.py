@@ -99,16 +99,20 @@ class PacksCallback(RecipeCallback):
         """As it was given."""
         self._check()
 
+    def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
+        """What the packs of the step that was just trained hold: (ranks, micro-batches), samples, shares of sources."""
+        step = (state.global_step - 1) % self._sampler.num_steps
+        samples = len(self._sampler.packs_of_step(step).samples)
+        return self._sampler.load(step), samples, self._sampler.shares_of(step)
+
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Begin to measure."""
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Note how long the step took, and how even it was."""
-        step = (state.global_step - 1) % self._sampler.num_steps
-        waiting = Waiting.of(Load.stack([self._sampler.load(step)]), self._costs, self._layout)
-        samples = len(self._sampler.packs_of_step(step).samples)
-        shares = self._sampler.shares_of(step)
+        load, samples, shares = self.held(state)
+        waiting = Waiting.of(Load.stack([load]), self._costs, self._layout)
         self._unlogged.append(Trained(time.perf_counter() - self._began, samples, waiting, shares))
 
     def logged(self) -> dict[str, float]:

@@ -6,11 +6,10 @@ from itertools import islice, repeat
 from math import ceil
 from pathlib import Path
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import seed_worker
@@ -18,9 +17,9 @@ from transformers.trainer_utils import seed_worker
 from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, said
-from omnibal.integrations.agreement import gathered
+from omnibal.integrations.agreement import gathered, place
 from omnibal.integrations.exchange_costs import counted_costs
-from omnibal.integrations.packing import PackCollator, positions_of
+from omnibal.integrations.packing import PackCollator, positions_of, two_texts
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader
@@ -29,7 +28,6 @@ from omnibal.integrations.trainer_settings import layout_of, recompute_of, repli
 
 STREAM: Final = "omnibal_stream_{rank}.pt"
 """Of a checkpoint: where the rank stands in its stream."""
-CHECKED_TOKENS: Final = 8
 
 
 def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bool = False) -> None:
@@ -82,7 +80,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         source, collator, image_token_id=model.config.image_token_id, costs=costs, micro_batches=micro_batches
     )
     batches = _Batches(loader, source, trainer)
-    vars(trainer)["get_train_dataloader"] = lambda: StepLoader(batches, batch_size=None, collate_fn=_as_it_is)
+    vars(trainer)["get_train_dataloader"] = lambda: StepLoader(batches, batch_size=None, collate_fn=as_it_is)
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
     recipe = {
         "samples_a_draw": args.per_device_train_batch_size,
@@ -95,7 +93,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     trainer.add_callback(callback)
     log_figures(trainer, callback.logged)
     load_by_names_on_disk(trainer)
-    _keep_place(trainer, batches)
+    keep_place(trainer, batches)
 
 
 def _rearrange_forward(model: Any) -> None:
@@ -128,7 +126,7 @@ class Epochs:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         self._epoch, self._start = self._epoch + 1, 0
         loader = DataLoader(
-            self._dataset, batch_sampler=mine, collate_fn=_as_it_is, generator=generator, **self._options
+            self._dataset, batch_sampler=mine, collate_fn=as_it_is, generator=generator, **self._options
         )
         return iter(loader)
 
@@ -148,17 +146,20 @@ class Epochs:
 class Stream:
     """This rank's draws of a stream that is the same on all ranks: of its samples each rank gets every so manieth.
 
-    Where a stream's shards can be dealt (``datasets.IterableDataset``), a rank reads its own ones alone. If it has
-    ``state_dict`` and ``load_state_dict`` and no workers read it, this has them too.
+    Without a size, single samples are drawn. Where a stream's shards can be dealt (``datasets.IterableDataset``), a
+    rank reads its own ones alone. If it has ``state_dict`` and ``load_state_dict`` and no workers read it, this has
+    them too.
     """
 
-    def __init__(self, dataset: Any, size: int, rank: int, num_ranks: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: Any, size: int | None, rank: int, num_ranks: int, options: Mapping[str, Any]) -> None:
         if hasattr(dataset, "num_shards"):
             from datasets.distributed import split_dataset_by_node
 
             dataset, rank, num_ranks = split_dataset_by_node(dataset, rank, num_ranks), 0, 1
         self._share = _Share(dataset, rank, num_ranks)
-        self._loader = DataLoader(self._share, batch_size=size, collate_fn=_as_it_is, **options)
+        # A generator of its own, since this is drawn in a thread beside the model's.
+        generator = torch.Generator()
+        self._loader = DataLoader(self._share, batch_size=size, collate_fn=as_it_is, generator=generator, **options)
         if hasattr(dataset, "state_dict") and not options.get("num_workers"):
             vars(self).update(state_dict=dataset.state_dict, load_state_dict=self._share.load_state_dict)
 
@@ -234,27 +235,43 @@ class _Batches(IterableDataset[Any]):
         args, step = self._trainer.args, self._trainer.state.global_step
         if isinstance(self.source, Stream):
             self._blanks = step % args.max_steps * args.gradient_accumulation_steps
-            self._next = _read_place(folder)
+            self._next = read_place(folder)
             return
         epoch, step = divmod(step, len(self) // args.gradient_accumulation_steps)
         self._blanks = step * args.gradient_accumulation_steps
         self.source.set_epoch(epoch, self._blanks)
 
 
-def _read_place(folder: Path) -> dict[str, Any]:
-    """This rank's; what one rank cannot read ends all."""
-    path, problem, place = folder / STREAM.format(rank=torch.distributed.get_rank()), None, {}
+def read_place(folder: Path) -> dict[str, Any]:
+    """This rank's place in its stream, as a checkpoint has it; what one rank cannot read ends all.
+
+    Raises:
+        ConfigError: On all ranks alike; the message names the file.
+    """
+    path, problem, found_place = folder / STREAM.format(rank=place()[0]), None, {}
     try:
-        place = torch.load(path, weights_only=False)  # a stream's state may be anything
+        found_place = torch.load(path, weights_only=False)  # a stream's state may be anything
     except Exception as error:
         problem = f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
     for found in gathered(problem):
         if found is not None:
             raise ConfigError(found)
-    return place
+    return found_place
 
 
-def _keep_place(trainer: Trainer, batches: _Batches) -> None:
+class Placed(Protocol):
+    """Micro-batches of a trainer that stand somewhere in a source."""
+
+    source: Any
+
+    def place(self) -> dict[str, Any]:
+        """Of this rank, behind a step."""
+
+    def go_on(self, folder: Path) -> None:
+        """Go on from a checkpoint. Trainer throws away the micro-batches that it has trained: they come as blanks."""
+
+
+def keep_place(trainer: Trainer, batches: Placed) -> None:
     """Save each rank's place where Trainer saves each rank's random numbers, and read it before training goes on."""
     save, load = trainer._save_rng_state, trainer._load_optimizer_and_scheduler
 
@@ -283,14 +300,9 @@ class RearrangingCallback(RecipeCallback):
         return dict(self._recipe)
 
     def check(self) -> None:
-        """See whether the model as it is trained keeps samples of a pack apart: by two texts, the same on all ranks."""
-        if self._recipe["padded"]:
-            return
-        config = self._trainer.accelerator.unwrap_model(self._trainer.model).config
-        special = {value for name, value in config.to_dict().items() if name.endswith("token_id")}
-        ids = [token for token in range(config.get_text_config().vocab_size) if token not in special]
-        texts = [ids[:CHECKED_TOKENS], ids[CHECKED_TOKENS : 3 * CHECKED_TOKENS]]
-        check_model(self._trainer, PackCollator(_text, positions_of(config)), texts)
+        """See whether the model as it is trained keeps samples of a pack apart."""
+        if not self._recipe["padded"]:
+            check_model(self._trainer, *two_texts(self._trainer.accelerator.unwrap_model(self._trainer.model).config))
 
     def logged(self) -> dict[str, float]:
         """The largest rank over the mean since the last call, as drawn and as rearranged."""
@@ -312,10 +324,6 @@ class RearrangingCallback(RecipeCallback):
             )
 
 
-def _text(items: list[list[int]]) -> dict[str, Tensor]:
-    (ids,) = torch.tensor(items)[:, None]
-    return {"input_ids": ids, "labels": ids}
-
-
-def _as_it_is(items: Any) -> Any:
+def as_it_is(items: Any) -> Any:
+    """What a DataLoader is to leave alone."""
     return items

@@ -43,6 +43,7 @@ from omnibal.integrations.trainer_settings import (
     replicas_of,
     wants_all_gradients,
 )
+from omnibal.integrations.trainer_streams import pack_stream
 from omnibal.profile.records import ModelProfile
 
 Packing = PackCollator | PaddedCollator
@@ -93,6 +94,9 @@ def balance(
     For one process, DDP, DeepSpeed's ZeRO 1, 2 and 3 and FSDP. A pack without an image runs one of another sample along
     where other ranks run the ViT: none waits for another.
 
+    Of a stream (an ``IterableDataset``, the same on all ranks) each rank packs samples of its own in a buffer:
+    docs/streams.md says how. It wants ``limits`` and ``max_steps``.
+
     Args:
         trainer: Before training.
         limits: The most a pack may hold; by default they are searched, so that a step holds about as many samples as
@@ -118,7 +122,7 @@ def balance(
             has a say.
 
     Returns:
-        The sampler, whose ``step`` tells what each step holds; None where samples are rearranged.
+        The sampler, whose ``step`` tells what each step holds; None where samples are rearranged or come as a stream.
 
     Raises:
         ConfigError: The trainer's settings or its model do not allow packs, or ranks hold different data.
@@ -135,6 +139,12 @@ def balance(
                 "got one"
             )
         rearrange_samples(trainer, limits, padded=padded)
+        return None
+    if _is_stream(trainer.train_dataset):
+        if lengths is not None or padded or memory_gib is not None or mixture is not None:
+            raise ConfigError("a stream must be packed without lengths, padded, memory_gib and mixture, got one")
+        pack_stream(trainer, limits, _profile(trainer))
+        loss.install()
         return None
     args, dataset = trainer.args, _sized_dataset(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -233,12 +243,13 @@ def _loader(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Pack
     )
 
 
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"))
+
+
 def _sized_dataset(trainer: Trainer) -> Any:
     dataset = trainer.train_dataset
-    if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if dataset is None or not hasattr(dataset, "__len__"):
         found = type(dataset).__name__
-        raise DataError(
-            f"train_dataset must have a length and be read by index, got {found}; packs are planned ahead, but "
-            "balance(trainer, rearrange=True) takes streams"
-        )
+        raise DataError(f"train_dataset must be read by index and have a length, or be a stream, got {found}")
     return dataset

@@ -404,8 +404,8 @@ def with_video(items):
         (
             {},
             {"train_dataset": Endless()},
-            DataError,
-            r"train_dataset must have a length and .*; .*rearrange=True\) takes streams",
+            ConfigError,
+            "max_steps must be positive to train on a stream, got -1",
         ),
         (
             {},
@@ -413,7 +413,7 @@ def with_video(items):
             DataError,
             "rank 0: sample 0: data_collator must give .* got .*video_grid_thw",
         ),
-        ({}, {"train_dataset": None}, DataError, "train_dataset must have a length and be read by index, got NoneType"),
+        ({}, {"train_dataset": None}, DataError, "train_dataset must be read by index .* or be a stream, got NoneType"),
     ],
 )
 def test_what_packs_would_break_is_refused(options, change, error, message, tmp_path):

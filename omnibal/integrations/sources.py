@@ -1,0 +1,119 @@
+"""Sources that samples are drawn from one by one, and where they stand."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from itertools import islice
+from typing import Any, Final
+
+from torch.utils.data import IterableDataset
+
+from omnibal.data.balance.shuffle import shuffle_keys, shuffled
+from omnibal.errors import DataError, said
+from omnibal.integrations.loading import Dataset
+
+END: Final = object()
+"""In place of an item of a source that has ended."""
+
+
+class ShuffledItems:
+    """A rank's part of a map-style dataset as a source: another order and other parts in each pass.
+
+    Args:
+        dataset: Read by index; the same on all ranks.
+        rank: Takes every ``num_ranks``-th sample.
+        num_ranks: How many ranks share it.
+        seed: Of the order.
+    """
+
+    def __init__(self, dataset: Dataset, *, rank: int, num_ranks: int, seed: int) -> None:
+        self._dataset, self._rank, self._num_ranks, self._seed = dataset, rank, num_ranks, seed
+        self._pass, self._next = 0, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        keys = shuffle_keys(self._seed, self._pass)
+        while self._next < len(self._dataset):
+            place, self._next = self._next, self._next + self._num_ranks
+            yield self._dataset[int(shuffled(len(self._dataset), place, place + 1, keys)[0])]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin a pass."""
+        self._pass, self._next = epoch, self._rank
+
+    def state_dict(self) -> dict[str, int]:
+        """The place of the next sample; the pass is set from outside."""
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on at a place."""
+        self._next = state["next"]
+
+
+class Source:
+    """A source that is drawn from item by item, and where it stands.
+
+    Args:
+        name: For messages.
+        items: An iterable. With ``state_dict`` and ``load_state_dict`` it goes on where it stood; without, what was
+            drawn of it is drawn again and thrown away. With ``set_epoch`` it is told the number of each pass.
+        repeats: Whether it is iterated anew when it ends.
+        first_pass: Number of the first pass.
+    """
+
+    def __init__(self, name: str, items: Iterable[Any], *, repeats: bool, first_pass: int) -> None:
+        self.name, self._source, self._repeats = name, items, repeats
+        self._pass, self._drawn, self._own = first_pass, 0, None
+        self._items: Iterator[Any] | None = None
+        self.heard = 0
+        """Signs of life: items that it has yielded, to whatever end."""
+
+    def draw(self) -> Any:
+        """The next item, or ``END`` where it has ended and does not repeat.
+
+        Raises:
+            DataError: It yields nothing, or raises something; the message names it.
+        """
+        while True:
+            try:
+                if self._items is None:
+                    self._items = self._begin()
+                item = next(self._items, END)
+            except Exception as error:  # whatever a user's source raises, the other ranks wait for an answer
+                raise DataError(f"source {self.name!r}: {said(error)}") from error
+            if item is not END:
+                self._drawn, self.heard = self._drawn + 1, self.heard + 1
+                return item
+            if self._drawn == 0:
+                raise DataError(f"source {self.name!r} must yield samples in every pass, got none")
+            if not self._repeats:
+                return END
+            self._pass, self._drawn, self._own, self._items = self._pass + 1, 0, None, None
+
+    def _begin(self) -> Iterator[Any]:
+        source: Any = self._source
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(self._pass)
+        if self._own is not None:
+            source.load_state_dict(self._own)
+        items: Iterator[Any] = iter(source)
+        if self._own is None:
+            for _ in islice(items, self._drawn):
+                self.heard += 1
+        return items
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands."""
+        source: Any = self._source
+        if self._items is not None and hasattr(source, "state_dict"):
+            self._own = deepcopy(source.state_dict())
+        return {"pass": self._pass, "drawn": self._drawn, "own": self._own}
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken."""
+        self._pass, self._drawn, self._own = state["pass"], state["drawn"], state["own"]
+        self._items = None
+
+
+def is_indexed(items: Any) -> bool:
+    """Whether a source is read by index rather than iterated."""
+    # torch gives its iterable datasets a __getitem__, which raises.
+    return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)

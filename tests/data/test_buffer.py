@@ -1,0 +1,95 @@
+"""Packs that every rank makes of its own buffer."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnibal.data.buffer import Aim, Asked, agree, asked, plan_buffer
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import dist_ratio, source_mix, step_randomness
+from omnibal.data.packs import Packs
+from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.errors import DataError
+from tests.data.strategies import pack_limits, sample_lengths
+
+LIMITS = PackLimits(16, 7296)
+
+
+@given(sample_lengths(), pack_limits(), st.integers(1, 12), st.integers(0, 12), st.integers(0, 20), st.integers(0, 9))
+def test_packs_keep_the_limits_and_no_sample_is_passed_over_twice(lengths, limits, num_packs, vision, waited, seed):
+    mean_cost = float(DEFAULT_COST.llm_tokens * 20)
+    waited = min(waited, len(lengths))
+    packs = plan_buffer(lengths, Aim(num_packs, vision, mean_cost), limits, waited=waited, seed=[seed])
+    taken = set(packs.samples.tolist())
+    assert len(packs) == num_packs
+    assert len(taken) == len(packs.samples) > 0 or not len(lengths)
+    for pack in packs:
+        alone = len(pack) == 1
+        assert alone or lengths.vision_units[pack].sum() <= limits.vision_units
+        assert alone or lengths.llm_tokens[pack].sum() <= limits.llm_tokens
+    left = [sample for sample in range(waited) if sample not in taken]
+    if left:  # no sample overtakes one that has waited already
+        assert max(taken) < min(left)
+
+
+def train(lengths, num_ranks, size, windows, seed=0):
+    """Some windows of ranks that draw at random: packs, step after step, and how many were drawn after each sample."""
+    chance = np.random.default_rng(seed)
+    held, born, steps, ages = [[] for _ in range(num_ranks)], [[] for _ in range(num_ranks)], [], []
+    for window in range(windows):
+        waited = [len(samples) for samples in held]
+        for samples, numbers in zip(held, born, strict=True):
+            first = max(numbers, default=-1) + 1
+            numbers.extend(range(first, first + size - len(samples)))
+            samples.extend(chance.integers(0, len(lengths), size - len(samples)).tolist())
+        aim = agree([asked(lengths.take(samples), LIMITS, ended=False) for samples in held], 1)
+        made = []
+        for rank, samples in enumerate(held):
+            packs = plan_buffer(lengths.take(samples), aim, LIMITS, waited=waited[rank], seed=[window, rank])
+            made.append(Packs(np.array(samples)[packs.samples], packs.starts))
+            ages += [max(born[rank]) - born[rank][place] for place in packs.samples]
+            taken = set(packs.samples.tolist())
+            held[rank] = [sample for place, sample in enumerate(samples) if place not in taken]
+            born[rank] = [number for place, number in enumerate(born[rank]) if place not in taken]
+        steps += [Packs.concatenate(packs.between(step, step + 1) for packs in made) for step in range(aim.num_packs)]
+    return Packs.concatenate(steps), max(ages)
+
+
+def test_ranks_are_even_steps_are_random_and_no_sample_starves():
+    lengths = tiled_lengths(20_000, seed=3)
+    packs, age = train(lengths, 8, 256, 6)
+    steps, load = np.arange(len(packs)).reshape(-1, 8), packs.load(lengths)
+    # Random packs that are filled one after the other leave about 0.3 of both.
+    assert dist_ratio(load.vision_units[steps]) < 0.01
+    assert dist_ratio(DEFAULT_COST(load)[steps]) < 0.02
+    assert step_randomness(source_mix(lengths.source, packs, steps)) < 1.15
+    assert age < 2 * 256
+
+
+def test_a_window_holds_what_ranks_agreed_on_and_takes_what_is_left_from_the_emptiest_buffer():
+    full, half = Asked(40.0, 400.0, 4000.0, False), Asked(20.0, 200.0, 2000.0, False)
+    aim = agree([full, half], 2)
+    assert (aim.num_packs, round(aim.vision_units, 2), round(aim.cost, 1)) == (14, 9.95, 99.5)
+    # One that has come to an end is not waited for; when all have, all is taken.
+    assert agree([full, half._replace(ended=True)], 2).num_packs == 30
+    assert agree([full._replace(ended=True), half._replace(ended=True)], 2).num_packs == 42
+
+
+def test_a_buffer_that_cannot_fill_a_step_is_refused():
+    with pytest.raises(
+        DataError, match=r"a buffer must hold a step of 8 packs on every rank, got 4.0; let it hold more"
+    ):
+        agree([Asked(4.0, 40.0, 400.0, False)], 8)
+
+
+def test_ranks_of_texts_alone_run_beside_others():
+    lengths = [SampleLengths([0] * 512, [300] * 512), SampleLengths([4] * 128, [1200] * 128)]
+    aim = agree([asked(part, LIMITS, ended=False) for part in lengths], 1)
+    packs = [plan_buffer(part, aim, LIMITS, waited=0, seed=[0]) for part in lengths]
+    tokens = [found.llm_tokens(part) for found, part in zip(packs, lengths, strict=True)]
+    # Four images fill a pack; texts make up for what they lack as far as they are allowed to.
+    assert tokens[1].max() == 16 // 4 * 1200 < tokens[0].min()
+    assert tokens[0].max() / tokens[0].min() < 1.1

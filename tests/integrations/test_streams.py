@@ -1,0 +1,340 @@
+"""Sources that are drawn one by one and may never end: what ranks train on, and what they do not wait for."""
+
+import itertools
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import IterableDataset
+
+from omnibal.data.limits import PackLimits
+from omnibal.errors import ConfigError, DataError
+from omnibal.integrations.draws import Draws, Sample
+from omnibal.integrations.loops import pack_loss
+from omnibal.integrations.streams import balanced_stream
+from tests.engine.launch import launch
+from tests.families.models import small_config
+from tests.integrations.items import Collate, items_of
+from tests.vlm.families import plain_backward, plain_family_model
+
+LIMITS = PackLimits(8, 64)
+
+
+def item(number, *, images=True):
+    """A sample that can be told from all others: with images, or a text."""
+    chance = np.random.default_rng(number)
+    tiles = int(chance.integers(0, 4)) if images else 0
+    ids = torch.full((int(chance.integers(4, 16)) + 4 * tiles,), number)
+    return {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(tiles, 1) if tiles else None}
+
+
+class Counting:
+    """Counts up from a number, for ever; can be resumed."""
+
+    def __init__(self, first=0, step=1, **options):
+        self.next, self.step, self.options, self.calls = first, step, options, 0
+
+    def __iter__(self):
+        while True:
+            number, self.next = self.next, self.next + self.step
+            self.calls += 1
+            yield item(number, **self.options)
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def stream_of(sources, **options):
+    options = {"buffer": 24, "micro_batches": 2, "weigh_tokens": False, **options}
+    return balanced_stream(sources, list, LIMITS, **options)
+
+
+def numbers(batch):
+    """Samples of a batch, its filler aside."""
+    return [int(sample["input_ids"][0]) for sample in batch if (sample["labels"] >= 0).any()]
+
+
+def taken(loader, batches):
+    return [numbers(batch) for batch in itertools.islice(loader, batches)]
+
+
+def several():
+    return {
+        "stateful": Counting(),
+        "list": [item(10_000 + number) for number in range(37)],
+        "stateless": map(item, itertools.count(20_000)),
+        "hugging_face": IterableDataset.from_generator(
+            lambda: ({"number": 30_000 + number} for number in range(50))
+        ).map(lambda row: {**item(row["number"]), "number": 0}),
+    }
+
+
+MIXTURE = {"stateful": 2, "list": 1, "stateless": 1, "hugging_face": 1}
+
+
+def test_every_sample_of_a_source_that_ends_is_trained_once_within_the_limits():
+    loader = stream_of(iter([item(number) for number in range(100)]))
+    batches = list(loader)
+    assert sorted(number for batch in batches for number in numbers(batch)) == list(range(100))
+    assert len(batches) % 2 == 0
+    for batch in batches:
+        images = sum(0 if sample["pixel_values"] is None else len(sample["pixel_values"]) for sample in batch)
+        assert 0 < images <= LIMITS.vision_units + 1  # a filler has the fewest that there are
+        assert sum(len(sample["input_ids"]) for sample in batch if (sample["labels"] >= 0).any()) <= LIMITS.llm_tokens
+
+
+def test_a_source_that_is_indexed_has_another_order_in_every_iteration():
+    loader = stream_of([item(number) for number in range(60)])
+    first, second = ([number for batch in loader for number in numbers(batch)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(60))
+    assert first != second
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9, 20])
+def test_a_resumed_run_sees_the_samples_that_would_have_followed(steps):
+    whole = taken(stream_of(several(), mixture=MIXTURE), 2 * steps + 30)
+    loader = stream_of(several(), mixture=MIXTURE)
+    begun = iter(loader)
+    for _ in range(2 * steps + (steps > 0)):  # half a step more: it is trained again
+        next(begun)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    begun.close()
+    sources = several()
+    again = stream_of(sources, mixture=MIXTURE)
+    again.load_state_dict(state)
+    assert taken(again, 30) == whole[2 * steps :]
+    if steps == 20:  # no more than about twice what the buffer holds, and what was drawn ahead
+        drawn = len([number for batch in whole[2 * steps :] for number in batch if number < 10_000])
+        assert sources["stateful"].calls < drawn + 4 * 24
+
+
+def test_shares_are_those_that_were_asked_for():
+    sources = {"a": Counting(), "b": [item(10_000 + number) for number in range(9)], "c": Counting(20_000)}
+    batches = taken(stream_of(sources, mixture={"a": 0.5, "b": 0.3, "c": 0.2}), 200)
+    drawn = np.array([number for batch in batches for number in batch]) // 10_000
+    assert np.bincount(drawn) / len(drawn) == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
+
+
+def test_shares_may_be_of_tokens_and_change():
+    mixture = {"shares": {"a": 1, "b": 0}, "by": "llm_tokens", "schedule": [{"step": 100, "shares": {"b": 1}}]}
+    loader = stream_of({"a": Counting(), "b": Counting(10_000)}, mixture=mixture)
+    rows = [
+        [
+            sum(len(item(number)["input_ids"]) for number in batch if (number >= 10_000) == is_b)
+            for is_b in (False, True)
+        ]
+        for batch in taken(loader, 300)
+    ]
+    share = np.array(rows)[:, 1] / np.sum(rows, axis=1)
+    # Samples are drawn some steps ahead of their training; two batches are a step.
+    assert [share[at : at + 40].mean() for at in (0, 100, 220)] == pytest.approx([0.2, 0.7, 1.0], abs=0.2)
+
+
+def test_a_buffer_is_bounded_in_samples_and_bytes():
+    draws = Draws(
+        {"data": Counting()},
+        lambda found: Sample(found, (1, 2, 3)),
+        most_samples=30,
+        most_bytes=None,
+        rank=0,
+        num_ranks=1,
+    )
+    draws.fill(0)
+    assert len(draws.samples) == 30
+    few = Draws(
+        {"data": Counting()}, lambda _: Sample(b"1234", (1, 2, 3)), most_samples=30, most_bytes=40, rank=0, num_ranks=1
+    )
+    few.fill(0)
+    assert len(few.samples) == 10
+
+
+class Stuck:
+    """Yields some samples, then none until it is released."""
+
+    def __init__(self, count):
+        self.count, self.released = count, threading.Event()
+
+    def __iter__(self):
+        yield from map(item, range(self.count))
+        self.released.wait()
+        yield from map(item, range(self.count, 2 * self.count))
+
+
+def test_a_slow_source_is_named_and_a_dead_one_ends_the_run():
+    slow = Stuck(20)
+    loader = stream_of({"slow": slow, "fast": Counting(1000)}, mixture={"slow": 1, "fast": 1}, warn_seconds=0.02)
+    name = loader._name
+    loader._name = lambda waiting: (name(waiting), slow.released.set())
+    with pytest.warns(UserWarning, match="all ranks wait for source 'slow' of rank 0, idle for 0 s"):
+        assert len(taken(loader, 30)) == 30
+    dead = Stuck(20)
+    with (
+        pytest.warns(UserWarning, match="all ranks wait for source 'dead'"),
+        pytest.raises(DataError, match="source 'dead' must bring samples, got none for 0 s on rank 0"),
+    ):
+        taken(stream_of({"dead": dead}, warn_seconds=0.02, wait_seconds=0.05), 100)
+    dead.released.set()
+
+
+def broken():
+    yield from map(item, range(40))
+    raise OSError("shard 7 is gone")
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        ([], {}, "source 'data' must yield samples in every pass, got none"),
+        (
+            {"a": Counting(), "b": iter([])},
+            {"mixture": {"a": 1, "b": 1}},
+            "source 'b' must yield samples in every pass, got",
+        ),
+        (broken(), {}, "rank 0: source 'data': shard 7 is gone"),
+        (map(int, "12"), {}, "rank 0: source 'data': "),
+        (Counting(), {"buffer": 2}, "a buffer must hold a step of 2 packs on every rank, got 0.*; let it hold more"),
+    ],
+)
+def test_bad_data_is_refused_in_a_line(sources, options, message):
+    with pytest.raises(DataError, match=message):
+        taken(stream_of(sources, **options), 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"mixture": {"ocr": 1, "chatt": 1}},
+            r"mixture must name sources of the data, got 'chatt'; did you mean 'chat'\?",
+        ),
+        ({}, "mixture must say what share each source gets, got none for ocr, chat"),
+        ({"mixture": {"ocr": 1, "chat": 1}, "buffer": 0}, "buffer must be at least 1, got 0"),
+        ({"mixture": {"ocr": 1, "chat": 1}, "warn_seconds": 0}, "warn_seconds must lie between 0 and 1800, got 0"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_line(options, message):
+    with pytest.raises(ConfigError, match=message):
+        stream_of({"ocr": Counting(), "chat": Counting()}, **options)
+
+
+def test_a_mixture_by_target_tokens_wants_target_tokens():
+    loader = balanced_stream(
+        {"a": Counting(), "b": Counting(5000)},
+        list,
+        LIMITS,
+        measure=lambda found: (0, len(found["input_ids"]), 0),
+        mixture={"shares": {"a": 1, "b": 1}, "by": "target_tokens"},
+    )
+    with pytest.raises(
+        DataError, match="source 'a' must have target_tokens in a mixture by them, got none in 1024 samples"
+    ):
+        taken(loader, 1000)
+
+
+def test_a_state_of_other_packs_is_refused():
+    state = stream_of(Counting()).state_dict()
+    with pytest.raises(
+        ConfigError, match="buffer must be that of the state, 24, got 25; every rank goes on in its own"
+    ):
+        stream_of(Counting(), buffer=25).load_state_dict(state)
+
+
+# On two ranks
+
+
+def losses():
+    """Of a step of a small model: each rank's packs' sum, its mean over ranks as hosts take it, and its samples."""
+    items, rank = items_of("internvl"), dist.get_rank()
+    model = plain_family_model(small_config("internvl"))
+    own = [items[number] for number in range(rank, len(items), 2)]
+    loader = balanced_stream(iter(own), Collate("internvl"), PackLimits(9, 90), model=model, buffer=40, micro_batches=6)
+    batches = list(loader)  # one step
+    loss = torch.stack([pack_loss(model, batch).detach() for batch in batches]).sum()
+    dist.all_reduce(loss)
+    return len(batches), float(loss) / 2, model.state_dict()
+
+
+def even():
+    """Vision units and tokens of all ranks' packs in 60 steps, as each rank was told, and its own samples."""
+    loader = stream_of(Counting(dist.get_rank(), 2), buffer=96)
+    loads, own = [], []
+    for number, batch in enumerate(itertools.islice(loader, 120)):
+        own += numbers(batch)
+        if number % 2:
+            loads.append(loader.step_loads[..., :2])
+    return np.stack(loads), own
+
+
+def ends():
+    """Rank 1's source ends long before rank 0's: how many batches each rank ran, and its own samples."""
+    count = (90, 12)[dist.get_rank()]
+    batches = [*stream_of(iter([item(2 * number + dist.get_rank()) for number in range(count)]))]
+    return len(batches), sorted(number for batch in batches for number in numbers(batch))
+
+
+def refused(sources, **options):
+    """What each rank says."""
+    try:
+        taken(stream_of(sources(dist.get_rank()), **options), 1000)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def resumed():
+    rank = dist.get_rank()
+
+    def loader():
+        indexed = [item(10_000 + number) for number in range(40)]
+        return stream_of({"a": Counting(rank, 2), "b": indexed}, mixture={"a": 1, "b": 1})
+
+    begun, again = loader(), loader()
+    first = taken(begun, 24)
+    again.load_state_dict(begun.state_dict())
+    return first + taken(again, 14) == taken(loader(), 38)
+
+
+def work():
+    dead, warned = Stuck(20), {"warn_seconds": 0.05, "wait_seconds": 0.2}
+    told = [
+        refused(lambda rank: broken() if rank else Counting(1000)),
+        refused(lambda rank: {"dead": dead} if rank else {"dead": Counting(1000)}, **warned),
+        refused(lambda rank: Counting()),
+        refused(lambda rank: Counting(1000 * rank, images=rank == 0)),
+    ]
+    dead.released.set()
+    return losses(), even(), ends(), told, resumed()
+
+
+@pytest.mark.distributed
+def test_two_ranks_that_draw_for_themselves():
+    results = launch(2, "tests.integrations.test_streams:work")
+    losses_, even_, ends_, told, resumed_ = zip(*results, strict=True)
+    # The loss is that of all samples, one by one.
+    plain = plain_family_model(small_config("internvl"))
+    plain.load_state_dict(losses_[0][2])
+    assert losses_[0][0] == losses_[1][0] == 6
+    assert losses_[0][1] == pytest.approx(float(plain_backward(plain, items_of("internvl"))[0]), rel=1e-5)
+    # Ranks are even, and each trains on what it drew.
+    loads = even_[0][0]
+    assert (loads == even_[1][0]).all()
+    assert (loads.max(axis=1).mean(axis=(0, 1)) / loads.mean(axis=(0, 1, 2)) < 1.05).all()
+    assert {number % 2 for number in even_[0][1]} == {0}
+    assert {number % 2 for number in even_[1][1]} == {1}
+    # They end together, and no sample is lost.
+    assert ends_[0][0] == ends_[1][0]
+    assert ends_[0][1] == list(range(0, 180, 2))
+    assert ends_[1][1] == list(range(1, 24, 2))
+    # What is wrong on one rank ends all, with its name.
+    assert told[0] == told[1]
+    assert told[0][0] == "rank 1: source 'data': shard 7 is gone"
+    assert told[0][1].startswith("source 'dead' must bring samples, got none for 0 s on rank 1")
+    assert told[0][2].startswith("ranks must draw samples of their own, got the same first ones on ranks 0 and 1")
+    assert told[0][3].startswith("rank 1: a rank must have drawn an image where others have, got texts alone")
+    assert resumed_ == (True, True)
