@@ -34,7 +34,7 @@ from transformers import (
 )
 from ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, rebalance
 
-from omnibal.cost import CostModel, Load
+from omnibal.cost import CostModel
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.integrations.loading import Drawn
@@ -49,8 +49,8 @@ RANKS, SAMPLES, SHORTER, BATCH = 2, 4000, 16, 4
 """SHORTER: so many times fewer patches in a tile, and tokens in a text, than in the data. BATCH: the default's."""
 HELD_OUT, LOOKS = 40, 4
 """Samples that nobody trains, and how often in a run their loss is looked at."""
-FITTED, ROOM = 24, 1.02
-"""Micro-batches that tell what a load keeps, and how far above the default's memory a way may be by that."""
+FITTED, LARGEST, ROOM = 24, 4, 1.02
+"""Micro-batches that tell what a load keeps; of a way, those that are run; how far above the default it may be."""
 IMAGE_TOKEN, PAD_TOKEN, VOCABULARY, WORDS = 3, 0, 512, 32
 TILE, PATCH, TILE_TOKENS = 56, 7, 16
 
@@ -228,36 +228,41 @@ def batch_of(group: list[int], way: Way, samples: Samples, collator: PackCollato
     return collator(Drawn(tuple(group), tuple(items), has_filler=False))
 
 
-def kept_by(kind: str, samples: Samples, task: Task, *, padded: bool) -> CostModel:
-    """What a micro-batch's activations keep, fitted to the default's and to packs of the same samples."""
-    model = model_of(kind, packed=not padded)
-    collator = PackCollator(samples.collate, positions_of(model.config))
-    groups = [group for step in default(task).steps for rank in step for group in rank]
-    groups = [group[: 1 + number % len(group)] for number, group in enumerate(groups[:FITTED])]
-    way, values = Way("", padded, [[groups]]), []
-    for group in groups:
-        batch = batch_of(group, way, samples, collator)
+class Memory:
+    """What micro-batches keep: the largest of a way are run, as far as a fit to some of the default's tells them."""
+
+    def __init__(self, kind: str, samples: Samples, task: Task) -> None:
+        self._samples, self._models, self._fits = samples, {}, {}
+        groups = [group for step in default(task).steps for rank in step for group in rank][:FITTED]
+        groups = [group[: 1 + number % len(group)] for number, group in enumerate(groups)]
+        for padded in (True, False):
+            self._models[padded] = model_of(kind, packed=not padded)
+            way = Way("", padded, [[groups]])
+            values = [self._kept(group, way) for group in groups]
+            self._fits[padded] = CostModel.fit(way.load(samples.lengths).ravel(), values)
+
+    def _kept(self, group: list[int], way: Way) -> float:
+        model = self._models[way.padded]
+        batch = batch_of(group, way, self._samples, PackCollator(self._samples.collate, positions_of(model.config)))
         labels = batch.pop("labels")
         with kept_bytes(model) as kept:
             loss_per_target(model(**batch), labels)
-            values.append(float(kept()))
-    return CostModel.fit(way.load(samples.lengths).ravel(), values)
+            return float(kept())
 
+    def fullest(self, way: Way) -> float:
+        """Bytes that its largest micro-batch keeps."""
+        groups = [group for step in way.steps for rank in step for group in rank]
+        load = way.load(self._samples.lengths).ravel()
+        return max(self._kept(groups[number], way) for number in np.argsort(-self._fits[way.padded](load))[:LARGEST])
 
-def within(most_bytes: float, build: Callable[[Task], Way], task: Task, kept: dict[bool, CostModel]) -> Way:
-    """A way with as few micro-batches a step as the memory allows, and as many samples."""
-    samples = task.batch * task.micro_batches
-    for micro_batches in (number for number in range(1, samples + 1) if samples % number == 0):
-        way = build(replace(task, micro_batches=micro_batches, batch=samples // micro_batches))
-        if fullest(way, task.lengths, kept[way.padded]) <= most_bytes * ROOM:
-            return way
-    raise SystemExit(f"{way.name} must fit into {most_bytes / 2**20:.0f} MiB, got more with one sample at a time")
-
-
-def fullest(way: Way, lengths: SampleLengths, kept: CostModel) -> float:
-    """Bytes of its largest micro-batch."""
-    load: Load = way.load(lengths)
-    return float(kept(load.ravel()).max())
+    def within(self, most: float, build: Callable[[Task], Way], task: Task) -> Way:
+        """A way with as few micro-batches a step as so many bytes allow, and as many samples."""
+        samples = task.batch * task.micro_batches
+        for micro_batches in (number for number in range(1, samples + 1) if samples % number == 0):
+            way = build(replace(task, micro_batches=micro_batches, batch=samples // micro_batches))
+            if self.fullest(way) <= most * ROOM:
+                return way
+        raise SystemExit(f"{way.name} must fit into {most / 2**20:.0f} MiB, got more with one sample at a time")
 
 
 def look(trained: Trained, samples: Samples, collator: PackCollator) -> None:
@@ -281,9 +286,8 @@ def compare(rank: int, port: int, kind: str, micro_batches: int, steps: int, out
     everything = lengths_of(kind)
     lengths, samples = everything.take(np.arange(len(everything) - HELD_OUT)), Samples(kind, everything)
     task = Task(lengths, RANKS, micro_batches, BATCH)
-    kept = {padded: kept_by(kind, samples, task, padded=padded) for padded in (True, False)}
-    first = default(task)
-    fit = partial(within, fullest(first, lengths, kept[True]), task=task, kept=kept)
+    memory, first = Memory(kind, samples, task), default(task)
+    fit = partial(memory.within, memory.fullest(first), task=task)
     ways = [
         first, fit(group_by_length), fit(rebalance), fit(lambda one: knapsack(one, limits_of(one))), fit(ours),
         fit(partial(ours, padded=True, name="omnibal, padded")),
