@@ -1,20 +1,21 @@
 """What would bring how much: changes to the present way of training, one on top of the other."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
 
 from omnibal.advise.estimate import CAUSES, Estimate, Setting, Way
+from omnibal.advise.fitting import fits, missing_bytes, refuse_impossible, what_fits
 from omnibal.advise.wait import Trainer
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import NEARBY, TRAP_WASTE, forced_waste
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError, bytes_in_words
+from omnibal.plan import Plan
 
-HEAD_ROOM: Final = 0.05
-"""Share of a device's memory that stays free, as of plans."""
 MODEL_ERROR: Final = 0.03
 """Share of an estimated factor that it may be off by beside chance; tools/advise/RESULTS.md has what was measured."""
 DEVIATIONS: Final = 2
@@ -23,6 +24,8 @@ MOST_TRIED: Final = 12
 """Numbers of micro-batches that are tried, in about equal ratios."""
 LEAST_FILL: Final = 0.75
 """Of their limits that packs hold on average: else the planner would put more into them, and a step would grow."""
+GROWTH: Final = 1.2
+"""Of a step's samples at a time, where one pack of a rank has room for more."""
 TOKEN_MULTIPLE: Final = 64
 SHARING_LESS: Final[dict[Trainer, Trainer]] = {"fsdp": "zero2", "zero3": "zero2", "zero2": "zero1"}
 """What may be worth a try where its memory suffices."""
@@ -76,11 +79,15 @@ class Advice:
         changes: All that were tried, in their order.
         after: What those that bring something end in, a pipeline aside; with balance where packs come, for the drop-in
             brings both.
+        fitting: What would make the present way fit, where it does not.
+        plan: Of the pipeline, where one was planned.
     """
 
     today: Estimate
     changes: tuple[Change, ...]
     after: Estimate
+    fitting: tuple[str, ...] = ()
+    plan: Plan | None = None
 
     @property
     def adopted(self) -> tuple[Change, ...]:
@@ -111,30 +118,14 @@ def advise(setting: Setting, today: Way, *, with_pipeline: bool = False) -> Advi
         InfeasibleError: Today's mean rank needs more memory than there is.
     """
     now = setting.estimate(today)
+    helps, plan = what_fits(now), None
     if not with_pipeline:
-        refuse_impossible(now)
+        refuse_impossible(now, helps)
     changes, after = _ladder(setting, now)
     if with_pipeline:
-        changes.append(pipeline(setting, after))
-    return Advice(now, tuple(changes), after)
-
-
-def refuse_impossible(now: Estimate) -> None:
-    """Refuse a present way that could not have run: even its mean rank needs more than there is.
-
-    Raises:
-        InfeasibleError: Says by how much.
-    """
-    memory, (_, mean) = now.memory, now.peaks
-    if mean <= memory.budget_bytes:
-        return
-    way, has, held = now.way, bytes_in_words(memory.budget_bytes), int(mean)
-    missing, before = (bytes_in_words(size) for size in (held - memory.budget_bytes, memory.state_bytes))
-    raise InfeasibleError(
-        f"the present batch must fit a device's {has}, got {bytes_in_words(held)} on the mean rank ({missing} too "
-        f"many, {before} of it before any sample); which is wrong: the batch of {way.batch}, {way.trainer}, "
-        f"recomputation {way.recompute!r}, what is frozen, or the cluster? (--pipeline plans what fits in another way)"
-    )
+        change, plan = pipeline(setting, after)
+        changes.append(change)
+    return Advice(now, tuple(changes), after, helps, plan)
 
 
 def _ladder(setting: Setting, now: Estimate) -> tuple[list[Change], Estimate]:
@@ -144,67 +135,85 @@ def _ladder(setting: Setting, now: Estimate) -> tuple[list[Change], Estimate]:
     if now.way.batching != "even":
         balanced = _balanced(setting, now.way)
         if now.way.batching in ("random", "group_by_length"):
-            packed = _packed(setting, balanced)
+            packed = _packed(balanced)
             changes.append(_change("packing", "random packs in place of padded batches", current, packed))
             current = packed
         changes.append(_change("balance", "the same samples in packs that take equally long", current, balanced))
         current = balanced if any(change.brings for change in changes) and fits(balanced) else now
     if current.way.batching == "even":
-        larger = best_packs(setting, current.way)
+        larger = best_packs(current.setting, current.way)
         if larger is not None and larger.way != current.way:
-            change = _change("limits", f"{larger.way.micro_batches} packs of a rank in a step", current, larger)
+            change = _change(
+                "limits", f"{count_of(larger.way.micro_batches, 'pack')} of a rank in a step", current, larger
+            )
             changes.append(change)
             current = larger if change.brings else current
     if current.way.recompute != "none":
-        change = _recompute(setting, current)
+        change = _recompute(current)
         changes.append(change)
         current = change.after if change.brings and change.after is not None else current
     if current.way.trainer in SHARING_LESS:
         other = replace(current.way, trainer=SHARING_LESS[current.way.trainer])
         detail = f"{other.trainer} in place of {current.way.trainer}"
-        change = _change("trainer", detail, current, setting.estimate(other))
+        change = _change("trainer", detail, current, current.setting.estimate(other))
         changes.append(change)
         current = change.after if change.brings and change.after is not None else current
     return changes, current
 
 
 def _balanced(setting: Setting, way: Way) -> Estimate:
-    """Even packs, as many as today or fewer: as few that their limits, which hold every sample, are made use of."""
+    """Even packs, as many as today or fewer: as few that their limits, which hold every sample, are made use of.
+
+    None of them is larger than memory allows, if those of today's number are not.
+    """
     counts = np.unique(np.geomspace(1, way.micro_batches, MOST_TRIED).round().astype(int))[::-1].tolist()
-    tried = (setting.estimate(replace(way, batching="even", limits=None, micro_batches=count)) for count in counts)
-    found = None
-    for found in tried:
+    found = setting.estimate(replace(way, batching="even", limits=None))
+    for count in counts[1:]:
         if fill(found) >= LEAST_FILL:
             break
-    assert found is not None, "there is a micro-batch"
+        larger = setting.estimate(replace(found.way, micro_batches=count))
+        if fits(found) and not fits(larger):
+            break
+        found = larger
+    return found if found.way.micro_batches > 1 else _filled(found)
+
+
+def _filled(found: Estimate) -> Estimate:
+    """One pack of a rank, of more samples a step until its limits are made use of, as the planner would put in."""
+    while fill(found) < LEAST_FILL:
+        setting = replace(found.setting, samples_per_step=math.ceil(GROWTH * found.setting.samples_per_step))
+        larger = setting.estimate(found.way)
+        if not fits(larger):
+            break
+        found = larger
     return found
 
 
-def _packed(setting: Setting, balanced: Estimate) -> Estimate:
+def _packed(balanced: Estimate) -> Estimate:
     """Random packs under the same limits, of about as many samples a step."""
-    way = replace(balanced.way, batching="packed", limits=balanced.limits)
+    setting, way = balanced.setting, replace(balanced.way, batching="packed", limits=balanced.limits)
     found = setting.estimate(way)
     count = max(round(way.micro_batches * setting.samples_per_step / found.samples_per_step), 1)
     return found if count == way.micro_batches else setting.estimate(replace(way, micro_batches=count))
 
 
-def _recompute(setting: Setting, current: Estimate) -> Change:
+def _recompute(current: Estimate) -> Change:
     """Without recomputation, in packs as large as then fit."""
-    plain = replace(current.way, recompute="none")
+    setting, plain = current.setting, replace(current.way, recompute="none")
     kept = setting.estimate(plain)
     if not fits(kept) and plain.batching == "even":
         kept = best_packs(setting, plain) or kept
     detail = "no layer does any more"
     if kept.way.micro_batches != current.way.micro_batches:
-        detail += f", in {kept.way.micro_batches} packs of a rank"
+        detail += f", in {count_of(kept.way.micro_batches, 'pack')} of a rank"
     return _change("recompute", detail, current, kept)
 
 
 def _change(name: Name, detail: str, before: Estimate, after: Estimate) -> Change:
     factor, chance = _gain(before, after)
     if not fits(after):
-        missing = int(after.peaks[0] - _room(after))
-        return Change(name, f"{detail}: does not fit, {bytes_in_words(missing)} are missing", None, 0.0, None)
+        missing = bytes_in_words(missing_bytes(after))
+        return Change(name, f"{detail}: does not fit, {missing} are missing", None, 0.0, None)
     return Change(name, detail, factor, float(np.hypot(DEVIATIONS * chance, MODEL_ERROR * factor)), after)
 
 
@@ -212,15 +221,6 @@ def _gain(before: Estimate, after: Estimate) -> tuple[float, float]:
     """Samples a second in multiples of those before, and how far chance moves that."""
     ratios: FloatArray = before.sample_seconds / after.sample_seconds
     return float(ratios.mean()), float(ratios.std(ddof=1))
-
-
-def _room(estimate: Estimate) -> float:
-    return estimate.memory.budget_bytes * (1 - HEAD_ROOM)
-
-
-def fits(estimate: Estimate) -> bool:
-    """Whether the fullest rank keeps to its memory, less the head room."""
-    return estimate.peaks[0] <= _room(estimate)
 
 
 def best_packs(setting: Setting, way: Way) -> Estimate | None:
@@ -270,19 +270,32 @@ def _resized(counts: np.ndarray, limit: int) -> np.ndarray:
     return np.pad(counts, (0, max(limit + 1 - len(counts), 0)))
 
 
-def pipeline(setting: Setting, current: Estimate) -> Change:
-    """The fastest pipeline that the planner finds for as many samples a step."""
+def pipeline(setting: Setting, current: Estimate) -> tuple[Change, Plan | None]:
+    """The fastest pipeline that the planner finds for as many samples a step, and its plan; None where none fits."""
     from omnibal.planner import PlanRequest, make_plan  # its loops are compiled, which no other advice needs
 
     request = PlanRequest(cluster=setting.cluster, global_batch=setting.samples_per_step, schedule="auto")
-    plan = make_plan(setting.profile, setting.lengths, request).plan
+    try:
+        plan = make_plan(setting.profile, setting.lengths, request).plan
+    except InfeasibleError as refusal:
+        return Change("pipeline", f"none fits: {refusal}", None, 0.0, None), None
     predicted = plan.predicted
     assert predicted is not None, "a made plan is predicted"
     seconds = predicted.step_seconds * setting.cluster.num_devices / predicted.samples_per_step
     factor = float(current.sample_seconds.mean()) / seconds
     spread = float(current.sample_seconds.std(ddof=1)) / seconds
     detail = f"{plan.layout}, {plan.schedule}, {plan.micro_batches} packs of a replica"
-    return Change("pipeline", detail, factor, float(np.hypot(DEVIATIONS * spread, MODEL_ERROR * factor)), None)
+    error = float(np.hypot(DEVIATIONS * spread, MODEL_ERROR * factor))
+    return Change("pipeline", detail, factor, error, None), plan
+
+
+def count_of(number: int, name: str) -> str:
+    """A count and what it is of.
+
+    >>> count_of(1, "pack"), count_of(2, "pack")
+    ('1 pack', '2 packs')
+    """
+    return f"{number:,} {name}{'s' * (number != 1)}"
 
 
 def causes_before_and_after(advice: Advice) -> list[tuple[str, float, float]]:

@@ -59,6 +59,7 @@ class Setting:
         profile: What the layers cost, with what is frozen or adapted.
         cluster: All of its devices are ranks.
         samples_per_step: Of all ranks, where packs do not decide it.
+        adapted: What the layers would cost with adapters, where these are not trained already.
         seed: Of the draws.
     """
 
@@ -66,6 +67,7 @@ class Setting:
     profile: ModelProfile
     cluster: Cluster
     samples_per_step: int
+    adapted: ModelProfile | None = None
     seed: int = 0
 
     @cached_property

@@ -1,8 +1,9 @@
 """What a data-parallel rank holds at its peak, with the whole model on it or its share of it under ZeRO and FSDP.
 
 Assumptions, beside those of counted costs: AdamW in float32 with a master copy of 16-bit weights (16 bytes a trained
-parameter in all), gradients in 16 bits; ZeRO 3 and FSDP hold two gathered layers at a time; the logits of all tokens
-are there, as transformers' losses compute them, in 16 bits and in float32, with logarithmic softmax and both gradients.
+parameter in all), gradients in 16 bits; ZeRO 3 and FSDP hold two gathered layers at a time; the loss takes the logits
+of all tokens in float32, as transformers' own does whatever the labels. (The drop-in's does so for targets alone. How
+much less that is depends on the labels, which lengths need not tell: it is not reckoned with.)
 """
 
 from dataclasses import dataclass
@@ -24,8 +25,11 @@ SHARED: Final[dict[Trainer, tuple[str, ...]]] = {
     "fsdp": ("optimizer_bytes", "gradient_bytes", "parameter_bytes"),
 }
 """What ranks hold only their share of."""
-LOGIT_BYTES: Final = 16
-"""Per logit: 2 and their gradient's 2, and three times 4 (float32 logits, their logarithmic softmax, its gradient)."""
+LOGIT_BYTES: Final = 12
+"""Per logit at the loss's peak, in its backward pass: float32 of the logarithmic softmax, its gradient, the logits'.
+
+By then those of 16 bits have gone. Measured in a step of transformers' Trainer (``tests/advise/test_memory.py``).
+"""
 GRADIENT_SHARE: Final = 1 / 3
 """Of what a block keeps, as in ``omnibal.memory.footprint``."""
 

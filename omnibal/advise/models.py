@@ -226,6 +226,7 @@ _WIDER_VIT: Final = {**_QWEN25_VIT, "intermediate_size": 3456}
 _TIED: Final = {"tie_word_embeddings": True}
 _VICUNA_7B = Text("llama", 4096, 32, 32, 32, 11008, 32064)
 _VICUNA_13B = Text("llama", 5120, 40, 40, 40, 13824, 32064)
+_YI_34B = Text("llama", 7168, 60, 56, 8, 20480, 64064)
 _MISTRAL_7B = Text("mistral", 4096, 32, 32, 8, 14336, 32064)
 _LLAVA: Final = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
 _NEXT: Final = {**_LLAVA, "image_grid_pinpoints": _NEXT_CANVASES}
@@ -268,6 +269,7 @@ MODELS: Final[Mapping[str, tuple[Config, Config]]] = {
     "LLaVA-v1.6-mistral-7B": _entry("llava_next", _CLIP, _MISTRAL_7B, **_NEXT),
     "LLaVA-v1.6-vicuna-7B": _entry("llava_next", _CLIP, _VICUNA_7B, **_NEXT),
     "LLaVA-v1.6-vicuna-13B": _entry("llava_next", _CLIP, _VICUNA_13B, **_NEXT),
+    "LLaVA-v1.6-34B": _entry("llava_next", _CLIP, _YI_34B, **_NEXT),
     "LLaVA-OneVision-Qwen2-0.5B": _entry("llava_onevision", _SIGLIP, _qwen2(*_QWEN_05B, 152_000), **_ONEVISION | _TIED),
     "LLaVA-OneVision-Qwen2-7B": _entry("llava_onevision", _SIGLIP, _qwen2(*_QWEN_7B, 152_128), **_ONEVISION),
     "LLaVA-OneVision-Qwen2-72B": _entry("llava_onevision", _SIGLIP, _qwen2(*_QWEN_72B, 152_064), **_ONEVISION),

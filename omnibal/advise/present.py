@@ -90,7 +90,7 @@ def read_present(content: Content, load: Callable[[str], Content] | None = None)
     if "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content or "bf16" in content:
         return _deepspeed(content)
     raise ConfigError(
-        "--today must be a trainer (ddp, zero1, zero2, zero3, fsdp) or a ds_config, TrainingArguments, or arguments of "
+        "today must be a trainer (ddp, zero1, zero2, zero3, fsdp) or a ds_config, TrainingArguments, or arguments of "
         f"LLaMA-Factory or ms-swift, got one with the keys {', '.join(list(content)[:8])}"
     )
 
@@ -114,7 +114,6 @@ def _deepspeed(content: Content) -> Present:
 def _arguments(content: Content, load: Callable[[str], Content] | None, host: Host) -> Present:
     """Of transformers, whose keys the others share."""
     grouped = content.get("group_by_length") or content.get("train_sampling_strategy") == "group_by_length"
-    checkpointing = content.get("gradient_checkpointing")
     keys = (
         "per_device_train_batch_size", "gradient_accumulation_steps", "group_by_length", "train_sampling_strategy",
         "gradient_checkpointing", "fsdp", "model_name_or_path", "model",
@@ -126,7 +125,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         batch=8 if batch is None else batch,
         accumulation=accumulation or 1,
         batching="group_by_length" if grouped else "random",
-        recompute=None if checkpointing is None else bool(checkpointing),
+        recompute=bool(content.get("gradient_checkpointing")),
         model=content.get("model_name_or_path") or content.get("model"),
         said=_said(content, keys),
     )
@@ -219,4 +218,4 @@ def _count(content: Content, key: str) -> int | None:
 
 
 def _said(content: Content, keys: Any) -> dict[str, str]:
-    return {key: str(content[key]) for key in keys if content.get(key) is not None}
+    return {key: str(content[key]) for key in keys if content.get(key) not in (None, "auto")}

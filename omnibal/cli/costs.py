@@ -69,19 +69,6 @@ def devices_at_hand() -> Cluster | None:
     return Cluster(1, count, Device.named(torch.cuda.get_device_name())) if count else None
 
 
-def is_of(profile: ModelProfile, device: Device) -> bool:
-    """Whether costs hold for a device; a measured profile calls it as torch does.
-
-    A device named ``cpu`` is any CPU.
-    """
-    if profile.device == device.name or device.name.lower() in profile.device.lower().replace(",", " ").split():
-        return True
-    try:
-        return Device.named(profile.device).name == device.name
-    except ConfigError:
-        return False
-
-
 def measured_costs(
     model: "VisionLanguageModel", limits: PackLimits, *, dtype: str, frozen: Collection[str]
 ) -> tuple[ModelProfile, list[str]]:

@@ -27,6 +27,7 @@ from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile
 from omnibal.report.stages import PartitionFigures, candidates_table, cut_of, methods_table, stage_table
+from omnibal.report.style import milliseconds
 
 Method = Literal["uniform", "parameters", "paper", "slowest_stage", "model", "bound", "search"]
 SHOWN: Final = 5
@@ -132,6 +133,6 @@ class PartitionReport:
             *parts,
             f"chosen: {cut_of(self.chosen.boundaries)}, bubble ratio {best.bubble_ratio:.1%}",
             stage_table(best.stages),
-            f"predicted step {1e3 * best.step_seconds:,.1f} ms; no partition is below {1e3 * bound:,.1f} ms: "
-            f"at most {1 - bound / best.step_seconds:.2%} are to be gained",
+            f"predicted step {milliseconds(best.step_seconds)} ms; no partition is below {milliseconds(bound)} ms: "
+            f"at most {max(1 - bound / best.step_seconds, 0.0):.2%} are to be gained",
         ]

@@ -22,7 +22,7 @@ from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
 from omnibal.report.memory import memory_table
 from omnibal.report.stages import PartitionFigures, cut_of, stage_table
-from omnibal.report.style import make_table
+from omnibal.report.style import excess, make_table
 from omnibal.report.trials import TrialFigures, trials_table
 
 STEPS: Final = 32
@@ -169,7 +169,7 @@ class PlanReport:
         """How far from the best possible."""
         result = self.result
         assert result.plan.predicted is not None
-        gap = result.plan.predicted.step_seconds / result.choice.model.lower_bound_seconds - 1
+        gap = excess(result.plan.predicted.step_seconds, result.choice.model.lower_bound_seconds)
         return f"at most {gap:.1%} above the best partition of these packs"
 
     @property

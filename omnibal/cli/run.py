@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from omnibal.cli.costs import devices_at_hand, is_of, measured_costs, read_cluster
+from omnibal.cli.costs import devices_at_hand, measured_costs, read_cluster
 from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
 from omnibal.cli.output import say
 from omnibal.cluster import Cluster, Layout
@@ -242,7 +242,7 @@ class Run:
             found = ModelProfile.load(file)
             self._check_profile(found)
             cluster = self.known_cluster
-            if cluster is not None and not is_of(found, cluster.device):
+            if cluster is not None and not found.is_of(cluster.device):
                 raise ConfigError(f"profile must be of {cluster.device.name}, got {found.device}")
             if self._measure and not found.versions:
                 raise ConfigError("profile must be measured, got a counted one")

@@ -29,6 +29,7 @@ from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile
 from omnibal.report.stages import PartitionFigures, stage_table
+from omnibal.report.style import milliseconds
 from omnibal.report.timeline import plot_timeline
 
 MOST_PANELS: Final = 3
@@ -163,6 +164,6 @@ def _panels(step: StepSimulation) -> dict[str, Simulation]:
 def _summary(figures: PartitionFigures) -> str:
     tail = figures.step_seconds - figures.pipeline_seconds
     return (
-        f"step {1e3 * figures.step_seconds:,.1f} ms: pipeline {1e3 * figures.pipeline_seconds:,.1f} ms "
-        f"(bubble ratio {figures.bubble_ratio:.1%}), gradients and optimizer {1e3 * tail:,.1f} ms"
+        f"step {milliseconds(figures.step_seconds)} ms: pipeline {milliseconds(figures.pipeline_seconds)} ms "
+        f"(bubble ratio {figures.bubble_ratio:.1%}), gradients and optimizer {milliseconds(tail)} ms"
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from omnibal.cost import CostModel
+from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, Module
 from omnibal.profile.levels import Level
@@ -148,6 +149,15 @@ class ModelProfile:
     def adapter_parameters(self) -> int:
         """Of all adapters, where it is of a model under LoRA."""
         return sum(layer.sizes.get("adapters", 0) for layer in self.layers)
+
+    def is_of(self, device: Device) -> bool:
+        """Whether it holds for a device; a measured profile calls it as torch does. One named ``cpu`` is any CPU."""
+        if self.device == device.name or device.name.lower() in self.device.lower().replace(",", " ").split():
+            return True
+        try:
+            return Device.named(self.device).name == device.name
+        except ConfigError:
+            return False
 
     def _frozen_kinds(self) -> tuple[str, ...]:
         """Kinds of layers that have parameters and are not trained, sorted."""

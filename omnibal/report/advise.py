@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omnibal.advise.changes import Advice, Change, causes_before_and_after, proposed_limits
+from omnibal.advise.changes import Advice, Change, causes_before_and_after, count_of, proposed_limits
 from omnibal.advise.estimate import Estimate, Way
-from omnibal.advise.present import Present
-from omnibal.cluster import Cluster
-from omnibal.data.lengths import SampleLengths
+from omnibal.advise.paste import lines_to_paste, pipeline_lines
+from omnibal.advise.question import Question
 from omnibal.data.limits import PackLimits
-from omnibal.report.html import page, paragraph, picture, section, table
+from omnibal.report.html import code, page, paragraph, picture, section, table
 from omnibal.report.style import BLUE, GIB, GREEN, GREY, ORANGE, PINK, VERMILION, drawing, legend_below
 
 if TYPE_CHECKING:
@@ -22,21 +21,6 @@ if TYPE_CHECKING:
 
 COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE)
 """Of the causes, in their order."""
-UNITS: Final = {"qwen2_vl": "patches", "qwen2_5_vl": "patches", "qwen3_vl": "patches"}
-PASTED: Final = {
-    "trainer": (
-        "from omnibal import PackLimits",
-        "from omnibal.integrations.transformers import balance",
-        "balance(trainer, PackLimits({vision}, {tokens}))  # before trainer.train(); "
-        "gradient_accumulation_steps={micro_batches}",
-    ),
-    "loop": (
-        "from omnibal import BalancedBatchSampler, PackLimits",
-        "sampler = BalancedBatchSampler(lengths, PackLimits({vision}, {tokens}), num_replicas={ranks}, rank=rank, "
-        "micro_batches={micro_batches})",
-    ),
-}
-"""For a transformers.Trainer and what is built on it; for a loop of one's own."""
 
 
 @dataclass(frozen=True)
@@ -44,60 +28,68 @@ class Report:
     """All that is said.
 
     Attributes:
+        question: What was asked.
         advice: What was estimated.
-        model: Its name.
-        cluster: The machines.
-        present: What was read of the present way.
-        measured: Where the lengths come from, in words.
-        data: The data, as the command line names it.
-        lengths: Of the samples.
     """
 
+    question: Question
     advice: Advice
-    model: str
-    cluster: Cluster
-    present: Present
-    measured: str
-    data: str
-    lengths: SampleLengths
 
     @cached_property
     def limits(self) -> PackLimits:
         """Those to take."""
-        return proposed_limits(self.advice.after, self.lengths)
+        return proposed_limits(self.advice.after, self.question.measured.lengths)
 
     @property
-    def is_packed(self) -> bool:
-        """Whether packs are part of the advice."""
-        return any(change.name in ("packing", "balance", "limits") for change in self.advice.adopted)
+    def takes_packs(self) -> bool:
+        """Whether packs of ours are part of the advice."""
+        return self.advice.after.way.batching == "even"
 
     def lines(self) -> list[str]:
         """What to print."""
-        advice, today = self.advice, self.advice.today
+        return self.findings() + self.to_paste()
+
+    def findings(self) -> list[str]:
+        """What is the case, and what would bring how much."""
+        advice, today, asked = self.advice, self.advice.today, self.question
+        read = ", ".join(f"{key} {value}" for key, value in asked.present.said.items())
         found = [
-            f"{self.model}{self._trained()} on {self.cluster}: {_way(today)}, "
+            f"{asked.model.name}{self._trained()} on {asked.cluster}: {_way(today)}, "
             f"{today.samples_per_step:,.0f} samples a step",
-            f"data: {self.measured}",
-            *([f"read: {', '.join(f'{key} {value}' for key, value in self.present.said.items())}"]),
+            f"data: {asked.measured.said}",
+            *([f"read: {read}"] if read else []),
+            *([] if asked.costs is None else [f"costs: measured on {asked.costs.devices}"]),
             f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}",
         ]
         found += [f"{number}. {_said(change)}" for number, change in enumerate(advice.changes, start=1)]
-        if not advice.adopted:
-            return [*found, "leave it as it is: nothing brings more than the estimate's error", *self._memory()]
-        found.append(f"all that brings something: {advice.factor:.2f} ± {advice.error:.2f} times the samples a second")
-        found += self._memory()
-        if self.is_packed:
-            found += [self._limits(), *self._paste()]
+        if advice.adopted:
+            found.append(
+                f"all that brings something: {advice.factor:.2f} ± {advice.error:.2f} times the samples a second"
+            )
+        else:
+            found.append("leave it as it is: nothing brings more than the estimate's error")
+        return [*found, *self._memory(), *([self._limits()] if self.takes_packs else [])]
+
+    def to_paste(self) -> list[str]:
+        """The lines that adopt it."""
+        advice, asked = self.advice, self.question
+        measured = asked.measured.is_whole
+        names = {"data": asked.data, "model": asked.model_path}
+        found = lines_to_paste(advice, asked.present, asked.cluster, self.limits, **names, is_measured=measured)
+        if advice.plan is not None:
+            names["data"] = "train.json" if measured else asked.data  # lengths are nothing to train on
+            found += pipeline_lines(advice.plan, asked.present, **names)
         return found
 
     def to_record(self) -> dict[str, Any]:
         """The same as JSON values."""
-        advice = self.advice
+        advice, asked = self.advice, self.question
         return {
-            "model": self.model,
-            "cluster": str(self.cluster),
-            "data": self.measured,
-            "read": dict(self.present.said),
+            "model": asked.model.name,
+            "cluster": str(asked.cluster),
+            "data": asked.measured.said,
+            "read": dict(asked.present.said),
+            "costs": "counted" if asked.costs is None else "measured",
             "today": _figures(advice.today),
             "changes": [
                 {
@@ -109,13 +101,15 @@ class Report:
             "factor": advice.factor,
             "error": advice.error,
             "after": _figures(advice.after),
+            "would_fit": list(advice.fitting),
             "limits": {"vision_units": self.limits.vision_units, "llm_tokens": self.limits.llm_tokens},
         }  # fmt: skip
 
     def _trained(self) -> str:
-        if self.present.lora:
-            return f", LoRA of rank {self.present.lora},"
-        return f", {' and '.join(self.present.frozen)} frozen," if self.present.frozen else ""
+        present = self.question.present
+        if present.lora:
+            return f", LoRA of rank {present.lora},"
+        return f", {' and '.join(present.frozen)} frozen," if present.frozen else ""
 
     def _memory(self) -> list[str]:
         today, after = self.advice.today, self.advice.after
@@ -126,28 +120,17 @@ class Report:
             line += f"; then {after.peaks[0] / GIB:.1f} and {after.peaks[1] / GIB:.1f}"
         if fullest > has:
             line += f"; today's fullest micro-batch lacks {fullest - has:.1f} GiB: such a step would end the run"
+        if self.advice.fitting:
+            line += f"; today would fit with {', or '.join(self.advice.fitting)}"
         return [line]
 
     def _limits(self) -> str:
         after = self.advice.after
         return (
             f"limits: {self.limits.vision_units:,} vision units and {self.limits.llm_tokens:,} LLM tokens a pack, "
-            f"{after.way.micro_batches} packs of a rank: {after.samples_per_pack:.1f} samples a pack make "
+            f"{count_of(after.way.micro_batches, 'pack')} of a rank: {after.samples_per_pack:.1f} samples a pack make "
             f"{after.samples_per_step:,.0f} a step ({self.advice.today.samples_per_step:,.0f} today); every sample fits"
         )
-
-    def _paste(self) -> list[str]:
-        after = self.advice.after
-        kind = "loop" if self.present.host == "deepspeed" else "trainer"
-        values = {
-            "vision": self.limits.vision_units, "tokens": self.limits.llm_tokens,
-            "ranks": self.cluster.num_devices, "micro_batches": after.way.micro_batches,
-        }  # fmt: skip
-        measure = (
-            f"omnibal lengths {self.data} lengths --model FOLDER && omnibal pack lengths "
-            f"--limits {self.limits.vision_units},{self.limits.llm_tokens}"
-        )
-        return ["paste:", *(f"    {line.format(**values)}" for line in PASTED[kind]), f"measure: {measure}"]
 
 
 def _way(estimate: Estimate) -> str:
@@ -234,7 +217,7 @@ def write_advice_page(report: Report, path: Path) -> None:
         drawn = Path(name) / "advice.png"
         draw(report, drawn)
         sections = [
-            section("In short", *(paragraph(line) for line in report.lines())),
+            section("In short", *(paragraph(line) for line in report.findings())),
             section(
                 "Where the devices' time goes",
                 table(("of today's time", "today", "with the changes"), causes),
@@ -242,7 +225,9 @@ def write_advice_page(report: Report, path: Path) -> None:
                         "before it; black lines are errors, grey what brings nothing."),
             ),
             section("Changes, one on top of the other", table(("", "what", "samples/s", "brings", "takes"), rows)),
+            *([section("To paste", code(pasted))] if (pasted := report.to_paste()) else []),
         ]  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
-        lead = f"{report.model} on {report.cluster}, estimated from {report.measured}"
+        asked = report.question
+        lead = f"{asked.model.name} on {asked.cluster}, estimated from {asked.measured.said}"
         path.write_text(page("What balancing would bring", lead, sections))

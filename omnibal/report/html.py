@@ -20,6 +20,7 @@ div.scroll { overflow-x: auto; margin: 0.8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.8rem; text-align: right; border-bottom: 1px solid #eceff4; }
 th { font-weight: 600; color: #5f6368; vertical-align: bottom; }
+pre { margin: 0; font-size: 0.9rem; }
 th:first-child, td:first-child { text-align: left; }
 td { white-space: nowrap; }
 tr.mark td { font-weight: 700; }
@@ -49,6 +50,12 @@ def paragraph(text: str) -> str:
     """Plain text; what stands between backticks is code."""
     content = re.sub("`(.*?)`", r"<code>\1</code>", escape(text))
     return f"<p>{content}</p>"
+
+
+def code(lines: Sequence[str]) -> str:
+    """Lines as they are, to be pasted."""
+    text = escape("\n".join(lines))
+    return _scrolled(f"<pre>{text}</pre>")
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:

@@ -13,7 +13,7 @@ from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
-from omnibal.report.style import Figures, make_table, milliseconds, unit_of
+from omnibal.report.style import Figures, excess, make_table, milliseconds, unit_of
 
 
 @dataclass(frozen=True)
@@ -172,4 +172,4 @@ def candidates_table(candidates: Sequence[tuple[tuple[int, ...], float]], lower_
 
 
 def _over(seconds: float, bound: float) -> str:
-    return f"+{seconds / bound - 1:.2%}" if bound else "–"
+    return f"+{excess(seconds, bound):.2%}" if bound else "–"

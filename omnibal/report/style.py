@@ -84,12 +84,23 @@ def unit_of(sizes: Iterable[int]) -> tuple[int, str]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds; a dash where they are not known.
+    """Seconds as milliseconds, below one with three digits; a dash where they are not known.
 
-    >>> milliseconds(1.23456), milliseconds(None)
-    ('1,234.6', '–')
+    >>> milliseconds(1.23456), milliseconds(0.0000123), milliseconds(None)
+    ('1,234.6', '0.0123', '–')
     """
-    return "–" if seconds is None else f"{1e3 * seconds:,.1f}"
+    if seconds is None:
+        return "–"
+    return f"{1e3 * seconds:,.1f}" if seconds >= 1e-3 else f"{1e3 * seconds:.3g}"
+
+
+def excess(value: float, least: float) -> float:
+    """By what share a value is above the least possible one; rounding puts none below it.
+
+    >>> excess(1.1, 1.0) > 0, excess(0.3, 0.1 + 0.2)
+    (True, 0.0)
+    """
+    return max(value / least - 1, 0.0)
 
 
 def short(value: float) -> str:

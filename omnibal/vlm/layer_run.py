@@ -151,7 +151,7 @@ class MadePack:
         generator = torch.Generator().manual_seed(seed)
         share = self.units // self.samples_with_images
         items = [
-            _sample(model, share if number < self.samples_with_images else 0, length, generator)
+            made_sample(model, share if number < self.samples_with_images else 0, length, generator)
             for number, length in enumerate(self.lengths)
         ]
         pack = pack_samples(
@@ -165,8 +165,15 @@ class MadePack:
         return Payload.of_pack({name: tensor.to(device) for name, tensor in pack.items()}, dtype)
 
 
-def _sample(model: VisionLanguageModel, units: int, length: int, generator: torch.Generator) -> dict[str, Any]:
-    """A sample with so many vision units: its images' tokens come first, and random ones behind them."""
+def made_sample(model: VisionLanguageModel, units: int, length: int, generator: torch.Generator) -> dict[str, Any]:
+    """A sample with so many vision units: its images' tokens come first, and random ones behind them.
+
+    Args:
+        model: Its layers are what the sample is for.
+        units: Vision units of its images; as many as images can have.
+        length: Tokens, those of images among them.
+        generator: Of tokens and pixels.
+    """
     ids = torch.randint(model.config.text_config.vocab_size, (length,), generator=generator)
     image = int(model.config.image_token_id)
     ids[ids == image] = 0 if image else 1

@@ -87,7 +87,8 @@ def test_memory_of_one_device_is_about_that_of_a_pipeline_of_one_stage():
         state = theirs.parameters + theirs.gradients + theirs.optimizer + theirs.overhead
         assert ours.state_bytes == pytest.approx(state, rel=0.01)
         held = ours.peak_bytes(load) - ours.state_bytes
-        assert held == pytest.approx(theirs.activations + theirs.transient + theirs.logits, rel=0.15)
+        # a Trainer drops the logits of 16 bits that DeepSpeed's pipeline keeps
+        assert held == pytest.approx(theirs.activations + theirs.transient, rel=0.15)
 
 
 def test_ranks_share_state_by_the_stage():

@@ -21,6 +21,7 @@ def test_a_ds_config():
 def test_training_arguments_have_transformers_defaults():
     assert said({"learning_rate": 1e-5}) == {
         "host": "transformers", "trainer": "ddp", "batch": 8, "accumulation": 1, "batching": "random",
+        "recompute": False,
     }  # fmt: skip
     found = said({"per_device_train_batch_size": 2, "gradient_checkpointing": False, "deepspeed": ZERO_2})
     assert (found["trainer"], found["batch"], found["recompute"]) == ("zero2", 2, False)
@@ -62,7 +63,7 @@ def test_what_is_said_on_the_command_line_goes_first():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"loss": 1}, "--today must be a trainer .* got one with the keys loss"),
+        ({"loss": 1}, "today must be a trainer .* got one with the keys loss"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 4"),
         ({"learning_rate": 1, "per_device_train_batch_size": 0}, "per_device_train_batch_size must be a positive"),
     ],

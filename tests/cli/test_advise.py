@@ -50,12 +50,12 @@ def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     way = "zero3, batches of 4, 8 a rank and step, recomputing, 256 samples a step"
     assert lines[0] == f"InternVL3-8B on 8xA100-80GB: {way}"
     assert lines[1] == "data: 20,000 samples of measured lengths"
-    assert lines[3].startswith("today: useful 3")
-    assert [line.split(":")[0] for line in lines[4:9]] == [
+    assert lines[2].startswith("today: useful 3")
+    assert [line.split(":")[0] for line in lines[3:8]] == [
         "1. packing", "2. balance", "3. limits", "4. recompute", "5. trainer",
     ]  # fmt: skip
-    assert "brings nothing" in lines[6]
-    assert lines[9].startswith("all that brings something: 2.")
+    assert "brings nothing" in lines[5]
+    assert lines[8].startswith("all that brings something: 2.")
     assert any("balance(trainer, PackLimits(" in line for line in lines)
     assert (tmp_path / "advice.png").stat().st_size > 10_000
 
@@ -138,12 +138,13 @@ def test_even_samples_are_left_as_they_are(omnibal, tmp_path):
         (("--model", "InternVL3-9B"), "a config.json, got 'InternVL3-9B'; did you mean InternVL3-"),
         (("--cluster", "8xA1000"), "device must be how one of "),
         (("--cluster", "8xA1000"), 'for another one give a record with "name", "memory_bytes"'),
-        (("--today", "zero4"), "--today must be one of ddp, zero1, zero2, zero3, fsdp, or a file, got 'zero4'"),
+        (("--today", "zero4"), "today must be one of ddp, zero1, zero2, zero3, fsdp, or a file, got 'zero4'"),
         (("--model", "Qwen2.5-VL-7B"), "must be of Qwen2.5-VL-7B, with 4 patches for each image token, got sample"),
         (("--model", "LLaVA-1.5-7B"), "must be of LLaVA-1.5-7B, with 576 LLM tokens for each tile, got sample"),
         (("--today", "ddp", "--batch", "4"), "which is wrong: the batch of 4, ddp, recomputation 'full', what is"),
+        (("--today", "ddp", "--batch", "4"), "; what would fit: zero1 in place of ddp, or LoRA of rank 16; --pipeline"),
         (("--plot", "a.pdf"), "--plot must end in .png or .html, got a.pdf"),
-        (("--batching", "packed"), "--cutoff must say how many tokens a pack holds, got none"),
+        (("--batching", "packed"), "cutoff must say how many tokens a pack holds, got none"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_line(refusal, lengths, arguments, message):

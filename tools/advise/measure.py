@@ -1,9 +1,9 @@
 """What omnibal.advise predicts against what is measured: python tools/advise/measure.py; see README.md.
 
 For each kind of data and shape of model: costs are fitted to a few packs, as a profile is; gains of packing and of
-balance are predicted from drawn lengths as ``omnibal advise`` does; and measured, by running every micro-batch of two
-ranks with the batches of a random sampler and the packs of the real planner, ViT and language model timed apart in
-processor time. What ranks wait is composed by the rule that tools/replay/rule.py checks on processes.
+balance are predicted from drawn lengths as ``omnibal advise`` does; and measured, by running every micro-batch of two,
+four and eight ranks one after another, with the batches of a random sampler and the packs of the real planner, ViT and
+language model timed apart in processor time. What ranks wait is composed by the rule that tools/replay/rule.py checks.
 """
 
 import argparse
@@ -22,16 +22,19 @@ from omnibal.advise.wait import wait
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.synthetic import tiled_lengths
+from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import Device
 from omnibal.profile.records import LayerCost, ModelProfile
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("replay", "sampling", "dropin")]
-from bench import SHAPES, SHORTER, TOKENS_PER_TILE, Bench, config_of, pack_of  # noqa: E402
+from bench import SHAPES, Bench, config_of, pack_of, shorter  # noqa: E402
 from data import real_lengths  # noqa: E402
-from ways import Task, default, limits_for, ours, random_packs  # noqa: E402
+from ways import Task, default, ours, random_packs  # noqa: E402
 
-RANKS, STEPS, REPEATED = 2, 16, 2
+RANKS, REPEATED = (8, 4, 2), 2
+STEPS = {8: 8, 4: 16, 2: 16}
+"""That are run, by ranks."""
+NATIVE = "native resolution"
 FITTED = 40
 """Random micro-batches that costs are fitted to; none of those that are measured."""
 LAYOUTS = ((4, 1), (2, 4))
@@ -43,11 +46,11 @@ NOTHING = CostModel()
 
 def datasets() -> Iterator[tuple[str, SampleLengths]]:
     """By name."""
-    yield "tiles (real)", real_lengths()[0]
+    yield NATIVE, patch_lengths(50_000, seed=3)
     yield "mix", tiled_lengths(50_000, seed=1)
+    yield "tiles (real)", real_lengths()[0]
     yield "text-heavy", tiled_lengths(50_000, seed=2, text_share=0.7)
-    generator = np.random.default_rng(0)
-    tokens = 256 * 3 + generator.integers(180, 220, 50_000)
+    tokens = 256 * 3 + np.random.default_rng(0).integers(180, 220, 50_000)
     yield "uniform", SampleLengths(np.full(50_000, 3), tokens)
 
 
@@ -56,12 +59,13 @@ def fitted(bench: Bench, lengths: SampleLengths) -> ModelProfile:
     generator, loads, rows = np.random.default_rng(7), [], []
     for number in range(FITTED):
         chosen = generator.integers(0, len(lengths), 1 + number % 8)
-        units, tokens = (column[chosen].tolist() for column in (lengths.vision_units, lengths.llm_tokens))
-        pack = pack_of(units, tokens, padded=number % 2 > 0)
+        pack = pack_of(lengths, chosen.tolist(), padded=number % 2 > 0)
         loads.append(pack.load)
         rows.append(np.min([bench.seconds(pack) for _ in range(REPEATED)], axis=0))
     load, seconds = Load.stack(loads), dict(zip(PHASES, np.array(rows).T, strict=True))
-    vision, language = Load(load.vision_units, 0), Load(0, load.llm_tokens, load.llm_tokens_squared)
+    squared = load.vision_squared if lengths.vision_squared is not None else 0
+    vision = Load(load.vision_units, 0, vision_squared=squared)
+    language = Load(0, load.llm_tokens, load.llm_tokens_squared)
     layers = (
         _layer("vision", "projector", vision, seconds),
         _layer("language", "language", language, seconds),
@@ -78,17 +82,10 @@ def _layer(part: str, module: str, load: Load, seconds: dict[str, np.ndarray]) -
     )  # fmt: skip
 
 
-def shorter(lengths: SampleLengths) -> SampleLengths:
-    """Lengths as the bench runs them."""
-    units = lengths.vision_units
-    tokens = units * TOKENS_PER_TILE + np.maximum((lengths.llm_tokens - units * 256) // SHORTER, 2)
-    return SampleLengths(units, tokens)
-
-
-def predicted(profile: ModelProfile, lengths: SampleLengths, batch: int, micro_batches: int) -> dict:
+def predicted(profile: ModelProfile, lengths: SampleLengths, ranks: int, batch: int, micro_batches: int) -> dict:
     """Gains by trainer: of packing over padding, of balance over packing."""
-    sample = shorter(lengths.take(np.random.default_rng(3).permutation(len(lengths))[:1000]))
-    setting = Setting(sample, profile, Cluster(1, RANKS, FREE), RANKS * micro_batches * batch)
+    sample = lengths.take(np.random.default_rng(3).permutation(len(lengths))[:1000])
+    setting = Setting(sample, profile, Cluster(1, ranks, FREE), ranks * micro_batches * batch)
     found = {}
     for trainer in TRAINERS:
         ways = [Way(trainer, batching, batch, micro_batches, "none") for batching in ("random", "flattened", "even")]
@@ -97,22 +94,21 @@ def predicted(profile: ModelProfile, lengths: SampleLengths, batch: int, micro_b
     return found
 
 
-def measured(bench: Bench, lengths: SampleLengths, batch: int, micro_batches: int) -> dict:
+def measured(bench: Bench, lengths: SampleLengths, ranks: int, batch: int, micro_batches: int) -> dict:
     """The same, of micro-batches that were run."""
-    count = (STEPS + 2) * RANKS * micro_batches * batch
+    steps = STEPS[ranks]
+    count = (steps + 2) * ranks * micro_batches * batch
     own = lengths.take(np.random.default_rng(11).permutation(len(lengths))[:count])
-    task, seconds = Task(own, RANKS, micro_batches, batch), {}
-    ways = {"padded": default(task), "flattened": random_packs(task), "even": ours(task, limits_for(task))}
+    task, seconds = Task(own, ranks, micro_batches, batch), {}
+    ways = {"padded": default(task), "flattened": random_packs(task), "even": ours(task)}
     rows: dict[str, list] = {name: [] for name in ways}
-    for step in range(STEPS):  # ways in turn, so that whatever slows the machine slows all of them
+    for step in range(steps):  # ways in turn, so that whatever slows the machine slows all of them
         for name, way in ways.items():
-            rows[name].append([
-                [bench.seconds(pack_of(own.vision_units[g].tolist(), own.llm_tokens[g].tolist(), padded=way.padded))
-                 for g in rank] for rank in way.steps[step]
-            ])  # fmt: skip
+            packs = [[pack_of(own, group, padded=way.padded) for group in rank] for rank in way.steps[step]]
+            rows[name].append([[bench.seconds(pack) for pack in rank] for rank in packs])
     for name, way in ways.items():
         passes = np.array(rows[name])
-        samples = sum(len(group) for step in way.steps[:STEPS] for rank in step for group in rank)
+        samples = sum(len(group) for step in way.steps[:steps] for rank in step for group in rank)
         costs = dict(zip(PHASES, np.moveaxis(passes, -1, 0), strict=True))
         waits = {trainer: sum(waited.sum() for waited in wait(costs, trainer).values()) for trainer in TRAINERS}
         seconds[name] = {trainer: (passes.sum() + waits[trainer]) / samples for trainer in TRAINERS}
@@ -132,36 +128,38 @@ def main() -> None:
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    known = {(row["shape"], row["data"], row["batch"], row["micro_batches"]) for row in rows}
+    known = {(row["shape"], row["data"], row["ranks"], row["batch"], row["micro_batches"]) for row in rows}
     torch.set_num_threads(1)
-    for batch, micro_batches in LAYOUTS:
-        for shape, (name, lengths) in product(SHAPES, datasets()):
-            if (shape, name, batch, micro_batches) in known:
-                continue
-            bench = Bench(config_of(shape))
-            bench.warm_up()
-            row = {
-                "shape": shape, "data": name, "batch": batch, "micro_batches": micro_batches,
-                "predicted": predicted(fitted(bench, lengths), lengths, batch, micro_batches),
-                "measured": measured(bench, lengths, batch, micro_batches),
-            }  # fmt: skip
-            rows.append(row)
+    for (name, whole), shape in product(datasets(), SHAPES):
+        wanted = [(ranks, *layout) for ranks, layout in product(RANKS, LAYOUTS)]
+        wanted = [layout for layout in wanted if (shape, name, *layout) not in known]
+        if not wanted:
+            continue
+        bench, lengths = Bench(config_of(shape, native=name == NATIVE)), shorter(whole, native=name == NATIVE)
+        bench.warm_up()
+        profile = fitted(bench, lengths)
+        for layout in wanted:
+            rows.append({
+                "shape": shape, "data": name, **dict(zip(("ranks", "batch", "micro_batches"), layout, strict=True)),
+                "predicted": predicted(profile, lengths, *layout), "measured": measured(bench, lengths, *layout),
+            })  # fmt: skip
             with given.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(rows[-1]) + "\n")
     report(rows)
 
 
 def report(rows: list[dict]) -> None:
     """Print gains, predicted → measured, and how far they are apart."""
-    print("| shape | data | batch × micro-batches | trainer | packing | off | balance | off |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| shape | data | ranks | batch × micro-batches | trainer | packing | off | balance | off |")
+    print("|---|---|---|---|---|---|---|---|---|")
     off = []
     for row in rows:
         for trainer in TRAINERS:
             pairs = list(zip(row["predicted"][trainer], row["measured"][trainer], strict=True))
             off.append([guess / found - 1 for guess, found in pairs])
             cells = " | ".join(f"{guess:.2f} → {found:.2f} | {guess / found - 1:+.0%}" for guess, found in pairs)
-            print(f"| {row['shape']} | {row['data']} | {row['batch']} × {row['micro_batches']} | {trainer} | {cells} |")
+            layout = f"{row['ranks']} | {row['batch']} × {row['micro_batches']}"
+            print(f"| {row['shape']} | {row['data']} | {layout} | {trainer} | {cells} |")
     apart = np.abs(off)
     for part, name in enumerate(("packing", "balance")):
         print(

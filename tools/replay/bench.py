@@ -5,14 +5,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import InternVLConfig, PreTrainedConfig
+from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig
 
 from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
-from omnibal.vlm import Payload, VisionLanguageModel, load_model
+from omnibal.data.lengths import SampleLengths
+from omnibal.vlm import Payload, load_model
+from omnibal.vlm.layer_run import made_sample
+from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.loss import token_losses
+from omnibal.vlm.storages import DevicePeak, storage_bytes
 
 SHORTER = 16
 """So many times fewer patches a tile, and tokens a text, than in the data."""
@@ -30,13 +35,22 @@ SHAPES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 }
 
 
-def config_of(shape: str) -> PreTrainedConfig:
-    """An InternVL of one of the shapes."""
+def config_of(shape: str, *, native: bool = False) -> PreTrainedConfig:
+    """An InternVL of one of the shapes, or a Qwen2.5-VL, whose images have any size."""
     vision, text = SHAPES[shape]
-    more = {"model_type": "qwen2", "vocab_size": 512, "max_position_embeddings": 65_536, "num_key_value_heads": 2}
+    more = {"vocab_size": 512, "max_position_embeddings": 65_536, "num_key_value_heads": 2}
+    if native:
+        sizes = {name: vision[name] for name in ("hidden_size", "intermediate_size")}
+        sizes |= {"depth": vision["num_hidden_layers"], "num_heads": vision["num_attention_heads"]}
+        rope = {"rope_type": "default", "mrope_section": [4, 4, 4]}
+        return Qwen2_5_VLConfig(
+            vision_config=sizes | {"fullatt_block_indexes": [1, 3], "out_hidden_size": text["hidden_size"]},
+            text_config=text | more | {"rope_parameters": rope, "tie_word_embeddings": False},
+            image_token_id=IMAGE_TOKEN,
+        )
     return InternVLConfig(
         vision_config=vision | {"image_size": 112, "patch_size": 14},
-        text_config=text | more,
+        text_config=text | more | {"model_type": "qwen2"},
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=False,
     )
@@ -61,13 +75,14 @@ class Bench:
     def warm_up(self) -> None:
         """Run some packs that do not count."""
         for _ in range(WARM_UP):
-            self.seconds(Pack((3, 0), (200, 100)))
+            self.seconds(Pack((4, 0), (200, 100)))
 
     def seconds(self, pack: "Pack") -> tuple[float, float, float, float]:
         """Seconds of the phases, in the order of ``omnibal.advise.costs.PHASES``."""
         made = pack_samples(
-            pack.samples(self.model), pad_token_id=0, pixel_shape=self.model.pixel_shape, pixel_dtype=self.dtype
-        )
+            pack.samples(self.model), pad_token_id=0, pixel_shape=self.model.pixel_shape, pixel_dtype=self.dtype,
+            image_integers=self.model.image_integers, positions=self.model.positions,
+        )  # fmt: skip
         payload = Payload.of_pack({name: tensor.to(self.device) for name, tensor in made.items()}, self.dtype)
         marks = [self._now()]
         for layer in self._layers[: self._merge]:
@@ -87,6 +102,14 @@ class Bench:
         first, second, third, fourth = (after - before for before, after in pairwise(marks))
         return first, second, third, fourth
 
+    def activation_bytes(self, pack: "Pack") -> int:
+        """The most that its passes hold at one time beside weights and gradients, in a run of its own: it is slow."""
+        weights = list(self._layers.parameters())
+        held = weights + [weight.grad for weight in weights if weight.grad is not None]
+        with DevicePeak(self.device, held) as peak:
+            self.seconds(pack)
+        return peak.peak_bytes - storage_bytes(held)
+
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -96,28 +119,36 @@ class Bench:
 
 @dataclass(frozen=True)
 class Pack:
-    """The tiles and the tokens of each sample of a micro-batch."""
+    """The tiles, or the patches of one image, and the tokens of each sample of a micro-batch."""
 
-    tiles: tuple[int, ...]
+    units: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
     def load(self) -> Load:
         """What it holds."""
-        return Load(sum(self.tiles), sum(self.lengths), sum(length**2 for length in self.lengths))
+        squares = (sum(size**2 for size in sizes) for sizes in (self.lengths, self.units))
+        return Load(sum(self.units), sum(self.lengths), *squares)
 
     def samples(self, model: VisionLanguageModel) -> list[dict[str, Any]]:
         """Random tokens behind those of the images, random pixels."""
-        generator, found = torch.Generator().manual_seed(0), []
-        for tiles, length in zip(self.tiles, self.lengths, strict=True):
-            ids = torch.randint(4, 512, (length,), generator=generator)
-            ids[: tiles * TOKENS_PER_TILE] = IMAGE_TOKEN
-            pixels = torch.randn(tiles, *model.pixel_shape, generator=generator) if tiles else None
-            found.append({"input_ids": ids, "labels": ids, "pixel_values": pixels})
-        return found
+        generator = torch.Generator().manual_seed(0)
+        return [made_sample(model, *sizes, generator) for sizes in zip(self.units, self.lengths, strict=True)]
 
 
-def pack_of(units: list[int], tokens: list[int], *, padded: bool) -> Pack:
-    """A micro-batch of samples, so many times shorter; where padded, every sample is as long as the longest."""
-    short = [u * TOKENS_PER_TILE + max((t - u * 256) // SHORTER, 2) for u, t in zip(units, tokens, strict=True)]
-    return Pack(tuple(units), tuple([max(short)] * len(short) if padded else short))
+def shorter(lengths: SampleLengths, *, native: bool = False) -> SampleLengths:
+    """Lengths as the bench runs them; images of any size become squares of whole blocks of patches."""
+    units = lengths.vision_units.astype(np.int64)
+    if native:
+        text = lengths.llm_tokens - units // 4
+        units = (np.sqrt(units / SHORTER) / 2).astype(np.int64) ** 2 * 4
+        own, squared = units // 4, units**2
+    else:
+        text, own, squared = lengths.llm_tokens - units * 256, units * TOKENS_PER_TILE, None
+    return SampleLengths(units, own + np.maximum(text // SHORTER, 2), vision_squared=squared)
+
+
+def pack_of(short: SampleLengths, samples: list[int], *, padded: bool) -> Pack:
+    """A micro-batch of some samples of ``shorter`` lengths; where padded, every one is as long as the longest."""
+    units, tokens = (column[samples].tolist() for column in (short.vision_units, short.llm_tokens))
+    return Pack(tuple(units), (max(tokens),) * len(tokens) if padded else tuple(tokens))

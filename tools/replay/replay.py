@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench import SHAPES, Bench, config_of, pack_of
+from bench import SHAPES, Bench, config_of, pack_of, shorter
 
 from omnibal.advise.costs import PHASES
 from omnibal.advise.wait import wait
@@ -21,7 +21,7 @@ from omnibal.data.synthetic import tiled_lengths
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("sampling", "dropin")]
 from data import real_lengths  # noqa: E402
-from ways import Task, Way, default, group_by_length, limits_for, ours, random_packs, rebalance  # noqa: E402
+from ways import Task, Way, default, group_by_length, ours, random_packs, rebalance  # noqa: E402
 
 STEPS = 20
 CLUSTERS = {"8 ranks": (8, 4), "64 ranks": (64, 1)}
@@ -33,19 +33,18 @@ def ways_of(lengths: SampleLengths, ranks: int, micro_batches: int) -> list[Way]
     """Of the same samples, four to a micro-batch on average."""
     task = Task(lengths, ranks, micro_batches)
     return [
-        default(task), group_by_length(task), rebalance(task), random_packs(task), ours(task, limits_for(task)),
+        default(task), group_by_length(task), rebalance(task), random_packs(task), ours(task),
     ]  # fmt: skip
 
 
 def replay(way: Way, lengths: SampleLengths, bench: Bench, step: int) -> dict:
-    """Seconds of a step's phases, shape (ranks, micro-batches, phases), and its samples."""
-    units, tokens = lengths.vision_units, lengths.llm_tokens
-    seconds = [
-        [bench.seconds(pack_of(units[group].tolist(), tokens[group].tolist(), padded=way.padded)) for group in rank]
-        for rank in way.steps[step]
-    ]
-    return {"way": way.name, "step": step, "samples": sum(len(g) for r in way.steps[step] for g in r),
-            "seconds": np.round(seconds, 6).tolist()}  # fmt: skip
+    """A step's samples, seconds of its phases, shape (ranks, micro-batches, phases), and the most that ranks hold."""
+    packs = [[pack_of(lengths, group, padded=way.padded) for group in rank] for rank in way.steps[step]]
+    return {
+        "way": way.name, "step": step, "samples": sum(len(g) for r in way.steps[step] for g in r),
+        "seconds": np.round([[bench.seconds(pack) for pack in rank] for rank in packs], 6).tolist(),
+        "bytes": [max(bench.activation_bytes(pack) for pack in rank) for rank in packs],
+    }  # fmt: skip
 
 
 def drawn(name: str, ranks: int, micro_batches: int) -> SampleLengths:
@@ -72,17 +71,17 @@ def run(out: Path, shape: str, data: str, minutes: float) -> None:
                         print("not done: call again")
                         return
                     if step < len(way.steps) and (cluster, way.name, step) not in known:
-                        found = {"cluster": cluster, **replay(way, lengths, bench, step)}
+                        found = {"cluster": cluster, **replay(way, shorter(lengths), bench, step)}
                         file.write(json.dumps(found) + "\n")
                         file.flush()
     print("done")
 
 
 def report(out: Path) -> None:
-    """Print samples a second in multiples of the default, by trainer."""
+    """Print samples a second in multiples of the default, by trainer, and what ranks hold at most."""
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    print(f"| ranks | batches | steps | {' | '.join(TRAINERS)} | waiting under zero3 |")
-    print(f"|{'---|' * (4 + len(TRAINERS))}")
+    print(f"| ranks | batches | steps | {' | '.join(TRAINERS)} | waiting under zero3 | fullest rank, MiB | mean rank |")
+    print(f"|{'---|' * (6 + len(TRAINERS))}")
     for cluster in dict.fromkeys(row["cluster"] for row in rows):
         base: dict[str, float] = {}
         for way in dict.fromkeys(row["way"] for row in rows):
@@ -98,7 +97,8 @@ def report(out: Path) -> None:
                 gains.append(rate / base.setdefault(trainer, rate))
             share = waits / (seconds.sum() + waits)
             cells = " | ".join(f"{gain:.2f}" for gain in gains)
-            print(f"| {cluster} | {way} | {len(own)} | {cells} | {share:.0%} |")
+            held = np.array([row["bytes"] for row in own]) / 2**20  # steps, ranks
+            print(f"| {cluster} | {way} | {len(own)} | {cells} | {share:.0%} | {held.max():.0f} | {held.mean():.0f} |")
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.sources.images import image_size
 from omnibal.data.sources.shards import Shards, names_of, open_shards
-from omnibal.errors import DataError
+from omnibal.errors import DataError, said
 from omnibal.families.base import ImageRule, Size
 
 TURN_TOKENS: Final = 5
@@ -121,7 +121,9 @@ def draw_lengths(
         measured.append((sums[0], sums[1] + tokens, sums[2]))
         usable.append(number)
     if not measured:
-        raise DataError(f"data must have items whose lengths can be told, got none in {path}; {problems[0]}")
+        where = "; records may state width and height, and --images says where images lie"
+        hint = where if "image must" in problems[0] else ""
+        raise DataError(f"data must have items whose lengths can be told, got none in {path}; {problems[0]}{hint}")
     units, all_tokens, squared = np.array(measured, dtype=np.int64).T
     lengths = SampleLengths(
         units,
@@ -167,11 +169,29 @@ def _saved_dataset(path: Path) -> Any:
         from datasets import DatasetDict, Features, Image, load_from_disk
     except ModuleNotFoundError as error:
         raise DataError(f"datasets must be installed to read {path}, got none; run pip install datasets") from error
-    table = load_from_disk(str(path))
+    try:
+        table = load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data must be a file, lengths, or a folder that datasets saved, got {path}: {said(error)}"
+        ) from error
     if isinstance(table, DatasetDict):
         table = table["train"] if "train" in table else next(iter(table.values()))
-    plain = {name: _undecoded(feature, Image) for name, feature in table.features.items()}
-    return table.cast(Features(plain)) if plain != dict(table.features) else table
+    plain = Features({name: _undecoded(feature, Image) for name, feature in table.features.items()})
+    return table if plain == table.features else _cast_quietly(table, plain)
+
+
+def _cast_quietly(table: Any, features: Any) -> Any:
+    """Without the bar that would stand between the lines of an answer."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    was_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        return table.cast(features)
+    finally:
+        if not was_disabled:
+            enable_progress_bars()
 
 
 def _undecoded(feature: Any, image: Any) -> Any:

@@ -1,0 +1,138 @@
+"""The lines that adopt an advice in the trainer that a run has, and what measures what they bring."""
+
+import json
+from typing import Any, Final
+
+from omnibal.advise.changes import Advice
+from omnibal.advise.present import Host, Present
+from omnibal.advise.wait import Trainer
+from omnibal.cluster import Cluster
+from omnibal.data.limits import PackLimits
+from omnibal.plan import Plan
+
+_PLUGINS: Final = '$(python -c "import omnibal; print(omnibal.__path__[0])")/integrations/plugins'
+PACKS: Final[dict[Host, tuple[str, ...]]] = {
+    "transformers": (
+        "from omnibal import PackLimits",
+        "from omnibal.integrations.transformers import balance",
+        "balance(trainer, PackLimits({vision}, {tokens}))  # before trainer.train()",
+    ),
+    "ms-swift": (
+        "OMNIBAL_LIMITS={vision},{tokens} swift sft ... --padding_free true --packing false --strict true \\",
+        f"    --external_plugins {_PLUGINS}/ms_swift.py",
+    ),
+    "llama-factory": (
+        "OMNIBAL_LIMITS={vision},{tokens} torchrun --nproc-per-node {devices} "
+        "-m omnibal.integrations.plugins.llama_factory train.yaml  # with packing and neat_packing off",
+    ),
+    "deepspeed": (
+        "from omnibal import PackLimits",
+        "from omnibal.integrations.loops import balanced_loader, pack_loss",
+        "loader = balanced_loader(dataset, collate, PackLimits({vision}, {tokens}), model=model, "
+        "micro_batches={micro_batches})",
+    ),
+}
+"""What makes packs, by what trains; where only a ds_config is known, a loop of one's own."""
+CHECKPOINTING_OFF: Final[dict[Host, str]] = {
+    "transformers": "gradient_checkpointing=False",
+    "ms-swift": "--gradient_checkpointing false",
+    "llama-factory": "disable_gradient_checkpointing: true",
+    "deepspeed": "no model.gradient_checkpointing_enable()",
+}
+ACCUMULATION: Final[dict[Host, str]] = {
+    "transformers": "gradient_accumulation_steps={}",
+    "ms-swift": "--gradient_accumulation_steps {}",
+    "llama-factory": "gradient_accumulation_steps: {}",
+    "deepspeed": '"gradient_accumulation_steps": {}',
+}
+STAGES: Final[dict[Trainer, int]] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+MEASURED_STEPS: Final = 30
+
+
+def lines_to_paste(
+    advice: Advice, present: Present, cluster: Cluster, limits: PackLimits, *, data: str, model: str, is_measured: bool
+) -> list[str]:
+    """What to paste into which trainer, what to set there, and how to measure what it brings.
+
+    Args:
+        advice: Whose changes are adopted, as far as they bring something; of none, nothing is pasted.
+        present: Names the trainer.
+        cluster: The machines.
+        limits: Of packs.
+        data: What the data is called.
+        model: The model's name or folder.
+        is_measured: Whether the data is lengths already.
+    """
+    host: Host = present.host or "transformers"
+    today, after = advice.today, advice.after
+    if after is today:
+        return []
+    values = {
+        "vision": limits.vision_units, "tokens": limits.llm_tokens, "devices": cluster.devices_per_node,
+        "micro_batches": after.way.micro_batches,
+    }  # fmt: skip
+    lines, packs = [], after.way.batching == "even" != today.way.batching
+    if packs:
+        lines += ["paste:", *(f"    {line.format(**values)}" for line in PACKS[host])]
+    settings = []
+    if packs or after.way.micro_batches != today.way.micro_batches:
+        settings.append(ACCUMULATION[host].format(after.way.micro_batches))
+    if after.way.recompute != today.way.recompute:
+        settings.append(CHECKPOINTING_OFF[host])
+    if after.way.trainer != today.way.trainer:
+        settings.append(f'"zero_optimization": {{"stage": {STAGES[after.way.trainer]}}} in the ds_config')
+    lines += [f"set: {', '.join(settings)}"] if settings else []
+    lines.append(
+        f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
+        f"then {after.samples_per_step:,.0f}"
+    )
+    if packs:
+        first = "" if is_measured else f"omnibal lengths {data} lengths --model {model} && "
+        lines.append(
+            f"packs of all samples: {first}omnibal pack {data if is_measured else 'lengths'} --limits "
+            f"{limits.vision_units},{limits.llm_tokens} --num-replicas {cluster.num_devices} "
+            f"--micro-batches {after.way.micro_batches}"
+        )
+    return lines
+
+
+def pipeline_config(plan: Plan, present: Present, *, data: str, model: str) -> dict[str, Any]:
+    """The ds_config of a planned pipeline; the plan itself is made by ``omnibal plan``, of all data.
+
+    Args:
+        plan: What was found for the sample.
+        present: What is frozen or adapted.
+        data: The data's file.
+        model: The model's name or folder.
+    """
+    named: dict[str, Any] = {"path": model, "weights": "load"}
+    if present.lora:
+        named["lora"] = {"rank": present.lora}
+    elif present.frozen:
+        named["frozen"] = list(present.frozen)
+    return {
+        "gradient_accumulation_steps": plan.micro_batches,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": plan.layout.zero_stage},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "torch_adam": True}},
+        "omnibal": {
+            "cluster": str(plan.cluster),
+            "model": named,
+            "data": {"train": data},
+            "packing": {"vision_units": plan.limits.vision_units, "llm_tokens": plan.limits.llm_tokens},
+            "pipeline": {"num_stages": plan.num_stages, "schedule": plan.schedule},
+            "run": {"output": "runs/pipeline"},
+        },
+    }
+
+
+def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> list[str]:
+    """The ds_config to write, and the commands that plan all data, measure, and train."""
+    config = json.dumps(pipeline_config(plan, present, data=data, model=model))
+    return [
+        "write pipeline.json, with the folders that you have:",
+        f"    {config}",
+        "measure: omnibal plan pipeline.json --measure --trials 3 --write",
+        "train: deepspeed launch/train.py --deepspeed_config pipeline.json",
+    ]

@@ -1,0 +1,87 @@
+import json
+
+import pytest
+
+from omnibal.advise.changes import advise
+from omnibal.advise.estimate import Setting, Way
+from omnibal.advise.models import Model
+from omnibal.advise.paste import PACKS, lines_to_paste, pipeline_lines
+from omnibal.advise.present import Present
+from omnibal.cluster import Cluster, Layout
+from omnibal.config import layout_of, read_config
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.pipeline.partition import Partition
+from omnibal.plan import Plan
+from omnibal.profile.counted import analytic_profile
+
+CLUSTER = Cluster.parse("2x8xA100-80GB")
+PROFILE = analytic_profile(Model.known("InternVL3-8B").records, CLUSTER.device)
+NAMES = {"data": "train.json", "model": "models/mine"}
+LIMITS = PackLimits(16, 4608)
+
+
+@pytest.fixture(scope="module")
+def advice():
+    return advise(Setting(tiled_lengths(1000, seed=1), PROFILE, CLUSTER, 256), Way("zero3", "random", 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("host", "packs", "settings"),
+    [
+        (None, "balance(trainer, PackLimits(16, 4608))",
+         "gradient_accumulation_steps={}, gradient_checkpointing=False"),
+        ("ms-swift", "OMNIBAL_LIMITS=16,4608 swift sft ... --padding_free true",
+         "--gradient_accumulation_steps {}, --gradient_checkpointing false"),
+        ("llama-factory", "OMNIBAL_LIMITS=16,4608 torchrun --nproc-per-node 8 -m omnibal.integrations.plugins.llama",
+         "gradient_accumulation_steps: {}, disable_gradient_checkpointing: true"),
+        ("deepspeed", "loader = balanced_loader(dataset, collate, PackLimits(16, 4608), model=model, micro_batches={})",
+         '"gradient_accumulation_steps": {}'),
+    ],
+)  # fmt: skip
+def test_each_host_gets_its_own_lines(advice, host, packs, settings):
+    lines = lines_to_paste(advice, Present(host=host), CLUSTER, LIMITS, **NAMES, is_measured=False)
+    count = advice.after.way.micro_batches
+    assert packs.format(count) in "\n".join(lines[1:4])
+    assert f"set: {settings.format(count)}" in "\n".join(lines)
+    assert any("30 steps without and with" in line for line in lines)
+    assert lines[-1].startswith(
+        "packs of all samples: omnibal lengths train.json lengths --model models/mine && omnibal"
+    )
+    assert lines[-1].endswith(f"--limits 16,4608 --num-replicas 16 --micro-batches {count}")
+
+
+def test_what_is_pasted_exists():
+    from omnibal.integrations import loops, plugins, transformers
+
+    assert all(hasattr(loops, name) for name in ("balanced_loader", "pack_loss"))
+    assert hasattr(transformers, "balance")
+    folder = plugins.__path__[0]
+    text = " ".join(line for lines in PACKS.values() for line in lines)
+    for name in ("ms_swift", "llama_factory"):
+        assert name in text
+        with open(f"{folder}/{name}.py") as file:  # noqa: PTH123
+            assert "given_limits" in file.read()
+
+
+def test_nothing_is_pasted_where_all_stays():
+    alike = SampleLengths([3] * 50, [1000] * 50)
+    advice = advise(Setting(alike, PROFILE, CLUSTER, 256), Way("zero3", "random", 4, 4, "none"))
+    assert lines_to_paste(advice, Present(), CLUSTER, LIMITS, **NAMES, is_measured=True) == []
+
+
+@pytest.mark.parametrize(("present", "key"), [(Present(lora=8), "lora"), (Present(frozen=("vision",)), "frozen")])
+def test_the_pipelines_ds_config_can_be_read(tmp_path, present, key):
+    plan = Plan(LIMITS, 24, Partition((0, 30, 59)), ("none",) * 59, layout=Layout(2, 8), cluster=CLUSTER)
+    header, config, *commands = pipeline_lines(plan, present, **NAMES)
+    path = tmp_path / "pipeline.json"
+    path.write_text(config)
+    content, section = read_config(path)
+    assert "pipeline.json" in header
+    assert content["gradient_accumulation_steps"] == 24
+    assert (section.model.path, section.data.train) == ("models/mine", "train.json")
+    assert section.cluster == CLUSTER
+    assert json.loads(config)["omnibal"]["model"][key]
+    assert layout_of(content, section.pipeline.num_stages, 8).num_devices == 16
+    assert "omnibal plan pipeline.json --measure --trials 3 --write" in commands[0]

@@ -1,0 +1,90 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from omnibal.advise.measuring import measure
+from omnibal.advise.models import Model
+from omnibal.advise.present import Present
+from omnibal.advise.question import Question
+from omnibal.advise.reading import read_model, read_today
+from omnibal.cluster import Cluster
+from omnibal.data.lengths import SampleLengths
+from omnibal.errors import ConfigError, DataError
+from omnibal.profile.counted import analytic_profile
+
+EIGHT = Cluster.parse("8xA100-80GB")
+PRESENT = Present(trainer="zero3", batch=4)
+NAME = "InternVL3-8B"
+COUNTED = analytic_profile(Model.known(NAME).records, EIGHT.device)
+
+
+@pytest.fixture
+def lists(tmp_path):
+    """Two lists of lengths."""
+    paths = [tmp_path / "one.json", tmp_path / "two.json"]
+    for path, tiles in zip(paths, (1, 5), strict=True):
+        path.write_text(json.dumps([{"vit_num": tiles, "token_num": 256 * tiles + 90}] * 40))
+    return paths
+
+
+def test_it_is_asked_and_answered_in_python(lists):
+    question = Question.read(lists, EIGHT, PRESENT, model=NAME)
+    assert question.measured.said == "80 samples of measured lengths"
+    assert (question.way.batch, question.way.micro_batches, question.setting.samples_per_step) == (4, 8, 256)
+    assert question.answer().factor > 1.3
+
+
+def test_measured_costs_take_the_place_of_counted_ones(lists):
+    layers = tuple(replace(layer, forward_seconds=layer.forward_seconds * 2) for layer in COUNTED.layers)
+    slow = replace(COUNTED, layers=layers, device="NVIDIA A100-SXM4-80GB", versions={"torch": "2"})
+    counted, measured = (Question.read(lists, EIGHT, PRESENT, model=NAME, costs=costs) for costs in (None, slow))
+    seconds = [asked.setting.estimate(asked.way).sample_seconds.mean() for asked in (counted, measured)]
+    assert seconds[1] > 1.2 * seconds[0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "present", "message"),
+    [
+        (replace(COUNTED, device="H100-80GB"), PRESENT, "profile must be of A100-80GB, got one of H100-80GB"),
+        (COUNTED, replace(PRESENT, frozen=("vision",)), "profile must fit this run, got frozen parts"),
+        (COUNTED, replace(PRESENT, lora=16), "profile must be of adapters where LoRA is trained, got one without"),
+    ],
+)
+def test_costs_of_something_else_are_refused(lists, costs, present, message):
+    with pytest.raises(ConfigError, match=message):
+        Question.read(lists, EIGHT, present, model=NAME, costs=costs)
+
+
+def test_wrong_names_are_refused(lists, tmp_path):
+    with pytest.raises(ConfigError, match="model must be named, got none"):
+        Question.read(lists, EIGHT, PRESENT)
+    (tmp_path / "a.json").write_text('{"loss": 1}')
+    with pytest.raises(ConfigError, match=r"config\.json with a model_type, got"):
+        read_model(str(tmp_path / "a.json"))
+    with pytest.raises(ConfigError, match="today must be JSON or YAML, got"):
+        read_today(__file__)
+    with pytest.raises(DataError, match="data must be a file, lengths, or a folder that datasets saved, got"):
+        measure([tmp_path], read_model(NAME), PRESENT)
+    with pytest.raises(DataError, match="data must be lengths where there are several files, got"):
+        measure([lists[0], tmp_path / "a.json"], read_model(NAME), PRESENT)
+
+
+def test_hosts_make_large_images_smaller_before_they_are_cut(tmp_path):
+    path = tmp_path / "train.jsonl"
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "This."}]
+    path.write_text(json.dumps({"image": "a.png", "width": 3000, "height": 3000, "conversations": turns}))
+    for name in (NAME, "Qwen2.5-VL-7B"):
+        large, small = (
+            measure([path], read_model(name), replace(PRESENT, max_pixels=most)).lengths.vision_units[0]
+            for most in (None, 400 * 400)
+        )
+        assert large > 4 * small
+
+
+def test_texts_alone_have_no_image_and_cut_samples_are_told(tmp_path):
+    SampleLengths(np.zeros(10, dtype=int), np.arange(100, 1100, 100)).save(tmp_path)
+    found = measure([tmp_path], read_model("Qwen2.5-VL-7B"), replace(PRESENT, cutoff=500))
+    assert found.said == "10 samples of measured lengths; 50.0% are cut at 500 tokens"
+    assert found.lengths.llm_tokens.max() == 500
