@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial, wraps
-from itertools import islice, repeat
+from itertools import repeat
 from math import ceil
 from pathlib import Path
 from types import MethodType
@@ -23,6 +23,7 @@ from omnibal.integrations.packing import PackCollator, positions_of, two_texts
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader
+from omnibal.integrations.shares import Epochs, Stream, as_it_is
 from omnibal.integrations.trainer_hooks import RecipeCallback, check_model, load_by_names_on_disk, log_figures
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
 
@@ -46,6 +47,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         "world_size": (num_ranks > 1, "above 1", num_ranks),
         "ranks that get one draw": (num_ranks == trainer.args.world_size, "1", trainer.args.world_size // num_ranks),
         "torch_compile": (not trainer.args.torch_compile, "False", True),
+        "train_dataset": (trainer.train_dataset is not None, "given", None),
     }
     for name, (holds, expected, value) in settings.items():
         if not holds:
@@ -63,19 +65,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         phases_meet=MEETINGS[layout_of(trainer)] == "phase",
         num_positions=collator.num_positions,
     )
-    args, micro_batches = trainer.args, trainer.args.gradient_accumulation_steps
-    options = {
-        "num_workers": args.dataloader_num_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
-        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-    }
-    source: Stream | Epochs
-    dataset, seed = trainer.train_dataset, args.seed if args.data_seed is None else args.data_seed
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        source = Stream(dataset, args.per_device_train_batch_size, rank, num_ranks, options)
-    else:
-        source = Epochs(dataset, args.per_device_train_batch_size, rank, num_ranks, seed, options)
+    source, micro_batches = _source(trainer, rank, num_ranks), trainer.args.gradient_accumulation_steps
     loader = RearrangingLoader(
         source, collator, image_token_id=model.config.image_token_id, costs=costs, micro_batches=micro_batches
     )
@@ -83,7 +73,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     vars(trainer)["get_train_dataloader"] = lambda: StepLoader(batches, batch_size=None, collate_fn=as_it_is)
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
     recipe = {
-        "samples_a_draw": args.per_device_train_batch_size,
+        "samples_a_draw": trainer.args.per_device_train_batch_size,
         "num_replicas": num_ranks,
         "gradient_accumulation_steps": micro_batches,
         "padded": padded,
@@ -96,6 +86,20 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     keep_place(trainer, batches)
 
 
+def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | Epochs:
+    args, dataset, size = trainer.args, trainer.train_dataset, trainer.args.per_device_train_batch_size
+    options = {
+        "num_workers": args.dataloader_num_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+    }
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return Stream(dataset, size, rank, num_ranks, options)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return Epochs(dataset, size, rank, num_ranks, seed, options)
+
+
 def _rearrange_forward(model: Any) -> None:
     """Let the model's own forward pass take what a loader drew: its modules, names and wrappers stay as they are."""
     plain = model.forward
@@ -106,89 +110,6 @@ def _rearrange_forward(model: Any) -> None:
         return plain(*args, **inputs) if rearranged is None else {"loss": phases(rearranged)}
 
     vars(model)["forward"] = MethodType(forward, model)
-
-
-class Epochs:
-    """This rank's draws of a dataset that is read by index: every sample once an epoch, in another order each."""
-
-    def __init__(
-        self, dataset: Any, size: int, rank: int, num_ranks: int, seed: int, options: Mapping[str, Any]
-    ) -> None:
-        self._dataset, self._size, self._rank, self._num_ranks = dataset, size, rank, num_ranks
-        self._seed, self._options = seed, options
-        self._epoch, self._start = 0, 0
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        order = np.random.default_rng((self._seed, self._epoch)).permutation(len(self._dataset))
-        draws = [order[start : start + self._size].tolist() for start in range(0, len(order), self._size)]
-        mine = draws[self._rank :: self._num_ranks][self._start :]
-        # Of its own, since this runs in a thread beside the model's: the workers' seeds come from it.
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        self._epoch, self._start = self._epoch + 1, 0
-        loader = DataLoader(
-            self._dataset, batch_sampler=mine, collate_fn=as_it_is, generator=generator, **self._options
-        )
-        return iter(loader)
-
-    def __len__(self) -> int:
-        """Draws of the rank that has most."""
-        return ceil(len(self._dataset) / (self._size * self._num_ranks))
-
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Let the next iteration be of this epoch, from this draw on."""
-        self._epoch, self._start = epoch, start
-
-    def recipe(self) -> dict[str, int]:
-        """What the order depends on."""
-        return {"samples": len(self._dataset), "seed": self._seed}
-
-
-class Stream:
-    """This rank's draws of a stream that is the same on all ranks: of its samples each rank gets every so manieth.
-
-    Without a size, single samples are drawn. Where a stream's shards can be dealt (``datasets.IterableDataset``), a
-    rank reads its own ones alone. If it has ``state_dict`` and ``load_state_dict`` and no workers read it, this has
-    them too.
-    """
-
-    def __init__(self, dataset: Any, size: int | None, rank: int, num_ranks: int, options: Mapping[str, Any]) -> None:
-        if hasattr(dataset, "num_shards"):
-            from datasets.distributed import split_dataset_by_node
-
-            dataset, rank, num_ranks = split_dataset_by_node(dataset, rank, num_ranks), 0, 1
-        self._share = _Share(dataset, rank, num_ranks)
-        # A generator of its own, since this is drawn in a thread beside the model's.
-        generator = torch.Generator()
-        self._loader = DataLoader(self._share, batch_size=size, collate_fn=as_it_is, generator=generator, **options)
-        if hasattr(dataset, "state_dict") and not options.get("num_workers"):
-            vars(self).update(state_dict=dataset.state_dict, load_state_dict=self._share.load_state_dict)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self._loader)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, if it wants to know."""
-        if hasattr(self._share.dataset, "set_epoch"):
-            self._share.dataset.set_epoch(epoch)
-
-    def recipe(self) -> dict[str, int]:
-        """A stream keeps its own."""
-        return {}
-
-
-class _Share(IterableDataset[Any]):
-    def __init__(self, dataset: Any, rank: int, num_ranks: int) -> None:
-        self.dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
-        self._first = rank
-
-    def __iter__(self) -> Iterator[Any]:
-        first, self._first = self._first, self._rank
-        return islice(iter(self.dataset), first, None, self._num_ranks)
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on behind the last sample that was this rank's."""
-        self.dataset.load_state_dict(state)
-        self._first = self._num_ranks - 1
 
 
 class StepLoader(DataLoader[Any]):
@@ -322,8 +243,3 @@ class RearrangingCallback(RecipeCallback):
                 f"omnibal: largest rank over mean, of all steps: vision encoder {vision_drawn:.2f} -> {vision:.2f}; "
                 f"LLM {llm_drawn:.2f} -> {llm:.2f}"
             )
-
-
-def as_it_is(items: Any) -> Any:
-    """What a DataLoader is to leave alone."""
-    return items

@@ -16,9 +16,10 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.integrations.expected import Costs
 from omnibal.integrations.packing import PackCollator, positions_of, two_texts
+from omnibal.integrations.shares import Stream, as_it_is
 from omnibal.integrations.streams import StreamLoader
 from omnibal.integrations.trainer_hooks import PacksCallback, check_model, load_by_names_on_disk, log_figures
-from omnibal.integrations.trainer_rearranging import Stream, as_it_is, keep_place, read_place
+from omnibal.integrations.trainer_rearranging import keep_place, read_place
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
 from omnibal.profile.records import ModelProfile
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("accelerate")
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.trainer_rearranging import Epochs, Stream
+from omnibal.integrations.shares import Epochs, Stream
 from omnibal.integrations.transformers import balance
 from tests.engine.launch import launch
 from tests.integrations.items import collated_backward, items_of
