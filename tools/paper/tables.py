@@ -111,7 +111,8 @@ def table_4() -> str:
 
 
 def _problem(setting: Setting) -> PartitionProblem:
-    times = step_times(setting.profile, setting.packed.steps[0], setting.links, zero_stage=1)
+    links = setting.cluster.links_of(setting.layout)
+    times = step_times(setting.profile, setting.packed.steps[0], links, zero_stage=1)
     schedule = one_f_one_b(setting.num_stages, setting.micro_batches)
     return PartitionProblem(setting.profile, times, schedule, "rendezvous")
 
@@ -121,7 +122,8 @@ def _anchor(setting: Setting) -> tuple[int, ...]:
 
 
 def _searched(setting: Setting) -> tuple[int, ...]:
-    found = search_partition(setting.profile, setting.packed.steps[0], setting.num_stages, setting.links, zero_stage=1)
+    links = setting.cluster.links_of(setting.layout)
+    found = search_partition(setting.profile, setting.packed.steps[0], setting.num_stages, links, zero_stage=1)
     return found.best.partition.boundaries
 
 
