@@ -247,7 +247,7 @@ def balanced_stream(
     model: torch.nn.Module | None = None,
     measure: Callable[[Any], Loads] = item_loads,
     mixture: Any = None,
-    buffer: int = 1024,
+    buffer: int = 256,
     buffer_bytes: int | None = None,
     micro_batches: int = 1,
     seed: int = 0,

@@ -23,8 +23,10 @@ from omnibal.integrations.trainer_rearranging import keep_place, read_place
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
 from omnibal.profile.records import ModelProfile
 
-BUFFER: Final = 1024
-"""Samples that a rank plans at a time: more have not made ranks more even (docs/streams.md)."""
+BUFFER: Final = 256
+"""Samples that a rank plans at a time: more have hardly made ranks more even (docs/streams.md)."""
+SAMPLES_A_PACK: Final = 32
+"""As many for each accumulation step, where that is more: a buffer must hold a step."""
 
 
 def pack_stream(trainer: Trainer, limits: PackLimits | None, profile: ModelProfile | None) -> None:
@@ -52,12 +54,13 @@ def pack_stream(trainer: Trainer, limits: PackLimits | None, profile: ModelProfi
         "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     }
     source = Stream(trainer.train_dataset, None, rank, num_ranks, options)
+    buffer = max(BUFFER, SAMPLES_A_PACK * args.gradient_accumulation_steps)
     config = trainer.accelerator.unwrap_model(trainer.model).config
     loader = StreamLoader(
         {"train_dataset": source},
         PackCollator(trainer.data_collator, positions_of(config)),
         limits,
-        buffer=BUFFER,
+        buffer=buffer,
         micro_batches=args.gradient_accumulation_steps,
         seed=args.seed if args.data_seed is None else args.data_seed,
         weigh_tokens=False,
@@ -76,7 +79,7 @@ def pack_stream(trainer: Trainer, limits: PackLimits | None, profile: ModelProfi
     if trainer.is_world_process_zero():
         print(
             f"omnibal: a stream in packs of at most {limits.vision_units} vision units and {limits.llm_tokens} tokens, "
-            f"{BUFFER} samples of each rank planned at a time"
+            f"{buffer} samples of each rank planned at a time"
         )
 
 

@@ -224,10 +224,8 @@ def test_bad_settings_are_refused_in_a_line(options, message):
 
 
 def test_a_mixture_by_target_tokens_wants_target_tokens():
-    loader = balanced_stream(
+    loader = stream_of(
         {"a": Counting(), "b": Counting(5000)},
-        list,
-        LIMITS,
         measure=lambda found: (0, len(found["input_ids"]), 0),
         mixture={"shares": {"a": 1, "b": 1}, "by": "target_tokens"},
     )

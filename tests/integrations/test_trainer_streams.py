@@ -84,15 +84,15 @@ def check_resumes(case, folder):
 
 def train_cases(folder):
     """On each process."""
-    kept = trainer_streams.PackCollator, trainer_streams.BUFFER
-    trainer_streams.PackCollator, trainer_streams.BUFFER = Noting, BUFFER
+    kept = trainer_streams.PackCollator, trainer_streams.BUFFER, trainer_streams.SAMPLES_A_PACK
+    trainer_streams.PackCollator, trainer_streams.BUFFER, trainer_streams.SAMPLES_A_PACK = Noting, BUFFER, 1
     try:
         with accelerate_afresh():
             check_exact(Case("internvl"), folder / "exact")
             check_exact(Case("qwen3_vl", "zero3", lora=True), folder / "zero3")
             check_resumes(Case("internvl"), folder / "resumed")
     finally:
-        trainer_streams.PackCollator, trainer_streams.BUFFER = kept
+        trainer_streams.PackCollator, trainer_streams.BUFFER, trainer_streams.SAMPLES_A_PACK = kept
     return True
 
 
