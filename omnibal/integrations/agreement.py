@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
@@ -138,6 +138,14 @@ def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths
     for found in gathered(problem):
         if found is not None:
             raise DataError(found)
+
+
+def with_sources(lengths: SampleLengths, dataset: Any) -> SampleLengths:
+    """Lengths that say the source of every sample: by themselves, or the parts of a ``ConcatDataset``."""
+    if lengths.source is not None or not isinstance(dataset, ConcatDataset):
+        return lengths
+    parts = np.searchsorted(dataset.cumulative_sizes, np.arange(len(lengths)), side="right")
+    return SampleLengths(**lengths.columns(), source=parts)
 
 
 def gathered(record: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

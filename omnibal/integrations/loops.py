@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from omnibal.data.collate import IGNORED
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError
 from omnibal.integrations.agreement import (
     LENGTHS,
@@ -25,6 +26,7 @@ from omnibal.integrations.agreement import (
     refuse_other_lengths,
     refuse_unlike_sizes,
     two_samples,
+    with_sources,
 )
 from omnibal.integrations.loading import Dataset, Drawn, Loads, PackedView, PackSampler, PlannedLoads
 from omnibal.integrations.losses import loss_per_target
@@ -175,6 +177,7 @@ def balanced_loader(
     seed: int = 0,
     absorb_other_lengths: bool = False,
     weigh_tokens: bool = True,
+    mixture: Mixture | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """A loader of this rank's packs: every sample once an epoch, and ranks that end together.
@@ -203,6 +206,7 @@ def balanced_loader(
             target tokens that were planned. They end the run otherwise.
         weigh_tokens: Whether batches hold what ``pack_loss`` needs. A trainer that counts the target tokens of a step
             itself wants batches without.
+        mixture: What share each source gets, as of ``omnibal.integrations.transformers.balance``.
         options: Of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory`` and the like.
 
     Returns:
@@ -223,6 +227,8 @@ def balanced_loader(
     if not isinstance(lengths, SampleLengths):
         workers = options.get("num_workers", 0)
         lengths = kept_lengths(collator_of(), dataset, lengths, saves=place()[0] == 0, num_workers=workers)
+    if mixture is not None:
+        lengths = with_sources(lengths, dataset)
     if weigh_tokens and lengths.target_tokens is None:
         raise ConfigError("lengths must have target_tokens for an exact loss, got none")
     if not absorb_other_lengths:
@@ -237,6 +243,7 @@ def balanced_loader(
         micro_batches=micro_batches,
         seed=seed,
         image_in_every_pack=True,
+        mixture=mixture,
     )
     sampler.verify(gathered)
     collator: Any = collator_of(lengths, absorb=absorb_other_lengths)

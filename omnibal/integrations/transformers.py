@@ -5,9 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
@@ -25,6 +24,7 @@ from omnibal.integrations.agreement import (
     refuse_other_lengths,
     refuse_unlike_sizes,
     two_samples,
+    with_sources,
 )
 from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
 from omnibal.integrations.loading import PackedView, PackSampler
@@ -155,7 +155,7 @@ def balance(
         options = {"saves": args.should_save, "num_workers": args.dataloader_num_workers}
         lengths = kept_lengths(collator_of(), dataset, Path(str(args.output_dir)) / LENGTHS, **options)
     if mixture is not None:
-        lengths = _with_sources(lengths, dataset)
+        lengths = with_sources(lengths, dataset)
     hashes = [{"rank": rank, "lengths": found} for rank, found in enumerate(gathered(lengths.content_hash))]
     check_agreement(hashes, num_replicas=args.world_size)  # before what may fail on one rank alone
     rank, num_replicas = replicas_of(trainer)
@@ -190,14 +190,6 @@ def balance(
         schedule = Schedule(args.per_device_train_batch_size, args.num_train_epochs, args.max_steps)
         print(describe(sampler, limits, costs, layout_of(trainer), schedule))
     return sampler
-
-
-def _with_sources(lengths: SampleLengths, dataset: Any) -> SampleLengths:
-    """The parts of a dataset are sources where lengths have none."""
-    if lengths.source is not None or not isinstance(dataset, ConcatDataset):
-        return lengths
-    parts = np.searchsorted(dataset.cumulative_sizes, np.arange(len(lengths)), side="right")
-    return SampleLengths(**lengths.columns(), source=parts)
 
 
 def _profile(trainer: Trainer) -> ModelProfile | None:

@@ -11,6 +11,7 @@ from transformers import InternVLForConditionalGeneration
 
 from omnibal.engine.initialize import initialize
 from omnibal.errors import ConfigError, OmnibalError
+from omnibal.report.training import read_metrics
 from omnibal.train import train
 from tests.engine.cases import SmallDataset, changed, weights_of
 
@@ -58,6 +59,9 @@ def whole_run(config):
     bare = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
     trained = train(bare, **own)
     output = Path(config["omnibal"]["run"]["output"])
+    mixed = changed(config, "run", output=f"{output}_mixed", max_steps=3)
+    mixed = changed(mixed, "data", mixture={"0": 1, "1": 3})
+    trained_mixed = train(changed(mixed, "packing", method="balanced"), dataset=SmallDataset())
     with pytest.raises(ConfigError, match=r"must be a folder without checkpoints, got .*; resume \(--resume\) goes on"):
         train(bare, **own)
     with pytest.raises(ConfigError, match="resume must be False with restart, got True"):
@@ -68,6 +72,8 @@ def whole_run(config):
         "weights": (weights_of(engine), weights_of(trained)),
         "model": output / "model",
         "logged": len((output / "metrics.jsonl").read_text().splitlines()),
+        "mixed": (trained_mixed.global_steps, trained_mixed.lr_scheduler.total_num_steps),
+        "shares": [step["shares"] for step in read_metrics(Path(f"{output}_mixed") / "metrics.jsonl").steps],
     }
 
 

@@ -119,6 +119,9 @@ def test_a_run_with_everything_of_its_own_is_that_of_its_ds_config(seen):
         assert evaluated == sorted({*range(3, steps + 1, 3), steps})
         assert whole["seen"]
         assert whole["logged"] == steps + len(evaluated)
+        assert whole["mixed"] == (3, 3)
+        assert [[asked for asked, _ in step.values()] for step in whole["shares"]] == [[0.25, 0.75]] * 3
+        assert all(sum(held for _, held in step.values()) == pytest.approx(1) for step in whole["shares"])
         weights, own = whole["weights"]
         exported = load_file(whole["model"] / "model.safetensors")
         for name, weight in weights.items():

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -60,6 +62,15 @@ def test_hosts_that_count_targets_get_the_arguments_of_the_model_alone():
     batch = next(iter(loader))
     assert TOKEN_WEIGHT not in batch
     assert model(**batch).logits.shape[1] == batch["input_ids"].shape[1]
+
+
+def test_parts_of_a_dataset_get_the_shares_that_are_asked():
+    items = ConcatDataset([items_of("internvl"), items_of("internvl")])
+    loader = balanced_loader(items, list, PackLimits(4, 40), weigh_tokens=False, mixture={"0": 3, "1": 1})
+    sampler = loader.pack_sampler
+    samples = np.concatenate([sampler.step(step).packs.samples for step in range(sampler.num_steps)])
+    assert np.mean(samples < items.cumulative_sizes[0]) == pytest.approx(0.75, abs=0.01)
+    assert sampler.lengths.source_names == ("0", "1")
 
 
 def test_a_collator_of_many_items_gets_the_items_of_a_pack():
@@ -192,6 +203,7 @@ import sys
 for name in ("transformers", "deepspeed", "accelerate"):
     sys.modules[name] = None  # as if it were not installed
 import torch
+from torch.utils.data import ConcatDataset
 from omnibal import PackLimits
 from omnibal.integrations.loops import balanced_loader
 items = [{"input_ids": torch.arange(9), "labels": torch.arange(9), "pixel_values": None}] * 8

@@ -4,6 +4,7 @@ import re
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -139,6 +140,36 @@ def check_epochs_and_resume(case, folder):
     assert_close(weights_of(again.model), weights_of(trainer.model))
 
 
+def check_mixture(case, folder):
+    """Two parts of the dataset get the shares that were asked for, logged, and a resumed run goes on with them."""
+    found = []
+    for resumes in (False, True):
+        trainer = trainer_of(
+            case, folder, max_steps=8, save_strategy="steps", save_steps=4, logging_steps=8, logging_strategy="steps"
+        )
+        dataset = trainer.train_dataset
+        source = [int(sample >= 4) for sample in range(len(dataset))]
+        lengths = balance(trainer_of(case, folder, max_steps=8), LIMITS[case.family]).lengths
+        lengths = SampleLengths(**lengths.columns(), source=source, source_names=["first", "others"])
+        sampler = balance(trainer, LIMITS[case.family], lengths=lengths, mixture={"first": 3, "others": 1})
+        dataset.read.clear()
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if resumes else None)
+        packs = [sampler.packs_of_all_ranks(step) for step in range(8)]
+        own = [sample for step in packs[4 * resumes :] for sample in own_packs(sampler, step)]
+        assert dataset.read[-len(own) :] == own
+        found.append(weights_of(trainer.model))
+        drawn = np.bincount([source[sample] for step in packs for pack in step for sample in pack])
+        assert 0.55 < drawn[0] / drawn.sum() < 0.95
+        logged = [record["share_first"] for record in trainer.state.log_history if "share_first" in record]
+        assert 0.55 < logged[-1] < 0.95
+    assert_close(*found)
+
+
+def own_packs(sampler, step):
+    first = sampler.rank * sampler.micro_batches
+    return [sample for pack in step[first : first + sampler.micro_batches] for sample in with_filler(pack)]
+
+
 def with_filler(pack):
     return [*pack, *([] if pack.filler is None else [pack.filler])]
 
@@ -166,6 +197,7 @@ def train_cases(folder):
             check_exact(case, folder / f"case{number}")
         for number, case in enumerate(RESUMED):
             check_epochs_and_resume(case, folder / f"resumed{number}")
+        check_mixture(CASES[0], folder / "mixture")
         check_unlike_data(folder / "unlike")
     return True
 

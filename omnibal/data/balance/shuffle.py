@@ -1,10 +1,9 @@
 """A random order of any number of samples that is computed where it is needed, not stored.
 
 The planner asks for the order in one place, ``BalancedPacks._draw(begin, end, epoch)``: which samples stand at these
-places of an epoch. Whatever else should decide the order, such as shares of several sources, has to give the same: the
-samples at any range of places without those before it, alike on all ranks; as many places in every epoch; and any
-stretch of some thousand places as mixed as all of them, since steps are cut from the order as it is and only what all
-samples hold together (``demand.survey``) says how many steps there are.
+places of an epoch. Any stretch of some thousand places must be as mixed as all of them: steps are cut from the order as
+it is, and only what all samples hold together (``demand.survey``) says how many steps there are. Shares of several
+sources, which may change with the steps, are arranged by ``omnibal.data.mixing``.
 """
 
 from typing import Any, Final
