@@ -18,9 +18,9 @@ from omnibal.errors import ConfigError
 BLOCK_STEPS: Final = 64
 """Steps over which shares are exact; within them draws come in any order, so that steps are as random as by chance."""
 PARTS: Final = 16
-"""While shares change from one knot to the next, stretches are at most such a part of the way."""
+"""While shares change from one knot to the next, stretches are at most such a part of the way, if that is enough."""
 LEAST_DRAWS: Final = 1024
-"""An epoch has so many draws at least: chance makes too much of fewer."""
+"""An epoch has so many draws at least, and what is cut from it for other reasons: chance makes too much of fewer."""
 EPOCHS_KEPT: Final = 4
 STRETCHES_KEPT: Final = 1024
 UNIT: Final = 1 << 16
@@ -167,7 +167,7 @@ class Course:
         if not np.allclose(*self._draws.shares_at([first, last])):
             behind = bisect_right(self._knots, first)
             way = self._knots[behind] - self._knots[behind - 1]
-            parts = max(-(-draws // WINDOW), -(-PARTS * steps // way))
+            parts = max(-(-draws // WINDOW), min(-(-PARTS * steps // way), draws // LEAST_DRAWS), 1)
         parts = int(min(parts, steps))
         borders = [first + part * steps // parts for part in range(parts + 1)]
         return [Span(*borders[part : part + 2]) for part in range(parts)]

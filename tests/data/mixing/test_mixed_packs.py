@@ -114,6 +114,17 @@ def test_steps_are_as_random_as_the_asked_mix_by_chance(ranks, limits):
     assert 0.4 < np.mean(found) <= 1.15
 
 
+@pytest.mark.parametrize("ranks", [(1, 1), (4, 2), (8, 1)])
+def test_steps_of_few_samples_find_a_plan_while_shares_change(ranks):
+    """Tight limits, few packs a step, and knots a few steps apart."""
+    knots = tuple(
+        Knot(step, {name: 1, "chat": 1}) for step, name in ((3, "text"), (17, "ocr"), (36, "text"), (41, "ocr"))
+    )
+    for seed in range(2):
+        sampler = sampler_of(Mixture({"ocr": 1}, schedule=knots), ranks=ranks, limits=PackLimits(6, 4100), seed=seed)
+        assert all(packs.sizes.all() for packs in steps_of(sampler, 50))
+
+
 def test_a_fraction_is_another_one_each_epoch():
     """As a meta file's repeat_time of 0.5, 1 and 2 would have it."""
     counts = np.bincount(LENGTHS.source)
