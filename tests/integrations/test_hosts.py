@@ -21,8 +21,7 @@ from omnibal.integrations.agreement import two_samples
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.loops import balanced_loader, item_loads
 from tests.engine.launch import launch
-from tests.families.models import small_config
-from tests.integrations.items import Collate, items_of
+from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.trainers import accelerate_afresh
 from tests.vlm.families import plain_backward, plain_family_model
 
@@ -48,7 +47,7 @@ class Items(list):
 
 def model_of(change=0.0):
     """The same model each time, or one whose weights a checkpoint must replace."""
-    model = plain_family_model(small_config(FAMILY))
+    model = plain_family_model(config_of(FAMILY))
     for parameter in model.parameters():
         parameter.data.add_(change)
     return model

@@ -68,7 +68,9 @@ def check_exact(case, folder, limits=None):
     trainer.add_callback(weights)
     limits = limits or LIMITS[case.family]
     sampler = balance(trainer, limits, loss_reduction=case.loss_reduction, padded=case.padded)
-    assert sampler.num_replicas == (1 if case.layout == "tp" else trainer.args.world_size)
+    assert sampler.num_replicas == trainer.args.world_size // (2 if case.layout == "tp" else 1)
+    if case.layout == "tp":
+        assert sampler.rank == trainer.model._device_mesh["fsdp"].get_local_rank()
     trainer.train()
 
     backward = plain_backward if case.loss_reduction == "token" else square_backward
@@ -205,6 +207,18 @@ def train_cases(folder):
 @pytest.mark.distributed
 def test_two_processes_train_what_plain_transformers_would(tmp_path):
     assert launch(2, "tests.integrations.test_trainer:train_cases", tmp_path) == [True, True]
+
+
+def train_on_a_mesh(folder):
+    with accelerate_afresh():
+        check_exact(Case("internvl", "tp"), folder)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_four_processes_of_two_replicas_train_the_same(tmp_path):
+    assert launch(4, "tests.integrations.test_trainer:train_on_a_mesh", tmp_path) == [True] * 4
 
 
 def train_compiled(folder):

@@ -138,7 +138,7 @@ def trainer_of(case, folder, *, eval_dataset=None, **options):
         saved = folder / "plain"
         model.save_pretrained(saved)  # by the first rank
         dist.barrier()
-        shared = DistributedConfig(tp_size=arguments.world_size)
+        shared = DistributedConfig(tp_size=2, fsdp_size=arguments.world_size // 2)
         model = type(model).from_pretrained(saved, distributed_config=shared, attn_implementation="sdpa")
     dataset = Items(case.family, case.samples)
     data = {"data_collator": Collate(case.family), "train_dataset": dataset, "eval_dataset": eval_dataset}
