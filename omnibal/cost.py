@@ -24,6 +24,7 @@ class Load:
         llm_tokens: Tokens in the LLM's sequence, image tokens included.
         llm_tokens_squared: Sum over the micro-batch's samples of ``tokens²``: attention never crosses a sample.
         vision_squared: Sum over the micro-batch's images of ``patches²``, for ViTs that attend over a whole image.
+        target_tokens: Tokens that carry loss, which is all the head works on; by default all in the LLM's sequence.
 
     The arguments broadcast to one shape and are kept as read-only float arrays, 0-dimensional for numbers.
 
@@ -31,17 +32,18 @@ class Load:
         ConfigError: An entry is negative or not finite, or the shapes do not broadcast.
 
     Example:
-        >>> packs = Load(vision_units=[9, 0], llm_tokens=[4096, 100])
-        >>> len(packs), packs[0]
-        (2, Load(vision_units=9.0, llm_tokens=4096.0, llm_tokens_squared=0.0, vision_squared=0.0))
+        >>> packs = Load(vision_units=[9, 0], llm_tokens=[4096, 100], target_tokens=[512, 30])
+        >>> len(packs), packs[1]
+        (2, Load(vision_units=0.0, llm_tokens=100.0, llm_tokens_squared=0.0, vision_squared=0.0, target_tokens=30.0))
     """
 
-    __slots__ = ("llm_tokens", "llm_tokens_squared", "vision_squared", "vision_units")
+    __slots__ = ("llm_tokens", "llm_tokens_squared", "target_tokens", "vision_squared", "vision_units")
 
     vision_units: FloatArray
     llm_tokens: FloatArray
     llm_tokens_squared: FloatArray
     vision_squared: FloatArray
+    target_tokens: FloatArray
 
     def __init__(
         self,
@@ -49,8 +51,11 @@ class Load:
         llm_tokens: ArrayLike,
         llm_tokens_squared: ArrayLike = 0,
         vision_squared: ArrayLike = 0,
+        target_tokens: ArrayLike | None = None,
     ) -> None:
-        columns = dict(zip(_SIZES, (vision_units, llm_tokens, llm_tokens_squared, vision_squared), strict=True))
+        target_tokens = llm_tokens if target_tokens is None else target_tokens
+        given = (vision_units, llm_tokens, llm_tokens_squared, vision_squared, target_tokens)
+        columns = dict(zip(_SIZES, given, strict=True))
         arrays = {name: _sizes(name, column) for name, column in columns.items()}
         try:
             np.broadcast_shapes(*(array.shape for array in arrays.values()))
@@ -90,6 +95,10 @@ class Load:
         """The same micro-batches along one axis."""
         return Load(*(getattr(self, name).ravel() for name in _SIZES))
 
+    def reshape(self, shape: tuple[int, ...]) -> Load:
+        """The same micro-batches in another shape."""
+        return Load(*(getattr(self, name).reshape(shape) for name in _SIZES))
+
     def mean(self) -> Load:
         """One micro-batch that holds the mean of all."""
         return Load(*(getattr(self, name).mean() for name in _SIZES))
@@ -121,7 +130,7 @@ class Load:
         return f"Load({', '.join(f'{name}={getattr(self, name).tolist()}' for name in _SIZES)})"
 
 
-_SIZES = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared")
+_SIZES = ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared", "target_tokens")
 
 
 def _sizes(name: str, values: ArrayLike) -> FloatArray:
@@ -160,6 +169,8 @@ class CostModel:
     """Cost per squared LLM token, summed within samples."""
     vision_squared: float = 0.0
     """Cost per squared patch, summed within images."""
+    target_tokens: float = 0.0
+    """Cost per token that carries loss."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -193,8 +204,8 @@ class CostModel:
             values: What each cost: finite, not negative, as many as ``loads`` has entries. A zero weighs as
                 much as the smallest positive value.
 
-        Sizes that are zero in every load get a zero coefficient. With fewer different loads than coefficients the
-        fit is one of many that reproduce the values.
+        Sizes that are zero in every load get a zero coefficient, and so do target tokens that are all tokens. With
+        fewer different loads than coefficients the fit is one of many that reproduce the values.
 
         Raises:
             ConfigError: There are no values, not as many as loads, or one is negative or not finite.
@@ -206,6 +217,8 @@ class CostModel:
         """
         costs = np.array(values, dtype=np.float64).ravel()
         columns = [np.ones(loads.shape), *(getattr(loads, name) for name in _SIZES)]
+        if np.array_equal(loads.target_tokens, loads.llm_tokens):
+            columns[-1] = np.zeros(loads.shape)
         matrix = np.stack([column.ravel() for column in columns], axis=1)
         if len(costs) == 0 or len(costs) != len(matrix):
             raise ConfigError(f"values must be one per load and at least one, got {len(costs)} for {len(matrix)} loads")

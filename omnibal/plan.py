@@ -147,16 +147,15 @@ class Plan:
             schedule=self.make_schedule(),
         )  # fmt: skip
 
-    def footprint(self, profile: ModelProfile, load: Load, *, target_share: float = 1.0) -> Footprint:
+    def footprint(self, profile: ModelProfile, load: Load) -> Footprint:
         """What stages hold for micro-batches of one size; arguments and errors as of ``Footprint`` and ``simulate``."""
         self._check(profile)
         overhead = OVERHEAD_BYTES if self.cluster is None else self.cluster.overhead_bytes
-        return Footprint(profile, load, self.make_schedule(), self.layout, overhead, target_share)
+        return Footprint(profile, load, self.make_schedule(), self.layout, overhead)
 
-    def memory(self, profile: ModelProfile, load: Load, *, target_share: float = 1.0) -> tuple[StageMemory, ...]:
+    def memory(self, profile: ModelProfile, load: Load) -> tuple[StageMemory, ...]:
         """What a device of each stage holds at its peak; the same."""
-        footprint = self.footprint(profile, load, target_share=target_share)
-        return footprint.stages(self.partition, self.recompute)
+        return self.footprint(profile, load).stages(self.partition, self.recompute)
 
     def _check(self, profile: ModelProfile) -> None:
         if self.layout.num_tensor != profile.tensor_parallel:

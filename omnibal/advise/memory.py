@@ -70,7 +70,8 @@ class RankMemory:
     def peak_bytes(self, loads: Load) -> FloatArray:
         """What a rank holds while each micro-batch runs, in the shape of the loads."""
         first = self.profile.frozen_front
-        trained = self.profile.layers[first:]
+        # of the head only logits count, as transformers has them all at one time
+        trained = [layer for layer in self.profile.layers[first:] if layer.kind != "head"]
         levels = [self.recompute if self.recompute in layer.saved_bytes else "none" for layer in trained]
         kept = sum((layer.saved_bytes[level] for layer, level in zip(trained, levels, strict=True)), start=CostModel())
         working = [_working(layer, level) for layer, level in zip(trained, levels, strict=True)]

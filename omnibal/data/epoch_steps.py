@@ -43,10 +43,7 @@ class StepPacks:
 
     def load(self, lengths: SampleLengths) -> Load:
         """What every pack holds, in arrays of shape (ranks, micro-batches)."""
-        flat = self.packs.load(lengths)
-        shape = (self.ranks.num_replicas, self.ranks.micro_batches)
-        columns = (flat.vision_units, flat.llm_tokens, flat.llm_tokens_squared, flat.vision_squared)
-        return Load(*(column.reshape(shape) for column in columns))
+        return self.packs.load(lengths).reshape((self.ranks.num_replicas, self.ranks.micro_batches))
 
     def target_tokens(self, lengths: SampleLengths) -> int:
         """Tokens that carry loss in the whole step.

@@ -155,4 +155,8 @@ def largest_load(lengths: SampleLengths, limits: PackLimits) -> Load:
     per_unit = 0.0
     if lengths.vision_squared is not None:
         per_unit = float((lengths.vision_squared / np.maximum(lengths.vision_units, 1)).max(initial=0))
-    return Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens * longest, limits.vision_units * per_unit)
+    share = 1.0
+    if lengths.target_tokens is not None:
+        share = float((lengths.target_tokens / np.maximum(lengths.llm_tokens, 1)).max(initial=0))
+    tokens = limits.llm_tokens
+    return Load(limits.vision_units, tokens, tokens * longest, limits.vision_units * per_unit, tokens * share)

@@ -103,7 +103,8 @@ class Packs:
         """What each pack holds, one entry per pack; squares are summed within samples."""
         vision_squared = 0 if lengths.vision_squared is None else self.sums(lengths.vision_squared)
         squares = _pack_sums(lengths.llm_tokens, self.samples, self.starts, True)
-        return Load(self.vision_units(lengths), self.llm_tokens(lengths), squares, vision_squared)
+        targets = None if lengths.target_tokens is None else self.sums(lengths.target_tokens)
+        return Load(self.vision_units(lengths), self.llm_tokens(lengths), squares, vision_squared, targets)
 
     def sums(self, values: IntArray) -> npt.NDArray[np.int64]:
         """Sum of ``values[sample]`` over the samples of each pack; 0 for an empty pack."""

@@ -23,7 +23,7 @@ from omnibal.engine.resolve import Given
 from omnibal.engine.table import floats_of
 from omnibal.errors import OmnibalError
 from omnibal.plan import Plan
-from omnibal.vlm.loss import EVALUATION_STATISTICS, target_rows
+from omnibal.vlm.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 from omnibal.vlm.storages import DevicePeak, overhead_bytes
 
@@ -212,7 +212,7 @@ class OmnibalEngine(CheckpointedEngine):
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
         inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self.given.dtype))
         note_counts(inputs, self.module.count(batch))
-        return inputs, (batch["labels"], target_rows(batch["labels"]), torch.tensor(weight, dtype=torch.float32))
+        return inputs, (*targets_of(batch["labels"]).values(), torch.tensor(weight, dtype=torch.float32))
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         # DeepSpeed would copy on the host first, into memory that a device is copied to only while the host waits.
@@ -229,6 +229,10 @@ class OmnibalEngine(CheckpointedEngine):
     def _exec_forward_pass(self, buffer_id: int) -> None:
         # DeepSpeed hands the module clones, of which nothing is noted.
         self.module.counts = counts_of(self.pipe_buffers["inputs"][buffer_id])
+        if self.is_last_stage():
+            self.module.targets = dict(
+                zip(("target_rows", "targets"), self.pipe_buffers["labels"][buffer_id], strict=False)
+            )
         super()._exec_forward_pass(buffer_id)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:

@@ -15,7 +15,6 @@ from omnibal.engine.distributed import gather, together
 from omnibal.engine.resolve import Given
 from omnibal.plan import Plan
 from omnibal.vlm.attention import sample_lengths
-from omnibal.vlm.loss import evaluation_statistics, token_losses
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import load_layer
@@ -54,6 +53,8 @@ class VlmPipelineModule(PipelineModule):
         """Of the pack that ``forward`` gets next, where they are known."""
         self.before_layer: Callable[[int, Tensor], object] | None = None
         """Called with each layer's number in the stage and its hidden states, before it runs."""
+        self.targets: Mapping[str, Tensor] = {}
+        """On the last stage, of that pack: ``targets_of`` its labels."""
 
     def _partition_layers(self, method: str = "explicit") -> None:
         self.parts = list(self.plan.partition.boundaries)
@@ -78,7 +79,8 @@ class VlmPipelineModule(PipelineModule):
         """Run this stage's layers on one micro-batch, from what a cut before them sends to what one behind sends."""
         note_counts(tensors, self.counts)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.stage_id >= self.frozen_stages):
-            payload = self._run_layers(self.vlm.layout(self._local_start).build(tensors))
+            payload = self.vlm.layout(self._local_start).build(tensors)
+            payload = self._run_layers(payload.with_integers(self.targets))
             if len(self.placeholders):
                 payload = payload.with_floats(partial(_attached, placeholders=list(self.placeholders)))
         sent: tuple[Tensor, ...] = self.vlm.layout(self._local_stop).flatten(payload)
@@ -115,17 +117,13 @@ class VlmPipelineModule(PipelineModule):
         """Weighted sum of token losses in training; EVALUATION_STATISTICS in evaluation.
 
         Args:
-            outputs: What ``forward`` returns on the last stage; its hidden states are logits (1, tokens, vocabulary).
-            targets: Labels (1, tokens), their ``target_rows``, and the weight of one token's loss: with the weight
+            outputs: What ``forward`` returns on the last stage, whose last layer has computed the loss.
+            targets: The rows that predict them, their tokens, and the weight of one token's loss: with the weight
                 ``micro_batches × num_replicas / target tokens of the step`` the engine's plain average over
                 micro-batches and ranks is the average over the tokens of the step.
         """
-        payload = self.vlm.layout(self._local_stop).build(outputs)
-        labels, rows, weight = targets
-        losses = token_losses(payload.hidden, labels, rows)
-        if self.training:
-            return losses.sum() * weight
-        return evaluation_statistics(payload.hidden, labels, losses, payload.cu_seq_lens)
+        hidden: Tensor = self.vlm.layout(self._local_stop).build(outputs).hidden
+        return hidden * targets[-1] if self.training else hidden
 
 
 def _trains_its_own(module: nn.Module) -> bool:

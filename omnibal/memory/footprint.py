@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -13,20 +14,19 @@ from omnibal.cluster import OVERHEAD_BYTES, Layout
 from omnibal.cost import CostModel, IntArray, Load
 from omnibal.errors import ConfigError
 from omnibal.memory.frontier import NOT_OFFERED
-from omnibal.memory.state import ELEMENT_BYTES, TrainingState
+from omnibal.memory.state import TrainingState
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Schedule
 from omnibal.profile.levels import LEVELS, Level
 from omnibal.profile.records import LayerCost, ModelProfile
 
-_LOGITS_HELD = 2
-"""Logits on the last stage: DeepSpeed drops those of a micro-batch only when the one after the next comes."""
+LOSS_ROWS = 1024
+"""Rows whose logits are there at one time. The head's gradient is read and written for so many rows: far fewer would
+keep a GPU waiting for memory, and their products no less busy; see tools/head."""
+_LOGIT_BYTES = 8
+"""Of such a logit: itself, the softmax in float32, and in 16 bits the gradient in them."""
 _GRADIENT_SHARE = 1 / 3
 """Of what a block keeps, so much is alive in gradients at one time; ViT and decoder blocks measure 0.15 to 0.37."""
-_SOFTMAX_BYTES = 12
-"""Float32 per logit with a target that the loss holds at its peak: the log-softmax, its gradient, the logits'."""
-_GRADIENTS_OF_LOGITS = 2
-"""Behind the loss: zeros, and the sum of zeros and the gradients of rows with a target."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,9 @@ class StageMemory:
     buffers: int
     """What comes from and goes to the neighbouring stages."""
     transient: int
-    """What a layer's backward pass, the loss, or the optimizer's step needs beyond what has been freed by then, at the
-    most."""
+    """What a layer's backward pass or the optimizer's step needs beyond what has been freed by then, at the most."""
     logits: int
-    """On the last stage."""
+    """What the loss needs beyond that, on the last stage."""
     overhead: int
     """Whatever the model is: contexts, libraries, communication buffers."""
 
@@ -74,12 +73,9 @@ class Footprint:
             what a stage holds.
         layout: Replicas, ZeRO stage and precision.
         overhead_bytes: What a device holds beside the model.
-        target_share: The largest share of a micro-batch's tokens that carry loss; only their logits go through the
-            softmax.
 
     Raises:
-        ConfigError: The load is not of a single micro-batch, the layout's precision is not the profile's, or the
-            share lies outside 0 to 1.
+        ConfigError: The load is not of a single micro-batch, or the layout's precision is not the profile's.
     """
 
     profile: ModelProfile
@@ -87,15 +83,12 @@ class Footprint:
     schedule: Schedule
     layout: Layout
     overhead_bytes: int = OVERHEAD_BYTES
-    target_share: float = 1.0
     state: TrainingState = field(init=False)
     """What does not depend on micro-batches."""
 
     def __post_init__(self) -> None:
         if self.load.shape != ():
             raise ConfigError(f"load must be of a single micro-batch, got shape {self.load.shape}")
-        if not 0 <= self.target_share <= 1:
-            raise ConfigError(f"target_share must lie in [0, 1], got {self.target_share}")
         object.__setattr__(self, "state", TrainingState(self.profile, self.layout))
 
     @cached_property
@@ -135,11 +128,12 @@ class Footprint:
 
     @property
     def loss_bytes(self) -> int:
-        """What the loss needs at its peak, on the last stage, beside the logits."""
-        element_bytes, share = ELEMENT_BYTES[self.profile.dtype], self.target_share
-        cast_bytes = 4 + (element_bytes if element_bytes < 4 else 0)
-        behind = _GRADIENTS_OF_LOGITS * element_bytes + share * cast_bytes
-        return int(self._sent[-1] / element_bytes * max(share * _SOFTMAX_BYTES, behind))
+        """What the loss needs at its peak, on the last stage: logits of some rows, and their part of the gradient."""
+        head, rows = self.profile.layers[-1], float(self.load.target_tokens)
+        if head.kind != "head":
+            return 0
+        logits = _LOGIT_BYTES * min(rows, LOSS_ROWS) * head.sizes.get("vocab", 0) / self.profile.tensor_parallel
+        return math.ceil(logits) + (head.gradient_bytes if rows > LOSS_ROWS else 0)
 
     def least_transient(self, stage: int) -> int:
         """Transient bytes of a stage whatever its layers and levels: on the last stage, those of the loss."""
@@ -147,15 +141,14 @@ class Footprint:
 
     def fixed_bytes(self, stage: int) -> IntArray:
         """What every possible stage in this place holds whatever its levels: all but activations and transient."""
-        buffers, logits = self._buffers(stage), self._logits(stage)
-        return self.state.whole + self._waiting(stage) + buffers + logits + self.overhead_bytes
+        return self.state.whole + self._waiting(stage) + self._buffers(stage) + self.overhead_bytes
 
     def update_bytes(self, stage: int) -> IntArray:
         """What the end of a step needs beyond the fixed bytes of every possible stage: at least so much its peak is.
 
-        Activations, what waited, buffers and logits are gone by then, so it may be negative.
+        Activations, what waited and buffers are gone by then, so it may be negative.
         """
-        beyond: IntArray = self.state.update - self._waiting(stage) - self._buffers(stage) - self._logits(stage)
+        beyond: IntArray = self.state.update - self._waiting(stage) - self._buffers(stage)
         return beyond
 
     def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
@@ -181,6 +174,7 @@ class Footprint:
         freed = kept[::-1].cumsum()[::-1] - kept  # by the time a layer runs backward, by those behind it
         activations = self.schedule.in_flight[stage] * int(kept.sum())
         update = int(self.update_bytes(stage)[a, b]) - activations
+        needed = max(int((transient - freed).max()), update)
         return StageMemory(
             parameters=int(self.state.parameters[a, b]),
             gradients=int(self.state.gradients[a, b]),
@@ -188,8 +182,8 @@ class Footprint:
             activations=activations,
             pending=int(self._waiting(stage)[a, b]),
             buffers=int(self._buffers(stage)[a, b]),
-            transient=max(int((transient - freed).max()), self.least_transient(stage), update),
-            logits=self._logits(stage),
+            transient=needed,
+            logits=max(self.least_transient(stage) - needed, 0),
             overhead=self.overhead_bytes,
         )
 
@@ -211,7 +205,9 @@ class Footprint:
         # Recomputing a layer brings back what it did not keep, and its backward pass begins after that.
         recomputed = np.maximum(everything - self._saved, 0)
         around = self._sent[1:] + np.concatenate([[0], self._sent[1:-1]])
-        gradients = np.maximum(around[:, None], (_GRADIENT_SHARE * everything).astype(np.int64))
+        within = (_GRADIENT_SHARE * everything).astype(np.int64)
+        within[[layer.kind == "head" for layer in self.profile.layers]] = 0  # its gradients are what it keeps
+        gradients = np.maximum(around[:, None], within)
         return np.where(self._saved == NOT_OFFERED, NOT_OFFERED, recomputed + gradients)
 
     @cached_property
@@ -234,7 +230,7 @@ class Footprint:
 
     @cached_property
     def _sent(self) -> IntArray:
-        """What passes each boundary, shape (layers + 1,): the pixels at first, the logits at last."""
+        """What passes each boundary, shape (layers + 1,): the pixels at first, the loss at last."""
         layers = self.profile.layers
         pixels = self._bytes(layers[0].saved_bytes["full"])
         return np.array([pixels, *(self._bytes(layer.output_bytes) for layer in layers)])
@@ -259,6 +255,3 @@ class Footprint:
             front = 2 * self._sent[:, None] + self._sent[None, :] * (held if splits else 1)
             buffers = np.where(trained_before[None, :], buffers, front)
         return buffers
-
-    def _logits(self, stage: int) -> int:
-        return _LOGITS_HELD * int(self._sent[-1]) if stage == self.schedule.num_stages - 1 else 0

@@ -43,8 +43,6 @@ class Packing:
     """Some of an epoch's."""
     largest: Load
     """A micro-batch that none within the limits exceeds."""
-    target_share: float
-    """The largest share of a micro-batch's tokens that can carry loss."""
     numbers: tuple[int, ...] = ()
     """Which steps of the epoch these are; none where they are of no epoch."""
 
@@ -65,7 +63,6 @@ class Packing:
             samples_per_step=samples_per_pack(epoch) * epoch.num_replicas * epoch.micro_batches,
             steps=tuple(tuple(load[packs] for packs in epoch.steps[number]) for number in numbers),
             largest=largest_load(lengths, limits),
-            target_share=largest_target_share(lengths),
             numbers=tuple(map(int, numbers)),
         )
 
@@ -74,7 +71,7 @@ class Packing:
         """One step of packs that are all as large as the limits allow, each of one sample with one image."""
         pack = Load(limits.vision_units, limits.llm_tokens, limits.llm_tokens**2, limits.vision_units**2)
         step = (Load.stack([pack] * micro_batches),) * num_replicas
-        return cls(limits, micro_batches, float(num_replicas * micro_batches), (step,), pack, 1.0)
+        return cls(limits, micro_batches, float(num_replicas * micro_batches), (step,), pack)
 
     @property
     def all_loads(self) -> Load:
@@ -105,13 +102,6 @@ def samples_per_pack(epoch: Epoch) -> float:
     """Of the packs that hold any, on average."""
     sizes = epoch.packs.sizes
     return float(sizes.sum() / (sizes > 0).sum())
-
-
-def largest_target_share(lengths: SampleLengths) -> float:
-    """The largest share of a pack's tokens that can carry loss: 1 where nothing is known."""
-    if lengths.target_tokens is None:
-        return 1.0
-    return float((lengths.target_tokens / np.maximum(lengths.llm_tokens, 1)).max(initial=0))
 
 
 def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) -> list[Packing]:
@@ -154,11 +144,7 @@ class _Task:
         epoch = self._arrange(limits, micro_batches)
         steps = self.request.steps or max(FEWEST_SIMULATED, SIMULATED // (self.num_replicas * micro_batches))
         packing = Packing.of(epoch, self.part, limits, spread_steps(epoch.num_steps, steps))
-        return replace(
-            packing,
-            largest=largest_load(self.lengths, limits),
-            target_share=largest_target_share(self.lengths),
-        )
+        return replace(packing, largest=largest_load(self.lengths, limits))
 
     def spread_limits(self) -> Iterator[PackLimits]:
         """For some numbers of micro-batches the limits that waste least among those that keep the global batch."""

@@ -41,7 +41,7 @@ def predict(profile: ModelProfile, plan: Plan, packing: Packing) -> Prediction:
     loads = [load for step in packing.steps for load in step]
     times = step_times(profile, loads, plan.links)
     levels = [LEVELS.index(level) for level in plan.recompute]
-    footprint = plan.footprint(profile, packing.largest, target_share=packing.target_share)
+    footprint = plan.footprint(profile, packing.largest)
     memory = footprint.stages(plan.partition, plan.recompute)
     at_levels, stages = recompute_seconds(profile, Load.stack(loads)), []
     for stage in range(plan.num_stages):

@@ -50,9 +50,7 @@ class StepModel:
         self.num_stages, self.links = layout.num_stages, request.cluster.links_of(layout)
         self.schedule_name, self.schedule = schedule, SCHEDULES[schedule](self.num_stages, packing.micro_batches)
         self.budgets = budgets or request.budgets(layout)
-        self.footprint = Footprint(
-            profile, packing.largest, self.schedule, layout, request.cluster.overhead_bytes, packing.target_share
-        )
+        self.footprint = Footprint(profile, packing.largest, self.schedule, layout, request.cluster.overhead_bytes)
         self._loads = [load for step in packing.steps for load in step]
         self.average = self._problem(self._loads)
         """All steps at once, as if they were replicas: for means over micro-batches."""

@@ -87,6 +87,8 @@ class _Work:
     """Elements beside them that layers far behind read."""
     rows: CostModel = field(default_factory=CostModel)
     """Rows of the products' inputs: what an adapter beside one of them gets to see."""
+    at_once: bool = False
+    """Whether the forward pass computes all gradients, and keeps them in place of activations."""
 
 
 class _Unit:
@@ -121,25 +123,31 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
     numbers = trained * unit.share
     master_bytes = _FLOAT32_BYTES if unit.element_bytes < _FLOAT32_BYTES else 0
     optimizer_bytes = numbers * (2 * _FLOAT32_BYTES + master_bytes)
+    forward = operation * (work.products + beside + work.attention) + traffic
+    backward = backward if waits else backward + weights
+    # of an adapter what its first matrix puts out; under dropout its own input and a byte for each number of it
+    beside_kept = element * (ranks + dropped) * work.rows + unit.share * dropped * work.rows
+    kept = element * work.saved + unit.share * _FLOAT32_BYTES * work.saved_float32 + beside_kept
+    # a recomputed layer keeps its input, and a feature that it passes on if the layer before has made it, which the
+    # layers behind it keep too; the first one keeps nothing else anyway
+    kept_recomputed = unit.element_bytes * (before.output + before.feature if before else work.saved)
+    recompute = {"full": forward}
+    if work.at_once:
+        forward, backward, recompute = forward + backward, CostModel(), {"full": CostModel()}
+        kept = kept_recomputed = element * work.saved + CostModel(fixed=numbers * unit.element_bytes)
     return LayerCost(
         record.name,
         record.kind,
         module=record.module,
-        forward_seconds=operation * (work.products + beside + work.attention) + traffic,
-        backward_seconds=backward if waits else backward + weights,
+        forward_seconds=forward,
+        backward_seconds=backward,
         weight_seconds=weights if waits else CostModel(),
         # of an adapter what is between its two matrices, and the gradient there
         pending_bytes=element * (work.pending + (2 * ranks + dropped) * work.rows) if waits else CostModel(),
         output_bytes=unit.element_bytes * (work.output + _carried(record.sizes))
         + CostModel(llm_tokens=record.token_bytes),
-        # a recomputed layer keeps its input, and a feature that it passes on if the layer before has made it, which
-        # the layers behind it keep too; the first one keeps nothing else anyway
-        saved_bytes={
-            # of an adapter what its first matrix puts out; under dropout its own input and a byte for each number of it
-            "none": element * (work.saved + (ranks + dropped) * work.rows)
-            + unit.share * (_FLOAT32_BYTES * work.saved_float32 + dropped * work.rows),
-            "full": unit.element_bytes * (before.output + before.feature if before else work.saved),
-        },
+        saved_bytes={"none": kept, "full": kept_recomputed},
+        recompute_seconds=recompute,
         parameter_bytes=round(parameters * unit.element_bytes),
         gradient_bytes=round(numbers * unit.element_bytes),
         optimizer_bytes=round(optimizer_bytes),
@@ -272,12 +280,11 @@ def _final_norm(sizes: Mapping[str, int]) -> _Work:
 def _head(sizes: Mapping[str, int]) -> _Work:
     hidden, vocabulary = sizes["hidden"], sizes["vocab"]
     return _Work(
-        products=CostModel(llm_tokens=2 * hidden * vocabulary),
-        traffic=CostModel(llm_tokens=6 * vocabulary),  # logits, in float32 too, and their logarithmic softmax
-        saved=CostModel(llm_tokens=hidden),  # what the loss keeps of the logits is not the layer's
-        pending=CostModel(llm_tokens=hidden + vocabulary),
-        output=CostModel(llm_tokens=vocabulary),
-        rows=CostModel(llm_tokens=1),
+        products=CostModel(target_tokens=2 * hidden * vocabulary),
+        traffic=CostModel(target_tokens=6 * vocabulary),  # logits, in float32 too, and their logarithmic softmax
+        saved=CostModel(target_tokens=hidden),  # the gradient of its input
+        rows=CostModel(target_tokens=1),
+        at_once=True,
     )
 
 

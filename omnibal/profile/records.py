@@ -18,7 +18,7 @@ from omnibal.families.base import LayerRecord, Module
 from omnibal.profile.levels import Level
 from omnibal.records import Record, read_record
 
-VERSION = 5
+VERSION = 6
 _NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")
 
 

@@ -16,7 +16,6 @@ from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.profile.levels import LEVELS, Level
 from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.loss import token_losses
 from omnibal.vlm.passes import Timing, kept_bytes, time_passes, time_split_backward
 from omnibal.vlm.payload import Layout, Payload
 from omnibal.vlm.recompute import run_layer
@@ -53,20 +52,18 @@ class LayerRun:
 
     Args:
         layer: As it is trained; frozen parameters do not require gradients.
-        payload: Its input.
+        payload: Its input; the last layer's has targets, and its times contain the loss.
         sent: What a cut behind it sends.
         from_pixels: Whether the input is pixels, which need no gradient.
-        labels: Of shape (1, tokens), for the last layer, whose times contain the loss; None for others.
     """
 
     layer: nn.Module
     payload: Payload
     sent: Layout
     from_pixels: bool
-    labels: Tensor | None
 
     def measure(self) -> LayerOnPack:
-        """Measure passes at every level, and what they keep; the loss keeps nothing on the layer's account."""
+        """Measure passes at every level, and what they keep."""
         forward, backward = self.time_passes()
         backward_split, weights, pending_bytes = self._split()
         free = [*self.layer.parameters(), *self.layer.buffers(), *self.payload.integers.values()]
@@ -83,12 +80,12 @@ class LayerRun:
 
     def time_passes(self, level: Level = "none") -> tuple[Timing, Timing]:
         """Seconds of a forward and a backward pass."""
-        return time_passes(partial(self._objective, level), self.payload.hidden.device)
+        return time_passes(partial(self._outputs, level), self.payload.hidden.device)
 
     def _split(self) -> tuple[Timing, Timing, int]:
         """Seconds of both parts of a split backward pass, and what the first one leaves for the second one."""
         with _deferring(self.layer) as queue:
-            passes = partial(self._objective, "none"), partial(queue.run, queue.micro_batch), self.payload.hidden.device
+            passes = partial(self._outputs, "none"), partial(queue.run, queue.micro_batch), self.payload.hidden.device
             backward, weights = time_split_backward(*passes)
             return backward, weights, queue.peak_bytes
 
@@ -100,10 +97,6 @@ class LayerRun:
         """The floats that the layer makes; a feature that it hands on is not its work, and no node of a graph."""
         result = self._run(level)
         return [result.hidden, *(feature for feature in result.features.values() if not feature.is_leaf)]
-
-    def _objective(self, level: Level) -> list[Tensor]:
-        outputs = self._outputs(level)
-        return outputs if self.labels is None else [token_losses(outputs[0], self.labels).sum()]
 
 
 @contextmanager
@@ -140,9 +133,9 @@ class MadePack:
 
     @property
     def load(self) -> Load:
-        """What it holds; in a native-resolution ViT a sample's units are one image, and square."""
+        """What it holds: all tokens but the first are targets; a native-resolution ViT sees a square image a sample."""
         squared = self.units**2 // self.samples_with_images
-        return Load(self.units, self.tokens, sum(length**2 for length in self.lengths), squared)
+        return Load(self.units, self.tokens, sum(length**2 for length in self.lengths), squared, self.tokens - 1)
 
     def payload(
         self, model: VisionLanguageModel, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0

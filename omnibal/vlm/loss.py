@@ -1,66 +1,141 @@
-"""The loss of next-token prediction over packs, and what held-out packs are judged by."""
+"""The loss of next-token prediction from the rows that predict a target, and what held-out packs are judged by.
+
+Logits are made a chunk of rows at a time, and with them the gradients, while they are there: nothing that has a number
+for every token and every word is ever kept.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from omnibal.data.collate import IGNORED
+from omnibal.memory.footprint import LOSS_ROWS
 
 EVALUATION_STATISTICS = ("loss", "target_tokens", "exact_samples", "samples")
 """Sums over held-out packs: of losses; target tokens; samples whose every target is the likeliest token; samples."""
+Head = Callable[[Tensor], Tensor]
+"""From rows (rows, width) to logits (rows, vocab), each row by itself."""
 
 
-def target_rows(labels: Tensor) -> Tensor:
-    """The rows of logits that predict a target; on a GPU the host waits to learn how many they are.
+def targets_of(labels: Tensor) -> dict[str, Tensor]:
+    """What the last layer needs to know of labels; this is the one place where they are shifted.
 
-    Args:
-        labels: As of ``token_losses``.
-
-    Returns:
-        Of shape (targets,), int64, ascending.
-    """
-    return torch.where(labels[0, 1:] != IGNORED)[0]
-
-
-def token_losses(logits: Tensor, labels: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Cross entropy of each token given the tokens before it; this is the one place where labels are shifted.
-
-    Only the rows that predict a target are turned to float32 and through the softmax, so memory beyond the logits
-    grows with the targets, not with the pack. Since each sample's first label is ``IGNORED``, no sample predicts the
-    next one's first token.
+    Since each sample's first label is ``IGNORED``, no sample predicts the next one's first token. On a GPU the host
+    waits to learn how many targets there are.
 
     Args:
-        logits: Of shape (1, tokens, vocab), any floating type.
         labels: Of shape (1, tokens), int64, not shifted, ``IGNORED`` where there is no target.
-        rows: ``target_rows(labels)``, where they are known already.
 
     Returns:
-        Of shape (tokens,), float32: at ``t`` the loss of token ``t`` (predicted by row ``t - 1``), 0 without a target.
-        Sum it for the pack's loss; a pack without targets still sends (zero) gradients.
+        ``target_rows``, the rows that predict a target, ascending, and ``targets``, the tokens that they should
+        predict; both (targets,), int64.
 
-    >>> token_losses(torch.zeros(1, 3, 4), torch.tensor([[-100, 2, -100]]))
-    tensor([0.0000, 1.3863, 0.0000])
+    >>> targets_of(torch.tensor([[-100, 7, -100, 9]]))
+    {'target_rows': tensor([0, 2]), 'targets': tensor([7, 9])}
     """
-    rows = target_rows(labels) if rows is None else rows
-    losses = functional.cross_entropy(logits[0].index_select(0, rows).float(), labels[0, rows + 1], reduction="none")
-    return torch.zeros(labels.shape[1], device=losses.device).index_put((rows + 1,), losses)
+    rows = torch.where(labels[0, 1:] != IGNORED)[0]
+    return {"target_rows": rows, "targets": labels[0, rows + 1]}
 
 
-def evaluation_statistics(logits: Tensor, labels: Tensor, losses: Tensor, cu_seq_lens: Tensor) -> Tensor:
-    """EVALUATION_STATISTICS of a pack, whose ``token_losses`` are known; a float64 vector.
+def summed_loss(
+    head: Head, parameters: Sequence[nn.Parameter], rows: Tensor, targets: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Sum of the cross entropies of rows, as of plain logits in float32; none of no rows, with gradients of zeros.
+
+    Where gradients are wanted, they are computed here, of the sum; the backward pass only scales them. That takes
+    three products where a backward pass that makes the logits again takes four, and a stage of a pipeline that ends
+    with a loss runs backward right after it ran forward.
+
+    Args:
+        head: Is run on at most ``LOSS_ROWS`` rows at a time.
+        parameters: Those of the head.
+        rows: Of shape (targets, width).
+        targets: Of shape (targets,), int64.
+        weights: Of the rows' losses; by default each counts once.
+
+    Returns:
+        A float32 number.
+    """
+    if not torch.is_grad_enabled():
+        chunks = _chunks(rows, targets)
+        return torch.stack([_log_probabilities(head(part), wanted)[1].sum().neg() for part, wanted in chunks]).sum()
+    total: Tensor = _SummedLoss.apply(head, targets, weights, rows, *parameters)  # type: ignore[no-untyped-call]
+    return total
+
+
+def evaluation_statistics(head: Head, rows: Tensor, integers: Mapping[str, Tensor]) -> Tensor:
+    """EVALUATION_STATISTICS of a pack, a float64 vector.
 
     A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix
     that greedy decoding would have produced itself.
+
+    Args:
+        head: As of ``summed_loss``.
+        rows: Likewise.
+        integers: Of the pack: ``targets_of`` its labels, and the bounds of its samples.
     """
-    has_target = labels[0, 1:] != IGNORED
-    wrong = has_target & (logits[0, :-1].argmax(-1) != labels[0, 1:])
-    # The sample that each of tokens 1… belongs to.
-    sample = torch.bucketize(torch.arange(1, labels.shape[1], device=labels.device), cu_seq_lens[1:], right=True)
-    num_samples = len(cu_seq_lens) - 1
-    targets_of = torch.zeros(num_samples, dtype=torch.int64, device=labels.device).index_add_(
-        0, sample, has_target.long()
-    )
-    wrong_of = torch.zeros_like(targets_of).index_add_(0, sample, wrong.long())
-    counted = targets_of > 0
-    sums = (losses.sum(), has_target.sum(), (counted & (wrong_of == 0)).sum(), counted.sum())
+    places, targets, bounds = (integers[name] for name in ("target_rows", "targets", "cu_seq_lens"))
+    loss, wrong = torch.zeros((), device=rows.device), []
+    for part, wanted in _chunks(rows, targets):
+        logits = head(part)
+        loss = loss - _log_probabilities(logits, wanted)[1].sum()
+        wrong.append(logits.argmax(-1) != wanted)
+    # The sample that each target belongs to: it stands one behind the row that predicts it.
+    sample = torch.bucketize(places + 1, bounds[1:], right=True)
+    targets_in = torch.zeros(len(bounds) - 1, dtype=torch.int64, device=rows.device)
+    wrong_in = targets_in.index_add(0, sample, torch.cat(wrong).long())
+    targets_in = targets_in.index_add(0, sample, torch.ones_like(sample))
+    counted = targets_in > 0
+    sums = (loss, targets_in.sum(), (counted & (wrong_in == 0)).sum(), counted.sum())
     return torch.stack([value.double() for value in sums])
+
+
+def _chunks(rows: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(torch.split(rows, LOSS_ROWS), torch.split(targets, LOSS_ROWS), strict=True))
+
+
+def _log_probabilities(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every word in float32, and of each row's target, (rows, 1)."""
+    logs = functional.log_softmax(logits, -1, dtype=torch.float32)
+    return logs, logs.gather(1, targets[:, None])
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Takes everything that may want a gradient as an argument, and has all gradients when the forward pass ends."""
+
+    @staticmethod
+    def forward(
+        context: Any, head: Head, targets: Tensor, weights: Tensor | None, rows: Tensor, *parameters: nn.Parameter
+    ) -> Tensor:
+        total, by_chunk = torch.zeros((), device=rows.device), []
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        sums: list[Tensor] = []
+        factors = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights
+        for (part, wanted), factor in zip(_chunks(rows, targets), torch.split(factors, LOSS_ROWS), strict=True):
+            leaf = part.detach().requires_grad_(rows.requires_grad)
+            with torch.enable_grad():
+                logits = head(leaf)
+            logs, chosen = _log_probabilities(logits.detach(), wanted)
+            total -= (chosen[:, 0] * factor).sum()
+            # The gradient of the loss is the probabilities, less one for the target; in the memory of their logarithms.
+            gradient = logs.exp_().scatter_(1, wanted[:, None], chosen.expm1())
+            if weights is not None:
+                gradient *= factor[:, None]
+            leaves = [leaf, *trained] if rows.requires_grad else trained
+            found = list(torch.autograd.grad(logits, leaves, gradient.to(logits.dtype)))
+            if rows.requires_grad:
+                by_chunk.append(found.pop(0))
+            sums = [before.add_(now) for before, now in zip(sums, found, strict=True)] if sums else found
+        context.wanted = [rows.requires_grad, *(parameter.requires_grad for parameter in parameters)]
+        of_rows = by_chunk if len(by_chunk) < 2 else [torch.cat(by_chunk)]
+        context.save_for_backward(*of_rows, *sums)
+        return total
+
+    @staticmethod
+    def backward(context: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients = iter(context.saved_tensors)
+        # In place, as the head's may be as large as the head: a second backward pass is refused by autograd.
+        return None, None, None, *(next(gradients).mul_(scale) if wanted else None for wanted in context.wanted)

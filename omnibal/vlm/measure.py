@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from omnibal.cost import CostModel, Load
 from omnibal.data.collate import IGNORED
@@ -18,6 +18,7 @@ from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.vlm.layer_run import LayerOnPack, LayerRun, MadePack, made_packs
 from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.loss import targets_of
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, time_optimizer
 from omnibal.vlm.payload import Payload
 
@@ -33,7 +34,6 @@ def measure_profile(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     frozen: Collection[str] = (),
-    target_share: float = 1.0,
     max_spread: float = MAX_SPREAD,
     seed: int = 0,
     report: Callable[[str], object] = lambda name: None,
@@ -51,7 +51,6 @@ def measure_profile(
         dtype: Of parameters and activations.
         device: What to measure on.
         frozen: What is not trained, as ``check_frozen`` takes it.
-        target_share: Share of the tokens that carry loss.
         max_spread: See Warns.
         seed: Of weights and inputs.
         report: Called with the name of each layer before it is measured.
@@ -64,7 +63,7 @@ def measure_profile(
             running, or the clock is not stable.
     """
     parts = check_frozen(model.records, frozen)
-    bench = _Bench(model, made_packs(model, limits), dtype, torch.device(device), frozen, target_share, seed)
+    bench = _Bench(model, made_packs(model, limits), dtype, torch.device(device), frozen, seed)
     measured = bench.measure_all(report)
     for message in _doubts(bench, measured, max_spread):
         warnings.warn(message, MeasurementWarning, stacklevel=2)
@@ -102,13 +101,12 @@ class _Bench:
     dtype: torch.dtype
     device: torch.device
     frozen: Collection[str]
-    target_share: float
     seed: int
 
     def measure_all(self, report: Callable[[str], object]) -> dict[str, _Measured]:
         """Measure the first layer of each group, on what the layers before it put out."""
         measured: dict[str, _Measured] = {}
-        payloads = [p.payload(self.model, dtype=self.dtype, device=self.device, seed=self.seed) for p in self.packs]
+        payloads = [self._payload(pack) for pack in self.packs]
         for index, record in enumerate(self.model.records):
             group = self.group(record)
             if group in measured:
@@ -144,27 +142,23 @@ class _Bench:
         return f"{record.kind} {sorted(record.sizes.items())} {frozen}"
 
     def _run(self, index: int, layer: nn.Module, payload: Payload) -> LayerRun:
-        is_last = index == len(self.model.records) - 1
-        return LayerRun(
-            layer,
-            payload,
-            self.model.layout(index + 1),
-            from_pixels=index == 0,
-            labels=self._labels(payload) if is_last else None,
-        )
+        return LayerRun(layer, payload, self.model.layout(index + 1), from_pixels=index == 0)
 
-    def _labels(self, payload: Payload) -> Tensor:
+    def _payload(self, pack: MadePack) -> Payload:
+        payload = pack.payload(self.model, dtype=self.dtype, device=self.device, seed=self.seed)
         labels = payload.input_ids.clone()
-        labels[:, : round((1 - self.target_share) * labels.shape[1])] = IGNORED
-        return labels
+        labels[:, : -_targets(pack)] = IGNORED
+        return payload.with_integers(targets_of(labels))
 
     def _load(self, index: int, pack: MadePack) -> Load:
         """What of a pack a layer's costs depend on.
 
         Vision units before the text embedding, and their squares where attention covers an image of any size; tokens
-        after it. Where features of the images are handed on, both.
+        after it. Where features of the images are handed on, both. Of the head tokens and targets.
         """
         record, load = self.model.records[index], pack.load
+        if index == len(self.model.records) - 1:
+            return Load(0, load.llm_tokens, target_tokens=_targets(pack))
         merge = [other.module for other in self.model.records].index("language")
         if index < merge:
             return Load(load.vision_units, 0, 0, 0 if record.sizes.get("attended", 1) else load.vision_squared)
@@ -173,11 +167,17 @@ class _Bench:
         return Load(load.vision_units if has_images else 0, load.llm_tokens, squared)
 
 
+def _targets(pack: MadePack) -> int:
+    """Tokens of a made pack that are predicted: all but the first, or a quarter, to tell them from tokens."""
+    return max(1, (pack.tokens - 1) // (4 if pack.units else 1))
+
+
 def _fit(
     record: LayerRecord, layer: nn.Module, measured: Sequence[tuple[Load, LayerOnPack]], *, trainable: bool
 ) -> LayerCost:
     loads, rows = Load.stack(load for load, _ in measured), [row for _, row in measured]
-    without_attention = Load(loads.vision_units, loads.llm_tokens)  # which has no weights
+    # which has no weights
+    without_attention = Load(loads.vision_units, loads.llm_tokens, target_tokens=loads.target_tokens)
 
     def seconds(of: Callable[[LayerOnPack], float], loads: Load = loads) -> CostModel:
         return CostModel.fit(loads, [max(of(row), 0.0) for row in rows])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -143,19 +144,28 @@ def kept_bytes(forward: Callable[[], Outputs], *, free: Iterable[Tensor] = ()) -
         free: Tensors that are there anyway, such as parameters; what lies in their storages does not count.
     """
     excluded = {address_of(tensor) for tensor in free}
-    saved: dict[int, Tensor] = {}
+    holders: WeakSet[_Saved] = WeakSet()  # those that have died were of graphs that ran backward within the pass
 
-    def save(tensor: Tensor) -> Tensor:
-        saved[address_of(tensor)] = tensor
-        return tensor
+    def save(tensor: Tensor) -> _Saved:
+        holder = _Saved(tensor)
+        holders.add(holder)
+        return holder
 
-    with _young_garbage(), StorageMeter() as meter, saved_tensors_hooks(save, lambda tensor: tensor):
+    with _young_garbage(), StorageMeter() as meter, saved_tensors_hooks(save, lambda holder: holder.tensor):
         outputs = forward()
+    saved = {address_of(holder.tensor): holder.tensor for holder in holders}
     sizes = meter.alive | {address: tensor.untyped_storage().nbytes() for address, tensor in saved.items()}
     for output in tensors_in(outputs):
         if address_of(output) not in saved:
             sizes.pop(address_of(output), None)
     return sum(size for address, size in sizes.items() if address not in excluded)
+
+
+class _Saved:
+    """What autograd keeps in the place of a tensor, as long as it would keep that."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 @contextmanager

@@ -18,8 +18,9 @@ class Payload:
     Attributes:
         hidden: Pixels (tiles, channels, height, width) at first, (tiles, patches, width) within the ViT, for a
             native-resolution ViT (patches, values) and (patches, width); (image_tokens, width) out of the projector,
-            (1, tokens, width) within the language model, (1, tokens, vocab) at last.
-        integers: What says how to read the floats, from the data; no layer changes it, and it has no gradient.
+            (1, tokens, width) within the language model; of the last layer the sum of losses, a number.
+        integers: What says how to read the floats, from the data; no layer changes it, and it has no gradient. On the
+            last stage also what ``omnibal.vlm.loss.targets_of`` makes of labels.
         features: Further floats that later layers read, such as those of earlier ViT blocks. A stage that receives one
             sends a gradient back for it.
     """
@@ -33,7 +34,7 @@ class Payload:
         """The input of the first layer.
 
         Args:
-            pack: What ``pack_samples`` returns; its labels are left behind.
+            pack: What ``pack_samples`` returns; its labels are left behind, since later stages have their own.
             dtype: Of the pixels.
         """
         integers = {name: tensor for name, tensor in pack.items() if name not in ("pixel_values", "labels")}
@@ -42,6 +43,10 @@ class Payload:
     def replace(self, **changes: Any) -> Payload:
         """The same with other values of the attributes that are named."""
         return replace(self, **changes)
+
+    def with_integers(self, more: Mapping[str, Tensor]) -> Payload:
+        """The same with further integers."""
+        return replace(self, integers={**self.integers, **more})
 
     def with_floats(self, change: Callable[[Tensor], Tensor]) -> Payload:
         """The same with ``change`` of the hidden states and of each feature in their places."""

@@ -43,9 +43,10 @@ def run_layer(layer: nn.Module, payload: Payload, level: Level) -> Payload:
         layer: A pipeline layer.
         payload: Its input.
         level: ``"none"`` keeps what autograd wants; ``"selective"`` the input and the results of matrix products
-            and attention, and recomputes the cheap rest; ``"full"`` the input alone.
+            and attention, and recomputes the cheap rest; ``"full"`` the input alone. A layer that has its gradients
+            ``at_once`` keeps them at every level: recomputing it would compute them twice.
     """
-    if level == "none" or not torch.is_grad_enabled():
+    if level == "none" or getattr(layer, "at_once", False) or not torch.is_grad_enabled():
         return layer(payload)  # type: ignore[no-any-return]
     options: dict[str, Any] = {}
     if level == "selective":

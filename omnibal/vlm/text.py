@@ -1,6 +1,7 @@
 """The language model's pipeline layers, shared by all families, around transformers' own modules."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from omnibal.errors import DataError
 from omnibal.families.base import LayerRecord
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.layers import LayerRecipe
+from omnibal.vlm.loss import Head as LogitsOf
+from omnibal.vlm.loss import evaluation_statistics, summed_loss
 from omnibal.vlm.payload import Payload, counts_of
 
 
@@ -55,12 +58,14 @@ class TiedEmbedding(TextEmbedding):
     """
 
     tied_weights = ("embed_tokens.weight",)
+    at_once = True
 
     def forward(self, payload: Payload) -> Payload:
-        """Embed 2-D image features; turn 3-D hidden states into logits (1, tokens, vocab)."""
+        """Embed 2-D image features; judge 3-D hidden states, as ``Head`` does."""
         if payload.hidden.dim() == 2:
             return super().forward(payload)
-        return payload.replace(hidden=functional.linear(payload.hidden, self.embed_tokens.weight))
+        weight = self.embed_tokens.weight
+        return _judged(self, payload, partial(functional.linear, weight=weight), list(self.embed_tokens.parameters()))
 
 
 class DecoderBlock(nn.Module):
@@ -95,18 +100,30 @@ class FinalNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """The head of a model that does not tie it to its embedding.
+    """The head of a model that does not tie it to its embedding, and the loss."""
 
-    It computes the logits of every row, also of those without a target, since it does not know the labels.
-    """
+    at_once = True
 
     def __init__(self, config: Any, lm_head: nn.Module) -> None:
         super().__init__()
         self.lm_head = lm_head
 
     def forward(self, payload: Payload) -> Payload:
-        """From hidden states (1, tokens, width) to logits (1, tokens, vocab)."""
-        return payload.replace(hidden=self.lm_head(payload.hidden).contiguous())
+        """From hidden states (1, tokens, width) to the sum of losses (), or to EVALUATION_STATISTICS when evaluating.
+
+        Without targets among the payload's integers, it gives the logits of all rows (1, tokens, vocab).
+        """
+        return _judged(self, payload, self.lm_head, list(self.lm_head.parameters()))
+
+
+def _judged(layer: nn.Module, payload: Payload, head: LogitsOf, parameters: list[nn.Parameter]) -> Payload:
+    if "targets" not in payload.integers:
+        return payload.replace(hidden=head(payload.hidden).contiguous())
+    # Before the product: of rows without a target nothing is computed.
+    rows = payload.hidden[0].index_select(0, payload.integers["target_rows"])
+    if layer.training:
+        return payload.replace(hidden=summed_loss(head, parameters, rows, payload.integers["targets"]))
+    return payload.replace(hidden=evaluation_statistics(head, rows, payload.integers))
 
 
 class ExactRotary(nn.Module):

@@ -144,15 +144,17 @@ def _run(layer: DeferringLinear, rows: Tensor, gradient: Tensor) -> None:
 def defer_linears(module: nn.Module, queue: WeightGradients) -> None:
     """Let every ``nn.Linear`` in a module defer its weight gradient; names of parameters stay as they are.
 
-    Subclasses of ``nn.Linear`` may compute otherwise and are left alone. Each layer is to be called once in a
+    Subclasses of ``nn.Linear`` may compute otherwise and are left alone, and so is what is in a module with
+    ``at_once``, whose gradients are made of what is not kept. Each layer is to be called once in a
     micro-batch: autograd would add the gradients of several calls to each other first.
 
     Args:
         module: Is changed.
         queue: Where weight gradients wait.
     """
+    at_once = {inner for part in module.modules() if getattr(part, "at_once", False) for inner in part.modules()}
     for layer in module.modules():
-        if type(layer) is nn.Linear:
+        if type(layer) is nn.Linear and layer not in at_once:
             layer.__class__ = DeferringLinear
         if isinstance(layer, DeferringLinear):
             layer.weight_gradients = queue

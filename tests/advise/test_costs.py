@@ -24,9 +24,10 @@ def test_phases_add_up_to_all_layers():
 
 def test_recomputing_runs_the_forward_pass_again():
     plain, again = seconds(), seconds(recompute="full")
+    head = analytic_profile(RECORDS, COUNTER).layers[-1].forward_seconds(LOADS)  # which nobody recomputes
     for part in ("vision", "language"):
         forward, backward = f"{part} forward", f"{part} backward"
-        np.testing.assert_allclose(again[backward], plain[backward] + plain[forward])
+        np.testing.assert_allclose(again[backward], plain[backward] + plain[forward] - head * (part == "language"))
 
 
 def test_a_frozen_front_has_no_backward_pass():

@@ -7,7 +7,7 @@ from omnibal.advise.changes import advise, proposed_limits
 from omnibal.advise.communication import bandwidth, exposed_seconds
 from omnibal.advise.costs import adapted_profile
 from omnibal.advise.estimate import CAUSES, Setting, Way
-from omnibal.advise.memory import RankMemory
+from omnibal.advise.memory import LOGIT_BYTES, RankMemory
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import Load
@@ -39,7 +39,7 @@ def test_shares_are_of_all_time_and_even_samples_wait_for_nobody():
     assert mixed.shares["padding"] > 0.1 < mixed.shares["waiting for others' LLM"]
     # a forward pass of three, of what is not waited for
     run = 1 - sum(mixed.shares[cause] for cause in CAUSES if cause.startswith("waiting"))
-    assert mixed.shares["recomputation"] / run == pytest.approx(1 / 4, abs=0.02)
+    assert mixed.shares["recomputation"] / run == pytest.approx(1 / 4, abs=0.03)
 
 
 def test_ranks_wait_most_where_they_meet_most():
@@ -54,7 +54,7 @@ def test_padding_and_waits_go_where_packs_are_even():
     by_name = {change.name: change for change in advice.changes}
     assert by_name["packing"].brings
     assert by_name["balance"].brings
-    assert by_name["recompute"].factor == pytest.approx(4 / 3, abs=0.02)
+    assert by_name["recompute"].factor == pytest.approx(4 / 3, abs=0.04)  # but for the head
     assert advice.after.shares["padding"] == 0
     assert advice.after.shares["useful"] > 0.95
     # the same samples in fewer seconds, of which each cause had its part
@@ -82,13 +82,13 @@ def test_memory_of_one_device_is_about_that_of_a_pipeline_of_one_stage():
     load = Load(9, 4096, 4e6)
     for level in ("none", "full"):
         ours = RankMemory(profile, "zero1", cluster, level)
-        footprint = Footprint(profile, load, one_f_one_b(1, 1), Layout(accumulate_float32=False), target_share=1.0)
+        footprint = Footprint(profile, load, one_f_one_b(1, 1), Layout(accumulate_float32=False))
         theirs = footprint.stage(0, range(len(profile.layers)), (level,) * len(profile.layers))
         state = theirs.parameters + theirs.gradients + theirs.optimizer + theirs.overhead
         assert ours.state_bytes == pytest.approx(state, rel=0.01)
         held = ours.peak_bytes(load) - ours.state_bytes
-        # a Trainer drops the logits of 16 bits that DeepSpeed's pipeline keeps
-        assert held == pytest.approx(theirs.activations + theirs.transient, rel=0.15)
+        logits = LOGIT_BYTES * 4096 * RECORDS[-1].sizes["vocab"]  # which the pipeline never has
+        assert held == pytest.approx(theirs.activations + max(theirs.transient, logits), rel=0.15)
 
 
 def test_ranks_share_state_by_the_stage():

@@ -9,7 +9,6 @@ from omnibal.config import dtype_of, layout_of, read_config
 from omnibal.data.limits import largest_load
 from omnibal.engine.resolve import Given, resolve_plan, stages_of
 from omnibal.plan import Plan
-from omnibal.planner.packings import largest_target_share
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model
 
@@ -51,9 +50,7 @@ def test_a_configuration_has_a_plan_that_fits(name, in_repository):
     profile = analytic_profile(
         model.records, section.cluster.device, dtype=dtype_of(config), frozen=section.model.frozen
     )
-    memory = plan.memory(
-        profile, largest_load(lengths, plan.limits), target_share=largest_target_share(lengths)
-    )  # fmt: skip
+    memory = plan.memory(profile, largest_load(lengths, plan.limits))
     for stage, budget in zip(memory, section.cluster.stage_memory_bytes(layout), strict=True):
         assert stage.total <= budget
 

@@ -225,11 +225,9 @@ def train(config, first_step, last_step, folder, save_at=None):
         samples.append((engine.last_step.epoch, engine.last_step.index, engine.last_step.num_samples))
         if engine.global_steps == save_at:
             engine.save_checkpoint(folder)
-    engine.eval_return_logits = True
     held_out = engine.evaluate(engine.held_out_loader(dataset))
     engine.save_checkpoint(folder / "end")
     return {
-        "logits": [value.clone() for value in engine.outputs] if engine.is_last_stage() else None,
         "losses": losses,
         "rates": rates,
         "samples": samples,

@@ -1,7 +1,5 @@
 """A run that stops and goes on is the run that never stopped; what it exports computes what it computed."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from transformers import InternVLForConditionalGeneration
@@ -88,17 +86,9 @@ def test_evaluation_and_export_equal_plain_transformers(runs):
         model = InternVLForConditionalGeneration.from_pretrained(folder / "exported", dtype=torch.float32)
         is_half = number >= 3
         run = resumed[-1][number]
-        loss, accuracy, logits = plain_results(model, samples)
+        loss, accuracy = plain_results(model, samples)
         assert run["held_out"] == resumed[0][number]["held_out"]
         assert run["held_out"].loss == pytest.approx(loss, rel=2e-2 if is_half else 1e-5)
         assert run["held_out"].samples == len(SmallDataset())
         if not is_half:
             assert run["held_out"].accuracy == pytest.approx(accuracy)
-        packed_logits, input_ids, _, bounds = run["logits"]
-        for start, stop in pairwise(bounds.tolist()):
-            ids = input_ids[0, start:stop]
-            (sample,) = [i for i, sample in enumerate(samples) if torch.equal(sample["input_ids"], ids)]
-            tolerance = 0.3 if is_half else 1e-4
-            torch.testing.assert_close(
-                packed_logits[0, start:stop].float(), logits[sample], rtol=tolerance, atol=tolerance
-            )

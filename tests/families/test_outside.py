@@ -9,12 +9,12 @@ from torch.testing import assert_close
 from omnibal.config import read_config
 from omnibal.errors import ConfigError
 from omnibal.families import FAMILIES, family_of
-from omnibal.vlm import Payload, load_model
+from omnibal.vlm import load_model
 from omnibal.vlm.families import load_records
 from tests.families.models import image_processor, small_config
 from tests.families.outside import MODULE, findable, registered
 from tests.vlm.families import family_samples, layers_of, named_on_disk, pack_of, plain_backward, plain_family_model
-from tests.vlm.models import disk_state
+from tests.vlm.models import disk_state, pack_loss, run_layers
 
 
 @pytest.fixture
@@ -57,11 +57,8 @@ def test_its_layers_give_gradients_of_plain_transformers(family, tied, chosen):
         assert record.sizes["parameters"] == sum(built), record.name
     loss, logits = plain_backward(plain, samples)
     pack = pack_of(model, samples)
-    payload = Payload.of_pack(pack)
-    for layer in layers:
-        payload = layer(payload)
-    assert_close(payload.hidden[0], torch.cat(logits), rtol=1e-4, atol=2e-5)
-    ours = torch.nn.functional.cross_entropy(payload.hidden[0, :-1], pack["labels"][0, 1:])
+    assert_close(run_layers(layers, pack)[0], torch.cat(logits), rtol=1e-4, atol=2e-5)
+    ours = pack_loss(layers, pack) / (pack["labels"] != -100).sum()
     assert ours.item() == pytest.approx(loss, rel=1e-5)
     ours.backward()
     theirs = named_on_disk(model, plain)

@@ -15,6 +15,7 @@ from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import load_model
+from omnibal.vlm.loss import targets_of
 from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.payload import Payload
@@ -35,7 +36,8 @@ def measured():
 
 def load_of(pack):
     lengths = pack["cu_seq_lens"].diff()
-    return Load(len(pack["pixel_values"]), int(lengths.sum()), int((lengths.long() ** 2).sum()))
+    targets = len(targets_of(pack["labels"])["targets"])
+    return Load(len(pack["pixel_values"]), int(lengths.sum()), int((lengths.long() ** 2).sum()), target_tokens=targets)
 
 
 def run_stage(layers, levels, payload):
@@ -52,7 +54,7 @@ def test_features_that_pass_recomputed_layers_are_kept_once(stop):
     assert [record.kind for record in model.records[:stop]].count("deepstack_block") > 0
     layers = layers_of(model, plain_family_model(config).state_dict())
     pack = pack_of(model, family_samples("qwen3_vl"))
-    payload = Payload.of_pack(pack)
+    payload = Payload.of_pack(pack).with_integers(targets_of(pack["labels"]))
     with torch.no_grad():  # tables of positions are made once for a pack, and kept with it
         run_stage(layers, ["none"] * len(layers), payload)
     free = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
@@ -72,7 +74,7 @@ def test_kept_bytes_of_a_stage_are_predicted_within_a_per_cent(stage, mix):
     footprint = Footprint(profile, load_of(pack), one_f_one_b(1, 1), Layout(precision="float32"))
     levels = list(islice(cycle(LEVELS if mix == "mixed" else [mix]), b - a))
     layers = build_layers(model)
-    payload = Payload.of_pack(pack)
+    payload = Payload.of_pack(pack).with_integers(targets_of(pack["labels"]))
     for layer in layers[:a]:
         payload = layer(payload)
     payload = payload.replace(hidden=payload.hidden.detach().requires_grad_(a > 0))

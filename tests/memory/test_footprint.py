@@ -15,9 +15,9 @@ from tests.memory.oracles import run_table
 LOAD = Load(9, 4096)
 
 
-def footprint(layers, schedule, *, overhead_bytes=0, target_share=1.0, **layout):
+def footprint(layers, schedule, *, load=LOAD, overhead_bytes=0, **layout):
     layout = Layout(schedule.num_stages, **layout)
-    return Footprint(model(layers, dtype=layout.precision), LOAD, schedule, layout, overhead_bytes, target_share)
+    return Footprint(model(layers, dtype=layout.precision), load, schedule, layout, overhead_bytes)
 
 
 def four_blocks(**options):
@@ -27,7 +27,7 @@ def four_blocks(**options):
 def test_each_term_by_hand():
     weights = {"parameter_bytes": 20, "gradient_bytes": 40, "optimizer_bytes": 120}
     layers = four_blocks(none=100, full=16, output=8, **weights)
-    found = footprint(layers, one_f_one_b(2, 8), num_replicas=2, overhead_bytes=7, target_share=0.5).stages(
+    found = footprint(layers, one_f_one_b(2, 8), num_replicas=2, overhead_bytes=7).stages(
         Partition((0, 2, 4)), ["full", "none", "none", "none"]
     )
     gradients = 2 * (40 + 2 * 40)  # of two layers, in 16 bits and summed in 32
@@ -35,26 +35,19 @@ def test_each_term_by_hand():
     # one gradient of the output comes back. The first layer brings back 84 bytes when the second has freed 100;
     # the gradients within the second are a third of that.
     first = StageMemory(40, gradients, 120, 2 * (16 + 100), 0, 2 * (16 + 8) + 8, 33, 0, 7)
-    # Stage 1 holds one: its input three times (kept, arriving, as a gradient); 8 bytes of logits twice.
-    last = StageMemory(40, gradients, 120, 2 * 100, 0, 3 * 8, 33, 2 * 8, 7)
+    # Stage 1 holds one: its input three times (kept, arriving, as a gradient).
+    last = StageMemory(40, gradients, 120, 2 * 100, 0, 3 * 8, 33, 0, 7)
     assert found == (first, last)
     assert first.total == 40 + 240 + 120 + 232 + 56 + 33 + 7
 
 
-@pytest.mark.parametrize(
-    ("dtype", "share", "bytes_per_logit"),
-    [
-        ("bfloat16", 1.0, 12),  # in the softmax
-        ("bfloat16", 0.5, 2 * 2 + 0.5 * (4 + 2)),  # behind it: two gradients of all logits, a float32 and a cast one
-        ("float32", 0.5, 2 * 4 + 0.5 * 4),
-        ("float32", 0.0, 2 * 4),
-    ],
-)
-def test_the_loss_needs_most_in_the_softmax_or_behind_it(dtype, share, bytes_per_logit):
-    element_bytes = {"bfloat16": 2, "float32": 4}[dtype]
-    memory = footprint([block("head", output=80)], one_f_one_b(1, 1), target_share=share, precision=dtype)
-    assert memory.loss_bytes == 80 / element_bytes * bytes_per_logit
-    assert memory.stage(0, range(1), ["none"]).transient == max(memory.loss_bytes, 80)
+@pytest.mark.parametrize(("targets", "rows", "again"), [(600, 600, 0), (1024, 1024, 0), (4096, 1024, 70)])
+def test_the_loss_has_the_logits_of_some_rows_and_beyond_them_their_part_of_the_gradient(targets, rows, again):
+    head = block("head", none=90, full=10, output=0, sizes={"vocab": 50}, gradient_bytes=70)
+    memory = footprint([block("block.0"), head], one_f_one_b(1, 1), load=Load(9, 4096, target_tokens=targets))
+    assert memory.loss_bytes == 8 * rows * 50 + again
+    found = memory.stage(0, range(2), ["none", "none"])
+    assert found.transient < memory.loss_bytes == found.transient + found.logits
 
 
 def test_postponed_weight_gradients_hold_on_to_what_they_need():
@@ -74,15 +67,15 @@ def test_a_stage_holds_what_running_its_table_holds(seed):
     rng = generator(seed)
     profile, num_stages = random_model(rng), int(rng.integers(1, 5))
     schedule = random_schedule(rng, num_stages)
-    memory = Footprint(profile, LOAD, schedule, Layout(num_stages), target_share=0.1)
+    memory = Footprint(profile, LOAD, schedule, Layout(num_stages))
     stage, levels = int(rng.integers(num_stages)), rng.choice(["none", "full"], len(profile.layers)).tolist()
     layers = range(int(rng.integers(len(profile.layers) - 1)) if stage else 0, len(profile.layers))
     found = memory.stage(stage, layers, levels[layers.start :])
     update = memory.update_bytes(stage)[layers.start, layers.stop] + found.pending
     expected = max(run_table(memory, stage, layers, levels), update)
-    assert found.activations + found.pending + found.transient >= expected
+    assert found.activations + found.pending + found.transient + found.logits >= expected
     if schedule.micro_batches >= num_stages:
-        assert found.activations + found.pending + found.transient == expected
+        assert found.activations + found.pending + found.transient + found.logits == expected
 
 
 def test_bytes_grow_with_the_load():
@@ -132,10 +125,10 @@ def test_the_optimizers_step_may_need_more_than_any_backward_pass():
     memory = footprint(layers, one_f_one_b(1, 1), accumulate_float32=False)
     assert memory.state.update[0, 1] == 3 * 40 - 20
     stage = memory.stage(0, range(1), ["none"])
-    # pixels (2) stand for the input; at the end of the step activations, input and logits are gone
-    assert (stage.activations, stage.buffers, stage.logits) == (4, 2, 6)
-    assert stage.activations + stage.buffers + stage.logits + stage.transient == 100
-    assert memory.update_bytes(0)[0, 1] == 100 - 2 - 6
+    # pixels (2) stand for the input; at the end of the step activations and input are gone
+    assert (stage.activations, stage.buffers) == (4, 2)
+    assert stage.activations + stage.buffers + stage.transient == 100
+    assert memory.update_bytes(0)[0, 1] == 100 - 2
 
 
 def test_matrices_over_stages_agree_with_each_stage():
@@ -143,7 +136,7 @@ def test_matrices_over_stages_agree_with_each_stage():
     memory = footprint(layers, one_f_one_b(3, 4), num_replicas=2, overhead_bytes=11)
     for stage, (a, b) in enumerate([(0, 2), (1, 4), (2, 5)]):
         found = memory.stage(stage, range(a, b), ["full"] * (b - a))
-        assert memory.fixed_bytes(stage)[a, b] == found.total - found.activations - found.transient
+        assert memory.fixed_bytes(stage)[a, b] == found.total - found.activations - found.transient - found.logits
         assert memory.kept_bytes[a:b, 2].sum() * memory.schedule.in_flight[stage] == found.activations
 
 
@@ -154,7 +147,6 @@ def test_matrices_over_stages_agree_with_each_stage():
             lambda: Footprint(model(four_blocks()), LOAD, one_f_one_b(1, 1), Layout(precision="float32")),
             "precision of the layout must be the profile's bfloat16, got float32",
         ),
-        (lambda: footprint(four_blocks(), one_f_one_b(1, 1), target_share=1.5), "target_share must lie in"),
         (
             lambda: Footprint(model(four_blocks()), Load([1, 2], [3, 4]), one_f_one_b(1, 1), Layout()),
             "load must be of a single micro-batch",

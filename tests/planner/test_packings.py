@@ -13,7 +13,7 @@ from omnibal.data.packs import Packs
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError
-from omnibal.planner.packings import Packing, largest_target_share, packings
+from omnibal.planner.packings import Packing, packings
 from tests.pipeline.profiles import layer, profile
 from tests.planner.test_request import request
 
@@ -79,7 +79,7 @@ def test_a_packing_holds_the_steps_that_were_named():
 def test_the_median_step_is_by_its_slowest_replica():
     tokens = [[[5, 5], [1, 9]], [[2, 2], [30, 1]], [[8, 8], [1, 1]]]  # slowest replicas: 10, 31 and 16 tokens
     steps = tuple(tuple(Load(0, replica) for replica in step) for step in tokens)
-    packing = Packing(PackLimits(0, 40), 2, 4.0, steps, Load(0, 40), 1.0, (7, 8, 9))
+    packing = Packing(PackLimits(0, 40), 2, 4.0, steps, Load(0, 40), (7, 8, 9))
     costs = profile([replace(layer("block.0"), forward_seconds=CostModel(llm_tokens=1), recompute_seconds={})])
     found = packing.median_step(costs)
     assert (found.steps, found.numbers) == ((steps[2],), (9,))
@@ -114,11 +114,9 @@ def test_no_pack_within_the_limits_exceeds_the_largest_load(seed):
     packs = Packs(rng.permutation(200), starts)
     load, largest = packs.load(lengths), largest_load(lengths, limits)
     within = (load.vision_units <= limits.vision_units) & (load.llm_tokens <= limits.llm_tokens)
-    for name in ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared"):
+    for name in ("vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared", "target_tokens"):
         assert (getattr(load, name)[within] <= getattr(largest, name) * (1 + 1e-12)).all()
-    share = packs.sums(lengths.target_tokens) / np.maximum(load.llm_tokens, 1)
-    assert (share <= largest_target_share(lengths) + 1e-12).all()
 
 
 def test_all_tokens_may_carry_loss_where_nothing_is_known():
-    assert largest_target_share(SampleLengths([1], [10])) == 1.0
+    assert largest_load(SampleLengths([1], [10]), PackLimits(2, 30)).target_tokens == 30

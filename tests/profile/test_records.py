@@ -52,7 +52,7 @@ def change(path, edit):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(version=0), "must be of version 5, got 0; make it again"),
+        (lambda c: c.update(version=0), "must be of version 6, got 0; make it again"),
         (lambda c: c.update(device="other"), "must have the hash [0-9a-f]{16} it was saved with"),
         (
             lambda c: c["layers"][0]["forward_seconds"].update(fixed=-1.0),

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
 from omnibal.data.collate import pack_samples
+from omnibal.profile.levels import Level
 from omnibal.vlm import Payload, VisionLanguageModel
-from omnibal.vlm.loss import token_losses
+from omnibal.vlm.loss import targets_of
+from omnibal.vlm.recompute import run_layer
 
 IMAGE_TOKEN, PAD_TOKEN, VOCAB = 3, 0, 61
 TILE, TOKENS_PER_TILE = 28, 4
@@ -79,16 +81,20 @@ def build_layers(model: VisionLanguageModel, *, seed: int = 0, **options: Any) -
     return layers
 
 
-def run_layers(layers: list[nn.Module], pack: dict[str, Tensor]) -> Tensor:
+def run_layers(layers: list[nn.Module], pack: dict[str, Tensor], level: Level = "none") -> Tensor:
     """Logits (1, tokens, vocab) of a pack."""
-    payload = Payload.of_pack(pack)
+    return _run(layers, Payload.of_pack(pack), level)
+
+
+def pack_loss(layers: list[nn.Module], pack: dict[str, Tensor], level: Level = "none") -> Tensor:
+    """Sum of the losses of a pack's target tokens."""
+    return _run(layers, Payload.of_pack(pack).with_integers(targets_of(pack["labels"])), level)
+
+
+def _run(layers: list[nn.Module], payload: Payload, level: Level) -> Tensor:
     for layer in layers:
-        payload = layer(payload)
+        payload = run_layer(layer, payload, level)
     return payload.hidden
-
-
-def pack_loss(layers: list[nn.Module], pack: dict[str, Tensor]) -> Tensor:
-    return token_losses(run_layers(layers, pack), pack["labels"]).sum()
 
 
 def disk_state(model: VisionLanguageModel, layers: list[nn.Module], *, gradients: bool = False) -> dict[str, Tensor]:

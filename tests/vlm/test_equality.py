@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from omnibal.families.base import check_frozen
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import Payload, load_model
-from omnibal.vlm.loss import token_losses
 from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.recompute import run_layer
 from tests.families.models import small_config
@@ -23,7 +22,7 @@ from tests.vlm.families import (
     plain_family_model,
     tied_config,
 )
-from tests.vlm.models import disk_state
+from tests.vlm.models import disk_state, pack_loss, run_layers
 
 PACKS = {"mixed": [0, 1, 2, 3, 4, 5, 6], "text only": [1, 4], "one image": [6], "two images": [5]}
 CASES = {
@@ -44,15 +43,8 @@ CASES = {
 }
 
 
-def run(layers, pack, level="none"):
-    payload = Payload.of_pack(pack)
-    for layer in layers:
-        payload = run_layer(layer, payload, level)
-    return payload.hidden
-
-
-def mean_loss(logits, pack):
-    return token_losses(logits, pack["labels"]).sum() / (pack["labels"] != -100).sum()
+def mean_loss(layers, pack, level="none"):
+    return pack_loss(layers, pack, level) / (pack["labels"] != -100).sum()
 
 
 def family_of_config(config, chosen):
@@ -74,9 +66,9 @@ def check_gradient(ours, theirs, name):
 @pytest.mark.parametrize(("config", "chosen"), CASES.values(), ids=CASES)
 def test_packs_give_logits_loss_and_gradients_of_plain_transformers(config, chosen):
     model, layers, pack, loss, expected, theirs = family_of_config(config, chosen)
-    logits = run(layers, pack)
-    assert_close(logits[0], torch.cat(expected), rtol=1e-4, atol=2e-5)
-    ours = mean_loss(logits, pack)
+    with torch.no_grad():
+        assert_close(run_layers(layers, pack)[0], torch.cat(expected), rtol=1e-4, atol=2e-5)
+    ours = mean_loss(layers, pack)
     assert ours.item() == pytest.approx(loss, rel=1e-5)
     ours.backward()
     gradients = disk_state(model, layers, gradients=True)
@@ -133,7 +125,7 @@ def test_levels_and_frozen_layers_leave_the_other_gradients_as_they_are(family):
         check_frozen(model.records, frozen)
         for level in LEVELS:
             freeze(model, layers, frozen)
-            mean_loss(run(layers, pack, level), pack).backward()
+            mean_loss(layers, pack, level).backward()
             for index, layer in enumerate(layers):
                 names = model.weight_names(index)
                 for name, parameter in layer.named_parameters():
@@ -146,7 +138,7 @@ def test_levels_and_frozen_layers_leave_the_other_gradients_as_they_are(family):
 @pytest.mark.parametrize("family", TRAINED)
 def test_cuts_send_what_later_layers_read(family):
     model, layers, pack, _, _, _ = family_of_config(small_config(family), "mixed")
-    expected, payload = run(layers, pack), Payload.of_pack(pack)
+    expected, payload = run_layers(layers, pack), Payload.of_pack(pack)
     for boundary, layer in enumerate(layers):
         layout = model.layout(boundary)
         payload = layer(layout.build(layout.flatten(payload)))

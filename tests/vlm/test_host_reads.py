@@ -8,7 +8,7 @@ import torch
 
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import attention, load_model
-from omnibal.vlm.loss import target_rows, token_losses
+from omnibal.vlm.loss import targets_of
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
@@ -50,9 +50,12 @@ def test_families_ask_the_device_for_nothing(family, chosen):
     model = load_model(small_config(family))
     layers = [layer.to("meta") for layer in build_layers(model, dtype=torch.bfloat16)]
     payload, labels = family_on_meta(model, [family_samples(family)[index] for index in chosen])
-    logits = run(layers, payload, "full")
-    token_losses(logits, labels.to("meta"), target_rows(labels).to("meta")).sum().backward()
+    run(layers, payload.with_integers(meta_targets(labels)), "full").backward()
     assert all(parameter.grad is not None for layer in layers for parameter in layer.parameters())
+
+
+def meta_targets(labels):
+    return {name: value.to("meta") for name, value in targets_of(labels).items()}
 
 
 def run(layers, payload, level):
@@ -69,9 +72,7 @@ def test_layers_and_loss_ask_the_device_for_nothing(config, pack, level):
     queue = WeightGradients()
     for layer in layers:
         defer_linears(layer, queue)
-    logits = run(layers, on_meta(pack), level)
-    rows = target_rows(pack["labels"]).to("meta")
-    token_losses(logits, pack["labels"].to("meta"), rows).sum().backward()
+    run(layers, on_meta(pack).with_integers(meta_targets(pack["labels"])), level).backward()
     queue.run(0)
     trained = [parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad]
     assert trained and all(parameter.grad.shape == parameter.shape for parameter in trained)

@@ -16,6 +16,7 @@ from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import passes as measure
 from omnibal.vlm.layer_run import LayerRun, MadePack, made_packs
+from omnibal.vlm.loss import targets_of
 from omnibal.vlm.measure import measure_profile, measured_versions
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.vlm.patches import patch_places
@@ -104,7 +105,7 @@ def test_the_gradient_of_a_convolution_does_not_wait(profile):
 
 @pytest.mark.parametrize("pack", [MadePack(3, (20, 17)), MadePack(0, (9, 9, 9, 9)), MadePack(7, (100,))])
 def test_bytes_are_predicted_for_packs_that_were_not_measured(profile, pack):
-    payload = pack.payload(MODEL, dtype=torch.float32)
+    payload = with_targets(pack.payload(MODEL, dtype=torch.float32))
     for index, (layer, cost) in enumerate(zip(build_layers(MODEL), profile.layers, strict=True)):
         payload = payload.replace(hidden=payload.hidden.detach().requires_grad_(index > 0))
         run = partial(run_layer, layer, payload)
@@ -120,6 +121,11 @@ def test_bytes_are_predicted_for_packs_that_were_not_measured(profile, pack):
         payload = run("none")
         sent = sum(tensor.nbytes for tensor in (payload.hidden, payload.input_ids, payload.position_ids))
         assert cost.output_bytes(pack.load) == pytest.approx(sent, rel=1e-6)
+
+
+def with_targets(payload):
+    """Every token but the first is one, as a pack's load has it where it does not say otherwise."""
+    return payload.with_integers(targets_of(payload.input_ids))
 
 
 def test_what_waits_is_what_counting_says(profile):
@@ -211,7 +217,7 @@ def test_families_whose_images_are_cut_otherwise_are_measured(family):
     assert [layer.name for layer in profile.layers] == [record.name for record in model.records]
     packs = UNSEEN if has_patches else [MadePack(0, (9, 9)), *made_packs(model, PackLimits(8, 300))]
     for pack in packs:
-        payload = pack.payload(model, dtype=torch.float32)
+        payload = with_targets(pack.payload(model, dtype=torch.float32))
         if has_patches:  # tables of places are made once for a pack, and kept with it
             patch_places(payload, model.config.vision_config)
         for index, cost in enumerate(profile.layers):

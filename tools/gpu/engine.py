@@ -101,7 +101,8 @@ class Runs:
         plan = Plan(limits, MICRO_BATCHES, Partition(boundaries), levels, schedule=schedule, layout=layout)
         found = self._run(plan, processes, staged, early)
         profile = analytic_profile(self.model.records, self.counted, dtype="bfloat16")
-        load = Load(limits.vision_units, limits.llm_tokens, PACK * self.tokens**2)
+        targets = PACK * (self.tokens - self.tiles * image_tokens_per_tile(self.model))
+        load = Load(limits.vision_units, limits.llm_tokens, PACK * self.tokens**2, target_tokens=targets)
         predicted = self._predicted(profile, load, plan)
         seconds = median(found["seconds"][WARM_UP:])
         work = [layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers]
@@ -128,9 +129,7 @@ class Runs:
         """Bytes of each stage's device at its peak, as the allocator counts; none for a level that is not counted."""
         if any(level not in layer.saved_bytes for layer, level in zip(profile.layers, plan.recompute, strict=True)):
             return []
-        share = 1 - self.tiles * image_tokens_per_tile(self.model) / self.tokens
-        memory = plan.memory(profile, load, target_share=share)
-        return [stage.total - stage.overhead for stage in memory]
+        return [stage.total - stage.overhead for stage in plan.memory(profile, load)]
 
     def _run(self, plan: Plan, processes: int, staged: bool, early: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as name:

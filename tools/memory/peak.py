@@ -185,14 +185,14 @@ def main() -> None:
     schedules = parser.parse_args().schedules
     torch.set_num_threads(1)
     profile = measure_profile(model(), PackLimits(TILES, SAMPLES * TOKENS), max_spread=float("inf"))
-    load = Load(TILES, SAMPLES * TOKENS, SAMPLES * TOKENS**2)
-    targets = 1 - TILES * TOKENS_PER_TILE / (SAMPLES * TOKENS)
+    targets = SAMPLES * TOKENS - TILES * TOKENS_PER_TILE
+    load = Load(TILES, SAMPLES * TOKENS, SAMPLES * TOKENS**2, target_tokens=targets)
     layout = Layout(2, zero_stage=0, precision=profile.dtype)
     print("| schedule | cut | levels | stage | predicted MiB | measured MiB | error |\n|---|---|---|---|---|---|---|")
     errors = []
     for schedule, boundaries in [(name, cut) for name in schedules for cut in CUTS[name]]:
         partition = Partition(boundaries)
-        footprint = Footprint(profile, load, SCHEDULES[schedule](2, MICRO_BATCHES), layout, target_share=targets)
+        footprint = Footprint(profile, load, SCHEDULES[schedule](2, MICRO_BATCHES), layout)
         for name, levels in variants(footprint, profile, partition):
             plan = Plan(PackLimits(TILES, SAMPLES * TOKENS), MICRO_BATCHES, partition, levels, schedule=schedule)
             predicted = [dynamic(memory) for memory in footprint.stages(partition, levels)]

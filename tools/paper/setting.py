@@ -62,6 +62,7 @@ class Setting:
         image_size: Pixels of a tile's side.
         samples: Of the whole dataset.
         frozen: What is not trained.
+        target_rows: Whether the head works on the rows that predict a target; the paper's works on all.
     """
 
     row: Published = BASELINE
@@ -76,11 +77,15 @@ class Setting:
     image_size: int = 448
     samples: int = 1_200_000
     frozen: tuple[str, ...] = ()
+    target_rows: bool = False
 
     @cached_property
     def drawn(self) -> SampleLengths:
         """The samples that packs are made of."""
-        return tiled_lengths(DRAWN, seed=1) if self.lengths is None else self.lengths
+        drawn = tiled_lengths(DRAWN, seed=1) if self.lengths is None else self.lengths
+        if self.target_rows:
+            return drawn
+        return SampleLengths(drawn.vision_units, drawn.llm_tokens, vision_squared=drawn.vision_squared)
 
     @property
     def num_stages(self) -> int:

@@ -129,7 +129,7 @@ def make_rules(
         token_weight=max(MOST_LOAD // 2 // limits.llm_tokens, 1),
         costs=(
             cost.vision_units / unit,
-            cost.llm_tokens / unit,
+            (cost.llm_tokens + cost.target_tokens) / unit,  # as if every token were a target
             cost.llm_tokens_squared / unit,
             cost.vision_squared / unit,
         ),

@@ -1,0 +1,123 @@
+"""Time and peak memory of final norm, head and loss: all rows, target rows, torch's own function; see README.md."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from omnibal.data.collate import IGNORED
+from omnibal.memory import footprint
+from omnibal.vlm import loss as loss_module
+from omnibal.vlm.loss import summed_loss, targets_of
+from omnibal.vlm.storages import DevicePeak
+
+MIB = 2**20
+VOCABULARIES, SHARES = (32_000, 92_544, 151_936), (0.05, 0.1, 0.2, 0.33, 0.5, 1.0)
+CHUNKS = (64, 256, 1024, 4096)
+Loss = Callable[[nn.Linear, Tensor, Tensor], Tensor]
+
+
+def all_rows(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    """As before: logits of all rows, and the softmax of those with a target."""
+    logits, targets = head(hidden), targets_of(labels)
+    chosen = logits[0].index_select(0, targets["target_rows"]).float()
+    return functional.cross_entropy(chosen, targets["targets"], reduction="sum")
+
+
+def target_rows(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    """As now."""
+    targets = targets_of(labels)
+    rows = hidden[0].index_select(0, targets["target_rows"])
+    return summed_loss(head, list(head.parameters()), rows, targets["targets"])
+
+
+def of_torch(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Target rows by torch's own function, chunks chosen by itself."""
+    targets = targets_of(labels)
+    rows, options = hidden[0].index_select(0, targets["target_rows"]), nn.LinearCrossEntropyOptions()
+    return functional.linear_cross_entropy(rows, head.weight, targets["targets"], reduction="sum", options=options)
+
+
+class Bench:
+    """A norm and a head on a pack whose last tokens are targets."""
+
+    def __init__(self, vocabulary: int, width: int, tokens: int, share: float, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        options = {"device": self.device, "dtype": dtype}
+        self.norm, self.head = nn.RMSNorm(width, **options), nn.Linear(width, vocabulary, bias=False, **options)
+        self.hidden = torch.randn(1, tokens, width, **options, requires_grad=True)
+        self.labels = torch.randint(vocabulary, (1, tokens), device=self.device)
+        self.labels[:, : tokens - max(1, round(share * (tokens - 1)))] = IGNORED
+
+    def run(self, loss: Loss) -> None:
+        """Forward and backward."""
+        loss(self.head, self.norm(self.hidden), self.labels).backward()
+
+    def seconds(self, loss: Loss) -> float:
+        """Of the processor, on a CPU."""
+        clock = time.process_time
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            clock = time.perf_counter
+        began = clock()
+        self.run(loss)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return clock() - began
+
+    def peak_bytes(self, loss: Loss) -> int:
+        """Beside parameters, their sums of gradients and the input."""
+        held = [*self.norm.parameters(), *self.head.parameters(), self.hidden]
+        held += [tensor.grad for tensor in held if tensor.grad is not None]
+        with DevicePeak(self.device, held) as meter:
+            self.run(loss)
+        return meter.peak_bytes - sum(tensor.nbytes for tensor in held)
+
+    def compare(self, losses: list[Loss], repetitions: int) -> tuple[list[float], list[int]]:
+        """Median seconds, taken in turn, and peaks; gradients are summed, as those of a step's later micro-batches."""
+        for loss in losses:
+            self.run(loss)
+        rounds = [[self.seconds(loss) for loss in losses] for _ in range(repetitions)]
+        return [median(column) for column in zip(*rounds, strict=True)], [self.peak_bytes(loss) for loss in losses]
+
+
+def main(
+    width: int = 512, tokens: int = 1024, repetitions: int = 3, bfloat16: Annotated[bool, typer.Option()] = False
+) -> None:
+    """Print tables as Markdown; those of bfloat16 are for GPUs, as CPUs emulate it."""
+    torch.set_num_threads(1)
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    ways: list[Loss] = [all_rows, target_rows]
+    ways += [of_torch] if hasattr(functional, "linear_cross_entropy") else []
+    print("| vocabulary | targets | seconds before | now | of torch | MiB before | now | of torch |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for vocabulary in VOCABULARIES:
+        for share in SHARES:
+            seconds, peaks = Bench(vocabulary, width, tokens, share, dtype).compare(ways, repetitions)
+            times = [f"{seconds[0]:.2f}", *(f"× {found / seconds[0]:.2f}" for found in seconds[1:])]
+            sizes = [f"{peaks[0] / MIB:.0f}", *(f"× {found / peaks[0]:.2f}" for found in peaks[1:])]
+            print(f"| {vocabulary} | {share:.0%} |", " | ".join([*times, *sizes]), "|", flush=True)
+    _chunks(width, dtype, repetitions)
+
+
+def _chunks(width: int, dtype: torch.dtype, repetitions: int) -> None:
+    """What the number of rows of a chunk does to 4096 targets."""
+    bench, rows = Bench(VOCABULARIES[0], width, CHUNKS[-1] + 1, 1.0, dtype), []
+    for chunk in CHUNKS:
+        loss_module.LOSS_ROWS = chunk
+        (seconds,), (peak,) = bench.compare([target_rows], repetitions)
+        rows.append((chunk, seconds, peak))
+    loss_module.LOSS_ROWS = footprint.LOSS_ROWS
+    print("\n| rows at a time | seconds of 4096 | MiB |\n|---:|---:|---:|")
+    for chunk, seconds, peak in rows:
+        print(f"| {chunk} | × {seconds / rows[-1][1]:.2f} | {peak / MIB:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
