@@ -1,0 +1,133 @@
+"""The loss of any transformers model from the rows that predict a target, without the logits of the others."""
+
+import inspect
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput
+
+from omnibal.data.collate import IGNORED
+from omnibal.errors import ConfigError
+from omnibal.vlm.loss import summed_loss
+
+BEHIND_HEADS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings by which models change logits between head and loss."""
+
+
+def target_rows(model: Any) -> None:
+    """Let a model compute its training loss from target rows alone: less time in its head, and never all logits.
+
+    Call it once, after adapters have been put into the model and before the model is wrapped or sharded. What the
+    model gets and the loss it gives stay, gradients and ``num_items_in_batch`` included, so a ``Trainer`` or a loop
+    goes on as it is. It gives no ``logits`` where it trains and has labels; without labels, and in evaluation, it does
+    as ever. ``balance`` has a loss of its own, from logits, and does not gain by this.
+
+    Args:
+        model: A causal language model or an image-text model of transformers, or peft's model of one.
+
+    Raises:
+        ConfigError: Its head, or its loss, is not one that this can stand for; in the first step where only the step
+            shows it.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    _check(base)
+    rows = _TargetRows(base)
+    vars(base.lm_head)["forward"] = rows.head
+    base.loss_function = rows.loss
+    base.register_forward_pre_hook(rows.begin, with_kwargs=True)
+    base.register_forward_hook(rows.end)
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"model must be one of transformers' for target_rows, got {type(model).__name__}")
+    name, used = type(model).__name__, inspect.unwrap(type(model).forward).__code__.co_names
+    if not {"lm_head", "loss_function"} <= set(used) or not hasattr(model, "lm_head"):
+        raise ConfigError(f"model must hand what lm_head gives to loss_function, got {name}, which does not")
+    if "forward" in vars(model.lm_head):
+        raise ConfigError("lm_head must have its own forward, got one that is replaced; call target_rows once")
+    if model.loss_function is not ForCausalLMLoss:
+        raise ConfigError(f"loss_function must be transformers' ForCausalLMLoss, got {model.loss_function} of {name}")
+    for config in (model.config, model.config.get_text_config()):
+        for setting in BEHIND_HEADS:
+            value = getattr(config, setting, None)
+            if value not in (None, 1, 1.0):
+                raise ConfigError(f"{setting} must be None or 1, got {value}; {name} changes logits behind its head")
+
+
+class _TargetRows:
+    """What passes from labels to the head, and from there to the loss, in one forward pass of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self._head, self._logits = model.lm_head, model.lm_head.forward
+        self._signature = inspect.signature(type(model).forward)
+        self._labels: Tensor | None = None
+        """Of each row the token that it predicts."""
+        self._given: tuple[int, int] | None = None
+        """Where the head's number lies, and how often it was changed."""
+        self._is_used = False
+
+    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model's forward pass."""
+        given = self._signature.bind_partial(model, *args, **kwargs).arguments
+        given |= given.get("kwargs", {})
+        labels, self._labels, self._given, self._is_used = given.get("labels"), None, None, False
+        if labels is None or not model.training or not torch.is_grad_enabled():
+            return
+        shifted = given.get("shift_labels")
+        self._labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted is None else shifted
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """In the place of the head's forward pass: the sum of losses, as logits of one row and one word."""
+        if self._labels is None:
+            logits: Tensor = self._logits(hidden)
+            return logits
+        labels = self._labels.to(hidden.device)
+        if hidden.shape[:-1] != labels.shape:
+            raise ConfigError(
+                f"labels must be of all rows, {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}; "
+                "leave logits_to_keep out"
+            )
+        wanted = labels != IGNORED
+        loss = summed_loss(self._logits, list(self._head.parameters()), hidden[wanted], labels[wanted]).view(1, 1, 1)
+        self._given = loss.data_ptr(), loss._version
+        return loss
+
+    def loss(
+        self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **options: Any
+    ) -> Tensor:
+        """In the place of the model's loss; as ``ForCausalLMLoss`` where the head gave logits.
+
+        Raises:
+            ConfigError: These are not what the head gave, or the loss is told to ignore other labels.
+        """
+        if self._labels is None or self._given is None:
+            plain: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, **options)
+            return plain
+        if options.get("ignore_index", IGNORED) != IGNORED:
+            raise ConfigError(f"ignore_index must be {IGNORED} under target_rows, got {options['ignore_index']}")
+        if (logits.data_ptr(), logits._version) != self._given:
+            raise ConfigError("lm_head's logits must reach the loss unchanged under target_rows, got changed ones")
+        self._is_used = True
+        total = (self._labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        return logits.sum() / (total.to(logits.device) if isinstance(total, Tensor) else total)
+
+    def end(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """Behind the model's forward pass: its output without logits, which there are none of.
+
+        Raises:
+            ConfigError: The model has labels and no loss from here, or its output is a tuple.
+        """
+        if self._labels is None:
+            return None
+        self._labels = None
+        if not self._is_used or not isinstance(output, ModelOutput):
+            raise ConfigError(
+                "model must compute its loss by loss_function from lm_head, and return a dict, under target_rows, "
+                f"got {type(output).__name__} of {type(model).__name__}"
+            )
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
