@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from omnibal.data.collate import IGNORED
 from omnibal.errors import ConfigError
