@@ -95,8 +95,12 @@ class PackSampler(BalancedBatchSampler):
         return self.step(step).packs
 
     def load(self, step: int) -> Load:
-        """What the packs of a step hold, fillers aside, in arrays of shape (ranks, micro-batches)."""
-        return self.step(step).load(self.lengths)
+        """What the packs of a step hold, fillers aside, in arrays of shape (ranks, micro-batches).
+
+        All tokens count as targets, since hosts' losses are of all logits.
+        """
+        load = self.step(step).load(self.lengths)
+        return Load(load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared)
 
     def _filler(self, is_empty: bool, lacks_image: bool) -> int | None:
         if lacks_image and self._smallest_with_image is not None:

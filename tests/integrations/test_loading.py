@@ -31,6 +31,12 @@ def test_packs_are_those_of_the_sampler_also_where_it_goes_on(rank):
     assert list(again) == list(plain)[3 * 2 :]
 
 
+def test_loads_count_the_logits_of_all_tokens():
+    load = sampler_of().load(3)
+    assert (LENGTHS.target_tokens < LENGTHS.llm_tokens).any()
+    np.testing.assert_array_equal(load.target_tokens, load.llm_tokens)
+
+
 def test_a_pack_without_an_image_is_filled_where_its_step_has_one():
     ranks = [list(sampler_of(rank)) for rank in range(2)]
     filled = 0
