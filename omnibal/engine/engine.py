@@ -22,8 +22,8 @@ from omnibal.engine.optimizer import OnGradient, gradients
 from omnibal.engine.resolve import Given
 from omnibal.engine.table import floats_of
 from omnibal.errors import OmnibalError
+from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
-from omnibal.vlm.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 from omnibal.vlm.storages import DevicePeak, overhead_bytes
 

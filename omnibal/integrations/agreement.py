@@ -71,9 +71,12 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
     loader = DataLoader(_Reader(collator, dataset), sampler=own, generator=torch.Generator(), **options)
     found: list[Loads] = []
     problem = None
+    # Workers are forked before the bar starts its thread: a thread that is just starting may hold a lock of Python's,
+    # which its copy in a worker would then wait for.
+    parts = iter(loader)
     try:
         with tqdm(total=len(own), desc="lengths", unit=" samples", disable=True if rank else None, delay=1) as bar:
-            for part in loader:
+            for part in parts:
                 problem = next((loads for loads in part if isinstance(loads, str)), None)
                 if problem is not None:
                     break

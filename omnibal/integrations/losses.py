@@ -159,19 +159,46 @@ class StepLoss:
             self._top_k, self._factor = text.num_experts_per_tok, text.router_aux_loss_coef
         self._trainer, self._reduction, self._draw = trainer, reduction, trainer.get_batch_samples
         self._weights = deque[Tensor]()  # of the step's micro-batches, in their order
+        self._labels = deque[Tensor]()
+        self._sums = False
+        """Whether the model gave a sum of losses for the logits of the newest micro-batch."""
         self._routed = deque[Tensor]()
         self._routed_of_step = torch.zeros(())
         self._replicas = trainer.args.world_size // trainer.get_tp_size()
 
     def install(self) -> None:
-        """Let the trainer train with it."""
+        """Let the trainer train with it, and its model's head work on target rows alone where it can."""
         self._trainer.compute_loss_func = self
         vars(self._trainer)["get_batch_samples"] = self.draw
+        from omnibal.integrations.target_rows import HeadOnTargets, base_of, check_head  # hosts may lack transformers
+
+        # A graph cannot hold gradients that are made in a forward pass; a rank with a part of the words knows no loss.
+        if self._trainer.args.torch_compile or self._trainer.get_tp_size() > 1:
+            return
+        model = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
+        try:
+            check_head(model)
+        except ConfigError:
+            return  # all logits serve as well
+        self._head = HeadOnTargets(model, self._targets)
+        model.register_forward_hook(self._look)
+
+    def _targets(self) -> tuple[Tensor, Tensor | None] | None:
+        """What the head works on now; None in evaluation."""
+        if not self._labels or not torch.is_grad_enabled():
+            return None
+        weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))
+        return functional.pad(self._labels[0][:, 1:], (0, 1), value=IGNORED), weights
+
+    def _look(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Behind the model's own forward pass: what wraps it may copy what it gives."""
+        self._sums = self._head.has_given(getattr(output, "logits", None))
 
     def draw(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """A step's micro-batches in training, and the sum of all ranks' weights in place of their tokens' number."""
         batches, _ = self._draw(iterator, num_batches, device)
         self._weights = deque(token_weights(batch, self._reduction)[:, 1:].to(device) for batch in batches)
+        self._labels = deque(batch["labels"] for batch in batches)
         self._routed = deque(routed_tokens(batch).flatten().to(device) for batch in batches if self.routes)
         totals = torch.zeros(2, device=device)
         for weights, routed in zip_longest(self._weights, self._routed, fillvalue=totals.new_zeros(())):
@@ -188,8 +215,9 @@ class StepLoss:
             if self.routes:  # Trainer multiplies what it gets by the replicas
                 loss = loss + self._factor * outputs["aux_loss"] / self._replicas
             return loss
-        weights = self._weights.popleft()[labels[:, 1:] != IGNORED]
-        loss = (_cross_entropy(outputs, labels) * weights).sum() / num_items_in_batch.clamp(min=LEAST)
+        weights, _ = self._weights.popleft()[labels[:, 1:] != IGNORED], self._labels.popleft()
+        losses = outputs["logits"] if self._sums else _cross_entropy(outputs, labels) * weights
+        loss = losses.sum() / num_items_in_batch.clamp(min=LEAST)
         if self.routes:
             counted = self._routed.popleft()
             if counted.any():

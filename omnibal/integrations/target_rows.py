@@ -1,6 +1,7 @@
 """The loss of any transformers model from the rows that predict a target, without the logits of the others."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -12,7 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from omnibal.data.collate import IGNORED
 from omnibal.errors import ConfigError
-from omnibal.vlm.loss import summed_loss
+from omnibal.loss import summed_loss
 
 BEHIND_HEADS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings by which models change logits between head and loss."""
@@ -24,7 +25,7 @@ def target_rows(model: Any) -> None:
     Call it once, after adapters have been put into the model and before the model is wrapped or sharded. What the
     model gets and the loss it gives stay, gradients and ``num_items_in_batch`` included, so a ``Trainer`` or a loop
     goes on as it is. It gives no ``logits`` where it trains and has labels; without labels, and in evaluation, it does
-    as ever. ``balance`` has a loss of its own, from logits, and does not gain by this.
+    as ever. ``balance`` does the like by itself.
 
     Args:
         model: A causal language model or an image-text model of transformers, or peft's model of one.
@@ -33,16 +34,25 @@ def target_rows(model: Any) -> None:
         ConfigError: Its head, or its loss, is not one that this can stand for; in the first step where only the step
             shows it.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    _check(base)
+    base = base_of(model)
+    check_head(base)
     rows = _TargetRows(base)
-    vars(base.lm_head)["forward"] = rows.head
     base.loss_function = rows.loss
     base.register_forward_pre_hook(rows.begin, with_kwargs=True)
     base.register_forward_hook(rows.end)
 
 
-def _check(model: Any) -> None:
+def base_of(model: Any) -> Any:
+    """The model that has the head: itself, or what peft's model was made of."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def check_head(model: Any) -> None:
+    """Check that what the head gives is what the loss gets.
+
+    Raises:
+        ConfigError: It is not, as far as can be seen without a step.
+    """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model must be one of transformers' for target_rows, got {type(model).__name__}")
     name, used = type(model).__name__, inspect.unwrap(type(model).forward).__code__.co_names
@@ -59,43 +69,75 @@ def _check(model: Any) -> None:
                 raise ConfigError(f"{setting} must be None or 1, got {value}; {name} changes logits behind its head")
 
 
-class _TargetRows:
-    """What passes from labels to the head, and from there to the loss, in one forward pass of a model."""
+class HeadOnTargets:
+    """Takes the place of a model's head: where there are targets it gives the sum of their losses for logits.
 
-    def __init__(self, model: Any) -> None:
-        self._head, self._logits = model.lm_head, model.lm_head.forward
-        self._signature = inspect.signature(type(model).forward)
-        self._labels: Tensor | None = None
-        """Of each row the token that it predicts."""
+    Args:
+        model: As ``check_head`` wants it.
+        targets: Tells, when the head is called, of each row the token that it predicts (``IGNORED`` for none), shape
+            (batch, tokens), and how much each counts, None for once; or None in all, for logits as ever.
+    """
+
+    def __init__(self, model: Any, targets: Callable[[], tuple[Tensor, Tensor | None] | None]) -> None:
+        self._head, self._logits, self._targets = model.lm_head, model.lm_head.forward, targets
         self._given: tuple[int, int] | None = None
-        """Where the head's number lies, and how often it was changed."""
-        self._is_used = False
+        """Where the number lies that was given last, and how often it was changed."""
+        vars(model.lm_head)["forward"] = self
 
-    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model's forward pass."""
-        given = self._signature.bind_partial(model, *args, **kwargs).arguments
-        given |= given.get("kwargs", {})
-        labels, self._labels, self._given, self._is_used = given.get("labels"), None, None, False
-        if labels is None or not model.training or not torch.is_grad_enabled():
-            return
-        shifted = given.get("shift_labels")
-        self._labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted is None else shifted
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits, or the sum of losses as logits of one row and one word.
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """In the place of the head's forward pass: the sum of losses, as logits of one row and one word."""
-        if self._labels is None:
+        Raises:
+            ConfigError: The head gets other rows than there are labels.
+        """
+        targets, self._given = self._targets(), None
+        if targets is None:
             logits: Tensor = self._logits(hidden)
             return logits
-        labels = self._labels.to(hidden.device)
+        labels = targets[0].to(hidden.device)
         if hidden.shape[:-1] != labels.shape:
             raise ConfigError(
                 f"labels must be of all rows, {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}; "
                 "leave logits_to_keep out"
             )
         wanted = labels != IGNORED
-        loss = summed_loss(self._logits, list(self._head.parameters()), hidden[wanted], labels[wanted]).view(1, 1, 1)
+        weights = None if targets[1] is None else targets[1].to(hidden.device)[wanted]
+        parameters = list(self._head.parameters())
+        loss = summed_loss(self._logits, parameters, hidden[wanted], labels[wanted], weights).view(1, 1, 1)
         self._given = loss.data_ptr(), loss._version
         return loss
+
+    def has_given(self, logits: Any) -> bool:
+        """Whether these are a sum of losses.
+
+        Raises:
+            ConfigError: The head gave a sum, and these are not what it gave.
+        """
+        if self._given is None:
+            return False
+        if not isinstance(logits, Tensor) or (logits.data_ptr(), logits._version) != self._given:
+            raise ConfigError("lm_head's logits must reach the loss unchanged under target_rows, got changed ones")
+        return True
+
+
+class _TargetRows:
+    """What passes from labels to the head, and from there to the loss, in one forward pass of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self._signature = inspect.signature(type(model).forward)
+        self._labels: Tensor | None = None
+        self._is_used = False
+        self._head = HeadOnTargets(model, lambda: None if self._labels is None else (self._labels, None))
+
+    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model's forward pass."""
+        given = self._signature.bind_partial(model, *args, **kwargs).arguments
+        given |= given.get("kwargs", {})
+        labels, self._labels, self._is_used = given.get("labels"), None, False
+        if labels is None or not model.training or not torch.is_grad_enabled():
+            return
+        shifted = given.get("shift_labels")
+        self._labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted is None else shifted
 
     def loss(
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **options: Any
@@ -105,13 +147,11 @@ class _TargetRows:
         Raises:
             ConfigError: These are not what the head gave, or the loss is told to ignore other labels.
         """
-        if self._labels is None or self._given is None:
+        if self._labels is None or not self._head.has_given(logits):
             plain: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, **options)
             return plain
         if options.get("ignore_index", IGNORED) != IGNORED:
             raise ConfigError(f"ignore_index must be {IGNORED} under target_rows, got {options['ignore_index']}")
-        if (logits.data_ptr(), logits._version) != self._given:
-            raise ConfigError("lm_head's logits must reach the loss unchanged under target_rows, got changed ones")
         self._is_used = True
         total = (self._labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         return logits.sum() / (total.to(logits.device) if isinstance(total, Tensor) else total)

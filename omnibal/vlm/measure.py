@@ -14,11 +14,11 @@ from omnibal.cost import CostModel, Load
 from omnibal.data.collate import IGNORED
 from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord, check_frozen
+from omnibal.loss import targets_of
 from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.vlm.layer_run import LayerOnPack, LayerRun, MadePack, made_packs
 from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.loss import targets_of
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, time_optimizer
 from omnibal.vlm.payload import Payload
 

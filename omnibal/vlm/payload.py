@@ -20,7 +20,7 @@ class Payload:
             native-resolution ViT (patches, values) and (patches, width); (image_tokens, width) out of the projector,
             (1, tokens, width) within the language model; of the last layer the sum of losses, a number.
         integers: What says how to read the floats, from the data; no layer changes it, and it has no gradient. On the
-            last stage also what ``omnibal.vlm.loss.targets_of`` makes of labels.
+            last stage also what ``omnibal.loss.targets_of`` makes of labels.
         features: Further floats that later layers read, such as those of earlier ViT blocks. A stage that receives one
             sends a gradient back for it.
     """

@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from omnibal.errors import DataError
 from omnibal.families.base import LayerRecord
+from omnibal.loss import Head as LogitsOf
+from omnibal.loss import evaluation_statistics, summed_loss
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.layers import LayerRecipe
-from omnibal.vlm.loss import Head as LogitsOf
-from omnibal.vlm.loss import evaluation_statistics, summed_loss
 from omnibal.vlm.payload import Payload, counts_of
 
 

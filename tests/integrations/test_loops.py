@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from functools import partial
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, DataLoader
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -111,6 +112,20 @@ def test_workers_count_lengths_and_a_folder_keeps_them(tmp_path, monkeypatch):
     assert torch.equal(torch.get_rng_state(), torch_state)
 
 
+def test_workers_are_forked_before_a_bar_starts_its_thread(monkeypatch):
+    happened = []
+
+    class Loader(DataLoader):
+        def __iter__(self):
+            happened.append("workers")
+            return super().__iter__()
+
+    monkeypatch.setattr(agreement, "DataLoader", Loader)
+    monkeypatch.setattr(agreement, "tqdm", lambda **options: happened.append("bar") or MagicMock())
+    balanced_loader(items_of("internvl"), list, LIMITS, weigh_tokens=False)
+    assert happened == ["workers", "bar"]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_cannot_be_read_is_named(workers):
     items = [*items_of("internvl")[:3], {"input_ids": None}]
@@ -203,7 +218,7 @@ import sys
 for name in ("transformers", "deepspeed", "accelerate"):
     sys.modules[name] = None  # as if it were not installed
 import torch
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, DataLoader
 from omnibal import PackLimits
 from omnibal.integrations.loops import balanced_loader
 items = [{"input_ids": torch.arange(9), "labels": torch.arange(9), "pixel_values": None}] * 8

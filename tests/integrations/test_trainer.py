@@ -253,6 +253,23 @@ def test_lines_say_what_is_expected_and_what_came(tmp_path, capsys):
     assert "peak_gib_fullest_rank" not in logged[0]
 
 
+@pytest.mark.parametrize(("lora", "reduction", "padded"), [(False, "token", False), (True, "square", True)])
+def test_the_head_works_on_target_rows_alone(tmp_path, lora, reduction, padded):
+    eval_dataset, seen = items_of("internvl")[:1], []
+    trainer = trainer_of(Case("internvl", lora=lora), tmp_path, eval_dataset=eval_dataset, max_steps=3)
+    base = trainer.model.get_base_model() if lora else trainer.model
+    base.lm_head.register_forward_hook(
+        lambda module, args, logits: seen.append((torch.is_grad_enabled(), tuple(logits.shape)))
+    )
+    balance(trainer, LIMITS["internvl"], loss_reduction=reduction, padded=padded)
+    trainer.train()
+    # Before the first step a pack is compared with its samples, without gradients.
+    assert {shape for trains, shape in seen if trains} == {(1, 1, 1)}
+    seen.clear()
+    trainer.evaluate()
+    assert [(trains, shape[-1]) for trains, shape in seen] == [(False, base.config.get_text_config().vocab_size)]
+
+
 def test_the_line_says_where_there_is_no_gain(tmp_path, capsys):
     sampler = balance(trainer_of("internvl", tmp_path, max_steps=5))
     line = capsys.readouterr().out

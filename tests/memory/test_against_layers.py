@@ -10,12 +10,12 @@ from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES
+from omnibal.loss import targets_of
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import load_model
-from omnibal.vlm.loss import targets_of
 from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.payload import Payload

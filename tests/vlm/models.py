@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
 from omnibal.data.collate import pack_samples
+from omnibal.loss import targets_of
 from omnibal.profile.levels import Level
 from omnibal.vlm import Payload, VisionLanguageModel
-from omnibal.vlm.loss import targets_of
 from omnibal.vlm.recompute import run_layer
 
 IMAGE_TOKEN, PAD_TOKEN, VOCAB = 3, 0, 61

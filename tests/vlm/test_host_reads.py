@@ -6,9 +6,9 @@ Tensors of torch's device "meta" have shapes but no values: whoever asks for one
 import pytest
 import torch
 
+from omnibal.loss import targets_of
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import attention, load_model
-from omnibal.vlm.loss import targets_of
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears

@@ -10,13 +10,13 @@ from omnibal.cost import CostModel
 from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
+from omnibal.loss import targets_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import passes as measure
 from omnibal.vlm.layer_run import LayerRun, MadePack, made_packs
-from omnibal.vlm.loss import targets_of
 from omnibal.vlm.measure import measure_profile, measured_versions
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.vlm.patches import patch_places

@@ -14,10 +14,10 @@ from omnibal.data.collate import GRIDS, mrope_positions
 from omnibal.device import DEVICES
 from omnibal.engine.transfers import describe, read_description
 from omnibal.errors import ConfigError, DataError
+from omnibal.loss import targets_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import Payload, attention, load_model
-from omnibal.vlm.loss import targets_of
 from omnibal.vlm.payload import PackCounts, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import save_model

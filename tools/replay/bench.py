@@ -13,10 +13,10 @@ from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig
 from omnibal.cost import Load
 from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
+from omnibal.loss import targets_of
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.layer_run import made_sample
 from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.loss import targets_of
 from omnibal.vlm.storages import DevicePeak, storage_bytes
 
 SHORTER = 16

@@ -7,8 +7,8 @@ from torch.nn import functional
 from torch.testing import assert_close
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from omnibal.vlm import loss as loss_module
-from omnibal.vlm.loss import evaluation_statistics, summed_loss, targets_of
+from omnibal import loss as loss_module
+from omnibal.loss import evaluation_statistics, summed_loss, targets_of
 
 WIDTH, VOCAB = 6, 11
 
