@@ -97,7 +97,7 @@ class PackSampler(BalancedBatchSampler):
     def load(self, step: int) -> Load:
         """What the packs of a step hold, fillers aside, in arrays of shape (ranks, micro-batches).
 
-        All tokens count as targets, since hosts' losses are of all logits.
+        All tokens count as targets: what a host gains by its head, it gains without balance as well.
         """
         load = self.step(step).load(self.lengths)
         return Load(load.vision_units, load.llm_tokens, load.llm_tokens_squared, load.vision_squared)

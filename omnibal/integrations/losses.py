@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from omnibal.data.collate import IGNORED
 from omnibal.errors import ConfigError
+from omnibal.integrations.packing import FAMILIES
 
 Reduction = Literal["token", "sample", "square"]
 POWERS: Final[Mapping[Reduction, float]] = MappingProxyType({"token": 0.0, "sample": 1.0, "square": 0.5})
@@ -170,16 +171,17 @@ class StepLoss:
         """Let the trainer train with it, and its model's head work on target rows alone where it can."""
         self._trainer.compute_loss_func = self
         vars(self._trainer)["get_batch_samples"] = self.draw
-        from omnibal.integrations.target_rows import HeadOnTargets, base_of, check_head  # hosts may lack transformers
+        from omnibal.integrations.target_rows import HeadOnTargets, base_of  # hosts may lack transformers
 
-        # A graph cannot hold gradients that are made in a forward pass; a rank with a part of the words knows no loss.
-        if self._trainer.args.torch_compile or self._trainer.get_tp_size() > 1:
-            return
         model = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
-        try:
-            check_head(model)
-        except ConfigError:
-            return  # all logits serve as well
+        # A graph cannot hold gradients that are made in a forward pass; a rank with a part of the words knows no loss;
+        # and of other models nobody has shown that their heads' logits are what the loss gets.
+        if (
+            self._trainer.args.torch_compile
+            or self._trainer.get_tp_size() > 1
+            or model.config.model_type not in FAMILIES
+        ):
+            return
         self._head = HeadOnTargets(model, self._targets)
         model.register_forward_hook(self._look)
 
