@@ -84,9 +84,9 @@ class Mixture:
         Raises:
             ConfigError: It is none of these, or wrong; the message names the key.
 
-        >>> Mixture.of({"chat": 0.5, "text": -1})
+        >>> Mixture.of({"chat": 0.5, "text": -0.5})
         Traceback (most recent call last):
-        omnibal.errors.ConfigError: mixture: shares must be at least 0, got text: -1
+        omnibal.errors.ConfigError: mixture: shares must be at least 0, got text: -0.5
         """
         if isinstance(value, Mixture):
             return value

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
 from omnibal.engine.distributed import SHARED_MEMORY, meet
@@ -183,6 +184,7 @@ def _work():
         torch.save(result, unfinished)
         unfinished.rename(folder / f"result{job}.{os.environ['RANK']}.pt")
         del arguments, result
+        groups.mpu = None  # a pipeline's grid, which a later engine without a pipeline would take for its own
         gc.collect()
         sys.stdout.flush()
         if ends:

@@ -36,8 +36,8 @@ def test_images_fit_into_the_tokens():
 
 
 def test_the_load_of_a_pack():
-    assert MadePack(3, (4, 2)).load == Load(3, 6, 20, 9)
-    assert MadePack(8, (4, 2), 2).load == Load(8, 6, 20, 32)
+    assert MadePack(3, (4, 2)).load == Load(3, 6, 20, 9, 5)
+    assert MadePack(8, (4, 2), 2).load == Load(8, 6, 20, 32, 5)
 
 
 def test_images_of_any_size_are_one_and_four_to_a_pack():

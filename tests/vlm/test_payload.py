@@ -90,7 +90,7 @@ def test_a_layers_costs_contain_its_features():
     given = Payload(
         torch.ones(3, 2), Payload.of_pack(PACK).integers, {"read": torch.ones(3, 2), "handed on": torch.ones(9, 2)}
     )
-    run = LayerRun(layer, given, Layout(("made", "handed on")), from_pixels=False, labels=None)
+    run = LayerRun(layer, given, Layout(("made", "handed on")), from_pixels=False)
     found = run.measure()
     assert found.sent_bytes == 4 * (3 * 2 + 3 * 2 + 9 * 2)
     assert found.kept_bytes["none"] == 4 * (3 * 2) * 3  # the product's input, what exp and tanh put out
