@@ -7,10 +7,11 @@ steps of up to 2560 ranks, before its own steps and in a thread beside them.
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,15 @@ def compare(rank: int, port: int, kind: str, minutes: float, out: str) -> None:
     samples, model = Samples(kind, lengths), model_of(kind)
     rearranged = RearrangedModel(model)
     collator = PackCollator(samples.collate, positions_of(model.config))
-    order = np.random.default_rng(0).permutation(len(lengths)).reshape(-1, RANKS, BATCH)
+
+    def order() -> Iterator[Any]:
+        """Pass after pass: a quiet machine trains more samples in some minutes than there are."""
+        for number in count():
+            yield from np.random.default_rng(number).permutation(len(lengths)).reshape(-1, RANKS, BATCH)
+
     loaders = [
         TimedLoader(
-            ([samples[int(number)] for number in of_ranks[rank]] for of_ranks in order),
+            ([samples[int(number)] for number in of_ranks[rank]] for of_ranks in order()),
             collator,
             image_token_id=IMAGE_TOKEN,
             costs=Costs(least_gain=least_gain),
