@@ -6,11 +6,11 @@ from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
 from math import isfinite
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from omnibal.data.checks import integer
 from omnibal.errors import ConfigError
@@ -171,5 +171,3 @@ def _check(name: str, shares: Any) -> None:
 
 
 _RECORD: Final = TypeAdapter(Mixture)
-MixtureValue = Annotated[Mixture, BeforeValidator(Mixture.of)]
-"""A mixture in a configuration."""

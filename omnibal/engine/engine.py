@@ -76,7 +76,6 @@ class OmnibalEngine(CheckpointedEngine):
     """
 
     _skipped_in_a_row = 0
-    """Of the step that is being measured."""
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from omnibal.data.mixture import Knot, Mixture, MixtureValue
+from omnibal.config.section import MixtureSetting
+from omnibal.data.mixture import Knot, Mixture
 from omnibal.errors import ConfigError
 
 
@@ -63,7 +64,7 @@ def test_refused(written, message):
 
 def test_refused_in_a_configuration():
     class Section(BaseModel):
-        mixture: MixtureValue
+        mixture: MixtureSetting
 
     with pytest.raises(ValueError, match="shares must sum to more than 0"):
         Section(mixture={"a": 0})
