@@ -12,10 +12,10 @@ from torch import Tensor
 
 from omnibal.cost import IntArray
 from omnibal.data.collate import IGNORED
+from omnibal.data.streaming.ahead import ahead
 from omnibal.dispatch.step_plan import COLUMNS, Costs, StepPlan, plan_step
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.integrations.agreement import told_by_all
-from omnibal.integrations.ahead import ahead
 from omnibal.integrations.packing import PER_IMAGE, PackCollator
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from omnibal.cost import IntArray, Load
-from omnibal.data.buffer import Asked, agree, asked, plan_buffer
 from omnibal.data.checks import integer, kind, ranks
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
+from omnibal.data.streaming.ahead import ahead
+from omnibal.data.streaming.buffer import Asked, agree, asked, plan_buffer
+from omnibal.data.streaming.draws import Draws, Sample
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.integrations.agreement import place, told_by_all
-from omnibal.integrations.ahead import ahead
-from omnibal.integrations.draws import Draws, Sample
 from omnibal.integrations.loading import Loads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.integrations.packing import Collator, PackCollator, check_packed, positions_of, two_texts

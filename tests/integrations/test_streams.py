@@ -11,8 +11,8 @@ import torch.distributed as dist
 from datasets import IterableDataset
 
 from omnibal.data.limits import PackLimits
+from omnibal.data.streaming.draws import Draws, Sample
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.draws import Draws, Sample
 from omnibal.integrations.loops import pack_loss
 from omnibal.integrations.streams import balanced_stream
 from tests.engine.launch import launch

@@ -13,12 +13,12 @@ import numpy as np
 from data import mixed_lengths, real_lengths
 
 from omnibal.data.balance import BalancedPacks
-from omnibal.data.buffer import agree, asked, plan_buffer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, source_mix, step_randomness, volume_bound
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.streaming.buffer import agree, asked, plan_buffer
 
 BUFFERS: Final = (64, 256, 1024, 4096, 16384)
 RANKS: Final = (8, 64, 512)

@@ -1,15 +1,12 @@
 """Sources that samples are drawn from one by one, and where they stand."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from typing import Any, Final
 
-from torch.utils.data import IterableDataset
-
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.errors import DataError, said
-from omnibal.integrations.loading import Dataset
 
 END: Final = object()
 """In place of an item of a source that has ended."""
@@ -25,7 +22,7 @@ class ShuffledItems:
         seed: Of the order.
     """
 
-    def __init__(self, dataset: Dataset, *, rank: int, num_ranks: int, seed: int) -> None:
+    def __init__(self, dataset: Sequence[Any], *, rank: int, num_ranks: int, seed: int) -> None:
         self._dataset, self._rank, self._num_ranks, self._seed = dataset, rank, num_ranks, seed
         self._pass, self._next = 0, rank
 
@@ -115,5 +112,6 @@ class Source:
 
 def is_indexed(items: Any) -> bool:
     """Whether a source is read by index rather than iterated."""
-    # torch gives its iterable datasets a __getitem__, which raises.
-    return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
+    # torch gives its iterable datasets a __getitem__, which raises; no torch is imported here.
+    is_iterable = any(base.__name__ == "IterableDataset" for base in type(items).__mro__)
+    return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not is_iterable

@@ -8,9 +8,8 @@ import numpy as np
 from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
+from omnibal.data.streaming.sources import END, ShuffledItems, Source, is_indexed
 from omnibal.errors import ConfigError, DataError, said
-from omnibal.integrations.loading import Loads
-from omnibal.integrations.sources import END, ShuffledItems, Source, is_indexed
 
 BARREN: Final = 1024
 """Samples of a source in a row that may lack what shares are counted in."""
@@ -21,7 +20,8 @@ class Sample(NamedTuple):
 
     held: Any
     """As its collator lays it into packs."""
-    loads: Loads
+    loads: tuple[int, int, int]
+    """Vision units, LLM tokens, target tokens."""
 
 
 class Draws:

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.data.buffer import Aim, Asked, agree, asked, plan_buffer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, source_mix, step_randomness
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.streaming.buffer import Aim, Asked, agree, asked, plan_buffer
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import DataError
 from tests.data.strategies import pack_limits, sample_lengths
