@@ -14,7 +14,7 @@ from omnibal.planner.search import Choice, retreat
 from omnibal.report.trials import TrialFigures
 
 if TYPE_CHECKING:
-    from omnibal.trials.run import Trial  # needs torch
+    from omnibal.trials import Trial  # needs torch
 
 
 def check_trials(run: Run) -> None:
@@ -68,7 +68,7 @@ class _Try:
 
     def run(self, config: dict[str, object], options: list[str]) -> None:
         """Run them all."""
-        from omnibal.trials.run import run_trials
+        from omnibal.trials import run_trials
 
         plan = self._result.plan_of(self._choice)
         budgets = plan.known_cluster.allocatable_bytes(plan.layout)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from omnibal.demo.model import write_model_folder
-from omnibal.demo.questions import DATASETS, Exchange, vocabulary
-from omnibal.demo.scenes import Scene, draw_scene
+from omnibal.demo.questions import DATASETS, Exchange, Scene, draw_scene, vocabulary
 from omnibal.errors import ConfigError
 
 MAX_TURNS = 4

@@ -18,8 +18,7 @@ from omnibal.engine.saved_files import MANIFEST, latest_checkpoint, offer, probl
 from omnibal.errors import ConfigError, said
 from omnibal.records import load_json
 from omnibal.vlm import load_model
-from omnibal.vlm.lora import ADAPTER_CONFIG, add_adapters, base_of, load_adapters
-from omnibal.vlm.lora_files import StateOf, merged_states, save_adapters
+from omnibal.vlm.lora import ADAPTER_CONFIG, StateOf, add_adapters, base_of, load_adapters, merged_states, save_adapters
 from omnibal.vlm.weights import has_weights, other_names, save_model, spare_weights
 
 MODEL_FOLDER = "model"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from omnibal.errors import ConfigError, said
-from omnibal.families import internvl, llava, llava_next, qwen_vl
+from omnibal.families import internvl, llava, qwen_vl
 from omnibal.families.base import Config, Family, LayerRecord
 
 _FAMILIES: dict[str, Family] = {}
@@ -38,7 +38,7 @@ def register(family: Family) -> None:
     _FAMILIES.update(dict.fromkeys(family.model_types, family))
 
 
-for _family in (internvl.FAMILY, llava.FAMILY, llava_next.NEXT, llava_next.ONEVISION, qwen_vl.SECOND, qwen_vl.THIRD):
+for _family in (internvl.FAMILY, llava.FAMILY, llava.NEXT, llava.ONEVISION, qwen_vl.SECOND, qwen_vl.THIRD):
     register(_family)
 
 

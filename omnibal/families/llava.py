@@ -1,8 +1,24 @@
-"""LLaVA 1.5: every image is one tile, cut from its middle; CLIP up to its last block but one."""
+"""LLaVA 1.5: every image is one tile. LLaVA-NeXT, LLaVA-OneVision: an image is cut into the tiles of a canvas.
 
-from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, each, section
+LLaVA 1.5 cuts a tile from the middle of an image; CLIP runs up to its last block but one. The others take the canvas
+that fits best and end its rows. Sources: Liu et al., "LLaVA-NeXT" (2024),
+https://llava-vl.github.io/blog/2024-01-30-llava-next/; Li et al., "LLaVA-OneVision" (2024), section 3.2; as implemented
+by transformers (``select_best_resolution``, ``LlavaNextProcessor._get_number_of_features``, and OneVision's), whose
+rounding is kept.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
+from typing import NamedTuple
+
+from omnibal.errors import ConfigError
+from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, Size, each, section, size
 from omnibal.families.text import text_records
-from omnibal.families.vit import image_tokens, tile_size, tower_records
+from omnibal.families.vit import image_tokens as tokens_of_tile
+from omnibal.families.vit import tile_size, tower_records
 
 TOWER_ON_DISK = {
     "vision_tower.vision_model.": "vision_tower.vision_model.",
@@ -37,7 +53,7 @@ def image_rule(config: Config, preprocessor: Config) -> ImageRule:
     Raises:
         ConfigError: If tiles are not what the ViT takes.
     """
-    return each(_fixed, ImageLoad(1, image_tokens(config, tile_size(config, preprocessor))))
+    return each(_fixed, ImageLoad(1, tokens_of_tile(config, tile_size(config, preprocessor))))
 
 
 def _fixed(load: ImageLoad, _width: int, _height: int) -> ImageLoad:
@@ -50,4 +66,190 @@ FAMILY = Family(
     layer_records=layer_records,
     layers="omnibal.vlm.llava:llava",
     disk_prefixes=TOWER_ON_DISK | LANGUAGE_ON_DISK,
+)
+
+
+LEAST_SHRINK = 1.1
+"""LLaVA-OneVision leaves canvases that would be shrunk by less as they are."""
+Resolution = tuple[int, int]
+"""(height, width) in pixels, in the order of ``image_grid_pinpoints``."""
+
+
+class Fit(NamedTuple):
+    """How an image lies on its canvas, in patches.
+
+    Attributes:
+        tiles: Of the canvas, as (rows, columns).
+        padding: Rows above the image, and below it; columns left of it, and right of it.
+        kept: Rows and columns between.
+        shrunk: Rows and columns that they are shrunk to.
+    """
+
+    tiles: tuple[int, int]
+    padding: tuple[int, int]
+    kept: tuple[int, int]
+    shrunk: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Canvases:
+    """What images are fitted to and cut into.
+
+    Attributes:
+        resolutions: The canvases to choose from, at least one.
+        tile: Side of a tile in pixels.
+        side: Patches along it.
+        most_tiles: Canvases are shrunk to about the tokens of so many tiles; None where they never are.
+    """
+
+    resolutions: tuple[Resolution, ...]
+    tile: int
+    side: int
+    most_tiles: int | None = None
+
+    def best(self, width: int, height: int) -> Resolution:
+        """The canvas that keeps most of an image's pixels and, among those, wastes least of itself.
+
+        The first of equally good ones is taken.
+
+        >>> Canvases(((336, 672), (672, 336), (672, 672)), 336, 24).best(1000, 500)
+        (336, 672)
+        """
+
+        def merit(resolution: Resolution) -> tuple[int, int]:
+            rows, columns = resolution
+            scale = min(columns / width, rows / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, -(rows * columns - kept)
+
+        return max(self.resolutions, key=merit)
+
+    def fit(self, width: int, height: int) -> Fit:
+        """How an image lies on its canvas.
+
+        >>> Canvases(((336, 672), (672, 672)), 336, 24).fit(672, 300)
+        Fit(tiles=(1, 2), padding=(1, 0), kept=(22, 48), shrunk=(22, 48))
+        """
+        canvas_height, canvas_width = self.best(width, height)
+        tiles = canvas_height // self.tile, canvas_width // self.tile
+        rows, columns = (count * self.side for count in tiles)
+        above = left = 0
+        if width / height > columns / rows:
+            above = (rows - int(round(height * (columns / width), 7))) // 2
+        else:
+            left = (columns - int(round(width * (rows / height), 7))) // 2
+        rows, columns = kept = rows - 2 * above, columns - 2 * left
+        if self.most_tiles is not None:
+            shrink = sqrt(rows * columns / (self.most_tiles * self.side**2))
+            if shrink > LEAST_SHRINK:
+                rows, columns = int(rows // shrink), int(columns // shrink)
+        return Fit(tiles, (above, left), kept, (rows, columns))
+
+    def load(self, width: int, height: int) -> ImageLoad:
+        """What a lone image brings.
+
+        Tiles are those of its canvas, and the whole image once more. Tokens are those of the whole image; those of the
+        canvas without the rows or columns that only pad it; one for the end of each row.
+
+        >>> Canvases(((336, 672), (672, 672)), 336, 24).load(672, 336)
+        ImageLoad(vision_units=3, llm_tokens=1752, vision_squared=0)
+        """
+        fit = self.fit(width, height)
+        rows, columns = fit.shrunk
+        return ImageLoad(1 + fit.tiles[0] * fit.tiles[1], self.side**2 + rows * (columns + 1))
+
+
+def next_rule(config: Config, preprocessor: Config) -> ImageRule:
+    """Tiles and tokens by the canvases.
+
+    Raises:
+        ConfigError: If there is none, the model's are others than the preprocessor's, tiles are not what the ViT takes,
+            or the model keeps class tokens.
+    """
+    return rule_of_canvases(next_canvases(config, preprocessor), lone_only=False)
+
+
+def next_canvases(config: Config, preprocessor: Config | None = None) -> Canvases:
+    """What LLaVA-NeXT fits images to, by default as its configuration alone says; errors as of ``next_rule``."""
+    return _canvases(config, preprocessor or _own(config), "default")
+
+
+def onevision_rule(config: Config, preprocessor: Config) -> ImageRule:
+    """Likewise for the image of a sample that has one; of several each is a tile, and the end of its only row.
+
+    Raises:
+        ConfigError: As of ``next_rule``, or ``vision_aspect_ratio`` is none that is known.
+    """
+    return rule_of_canvases(onevision_canvases(config, preprocessor), lone_only=True)
+
+
+def onevision_canvases(config: Config, preprocessor: Config | None = None) -> Canvases:
+    """What LLaVA-OneVision fits images to, as of ``next_canvases``; errors as of ``onevision_rule``."""
+    aspect = config.get("vision_aspect_ratio", "anyres_max_9")
+    most_tiles = re.fullmatch(r"anyres_max_([1-9]\d*)", str(aspect))
+    if not most_tiles:
+        raise ConfigError(f"vision_aspect_ratio must be anyres_max_ and a number, got {aspect!r}")
+    return _canvases(config, preprocessor or _own(config), "full", int(most_tiles[1]))
+
+
+def _own(config: Config) -> Config:
+    """An image processor's configuration that fits the model's."""
+    tile = size(section(config, "vision_config"), "image_size")
+    pinpoints = config.get("image_grid_pinpoints", ())
+    return {"image_grid_pinpoints": pinpoints, "size": {"height": tile, "width": tile}}
+
+
+def _canvases(config: Config, preprocessor: Config, selected: str, most_tiles: int | None = None) -> Canvases:
+    strategy = config.get("vision_feature_select_strategy", selected)
+    if strategy != selected:
+        raise ConfigError(f"vision_feature_select_strategy must be {selected!r}, got {strategy!r}")
+    cut, known = (tuple((h, w) for h, w in side.get("image_grid_pinpoints", ())) for side in (preprocessor, config))
+    if not cut:
+        raise ConfigError("image_grid_pinpoints must name at least one resolution, got none")
+    if known and known != cut:
+        raise ConfigError(f"image_grid_pinpoints of the preprocessor must be the model's, {known}, got {cut}")
+    tile = tile_size(config, preprocessor)
+    side = round(sqrt(tokens_of_tile(config, tile)))
+    return Canvases(cut, tile, side, most_tiles)
+
+
+def rule_of_canvases(canvases: Canvases, *, lone_only: bool) -> ImageRule:
+    """The rule of images that are fitted to canvases; ``lone_only`` where a sample's images are if it has one."""
+    return partial(_loads, canvases, lone_only)
+
+
+def _loads(canvases: Canvases, lone_only: bool, sizes: Sequence[Size]) -> tuple[ImageLoad, ...]:
+    if lone_only and len(sizes) > 1:
+        return (ImageLoad(1, canvases.side**2 + 1),) * len(sizes)
+    return tuple(canvases.load(width, height) for width, height in sizes)
+
+
+def next_records(config: Config) -> tuple[LayerRecord, ...]:
+    """LLaVA-NeXT's pipeline layers, first to last. The top level alone decides on ties."""
+    tied = bool(config.get("tie_word_embeddings"))
+    text = section(config, "text_config")
+    return (*tower_records(config, newline=True), *text_records(text, tied=tied))
+
+
+def onevision_records(config: Config) -> tuple[LayerRecord, ...]:
+    """LLaVA-OneVision's pipeline layers, first to last."""
+    text = section(config, "text_config")
+    vision = tower_records({"vision_feature_layer": -1, **config}, newline=True)
+    return (*vision, *text_records(text, tied=either_ties(config)))
+
+
+_DISK_PREFIXES = {"model.image_newline": "image_newline", **TOWER_ON_DISK, **LANGUAGE_ON_DISK}
+NEXT = Family(
+    model_types=("llava_next",),
+    image_rule=next_rule,
+    layer_records=next_records,
+    layers="omnibal.vlm.llava:llava_next",
+    disk_prefixes=_DISK_PREFIXES,
+)
+ONEVISION = Family(
+    model_types=("llava_onevision",),
+    image_rule=onevision_rule,
+    layer_records=onevision_records,
+    layers="omnibal.vlm.llava:llava_onevision",
+    disk_prefixes=_DISK_PREFIXES,
 )

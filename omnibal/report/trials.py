@@ -13,7 +13,7 @@ from omnibal.errors import bytes_in_words
 from omnibal.report.style import Figures, make_table, milliseconds, unit_of
 
 if TYPE_CHECKING:
-    from omnibal.trials.run import Trial
+    from omnibal.trials import Trial
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from transformers import (
 from omnibal.errors import DataError
 from omnibal.families import layer_records
 from omnibal.families.base import Family, ImageRule
-from omnibal.families.llava import FAMILY
-from omnibal.families.llava_next import (
+from omnibal.families.llava import (
+    FAMILY,
     NEXT,
     ONEVISION,
     Canvases,

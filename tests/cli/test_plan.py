@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import omnibal.trials as trials_module
 from omnibal import vlm
 from omnibal.cluster import Cluster
 from omnibal.config import read_config
@@ -16,8 +17,7 @@ from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.profile.records import ModelProfile
-from omnibal.trials import run as trials_module
-from omnibal.trials.run import Trial
+from omnibal.trials import Trial
 from tests.cli.conftest import cluster_of, stand_in
 from tests.planner.test_solve import PROFILE
 

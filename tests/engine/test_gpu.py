@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from omnibal.pipeline.schedule import SCHEDULES
-from omnibal.trials.run import read_missing, write_missing
+from omnibal.trials import read_missing, write_missing
 from tests.engine.launch import launch
 from tests.engine.small import NUM_LAYERS, Case, save_small_model
 

@@ -70,7 +70,7 @@ import omnibal.{}
 """
 
 
-@pytest.mark.parametrize("module", ["train", "trials.process"])
+@pytest.mark.parametrize("module", ["train", "trials; omnibal.trials.main()"])
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -7,7 +7,7 @@ from omnibal.config import LoraSection
 from omnibal.errors import ConfigError
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.layers import is_adapter
-from omnibal.vlm.lora_files import save_adapters
+from omnibal.vlm.lora import save_adapters
 from tests.families.models import small_config
 from tests.vlm.families import (
     TRAINED,

@@ -19,7 +19,7 @@ from omnibal.vlm import passes as measure
 from omnibal.vlm.layer_run import LayerRun, MadePack, made_packs
 from omnibal.vlm.measure import measure_profile, measured_versions
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
-from omnibal.vlm.patches import patch_places
+from omnibal.vlm.qwen_vl import patch_places
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 from tests.families.models import small_config

@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import pytest
 
+import omnibal.trials as trials_module
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
-from omnibal.trials import run as trials_module
-from omnibal.trials.run import Trial, missing_bytes, read_missing, run_trials, write_missing
+from omnibal.trials import Trial, missing_bytes, read_missing, run_trials, write_missing
 from tests.engine.demo import demo_config
 from tests.engine.launch import launch
 
@@ -37,7 +37,7 @@ from omnibal.plan import Plan
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 config = json.load(open(options["--deepspeed_config"]))
 plan = Plan.load(config["omnibal"]["pipeline"]["plan"])
-assert (options["--module"], options["--num_gpus"]) == ("omnibal.trials.process", "2")
+assert (options["--module"], options["--num_gpus"]) == ("omnibal.trials", "2")
 assert (config["gradient_accumulation_steps"], config["train_batch_size"]) == (plan.micro_batches, "auto")
 assert config["omnibal"]["pipeline"]["num_stages"] == plan.num_stages
 result = {"step_seconds": [3, 1, 2], "peak_bytes": plan.partition.boundaries[1:]}
@@ -90,7 +90,7 @@ def test_a_retreat_ends_where_nothing_is_left(made_up):
 
 @pytest.mark.distributed
 def test_steps_are_measured_and_what_the_allocators_of_two_stages_say_is_found(tmp_path):
-    measured, _ = launch(2, "tests.trials.memory_trials:run_trials", demo_config(tmp_path), str(tmp_path))
+    measured, _ = launch(2, "tests.engine.memory_trials:run_trials", demo_config(tmp_path), str(tmp_path))
     assert len(measured["step_seconds"]) == len(measured["peak_bytes"]) == 2
     assert min(measured["step_seconds"]) > 0
     assert min(measured["peak_bytes"]) > 2**20  # weights and more

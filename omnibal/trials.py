@@ -1,5 +1,11 @@
-"""Measured trials: candidate plans, each run for a few steps on the user's hardware."""
+"""Measured trials: candidate plans, each run for a few steps on the user's hardware, in processes of its own.
 
+deepspeed --module omnibal.trials --deepspeed_config config.json --output result.json --steps 3
+
+is such a trial: timed on rank 0, and written as JSON.
+"""
+
+import argparse
 import json
 import re
 import subprocess
@@ -8,11 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
-from omnibal.engine.launch import LAUNCHER, free_port, reason_of
+from omnibal.engine.launch import LAUNCHER, free_port, let_segments_grow, reason_of
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
+
+if TYPE_CHECKING:
+    from omnibal.engine.engine import OmnibalEngine
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
@@ -111,14 +121,7 @@ def _run_trial(config: dict[str, Any], plan: Plan, launcher_options: Sequence[st
         pipeline = section.get("pipeline", {}) | {"plan": str(folder / "plan.json"), "num_stages": plan.num_stages}
         batch = {"gradient_accumulation_steps": plan.micro_batches, "train_batch_size": "auto"}
         (folder / "config.json").write_text(json.dumps(config | batch | {"omnibal": section | {"pipeline": pipeline}}))
-        command = [
-            *LAUNCHER,
-            "--master_port",
-            str(free_port()),
-            *launcher_options,
-            "--module",
-            "omnibal.trials.process",
-        ]
+        command = [*LAUNCHER, "--master_port", str(free_port()), *launcher_options, "--module", "omnibal.trials"]
         options = ["--deepspeed_config", folder / "config.json", "--output", folder / "out.json", "--steps", steps]
         done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, check=False)
         missing = read_missing(folder, plan.num_stages)
@@ -157,3 +160,49 @@ def read_missing(folder: Path, num_stages: int) -> tuple[int, ...]:
 
 def _bytes(found: re.Match[str] | None) -> int:
     return int(float(found[1]) * UNITS[found[2]]) if found else 0
+
+
+def main() -> None:
+    """Time the steps that follow one to warm up, from barrier to barrier, and measure the memory of one more."""
+    let_segments_grow()
+    import torch
+
+    from omnibal.engine.initialize import initialize
+
+    arguments = _arguments()
+    engine, *_ = initialize(config=arguments.deepspeed_config)
+    try:
+        seconds, peak_bytes = _measure(engine, arguments.steps)
+    except torch.OutOfMemoryError as error:
+        write_missing(arguments.output.parent, engine.stage_id, engine.global_rank, str(error))
+        raise
+    if engine.global_rank == 0:
+        arguments.output.write_text(json.dumps({"step_seconds": seconds, "peak_bytes": peak_bytes}))
+
+
+def _measure(engine: "OmnibalEngine", steps: int) -> tuple[list[float], tuple[int, ...]]:
+    """Seconds of some steps, and the most bytes that a device of each stage held in another one."""
+    import torch.distributed as dist
+
+    engine.train_batch()
+    seconds = []
+    for _ in range(steps):
+        dist.barrier()
+        started = perf_counter()
+        engine.train_batch().item()
+        dist.barrier()
+        seconds.append(perf_counter() - started)
+    return seconds, engine.measured_batch()[1].step
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed_config", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from omnibal import trials
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.trials import process as trial
 
 
 def run_trials(config, folder):
@@ -25,10 +25,10 @@ def run_trials(config, folder):
 
     options = {"--deepspeed_config": file, "--output": output, "--steps": 2}
     with patch.object(sys, "argv", ["trial", *(str(word) for option in options.items() for word in option)]):
-        trial.main()
+        trials.main()
         with patch.object(OmnibalEngine, "train_batch", train_batch):
             try:
-                trial.main()
+                trials.main()
             except torch.OutOfMemoryError:
                 return json.loads(output.read_text()) if dist.get_rank() == 0 else None
     raise AssertionError("a trial that runs out of memory must fail")

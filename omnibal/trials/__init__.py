@@ -1,1 +1,0 @@
-"""Candidate plans measured on the real engine, each in processes of its own."""
