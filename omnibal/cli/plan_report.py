@@ -12,6 +12,7 @@ from rich.table import Table
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.rewrite import set_keys
 from omnibal.cli.run import Run
+from omnibal.cli.trials import TrialFigures, trials_table
 from omnibal.config import read_config
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words
@@ -23,7 +24,6 @@ from omnibal.planner.search import Choice
 from omnibal.report.memory import memory_table
 from omnibal.report.stages import PartitionFigures, cut_of, stage_table
 from omnibal.report.style import excess, make_table
-from omnibal.report.trials import TrialFigures, trials_table
 
 STEPS: Final = 32
 """Of an epoch, that ways to train are compared on."""

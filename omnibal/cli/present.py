@@ -7,9 +7,11 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.cli.costs import usual_limits
-from omnibal.cli.packing import arrange
 from omnibal.cli.run import Run
 from omnibal.cluster import Layout
+from omnibal.config import PackingSection
+from omnibal.data.epoch import Epoch, arrange_epoch
+from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import parameter_cut
@@ -105,3 +107,13 @@ def real_packs(run: Run, plan: Plan, *, steps: int, number: int | None = None) -
 def median_packs(run: Run, plan: Plan, *, number: int | None = None) -> Packing:
     """Packs of the median one of some steps, or of the step with this number; errors as of :func:`real_packs`."""
     return real_packs(run, plan, steps=MEDIAN_OF, number=number).median_step(run.profile)
+
+
+def arrange(
+    lengths: SampleLengths, limits: PackLimits, packing: PackingSection, *, num_replicas: int, micro_batches: int
+) -> Epoch:
+    """The first epoch, as a ds_config says how to pack."""
+    return arrange_epoch(
+        lengths, limits, num_replicas=num_replicas, micro_batches=micro_batches, method=packing.method,
+        seed=packing.seed, oversized=packing.oversized, exchange_steps=packing.exchange_steps,
+    )  # fmt: skip

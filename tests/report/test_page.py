@@ -3,7 +3,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.report.html import page, paragraph, picture, section, table
-from omnibal.report.imbalance import Imbalance
+from omnibal.report.page import Imbalance
 from omnibal.report.style import drawing
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile

@@ -13,7 +13,7 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
-from omnibal.report.imbalance import Imbalance, plot_imbalance
+from omnibal.report.page import Imbalance, plot_imbalance
 from omnibal.report.style import SERIES, drawing
 
 HERE = Path(__file__).parent
