@@ -15,7 +15,7 @@ from rich.table import Table
 
 from omnibal.cli.files import check_picture
 from omnibal.cli.opening import open_run
-from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, ProfileOption
+from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, PresentOption, ProfileOption
 from omnibal.cli.output import answer
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cost import FloatArray, Load
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 def emulate(
     source: Annotated[Path, typer.Argument(help="A ds_config or a plan.", show_default=False)],
-    present: Annotated[
-        bool, typer.Option("--present", help="What the ds_config spells out, and not the plan made for it.")
-    ] = False,
+    present: PresentOption = False,
     steps: Annotated[int, typer.Option(help="Steps to run behind one to warm up, spread over an epoch.", min=1)] = 3,
     profile: ProfileOption = None,
     lengths: LengthsOption = None,

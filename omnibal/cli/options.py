@@ -32,6 +32,9 @@ LimitsOption = Annotated[
     str | None,
     typer.Option(help="Most vision units and LLM tokens in a pack, such as 16,4096.", show_default=False),
 ]
+PresentOption = Annotated[
+    bool, typer.Option("--present", help="What the ds_config spells out, and not the plan made for it.")
+]
 StagesOption = Annotated[int | None, typer.Option(help="Pipeline stages.", min=1, show_default=False)]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw a picture, a PNG.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]

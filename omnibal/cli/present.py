@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 from omnibal.cli.costs import usual_limits
 from omnibal.cli.run import Run
 from omnibal.cluster import Layout
@@ -13,7 +11,6 @@ from omnibal.config import PackingSection
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
-from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import parameter_cut
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, spread_steps
@@ -30,7 +27,6 @@ def present_plan(
     num_stages: int | None = None,
     *,
     limits: tuple[int, int] | None = None,
-    micro_batches: int | None = None,
     pipeline: Mapping[str, Any] | None = None,
 ) -> Plan:
     """What training does now, as a plan on the cluster: what the ds_config names or spells out.
@@ -41,7 +37,6 @@ def present_plan(
         run: What the command line names.
         num_stages: In place of the ds_config's.
         limits: Vision units and LLM tokens, likewise.
-        micro_batches: Likewise.
         pipeline: Keys of its ``pipeline``, likewise.
 
     Raises:
@@ -49,12 +44,12 @@ def present_plan(
     """
     layout = run.layout(num_stages)
     if run.has_config and run.section.model.path is not None:
-        plan = _resolved(run, layout, limits, micro_batches, pipeline or {})
+        plan = _resolved(run, layout, limits, pipeline or {})
     else:
         most = choose_limits(run.lengths, *(limits or ())) if run.has_lengths else None
         plan = Plan(
             most or PackLimits(*(limits or usual_limits(run.profile.layers))),
-            micro_batches or MICRO_BATCHES_PER_STAGE * layout.num_stages,
+            MICRO_BATCHES_PER_STAGE * layout.num_stages,
             parameter_cut(run.profile, layout.num_stages),
             every_layer("none", len(run.profile.layers)),
         )
@@ -62,9 +57,7 @@ def present_plan(
     return replace(plan, recompute=run.profile.levels_like(plan.recompute), layout=layout, cluster=run.cluster)
 
 
-def _resolved(
-    run: Run, layout: Layout, limits: tuple[int, int] | None, micro_batches: int | None, pipeline: Mapping[str, Any]
-) -> Plan:
+def _resolved(run: Run, layout: Layout, limits: tuple[int, int] | None, pipeline: Mapping[str, Any]) -> Plan:
     from omnibal.engine.resolve import Given, resolve_plan
 
     most = {} if limits is None else dict(zip(("vision_units", "llm_tokens"), limits, strict=True))
@@ -74,39 +67,29 @@ def _resolved(
             "packing": run.section.packing.model_copy(update=most),
         }
     )
-    config = run.config if micro_batches is None else run.config | {"gradient_accumulation_steps": micro_batches}
-    return resolve_plan(Given(config, section, run.model_folder, run.model, layout), run.lengths)
+    return resolve_plan(Given(run.config, section, run.model_folder, run.model, layout), run.lengths)
 
 
-def real_packs(run: Run, plan: Plan, *, steps: int, number: int | None = None) -> Packing:
+def real_packs(run: Run, plan: Plan, *, steps: int) -> Packing:
     """Steps of real packs under a plan, packed as the ds_config says; of equal packs where lengths are not known.
 
     Args:
         run: What the command line names.
         plan: Limits, micro-batches and layout.
         steps: So many at most, spread over the first epoch.
-        number: Of the only one to take.
-
-    Raises:
-        ConfigError: There is no step of this number.
     """
     if not run.has_lengths:
-        if number is not None:
-            raise ConfigError(f"--step must come with lengths, got {number}: equal packs are alike in every step")
         return Packing.alike(plan.limits, num_replicas=plan.layout.num_replicas, micro_batches=plan.micro_batches)
     replicas = plan.layout.num_replicas
     epoch = arrange(
         run.lengths, plan.limits, run.section.packing, num_replicas=replicas, micro_batches=plan.micro_batches
     )
-    if number is not None and number >= epoch.num_steps:
-        raise ConfigError(f"--step must be below the epoch's {epoch.num_steps} steps, got {number}")
-    numbers = spread_steps(epoch.num_steps, steps) if number is None else np.array([number])
-    return Packing.of(epoch, run.lengths, plan.limits, numbers)
+    return Packing.of(epoch, run.lengths, plan.limits, spread_steps(epoch.num_steps, steps))
 
 
-def median_packs(run: Run, plan: Plan, *, number: int | None = None) -> Packing:
-    """Packs of the median one of some steps, or of the step with this number; errors as of :func:`real_packs`."""
-    return real_packs(run, plan, steps=MEDIAN_OF, number=number).median_step(run.profile)
+def median_packs(run: Run, plan: Plan) -> Packing:
+    """Packs of the median one of some steps."""
+    return real_packs(run, plan, steps=MEDIAN_OF).median_step(run.profile)
 
 
 def arrange(

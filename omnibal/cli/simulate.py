@@ -8,21 +8,9 @@ import typer
 
 from omnibal.cli.files import check_picture
 from omnibal.cli.opening import open_run
-from omnibal.cli.options import (
-    ClusterOption,
-    JsonOption,
-    LengthsOption,
-    LimitsOption,
-    PictureOption,
-    ProfileOption,
-    read_limits,
-)
+from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, PresentOption, ProfileOption
 from omnibal.cli.output import answer
 from omnibal.cli.present import median_packs, present_plan
-from omnibal.cli.run import Run
-from omnibal.data.limits import PackLimits
-from omnibal.errors import ConfigError
-from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
@@ -36,47 +24,34 @@ MOST_PANELS: Final = 3
 
 
 def simulate(
-    source: Annotated[
-        Path, typer.Argument(help="A ds_config or a plan; or a profile, with --partition.", show_default=False)
-    ],
-    present: Annotated[
-        bool, typer.Option("--present", help="What the ds_config spells out, and not the plan made for it.")
-    ] = False,
-    partition: Annotated[str | None, typer.Option(help="Other boundaries: 0,22,45,69,98.", show_default=False)] = None,
+    source: Annotated[Path, typer.Argument(help="A ds_config or a plan.", show_default=False)],
+    present: PresentOption = False,
     schedule: Annotated[
         ScheduleName | None, typer.Option(help="What stages run in which order, if not as planned.", show_default=False)
     ] = None,
-    limits: LimitsOption = None,
     profile: ProfileOption = None,
     lengths: LengthsOption = None,
     cluster: ClusterOption = None,
-    step: Annotated[
-        int | None,
-        typer.Option(help="Which step of the epoch; the median of some.", min=0, show_default=False),
-    ] = None,
     plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a training step, stage by stage.
+    """Simulate a training step, stage by stage: the median one of some steps of real packs.
 
     How long it takes, how long each stage is idle (the bubble), how many
     micro-batches each holds at once. Under 1f1b transfers block both sides, in
     the order in which DeepSpeed sends and receives; under zero-bubble they run
-    beside the computations.
+    beside the computations. For other boundaries or limits edit the plan.
 
     Example: omnibal simulate ds_configs/mine.json --plot timeline.png
 
     Example: omnibal simulate runs/mine/plan.json --schedule 1f1b
     """
     check_picture("--plot", plot)
-    fixed, cut = read_limits(limits), _read_cut(partition)
-    run = open_run(source, kinds=("ds_config", "plan", "profile"), profile=profile, lengths=lengths, cluster=cluster)
-    plan = _plan_of(run, cut, present=present)
-    if fixed:
-        plan = replace(plan, limits=PackLimits(*fixed), predicted=None)
+    run = open_run(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
+    plan = present_plan(run) if present else run.plan
     if schedule is not None and schedule != plan.schedule:
         plan = replace(plan, schedule=schedule, predicted=None)
-    packing = median_packs(run, plan, number=step)
+    packing = median_packs(run, plan)
     simulated = plan.simulate(run.profile, packing.steps[0])
     figures = PartitionFigures.of(run.profile, plan, simulated, packing.largest)
     written = [] if plot is None else [str(plot)]
@@ -90,35 +65,6 @@ def simulate(
         *(f"written: {path}" for path in written),
         as_json=as_json,
     )
-
-
-def _read_cut(partition: str | None) -> tuple[int, ...] | None:
-    if partition is None:
-        return None
-    words = partition.replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise ConfigError(f"--partition must be layer numbers such as 0,13,26, got {partition!r}")
-    return tuple(map(int, words))
-
-
-def _plan_of(run: Run, cut: tuple[int, ...] | None, *, present: bool) -> Plan:
-    """The plan to simulate: that of the ds_config, the present one, or one with other boundaries."""
-    if cut is None:
-        if run.named_plan is None and not run.has_config:
-            raise ConfigError(f"--partition must be given beside a profile, got none with {run.source}")
-        return present_plan(run) if present else run.plan
-    if present:
-        raise ConfigError("--partition must be left out beside --present, which has one, got both")
-    partition = Partition(cut)
-    if partition.num_layers != len(run.profile.layers):
-        raise ConfigError(
-            f"partition must be of the profile's {len(run.profile.layers)} layers, got one of {partition.num_layers}"
-        )
-    plan = run.named_plan
-    if plan is not None and plan.num_stages == partition.num_stages:
-        return replace(run.plan, partition=partition, predicted=None)
-    base = present_plan(run, partition.num_stages, pipeline={"partition": list(cut), "plan": None})
-    return replace(base, partition=partition)
 
 
 def record_of(profile: ModelProfile, plan: Plan, packing: Packing) -> dict[str, Any]:

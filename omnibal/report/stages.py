@@ -10,6 +10,7 @@ from rich.table import Table
 
 from omnibal.cost import Load
 from omnibal.pipeline.schedule import Operation
+from omnibal.pipeline.search import Candidate
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
@@ -162,11 +163,16 @@ def methods_table(methods: Mapping[str, PartitionFigures], lower_bound_seconds: 
     )
 
 
-def candidates_table(candidates: Sequence[tuple[tuple[int, ...], float]], lower_bound_seconds: float) -> Table:
+def candidates_table(candidates: Sequence[Candidate], lower_bound_seconds: float) -> Table:
     """Boundaries and predicted seconds, in the order given."""
     rows = (
-        (f"{place}", cut_of(boundaries), milliseconds(seconds), _over(seconds, lower_bound_seconds))
-        for place, (boundaries, seconds) in enumerate(candidates, start=1)
+        (
+            f"{place}",
+            cut_of(entry.partition.boundaries),
+            milliseconds(entry.step_seconds),
+            _over(entry.step_seconds, lower_bound_seconds),
+        )
+        for place, entry in enumerate(candidates, start=1)
     )
     return make_table(("", "boundaries", "step ms", "over bound"), rows, words=2)
 

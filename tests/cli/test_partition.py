@@ -1,10 +1,8 @@
 import json
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
-from omnibal.cli.partition import Method
 from omnibal.cluster import Layout, Links
 from omnibal.cost import Load
 from omnibal.memory.footprint import Footprint
@@ -40,9 +38,8 @@ def config(ds_config, monkeypatch, tmp_path):
 
 
 def test_the_best_partition_comes_with_a_bound(omnibal, saved):
-    options = (*TWO, "--micro-batches", 4)
-    record = json.loads(omnibal("partition", saved, *options, "--json").stdout)
-    loads = [Load([9] * 4, [4096] * 4, [4096**2] * 4)]
+    record = json.loads(omnibal("partition", saved, *TWO, "--json").stdout)
+    loads = [Load([9] * 8, [4096] * 8, [4096**2] * 8)]
     found = search_partition(fixed_profile(SECONDS), loads, 2, Links(1e9), top=5)
     assert record["chosen"] == list(found.best.partition.boundaries) == [0, 4, 6]
     assert record["lower_bound_seconds"] == found.lower_bound_seconds
@@ -51,7 +48,7 @@ def test_the_best_partition_comes_with_a_bound(omnibal, saved):
     assert [entry["step_seconds"] for entry in search["candidates"]] == [c.step_seconds for c in found.candidates]
     assert search["step_seconds"] == pytest.approx(found.best.step_seconds)
     assert [(row["vision_layers"], row["language_layers"]) for row in search["stages"]] == [(0, 4), (0, 2)]
-    text = omnibal("partition", saved, *options).stdout
+    text = omnibal("partition", saved, *TWO).stdout
     assert "chosen: 0 4 6" in text
     bound, best = 1e3 * found.lower_bound_seconds, 1e3 * found.best.step_seconds
     assert f"predicted step {best:,.1f} ms; no partition is below {bound:,.1f} ms" in " ".join(text.split())
@@ -70,19 +67,12 @@ def test_methods_are_compared_side_by_side(omnibal, saved):
     assert "0 2 4 6" in text and "(lower bound)" in text
 
 
-def test_another_method_is_chosen_by_name(omnibal, saved):
-    record = json.loads(omnibal("partition", saved, *TWO, "--method", "uniform", "--json").stdout)
-    assert record["chosen"] == [0, 3, 6]
-    assert list(record["methods"]) == ["uniform"]
-    assert record["methods"]["uniform"]["gap"] > 0
-
-
-def test_limits_and_batch_are_as_given_and_memory_is_that_of_the_largest_pack(omnibal, saved):
-    options = ("--num-stages", 2, "--cluster", cluster_of(4), "--micro-batches", 4, "--limits", "5,4096")
+def test_limits_are_as_given_and_memory_is_that_of_the_largest_pack(omnibal, saved):
+    options = ("--num-stages", 2, "--cluster", cluster_of(4), "--limits", "5,4096")
     record = json.loads(omnibal("partition", saved, *options, "--json").stdout)
-    assert (record["micro_batches"], record["limits"]) == (4, {"vision_units": 5, "llm_tokens": 4096})
+    assert (record["micro_batches"], record["limits"]) == (8, {"vision_units": 5, "llm_tokens": 4096})
     layout = Layout(2, 2, precision="float32", accumulate_float32=False)
-    footprint = Footprint(ModelProfile.load(saved), Load(5, 4096, 4096**2), one_f_one_b(2, 4), layout, 0)
+    footprint = Footprint(ModelProfile.load(saved), Load(5, 4096, 4096**2), one_f_one_b(2, 8), layout, 0)
     stages = record["methods"]["search"]["stages"]
     memory = footprint.stages(Partition(record["chosen"]), ("none",) * 6)
     assert [row["memory_bytes"] for row in stages] == [stage.total for stage in memory]
@@ -111,7 +101,6 @@ def test_a_ds_config_says_stages_batch_and_levels(omnibal, config):
         (("--num-stages", 7, "--cluster", cluster_of(7)), "num_stages must be at most the model's 6 layers, got 7"),
         (("--num-stages", 3, "--cluster", cluster_of(4)), "num_stages must divide the 4 devices of the cluster 4xtest"),
         (("--cluster", cluster_of(2)), "--num-stages must be given beside a profile, got none with"),
-        ((*TWO, "--micro-batches", 10**18), "micro_batches must be between 1 and"),
         (
             ("--num-stages", 2, "--cluster", cluster_of(2, gigabytes=1e-300)),
             "bandwidth_bytes_per_second must be at least 1",
@@ -122,7 +111,3 @@ def test_a_ds_config_says_stages_batch_and_levels(omnibal, config):
 def test_wrong_options_are_refused(refusal, saved, options, message):
     line = refusal("partition", saved, *options)
     assert message in line and "\n" not in line
-
-
-def test_the_choices_are_the_methods():
-    assert get_args(Method) == METHODS
