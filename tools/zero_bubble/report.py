@@ -9,7 +9,6 @@ from typing import Any
 MIB = 2**20
 MOST_FOREIGN = 0.04
 """As in tools/partition/quiet.py."""
-PARTS = ("forward", "backward", "inputs", "weights")
 
 
 def main() -> None:
@@ -17,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    for name, show in {"emulated": emulated, "real": real, "split": split, "plans": plans}.items():
+    for name, show in {"emulated": emulated, "real": real}.items():
         path = arguments.folder / f"{name}.json"
         if path.exists():
             print(show(json.loads(path.read_text())), end="\n\n")
@@ -88,39 +87,6 @@ def _undisturbed(row: dict[str, Any], schedule: str) -> float:
     pairs = zip(row["seconds"][schedule], row["foreign"][schedule], strict=True)
     counted = [seconds for seconds, share in pairs if share <= MOST_FOREIGN]
     return median(counted) if counted else float("nan")
-
-
-def split(rows: list[dict[str, Any]]) -> str:
-    """A layer of each kind."""
-    lines = [
-        (
-            row["kind"], *(f"{1e3 * row[f'{part}_seconds']:.2f}" for part in PARTS),
-            f"{row['split_over_whole']:.3f}", f"{row['kept_bytes'] / MIB:.2f}", f"{row['pending_bytes'] / MIB:.2f}",
-        )
-        for row in rows
-    ]  # fmt: skip
-    names = (
-        "layer", "forward, ms", "backward, ms", "to inputs, ms", "to weights, ms", "split ÷ whole", "kept, MiB",
-        "waits, MiB",
-    )  # fmt: skip
-    return table(names, lines)
-
-
-def plans(rows: list[dict[str, Any]]) -> str:
-    """The fastest plan under each schedule, by budget."""
-    schedules = ("1f1b", "zero-bubble-lean", "zero-bubble")
-    lines = []
-    for row in rows:
-        fits = {schedule: row[schedule]["seconds"] for schedule in schedules if row[schedule]}
-        cells = [_plan(row[schedule]) for schedule in schedules]
-        lines.append((f"{row['budget']}", *cells, min(fits, key=fits.__getitem__)))
-    return table(("GiB of a device", *schedules, "auto takes"), lines)
-
-
-def _plan(cell: dict[str, float] | None) -> str:
-    if cell is None:
-        return "does not fit"
-    return f"{cell['seconds']:.3f} s, {cell['recomputed']} recompute, {cell['pending']:.1f} GiB wait"
 
 
 def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
