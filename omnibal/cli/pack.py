@@ -1,14 +1,12 @@
 """omnibal pack: how well a dataset packs, and how alike the ranks' work is."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
 import numpy as np
 import typer
-from rich.table import Table
 from tqdm import tqdm
 
 from omnibal.cli.files import check_picture, expect
@@ -30,6 +28,11 @@ from omnibal.report.packing import Arranged, PackingFigures, measure_packing, pa
 
 REPLICAS = 8
 """Ranks where nothing says how many."""
+BEFORE: Final[Method] = "random"
+"""What a picture sets a method against."""
+SAMPLES_TO_COMPILE: Final = 64
+"""As many samples go through a method before the clock starts: compiled code is compiled once and then cached."""
+FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
 
 
 def pack(
@@ -51,15 +54,6 @@ def pack(
     ] = None,
     method: Annotated[Method | None, typer.Option(help="How packs are made and arranged.", show_default=False)] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show all methods side by side.")] = False,
-    exchange_steps: Annotated[
-        int | None,
-        typer.Option(
-            help="How many consecutive steps may exchange samples for balance; 1 keeps every step as it was drawn.",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides every draw.", min=0, show_default=False)] = None,
     plot: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -77,11 +71,10 @@ def pack(
     check_picture("--plot", plot)
     fixed = read_limits(limits)
     run = _run_of(source, lengths, cluster)
-    given = {"method": method, "exchange_steps": exchange_steps, "seed": seed}
     packing = PackingSection() if run is None else run.section.packing
-    packing = packing.model_copy(update={name: value for name, value in given.items() if value is not None})
+    packing = packing if method is None else packing.model_copy(update={"method": method})
     named = read_lengths(source, "source") if run is None else run.named_lengths
-    task = PackingTask(
+    task = _Task(
         lengths=named.lengths,
         limits=choose_limits(named.lengths, *(fixed or (packing.vision_units, packing.llm_tokens))),
         num_replicas=num_replicas or _replicas(run),
@@ -93,9 +86,24 @@ def pack(
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
     if plot is not None:
         plot_rank_loads({f"{name} packs": results[name][1] for name in drawn}, plot)
-    report = PackingReport(task, [results[name][0] for name in shown], [] if plot is None else [plot])
-    record = report.to_record() | {"broken": [asdict(problem) for problem in named.problems]}
-    answer(record, *named.problem_lines(), *report.parts(), as_json=as_json)
+    figures, plots = [results[name][0] for name in shown], [] if plot is None else [str(plot)]
+    trap = find_trap(task.lengths, task.limits)
+    warnings = [] if trap is None else [trap]
+    record = task.to_record() | {
+        "methods": [entry.to_record() for entry in figures],
+        "warnings": warnings,
+        "plots": plots,
+        "broken": [asdict(problem) for problem in named.problems],
+    }
+    answer(
+        record,
+        *named.problem_lines(),
+        task.title,
+        packing_table(figures),
+        *(f"warning: {warning}" for warning in warnings),
+        *(f"drawn: {path}" for path in plots),
+        as_json=as_json,
+    )
 
 
 def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None) -> Run | None:
@@ -116,15 +124,8 @@ def _replicas(run: Run | None) -> int:
     return REPLICAS if run is None or run.known_cluster is None else run.layout().num_replicas
 
 
-BEFORE: Final[Method] = "random"
-"""What a picture sets a method against."""
-SAMPLES_TO_COMPILE: Final = 64
-"""As many samples go through a method before the clock starts: compiled code is compiled once and then cached."""
-FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
-
-
 @dataclass(frozen=True)
-class PackingTask:
+class _Task:
     """What is packed, for whom, and how."""
 
     lengths: SampleLengths
@@ -196,36 +197,3 @@ def _pack_all(epoch: Epoch, method: Method | None) -> Packs:
             windows.append(window.packs)
             bar.update(window.num_steps)
     return Packs.concatenate(windows)
-
-
-@dataclass(frozen=True)
-class PackingReport:
-    """All that `omnibal pack` says."""
-
-    task: PackingTask
-    figures: Sequence[PackingFigures]
-    """One entry per method."""
-    plots: Sequence[Path]
-
-    @property
-    def warnings(self) -> list[str]:
-        """Whether the limits are a trap."""
-        trap = find_trap(self.task.lengths, self.task.limits)
-        return [] if trap is None else [trap]
-
-    def to_record(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return self.task.to_record() | {
-            "methods": [entry.to_record() for entry in self.figures],
-            "warnings": self.warnings,
-            "plots": [str(path) for path in self.plots],
-        }
-
-    def parts(self) -> list[str | Table]:
-        """Tables and warnings for people."""
-        return [
-            self.task.title,
-            packing_table(self.figures),
-            *(f"warning: {warning}" for warning in self.warnings),
-            *(f"drawn: {path}" for path in self.plots),
-        ]
