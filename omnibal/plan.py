@@ -195,7 +195,7 @@ class Plan:
         try:
             partition = Partition(content.partition)
             return cls(
-                limits=PackLimits(**content.limits.model_dump()),
+                limits=PackLimits(**vars(content.limits)),  # pydantic runs no __init__ of a dataclass
                 micro_batches=content.micro_batches,
                 partition=partition,
                 recompute=_levels(content.recompute, partition),
@@ -209,18 +209,11 @@ class Plan:
             raise ConfigError(f"{path}: {error}") from error
 
 
-class _LimitsRecord(Record):
-    vision_units: int
-    llm_tokens: int
-    full_vision_units: int
-    full_llm_tokens: int
-
-
 class _PlanFile(Record):
     version: int
     cluster: Cluster | None
     layout: Layout
-    limits: _LimitsRecord
+    limits: PackLimits
     micro_batches: int
     partition: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...]
     recompute: tuple[str, ...]

@@ -9,7 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
+
+from pydantic import create_model
 
 from omnibal.cost import CostModel
 from omnibal.device import Device
@@ -227,7 +229,11 @@ class ModelProfile:
         """
         content = read_record(path, _ProfileFile, "profile", version=VERSION)
         try:
-            layers = tuple(layer for group in content.layers for layer in group.costs())
+            layers = tuple(
+                LayerCost(name, **{field: getattr(group, field) for field in _FIELDS})
+                for group in content.layers
+                for name in group.names
+            )
             profile = cls(
                 layers, device=content.device, dtype=content.dtype, tensor_parallel=content.tensor_parallel,
                 versions=content.versions, frozen=content.frozen,
@@ -251,33 +257,14 @@ class ModelProfile:
         }
 
 
-class _LayersRecord(Record):
-    """Neighbours that cost the same."""
-
-    names: tuple[str, ...]
-    kind: str
-    module: Module
-    sizes: dict[str, int]
-    tied_key: str | None
-    trainable: bool
-    forward_seconds: CostModel
-    backward_seconds: CostModel
-    weight_seconds: CostModel
-    split_seconds: CostModel
-    pending_bytes: CostModel
-    output_bytes: CostModel
-    saved_bytes: dict[str, CostModel]
-    recompute_seconds: dict[str, CostModel]
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    optimizer_seconds: float
-    spread: float
-
-    def costs(self) -> list[LayerCost]:
-        """One for each of the layers."""
-        shared = {name: getattr(self, name) for name in type(self).model_fields if name != "names"}
-        return [LayerCost(name, **shared) for name in self.names]
+_FIELDS = {name: kind for name, kind in get_type_hints(LayerCost).items() if name not in ("_", "name")}
+_LayersRecord: Any = create_model(
+    "_LayersRecord",
+    __base__=Record,
+    __doc__="Neighbours that cost the same.",
+    names=(tuple[str, ...], ...),
+    **{name: (kind, ...) for name, kind in _FIELDS.items()},  # type: ignore[call-overload]
+)
 
 
 class _ProfileFile(Record):
