@@ -21,8 +21,7 @@ from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
-from omnibal.report.memory import memory_table
-from omnibal.report.stages import PartitionFigures, cut_of, stage_table
+from omnibal.report.stages import PartitionFigures, cut_of, memory_table, stage_table
 from omnibal.report.style import excess, make_table
 
 STEPS: Final = 32

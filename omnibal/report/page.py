@@ -20,8 +20,8 @@ from omnibal.planner.prediction import Variant
 from omnibal.profile.levels import every_layer
 from omnibal.profile.records import ModelProfile
 from omnibal.report.html import page, paragraph, picture, section, table
-from omnibal.report.memory import plot_memory
 from omnibal.report.packing import Arranged, plot_rank_loads
+from omnibal.report.stages import plot_memory
 from omnibal.report.style import GIB, SERIES, drawing, legend_below
 from omnibal.report.timeline import plot_timeline
 from omnibal.report.training import Metrics, plot_shares, plot_training, training_rows
