@@ -21,12 +21,10 @@ def advise(
         typer.Argument(
             help="Annotations (InternVL's meta file, LLaVA, ShareGPT, Qwen, ms-swift; JSON or JSON lines), a folder "
             "of Hugging Face datasets, or lengths (a folder, or JSON lists).",
-            show_default=False,
         ),
     ],
     model: Annotated[
-        str | None,
-        typer.Option(help="A known name (Qwen2.5-VL-7B), a Hugging Face folder, or a config.json.", show_default=False),
+        str | None, typer.Option(help="A known name (Qwen2.5-VL-7B), a Hugging Face folder, or a config.json.")
     ] = None,
     cluster: ClusterOption = None,
     today: Annotated[
@@ -37,39 +35,38 @@ def advise(
         ),
     ] = "zero3",
     batch: Annotated[
-        int | None, typer.Option(help="Samples of a device's micro-batch; 1.", min=1, show_default=False)
+        int | None,
+        typer.Option(help="Samples in a device's micro-batch; by default what --today's file says, or 1.", min=1),
     ] = None,
     accumulation: Annotated[
-        int | None, typer.Option(help="Micro-batches of a device's step; 8.", min=1, show_default=False)
+        int | None, typer.Option(help="Micro-batches in a device's step; likewise, or 8.", min=1)
     ] = None,
     batching: Annotated[
         Literal["random", "group_by_length", "flattened", "packed"] | None,
-        typer.Option(help="What shares a micro-batch; random samples, padded.", show_default=False),
+        typer.Option(help="How samples come to share a micro-batch; by default they are drawn at random, and padded."),
     ] = None,
     cutoff: Annotated[
-        int | None,
-        typer.Option(help="Tokens that a sample is cut at, or that a pack holds.", min=1, show_default=False),
+        int | None, typer.Option(help="Tokens that a sample is cut at, or that a pack holds.", min=1)
     ] = None,
     lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters of rank 16.")] = None,
     frozen: Annotated[
-        list[str] | None,
-        typer.Option(help="What is not trained (repeatable): vision, projector, language.", show_default=False),
+        list[str] | None, typer.Option(help="What is not trained (repeatable): vision, projector, language.")
     ] = None,
     recompute: Annotated[
-        bool | None, typer.Option("--recompute/--no-recompute", help="Gradient checkpointing; on.")
+        bool | None,
+        typer.Option(
+            "--recompute/--no-recompute", help="Whether you train with gradient checkpointing; by default yes."
+        ),
     ] = None,
     images: Annotated[
-        Path | None, typer.Option(help="What the paths of images are relative to; the data's folder.")
+        Path | None, typer.Option(help="Folder that images' paths are relative to; by default the data's own.")
     ] = None,
     max_image: Annotated[
-        int | None,
-        typer.Option(help="Most tiles of an image, or most pixels at native resolution.", min=1, show_default=False),
+        int | None, typer.Option(help="Most tiles of an image, or most pixels at native resolution.", min=1)
     ] = None,
     profile: ProfileOption = None,
     pipeline: Annotated[bool, typer.Option("--pipeline", help="Plan a pipeline too: takes a minute.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw a picture (a PNG) or write a page (HTML).", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture (a PNG) or write a page (HTML).")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what balancing would bring you, before you change a line.

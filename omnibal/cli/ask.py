@@ -15,18 +15,14 @@ from omnibal.report.style import make_table
 
 
 def ask(
-    source: Annotated[
-        Path,
-        typer.Argument(help="A ds_config, for its newest checkpoint; or a Hugging Face folder.", show_default=False),
-    ],
-    question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)] = "",
-    image: Annotated[list[Path] | None, typer.Option(help="An image; may be given several times.")] = None,
+    source: Annotated[Path, typer.Argument(help="A ds_config, for its newest checkpoint; or a Hugging Face folder.")],
+    question: Annotated[str, typer.Argument(help="What to ask.")] = "",
+    image: Annotated[list[Path] | None, typer.Option(help="An image of the question; repeatable.")] = None,
     meta: Annotated[
         Path | None,
         typer.Option(
-            help="Take questions, images and right answers from this data; without a question, from the ds_config's "
-            "held-out data.",
-            show_default=False,
+            help="Data to take questions, images and right answers from; by default, where no question is given, the "
+            "ds_config's held-out data."
         ),
     ] = None,
     count: Annotated[int, typer.Option(help="How many questions to take from data.", min=1)] = 5,

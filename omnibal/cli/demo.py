@@ -11,7 +11,7 @@ from omnibal.cli.output import answer
 
 
 def demo(
-    folder: Annotated[Path, typer.Argument(help="Where everything goes.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Where everything goes.")],
     samples: Annotated[int, typer.Option(help="Training samples.", min=20)] = 4000,
     held_out: Annotated[int, typer.Option(help="Samples to measure accuracy on.", min=20)] = 300,
     as_json: JsonOption = False,

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 
 def emulate(
-    source: Annotated[Path, typer.Argument(help="A ds_config or a plan.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="A ds_config or a plan.")],
     present: PresentOption = False,
-    steps: Annotated[int, typer.Option(help="Steps to run behind one to warm up, spread over an epoch.", min=1)] = 3,
+    steps: Annotated[
+        int, typer.Option(help="Steps to run, spread over an epoch; one goes before to warm up.", min=1)
+    ] = 3,
     profile: ProfileOption = None,
     lengths: LengthsOption = None,
     cluster: ClusterOption = None,

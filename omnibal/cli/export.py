@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
 def export(
     source: Annotated[
-        Path,
-        typer.Argument(
-            help="A ds_config, or a folder of checkpoints (of each the newest); or one checkpoint.", show_default=False
-        ),
+        Path, typer.Argument(help="A ds_config or a folder of checkpoints, for the newest one; or one checkpoint.")
     ],
     folder: Annotated[
-        Path | None, typer.Argument(help="Where the model goes; of a ds_config, in its run.output.", show_default=False)
+        Path | None, typer.Argument(help="Where the model goes; by default in the ds_config's run.output.")
     ] = None,
     merged: Annotated[
         bool,
-        typer.Option("--merged", help="Of LoRA adapters: add them to the model's weights, and write the whole model."),
+        typer.Option("--merged", help="Add LoRA adapters to the weights of their model, and write the whole of it."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

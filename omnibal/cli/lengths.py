@@ -24,20 +24,24 @@ def lengths(
         typer.Argument(
             help="A ds_config; or, without one, an InternVL meta file or LLaVA's annotations (with --model), or a "
             'JSON list of {"vit_num", "token_num"}.',
-            show_default=False,
         ),
     ],
     out: Annotated[
-        Path | None, typer.Argument(help="Folder for the lengths; of a ds_config, in its run.output.")
+        Path | None, typer.Argument(help="Folder to write lengths to; by default in the ds_config's run.output.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="The model's Hugging Face folder: its tokenizer and how it cuts images.")
     ] = None,
-    images: Annotated[Path | None, typer.Option(help="Images of LLaVA's annotations; beside them.")] = None,
-    max_tiles: Annotated[int | None, typer.Option(help="Most tiles of an image; what the model says.", min=1)] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder of images that annotations name; by default the annotations' own.")
+    ] = None,
+    max_tiles: Annotated[
+        int | None,
+        typer.Option(help="The most tiles an image is cut into; by default what the model's folder says.", min=1),
+    ] = None,
     broken: Annotated[
         Literal["error", "skip"] | None,
-        typer.Option(help="Samples that cannot be read: refuse them all in one report, or leave them out."),
+        typer.Option(help="What to do with samples that cannot be read: stop and report them all, or leave them out."),
     ] = None,
     processes: Annotated[
         int | None, typer.Option(help="Most processes; by default one for each core, at most 32.", min=1)

@@ -13,30 +13,25 @@ MOST_DIGITS: Final = 20
 ClusterOption = Annotated[
     str | None,
     typer.Option(
-        help="The machines, such as 4x8xA100-80GB, or a JSON record; by default what the ds_config or the plan says, "
-        "or the CUDA devices at hand.",
-        show_default=False,
+        help="The machines, such as 4x8xA100-80GB, or a JSON record; by default those that a ds_config or plan names, "
+        "or this machine's CUDA devices."
     ),
 ]
 LengthsOption = Annotated[
     list[Path] | None,
-    typer.Option(
-        help="A folder of lengths, or JSON lists of them (repeatable), in place of the ds_config's data.",
-        show_default=False,
-    ),
+    typer.Option(help="A folder of lengths, or JSON lists of them (repeatable), in place of the ds_config's data."),
 ]
 ProfileOption = Annotated[
-    Path | None, typer.Option(help="A profile, in place of what is kept or counted.", show_default=False)
+    Path | None, typer.Option(help="A file of layers' costs, in place of those that are kept or counted.")
 ]
 LimitsOption = Annotated[
-    str | None,
-    typer.Option(help="Most vision units and LLM tokens in a pack, such as 16,4096.", show_default=False),
+    str | None, typer.Option(help="The most vision units and LLM tokens that a pack may hold, such as 16,4096.")
 ]
 PresentOption = Annotated[
-    bool, typer.Option("--present", help="What the ds_config spells out, and not the plan made for it.")
+    bool, typer.Option("--present", help="Take what the ds_config spells out, not the plan that was made for it.")
 ]
-StagesOption = Annotated[int | None, typer.Option(help="Pipeline stages.", min=1, show_default=False)]
-PictureOption = Annotated[Path | None, typer.Option(help="Draw a picture, a PNG.", show_default=False)]
+StagesOption = Annotated[int | None, typer.Option(help="Number of pipeline stages.", min=1)]
+PictureOption = Annotated[Path | None, typer.Option(help="Draw a picture, into this PNG.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
@@ -68,8 +63,7 @@ def _check_quotes(options: str | None) -> str | None:
 LauncherOption = Annotated[
     str | None,
     typer.Option(
-        help="Options of the deepspeed launcher for trials; by default a process here for each device.",
+        help="Options of the deepspeed launcher that runs trials; by default a process here for each device.",
         callback=_check_quotes,
-        show_default=False,
     ),
 ]

@@ -40,19 +40,20 @@ def pack(
         list[Path],
         typer.Argument(
             help='A ds_config; or, without one, a folder of lengths or JSON lists of {"vit_num", "token_num"}.',
-            show_default=False,
         ),
     ],
     lengths: LengthsOption = None,
     limits: LimitsOption = None,
     cluster: ClusterOption = None,
     num_replicas: Annotated[
-        int | None, typer.Option(help="Data-parallel ranks; those of the cluster, or 8.", min=1, show_default=False)
+        int | None, typer.Option(help="Data-parallel ranks; by default the cluster's, or 8.", min=1)
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(help="Packs per rank and step; the ds_config's, or 1.", min=1, show_default=False)
+        int | None, typer.Option(help="Packs of a rank and step; by default the ds_config's, or 1.", min=1)
     ] = None,
-    method: Annotated[Method | None, typer.Option(help="How packs are made and arranged.", show_default=False)] = None,
+    method: Annotated[
+        Method | None, typer.Option(help="How packs are made; by default the ds_config's, or balanced.")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show all methods side by side.")] = False,
     plot: PictureOption = None,
     as_json: JsonOption = False,

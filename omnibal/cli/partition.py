@@ -22,7 +22,7 @@ SHOWN: Final = 5
 
 
 def partition(
-    source: Annotated[Path, typer.Argument(help="A ds_config; or, without one, a profile.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="A ds_config; or, without one, a profile.")],
     num_stages: StagesOption = None,
     lengths: LengthsOption = None,
     cluster: ClusterOption = None,

@@ -30,29 +30,24 @@ from omnibal.planner import PlanRequest, PlanResult, make_plan
 
 
 def plan(
-    source: Annotated[Path, typer.Argument(help="A ds_config; or, without one, a profile.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="A ds_config; or, without one, a profile.")],
     cluster: ClusterOption = None,
     lengths: LengthsOption = None,
     samples_per_step: Annotated[
         int | None,
-        typer.Option(
-            help="Samples per optimizer step, whatever packs are like; as many as the ds_config has now.",
-            min=1,
-            show_default=False,
-        ),
+        typer.Option(help="Samples in an optimizer step, whatever packs are like; by default as many as now.", min=1),
     ] = None,
     limits: LimitsOption = None,
     num_stages: StagesOption = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure layers on this machine, where costs are not kept; not count.")
+        bool, typer.Option("--measure", help="Measure layers on this machine in place of counting what they cost.")
     ] = False,
     trials: Annotated[
-        int, typer.Option(help="Run so many of the best plans on the real engine and keep the fastest.", min=0)
+        int, typer.Option(help="Train a few steps under so many of the best plans, and keep the fastest.", min=0)
     ] = 0,
     launcher: LauncherOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Where it goes; plan.json in the ds_config's run.output, or here.", show_default=False),
+        Path | None, typer.Option(help="File of the plan; by default plan.json in the ds_config's run.output, or here.")
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Enter the plan in the ds_config.")] = False,
     explain: Annotated[

@@ -26,14 +26,9 @@ from omnibal.report.style import MIB, Figures, make_table
 
 def profile(
     source: Annotated[
-        Path,
-        typer.Argument(
-            help="A ds_config; or, without one, a Hugging Face folder (its config.json is enough).", show_default=False
-        ),
+        Path, typer.Argument(help="A ds_config; or, without one, a Hugging Face folder (its config.json is enough).")
     ],
-    out: Annotated[
-        Path | None, typer.Argument(help="The profile to write; of a ds_config, in its run.output.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Argument(help="File to write; by default in the ds_config's run.output.")] = None,
     cluster: ClusterOption = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure on this machine's accelerator, or CPU where it has none.")
@@ -41,18 +36,17 @@ def profile(
     limits: LimitsOption = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
-        typer.Option(help="Of the forward pass of a model without a ds_config (bfloat16).", show_default=False),
+        typer.Option(help="Of the forward pass, where no ds_config says it; by default bfloat16."),
     ] = None,
     frozen: Annotated[
         list[str] | None,
         typer.Option(
             help="A module (vision), kind of layers (vision_block) or pattern of weights' names that is not trained; "
-            "repeatable.",
-            show_default=False,
+            "repeatable."
         ),
     ] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(help="Devices that share each of its layers, counted.", min=1, show_default=False)
+        int | None, typer.Option(help="Count costs for so many devices that share each layer.", min=1)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

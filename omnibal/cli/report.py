@@ -20,15 +20,14 @@ from omnibal.report.training import Metrics, read_metrics
 
 def report(
     source: Annotated[
-        Path,
-        typer.Argument(help="A ds_config, for its plan and its run; or a plan, or a run's folder.", show_default=False),
+        Path, typer.Argument(help="A ds_config, for its plan and its run; or a plan, or a run's folder.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="The page; report.html in the ds_config's run.output, or here.", show_default=False),
+        typer.Option(help="File of the page; by default report.html in the ds_config's run.output, or here."),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(help="Samples of a micro-batch as you batch today: drawn at random, padded.", min=1)
+        int, typer.Option(help="Samples in a padded micro-batch of today's, which the plan is compared with.", min=1)
     ] = 4,
     steps: Annotated[int, typer.Option(help="Steps of real packs to simulate, spread over an epoch.", min=1)] = 64,
     profile: ProfileOption = None,

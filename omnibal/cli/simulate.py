@@ -24,11 +24,9 @@ MOST_PANELS: Final = 3
 
 
 def simulate(
-    source: Annotated[Path, typer.Argument(help="A ds_config or a plan.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="A ds_config or a plan.")],
     present: PresentOption = False,
-    schedule: Annotated[
-        ScheduleName | None, typer.Option(help="What stages run in which order, if not as planned.", show_default=False)
-    ] = None,
+    schedule: Annotated[ScheduleName | None, typer.Option(help="Another schedule than the plan's.")] = None,
     profile: ProfileOption = None,
     lengths: LengthsOption = None,
     cluster: ClusterOption = None,
