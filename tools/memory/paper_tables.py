@@ -2,31 +2,34 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from omnibal.cost import CostModel
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.partition import Partition
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.step_model import StepModel
 from omnibal.profile.levels import Level
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import LayerCost, ModelProfile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
 from four_steps import block_modules, count_blocks, four_steps
 from paper_models import (
     BASELINE,
+    DEVICE,
     LIMITS,
     MICRO_BATCHES,
     SAMPLES_PER_PACK,
     TABLE_9,
     Published,
     cluster_of,
+    counted_profile,
 )
-from selective import profile_of
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)
@@ -43,6 +46,45 @@ TABLE_5 = {
     "everything recomputed (paper: + data & model balance)": (58.2, 56.2, 32.5, 32.7),
     "nothing recomputed (paper: + memory balance)": (12.3, 21.7, 24.7, 30.0),
 }
+
+
+def profile_of(row: Published, *, selective: bool = False) -> ModelProfile:
+    """A model with counted costs, on request with the selective level too."""
+    profile = counted_profile(row)
+    if not selective:
+        return profile
+    return replace(profile, layers=tuple(_with_selective(layer, row.tensor_parallel) for layer in profile.layers))
+
+
+def _with_selective(layer: LayerCost, tensor_parallel: int) -> LayerCost:
+    """Add the level that keeps the results of matrix products and attention.
+
+    What it recomputes, norms and activations, is memory traffic: everything it drops is written again, and about as
+    much is read.
+    """
+    rows = _product_elements(layer)
+    if rows == CostModel():
+        return layer
+    element = 2 / tensor_parallel
+    kept = element * rows + layer.saved_bytes["full"]
+    everything = layer.saved_bytes["none"]
+    dropped = CostModel(**{name: max(getattr(everything, name) - getattr(kept, name), 0) for name in vars(kept)})
+    return replace(
+        layer,
+        saved_bytes={**layer.saved_bytes, "selective": kept},
+        recompute_seconds={**layer.recompute_seconds, "selective": 2 / DEVICE.memory_bytes_per_second * dropped},
+    )
+
+
+def _product_elements(layer: LayerCost) -> CostModel:
+    """Elements that products of matrices and attention put out."""
+    sizes = layer.sizes
+    if layer.kind == "vision_block":  # queries, keys, values, attention, its projection, the MLP's two products
+        return CostModel(vision_units=sizes["tokens_per_tile"] * (6 * sizes["hidden"] + sizes["intermediate"]))
+    if layer.kind == "decoder_block":
+        query, key_value = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
+        return CostModel(llm_tokens=2 * query + 2 * key_value + 2 * sizes["hidden"] + 2 * sizes["intermediate"])
+    return CostModel()
 
 
 def boundaries_of(profile: ModelProfile, blocks: Sequence[int]) -> tuple[int, ...]:

@@ -1,8 +1,11 @@
 """Samplers side by side on the same lengths; see README.md."""
 
+import hashlib
 import os
 import platform
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -10,18 +13,22 @@ from typing import Annotated
 
 import typer
 from data import mixed_lengths, real_lengths
+from matplotlib.ticker import LogLocator, NullLocator
 from measure import figures_of, plan_by_peers, plan_by_rule, plan_ours
 from paper import RANKS as PAPER_RANKS
 from paper import as_the_paper_counts, fit_of_the_mix, table_3, table_6
-from peers_environment import HERE, peers_python
-from picture import draw_tradeoff
 from rules import Task
 from tqdm import tqdm
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.report.packing import PackingFigures
+from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, drawing
 
+HERE = Path(__file__).parent
+FILES = (HERE / "requirements.txt", HERE / "requirements-bare.txt")
+LEAST = 1e-4
+"""Smaller Dist Ratios are drawn here."""
 SETTINGS = ((PackLimits(9, 4096), 4), (PackLimits(16, 5120), 4), (PackLimits(33, 10240), 8))
 """Limits, and the samples per micro-batch of methods that know none: the paper's, and two with little waste."""
 DRAWN = SETTINGS[1][0]
@@ -172,6 +179,56 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
     yield "|" + "---|" * len(columns)
     for row in rows:
         yield f"| {' | '.join(row)} |"
+
+
+def peers_python(folder: Path = HERE / ".venv") -> Path:
+    """The interpreter of an environment with all peers in it; some minutes the first time.
+
+    Args:
+        folder: Where the environment is, or is made.
+    """
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in FILES)).hexdigest()
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    print(f"installing the peers into {folder}", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, "--requirement", FILES[0]], check=True)
+    subprocess.run([*install, "--no-deps", "--requirement", FILES[1]], check=True)
+    stamp.write_text(wanted)
+    return python
+
+
+def draw_tradeoff(figures: Mapping[str, PackingFigures], title: str, path: Path) -> None:
+    """Draw Dist Ratios and the χ² of the steps' mixes, a row per method, the one with the slowest ranks on top.
+
+    Args:
+        figures: By label; ours are in bold (``**label**``).
+        title: What was packed.
+        path: The PNG.
+    """
+    rows = sorted(figures.items(), key=lambda item: item[1].dist_ratio_cost)
+    places = range(len(rows))
+    with drawing(path, 9.6, 0.3 * len(rows) + 1.3) as figure:
+        waiting, randomness = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        for values, colour, label in (
+            ([entry.dist_ratio_vision for _, entry in rows], BLUE, "vision units"),
+            ([entry.dist_ratio_cost for _, entry in rows], VERMILION, "LLM cost"),
+        ):
+            waiting.scatter([max(value, LEAST) for value in values], places, s=36, color=colour, label=label, zorder=3)
+        randomness.scatter([entry.randomness for _, entry in rows], places, s=36, color=ORANGE, zorder=3)
+        randomness.axvline(1, color=GREY, linewidth=1)
+        waiting.set(xscale="log", xlabel="Dist Ratio: share of time that ranks wait")
+        randomness.set(xscale="log", xlabel="χ² of steps (1: as shuffled, more: sorted)")
+        randomness.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        randomness.xaxis.set_major_formatter("{x:g}")
+        randomness.xaxis.set_minor_locator(NullLocator())
+        waiting.set_yticks(places, [label.strip("*¹ ") for label, _ in rows])
+        for tick, (label, _) in zip(waiting.get_yticklabels(), rows, strict=True):
+            tick.set_fontweight("bold" if label.startswith("**") else "normal")
+        waiting.legend(loc="lower right")
+        figure.suptitle(title, fontsize=10)
 
 
 if __name__ == "__main__":
