@@ -11,13 +11,13 @@ import numpy.typing as npt
 from omnibal.cost import CostModel
 from omnibal.data.balance import BalancedPacks
 from omnibal.data.checks import integer, kind, ranks
+from omnibal.data.isf import ShuffledPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixing import MixedPacks, Origin
 from omnibal.data.mixture import Mixture
 from omnibal.data.packs import Packs
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, MOST_EXCHANGE_STEPS, MOST_ITERATIONS, Method, Oversized
-from omnibal.data.shuffled_packs import ShuffledPacks
 from omnibal.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from omnibal.cost import Load
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.mixing import Origin
+from omnibal.data.pack_stream import PackStream, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.stream import PackStream, Ranks
 from omnibal.errors import ConfigError
 
 

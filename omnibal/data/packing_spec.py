@@ -16,8 +16,8 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixing import MixedPacks, Origin
 from omnibal.data.mixture import Mixture
+from omnibal.data.pack_stream import PackStream, Population, Ranks
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
-from omnibal.data.stream import PackStream, Population, Ranks
 from omnibal.errors import ConfigError
 
 MOST_NAMED = 10  # samples that a message names

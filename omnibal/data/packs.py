@@ -112,6 +112,35 @@ class Packs:
         return sums
 
 
+def deal(packs: Packs, num_packs: int, generator: np.random.Generator, *, split: bool) -> Packs:
+    """Shuffle packs and add to them until there are ``num_packs``.
+
+    Args:
+        packs: At most ``num_packs`` packs, none of them empty.
+        num_packs: How many to return.
+        generator: Source of the order.
+        split: Split packs, those with most samples first; the last packs are then empty only where there are fewer
+            samples than packs. Otherwise all that are added are empty.
+
+    >>> dealt = deal(Packs([0, 1, 2], [0, 2, 3]), 4, np.random.default_rng(0), split=True)
+    >>> sorted(dealt.samples.tolist()), dealt.sizes.tolist()
+    ([0, 1, 2], [1, 1, 1, 0])
+    """
+    sizes = packs.sizes
+    while split and len(sizes) < num_packs and (sizes > 1).any():
+        largest = np.argsort(-sizes, kind="stable")[: num_packs - len(sizes)]
+        parts = np.ones(len(sizes), dtype=np.int64)
+        parts[largest[sizes[largest] > 1]] = 2
+        halves = np.repeat(sizes, parts) // np.repeat(parts, parts)
+        seconds = np.cumsum(parts)[parts == 2] - 1
+        halves[seconds] = sizes[parts == 2] - halves[seconds - 1]
+        sizes = halves
+    whole = Packs(packs.samples, np.concatenate([[0], np.cumsum(sizes)]))
+    dealt = whole.take(generator.permutation(len(whole)))
+    empty = np.full(num_packs - len(dealt), len(dealt.samples))
+    return Packs(dealt.samples, np.concatenate([dealt.starts, empty]))
+
+
 def random_padded_steps(
     lengths: SampleLengths, *, batch_size: int, num_replicas: int, micro_batches: int, steps: int, seed: int = 0
 ) -> Load:

@@ -10,10 +10,10 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixing import Origin
 from omnibal.data.mixture import Mixture
+from omnibal.data.pack_stream import Ranks
 from omnibal.data.packing_spec import PackingSpec
 from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
 from omnibal.data.resume import VERSION, check_agreement, read_state
-from omnibal.data.stream import Ranks
 from omnibal.errors import ConfigError
 
 MOST_REMEMBERED = 8  # samples of the next packs that a state remembers

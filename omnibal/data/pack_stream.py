@@ -15,8 +15,7 @@ from omnibal.cost import Load
 from omnibal.data.checks import ranks
 from omnibal.data.epoch import Epoch
 from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.packs import Packs
-from omnibal.data.shuffled_packs import deal
+from omnibal.data.packs import Packs, deal
 
 MOST_WINDOWS_KEPT = 2  # a step of other ranks may lie across two windows
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from omnibal.data.epoch import Epoch
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.pack_stream import PackStream, Population, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.stream import PackStream, Population, Ranks
 from omnibal.errors import ConfigError
 
 LENGTHS = SampleLengths(np.arange(200) % 7, np.arange(200) % 11)
