@@ -131,7 +131,7 @@ def advise(setting: Setting, today: Way, *, with_pipeline: bool = False) -> Advi
 def _ladder(setting: Setting, now: Estimate) -> tuple[list[Change], Estimate]:
     """Changes, each on top of those before it that bring something, and what these end in."""
     changes: list[Change] = []
-    current = now
+    current = balanced = now
     if now.way.batching != "even":
         balanced = _balanced(setting, now.way)
         if now.way.batching in ("random", "group_by_length"):
@@ -140,14 +140,13 @@ def _ladder(setting: Setting, now: Estimate) -> tuple[list[Change], Estimate]:
             current = packed
         changes.append(_change("balance", "the same samples in packs that take equally long", current, balanced))
         current = balanced if any(change.brings for change in changes) and fits(balanced) else now
-    if current.way.batching == "even":
-        larger = best_packs(current.setting, current.way)
-        if larger is not None and larger.way != current.way:
-            change = _change(
-                "limits", f"{count_of(larger.way.micro_batches, 'pack')} of a rank in a step", current, larger
-            )
-            changes.append(change)
-            current = larger if change.brings else current
+    larger = best_packs(balanced.setting, balanced.way)  # where ranks mostly gather parameters, only fewer packs pay
+    if larger is not None and larger.way != balanced.way:
+        even = "" if current is balanced else "even "
+        detail = f"{count_of(larger.way.micro_batches, f'{even}pack')} of a rank in a step"
+        change = _change("limits", detail, current, larger)
+        changes.append(change)
+        current = larger if change.brings else current
     if current.way.recompute != "none":
         change = _recompute(current)
         changes.append(change)

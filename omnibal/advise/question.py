@@ -37,7 +37,7 @@ class Question:
         present: How they are used today.
         costs: What layers cost by measurement; None to count it.
         data: What the data is called.
-        model_path: What the model is called, or where it lies.
+        model_path: Its folder; ``FOLDER`` in its place where a known name is all that was given.
     """
 
     measured: Measured
@@ -87,7 +87,15 @@ class Question:
         paths = [data] if isinstance(data, Path) else list(data)
         named = read_model(name)
         measured = measure(paths, named, present, images=images, max_image=max_image)
-        return cls(measured, named.model, cluster, present, costs, " ".join(map(str, paths)), name)
+        return cls(
+            measured,
+            named.model,
+            cluster,
+            present,
+            costs,
+            " ".join(map(str, paths)),
+            str(named.folder or cls.model_path),
+        )
 
     @cached_property
     def way(self) -> Way:

@@ -63,6 +63,20 @@ def test_padding_and_waits_go_where_packs_are_even():
     )
 
 
+def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():
+    cluster, model = Cluster.parse("8xRTX4090"), Model.known("Qwen2.5-VL-7B")
+    profile = adapted_profile(model.records, cluster.device, rank=8)
+    lengths = SampleLengths([1200] * 200, np.random.default_rng(0).integers(350, 750, 200))
+    advice = advise(setting(lengths, profile, cluster, per_rank=8), Way("zero3", "random", 1, 8))
+    by_name = {change.name: change for change in advice.changes}
+    assert advice.today.shares["communication"] > 0.4
+    assert not by_name["packing"].brings
+    assert not by_name["balance"].brings
+    assert by_name["limits"].factor > 2
+    assert by_name["limits"].detail == "2 even packs of a rank in a step"
+    assert (advice.after.way.batching, advice.after.way.micro_batches) == ("even", 2)
+
+
 def test_leave_it_as_it_is_is_an_answer():
     advice = advise(setting(ALIKE), Way("zero3", "random", 4, 8, "none"))
     assert advice.adopted == ()

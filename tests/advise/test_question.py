@@ -34,6 +34,7 @@ def test_it_is_asked_and_answered_in_python(lists):
     assert question.measured.said == "80 samples of measured lengths"
     assert (question.way.batch, question.way.micro_batches, question.setting.samples_per_step) == (4, 8, 256)
     assert question.answer().factor > 1.3
+    assert question.model_path == "FOLDER"  # lengths are measured with a model's own files
 
 
 def test_measured_costs_take_the_place_of_counted_ones(lists):

@@ -72,8 +72,11 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     assert "data:image/png" in page
 
 
-def test_a_sample_answers_without_torch_and_without_compiling(annotations, tmp_path):
-    arguments = ["advise", str(annotations), *RUN, "--lora", "--batch", "2", "--json"]
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_sample_answers_without_torch_and_without_compiling(annotations, tmp_path, is_array):
+    data = tmp_path / "train.json"
+    data.write_text(f"[{','.join(annotations.read_text().splitlines())}]")
+    arguments = ["advise", str(data if is_array else annotations), *RUN, "--lora", "--batch", "2", "--json"]
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=False,
         env={"NUMBA_CACHE_DIR": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(sys.path)},

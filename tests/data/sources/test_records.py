@@ -5,9 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omnibal.data.sources import records
 from omnibal.data.sources.records import Records
+from omnibal.data.sources.scan import ArrayScanner
 from omnibal.errors import DataError
 
 
@@ -84,6 +87,24 @@ def test_a_json_array_is_read_entry_by_entry_whatever_the_blocks(tmp_path, monke
     read = Records(write(tmp_path / "a.json", PRETTY.lstrip()))
     assert [read[index] for index in range(len(read))] == json.loads(PRETTY)
     assert [read.line(index) for index in range(len(read))] == [2, 3, 5, 7]
+
+
+JSON = st.recursive(
+    st.none() | st.integers(0, 99) | st.text('a"\\\\[{,}] \n', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('b"\\\\,]', max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(JSON, max_size=5), st.sampled_from([None, 0, 2]), st.integers(1, 20))
+def test_entries_of_any_array_are_found_whatever_the_blocks(entries, indent, size):
+    text = json.dumps(entries, indent=indent).encode()
+    scanner = ArrayScanner()
+    for start in range(0, len(text), size):
+        scanner.feed(np.frombuffer(text[start : start + size], dtype=np.uint8))
+    found = scanner.finish()
+    assert [json.loads(text[start:stop]) for start, stop in zip(found.starts, found.stops, strict=True)] == entries
+    assert found.lines.tolist() == [text[:start].count(b"\n") + 1 for start in found.starts]
 
 
 def test_what_stands_in_an_array_may_be_anything_until_it_is_read(tmp_path):
