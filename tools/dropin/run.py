@@ -49,8 +49,9 @@ RANKS, SAMPLES, SHORTER, BATCH = 2, 4000, 16, 4
 """SHORTER: so many times fewer patches in a tile, and tokens in a text, than in the data. BATCH: the default's."""
 HELD_OUT, LOOKS = 40, 4
 """Samples that nobody trains, and how often in a run their loss is looked at."""
-FITTED, LARGEST, ROOM = 24, 4, 1.02
-"""Micro-batches that tell what a load keeps; of a way, those that are run; how far above the default it may be."""
+FITTED, LARGEST, ROOM, FAR = 24, 4, 1.02, 2
+"""Micro-batches that tell what a load keeps; of a way, those that are run; how far above the default it may be, and by
+what the fit may be wrong."""
 IMAGE_TOKEN, PAD_TOKEN, VOCABULARY, WORDS = 3, 0, 512, 32
 TILE, PATCH, TILE_TOKENS = 56, 7, 16
 
@@ -249,18 +250,20 @@ class Memory:
             loss_per_target(model(**batch), labels)
             return float(kept())
 
-    def fullest(self, way: Way) -> float:
-        """Bytes that its largest micro-batch keeps."""
+    def fullest(self, way: Way, most: float = np.inf) -> float:
+        """Bytes that its largest micro-batch keeps; infinity where the fit says that they are far above the most."""
         groups = [group for step in way.steps for rank in step for group in rank]
-        load = way.load(self._samples.lengths).ravel()
-        return max(self._kept(groups[number], way) for number in np.argsort(-self._fits[way.padded](load))[:LARGEST])
+        fitted = self._fits[way.padded](way.load(self._samples.lengths).ravel())
+        if fitted.max() > FAR * most:  # running it might take more than the machine has
+            return np.inf
+        return max(self._kept(groups[number], way) for number in np.argsort(-fitted)[:LARGEST])
 
     def within(self, most: float, build: Callable[[Task], Way], task: Task) -> Way:
         """A way with as few micro-batches a step as so many bytes allow, and as many samples."""
         samples = task.batch * task.micro_batches
         for micro_batches in (number for number in range(1, samples + 1) if samples % number == 0):
             way = build(replace(task, micro_batches=micro_batches, batch=samples // micro_batches))
-            if self.fullest(way) <= most * ROOM:
+            if self.fullest(way, most) <= most * ROOM:
                 return way
         raise SystemExit(f"{way.name} must fit into {most / 2**20:.0f} MiB, got more with one sample at a time")
 

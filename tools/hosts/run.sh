@@ -4,7 +4,7 @@
 #   tools/hosts/run.sh [FOLDER]
 #
 # Environments and runs go to a temporary folder, or stay in the one that is named and are used again. Run it where
-# omnibal[test] is installed. torchvision and torchaudio must be of the same kind as torch, for a CPU or for CUDA.
+# omnibal[test] is installed. LLaMA-Factory loads torchaudio, whose newest is 2.11 and refuses another torch.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -27,7 +27,7 @@ environment() {
 }
 
 environment swift ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 torch==2.13.0 accelerate
-environment factory llamafactory==0.9.5 transformers==5.6.0
+environment factory llamafactory==0.9.5 transformers==5.6.0 torch==2.11.0 torchvision==0.26.0 torchaudio==2.11.0
 python tools/hosts/model.py "$folder"
 python tools/hosts/images.py "$folder"
 

@@ -42,7 +42,8 @@ def config_of(shape: str, *, native: bool = False) -> PreTrainedConfig:
     if native:
         sizes = {name: vision[name] for name in ("hidden_size", "intermediate_size")}
         sizes |= {"depth": vision["num_hidden_layers"], "num_heads": vision["num_attention_heads"]}
-        rope = {"rope_type": "default", "mrope_section": [4, 4, 4]}
+        third = text["hidden_size"] // text["num_attention_heads"] // 2 // 3
+        rope = {"rope_type": "default", "mrope_section": [third] * 3}
         return Qwen2_5_VLConfig(
             vision_config=sizes | {"fullatt_block_indexes": [1, 3], "out_hidden_size": text["hidden_size"]},
             text_config=text | more | {"rope_parameters": rope, "tie_word_embeddings": False},
