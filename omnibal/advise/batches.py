@@ -26,7 +26,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Samples:
-    """Drawn samples: what each brings, one row a sample; columns as of ``Load``."""
+    """Drawn samples: what each brings, one row a sample; columns as of ``Load``, the last one only where it counts."""
 
     sizes: FloatArray
 
@@ -36,7 +36,9 @@ class Samples:
         chosen = generator.integers(0, len(lengths), count)
         tokens = lengths.llm_tokens[chosen].astype(np.float64)
         squared = np.zeros(count) if lengths.vision_squared is None else lengths.vision_squared[chosen]
-        return cls(np.stack([lengths.vision_units[chosen], tokens, tokens**2, squared], axis=1).astype(np.float64))
+        columns = (lengths.vision_units[chosen], tokens, tokens**2, squared)
+        targets = () if lengths.target_tokens is None else (lengths.target_tokens[chosen],)
+        return cls(np.stack([*columns, *targets], axis=1).astype(np.float64))
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -45,6 +47,11 @@ class Samples:
     def tokens(self) -> FloatArray:
         """LLM tokens of each."""
         return self.sizes[:, 1]
+
+    @property
+    def all_rows(self) -> "Samples":
+        """The same for a head that works on all rows, whatever predicts a target."""
+        return Samples(self.sizes[:, :4])
 
     @property
     def load(self) -> Load:
@@ -95,8 +102,8 @@ def padded_batches(
     if batching == "group_by_length":
         order = _grouped(sizes[:, 1], GROUPED * batch * micro_batches)
         # batch after batch goes to the ranks in turn
-        sizes = sizes[order].reshape(-1, micro_batches, num_ranks, batch, 4).transpose(0, 2, 1, 3, 4)
-    sizes = sizes.reshape(-1, num_ranks, micro_batches, batch, 4)
+        sizes = sizes[order].reshape(-1, micro_batches, num_ranks, batch, sizes.shape[1]).transpose(0, 2, 1, 3, 4)
+    sizes = sizes.reshape(-1, num_ranks, micro_batches, batch, sizes.shape[-1])
     real = Load(*np.moveaxis(sizes.sum(axis=3), -1, 0))
     return Batches(real if batching == "flattened" else _padded(sizes), real, float(per_step))
 
@@ -107,9 +114,9 @@ def _grouped(tokens: FloatArray, size: int) -> Indices:
 
 
 def _padded(sizes: FloatArray) -> Load:
-    """Every sample of a micro-batch as long as its longest one."""
-    batch, longest = sizes.shape[3], sizes[..., 1].max(axis=3)
-    return Load(sizes[..., 0].sum(axis=3), batch * longest, batch * longest**2, sizes[..., 3].sum(axis=3))
+    """Every sample of a micro-batch as long as its longest one; padding is no target."""
+    batch, longest, sums = sizes.shape[3], sizes[..., 1].max(axis=3), np.moveaxis(sizes.sum(axis=3), -1, 0)
+    return Load(sums[0], batch * longest, batch * longest**2, *sums[3:])
 
 
 def random_packs(samples: Samples, limits: PackLimits, *, num_ranks: int, micro_batches: int) -> Batches:
@@ -135,7 +142,7 @@ def random_packs(samples: Samples, limits: PackLimits, *, num_ranks: int, micro_
     size = num_ranks * micro_batches
     steps = max(number // size, 1)  # the last pack may be short
     kept = np.resize(np.arange(max(number, 1)), steps * size)
-    load = Load(*sums[kept].T.reshape(4, steps, num_ranks, micro_batches))
+    load = Load(*sums[kept].T.reshape(-1, steps, num_ranks, micro_batches))
     counts = np.bincount(pack, minlength=number + 1)[kept]
     return Batches(load, load, float(counts.sum()) / steps)
 
@@ -156,14 +163,14 @@ def even_packs(
         samples_per_step: So many samples are packed together.
     """
     steps, num_packs = len(samples) // samples_per_step, num_ranks * micro_batches
-    sums = np.empty((steps, num_packs, 4))
+    sums = np.empty((steps, num_packs, samples.sizes.shape[1]))
     for step in range(steps):
         own = slice(step * samples_per_step, (step + 1) * samples_per_step)
         pack, filled = _longest_first(seconds[own], num_packs)
         # even in both: what differs in one phase differs the other way in the other where their sum is even
         order = np.argsort(filled.sum(axis=1) + 2 * filled[:, 1], kind="stable")
         sums[step] = _sums(samples.sizes[own], pack, num_packs)[order]
-    dealt = sums.reshape(steps, micro_batches, num_ranks, 4).copy()
+    dealt = sums.reshape(steps, micro_batches, num_ranks, -1).copy()
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]
     load = Load(*np.moveaxis(dealt.transpose(0, 2, 1, 3), -1, 0))
     return Batches(load, load, float(samples_per_step))
@@ -183,5 +190,5 @@ def _longest_first(parts: FloatArray, num_packs: int) -> tuple[Indices, FloatArr
 
 
 def _sums(sizes: FloatArray, pack: Indices, num_packs: int) -> Any:
-    """What each pack holds, shape (packs, 4)."""
+    """What each pack holds, shape (packs, columns)."""
     return np.stack([np.bincount(pack, weights=column, minlength=num_packs) for column in sizes.T], axis=1)

@@ -29,8 +29,9 @@ GROWTH: Final = 1.2
 TOKEN_MULTIPLE: Final = 64
 SHARING_LESS: Final[dict[Trainer, Trainer]] = {"fsdp": "zero2", "zero3": "zero2", "zero2": "zero1"}
 """What may be worth a try where its memory suffices."""
-Name = Literal["packing", "balance", "limits", "recompute", "trainer", "pipeline"]
+Name = Literal["head", "packing", "balance", "limits", "recompute", "trainer", "pipeline"]
 COSTS: Final[dict[Name, str]] = {
+    "head": "one call, target_rows(model); the drop-in makes it",
     "packing": "attention that keeps samples apart; the drop-in sets it",
     "balance": "lengths of all samples, measured once; the drop-in's sampler",
     "limits": "other limits and accumulation, no more samples a step",
@@ -77,8 +78,8 @@ class Advice:
     Attributes:
         today: The present way.
         changes: All that were tried, in their order.
-        after: What those that bring something end in, a pipeline aside; with balance where packs come, for the drop-in
-            brings both.
+        after: What those that bring something end in, a pipeline aside; where one of the first three does, with them
+            all, for the drop-in brings them together.
         fitting: What would make the present way fit, where it does not.
         plan: Of the pipeline, where one was planned.
     """
@@ -133,7 +134,12 @@ def _ladder(setting: Setting, now: Estimate) -> tuple[list[Change], Estimate]:
     changes: list[Change] = []
     current = balanced = now
     if now.way.batching != "even":
-        balanced = _balanced(setting, now.way)
+        spared = now
+        if setting.spares_rows:
+            spared = setting.estimate(replace(now.way, target_rows=True))
+            changes.append(_change("head", "head and loss on the rows that predict a target alone", now, spared))
+            current = spared if changes[-1].brings else now
+        balanced = _balanced(setting, spared.way)
         if now.way.batching in ("random", "group_by_length"):
             packed = _packed(balanced)
             changes.append(_change("packing", "random packs in place of padded batches", current, packed))

@@ -40,6 +40,7 @@ class Way:
         micro_batches: Per step and rank.
         recompute: At which level layers run.
         limits: Of packs at random.
+        target_rows: Whether the head works on the rows that predict a target alone, as far as lengths tell them.
     """
 
     trainer: Trainer = "zero3"
@@ -48,6 +49,7 @@ class Way:
     micro_batches: int = 1
     recompute: Level = "full"
     limits: PackLimits | None = None
+    target_rows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,7 @@ class Setting:
         cluster: All of its devices are ranks.
         samples_per_step: Of all ranks, where packs do not decide it.
         adapted: What the layers would cost with adapters, where these are not trained already.
+        spares_rows: Whether the head can work on target rows alone: the trainer's drop-in does, and lengths tell them.
         seed: Of the draws.
     """
 
@@ -68,6 +71,7 @@ class Setting:
     cluster: Cluster
     samples_per_step: int
     adapted: ModelProfile | None = None
+    spares_rows: bool = False
     seed: int = 0
 
     @cached_property
@@ -94,11 +98,14 @@ class Setting:
         costs = phase_costs(self.profile)
         vision = costs["vision forward"] + costs["vision backward"]
         language = costs["language forward"] + costs["language backward"]
-        return tuple(np.stack([cost(samples.load) for cost in (vision, language)], axis=1) for samples in self.draws)
+        # as if every token were a target, as the planner has it
+        loads = (samples.all_rows.load for samples in self.draws)
+        return tuple(np.stack([cost(load) for cost in (vision, language)], axis=1) for load in loads)
 
     def batches(self, way: Way, draw: int) -> Batches:
         """The micro-batches that a way makes of a draw."""
         samples, shape = self.draws[draw], {"num_ranks": self.cluster.num_devices, "micro_batches": way.micro_batches}
+        samples = samples if way.target_rows else samples.all_rows
         if way.batching == "even":
             return even_packs(samples, self.alone[draw], samples_per_step=self.samples_per_step, **shape)
         if way.batching == "packed":
@@ -161,7 +168,8 @@ class Estimate:
     @property
     def memory(self) -> RankMemory:
         """What ranks hold."""
-        return RankMemory(self.setting.profile, self.way.trainer, self.setting.cluster, self.way.recompute)
+        way, setting = self.way, self.setting
+        return RankMemory(setting.profile, way.trainer, setting.cluster, way.recompute, way.target_rows)
 
     @cached_property
     def peaks(self) -> tuple[float, float]:

@@ -2,8 +2,7 @@
 
 Assumptions, beside those of counted costs: AdamW in float32 with a master copy of 16-bit weights (16 bytes a trained
 parameter in all), gradients in 16 bits; ZeRO 3 and FSDP hold two gathered layers at a time; the loss takes the logits
-of all tokens in float32, as transformers' own does whatever the labels. (The drop-in's does so for targets alone. How
-much less that is depends on the labels, which lengths need not tell: it is not reckoned with.)
+of all tokens in float32, as transformers' own does whatever the labels, or those of target rows, some at a time.
 """
 
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from omnibal.advise.wait import Trainer
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.memory.footprint import loss_bytes
 from omnibal.profile.levels import Level
 from omnibal.profile.records import LayerCost, ModelProfile
 
@@ -43,12 +43,14 @@ class RankMemory:
         trainer: How ranks share their work.
         cluster: All of its devices are ranks.
         recompute: At which level the layers run.
+        target_rows: Whether the head works on the rows that predict a target alone.
     """
 
     profile: ModelProfile
     trainer: Trainer
     cluster: Cluster
     recompute: Level
+    target_rows: bool = False
 
     @property
     def budget_bytes(self) -> int:
@@ -77,7 +79,8 @@ class RankMemory:
         working = [_working(layer, level) for layer, level in zip(trained, levels, strict=True)]
         passing = np.max([cost(loads) for cost in set(working)], axis=0)
         head = next(layer for layer in self.profile.layers if layer.kind == "head")
-        logits = LOGIT_BYTES * head.sizes["vocab"] * loads.llm_tokens
+        all_logits = LOGIT_BYTES * head.sizes["vocab"] * loads.llm_tokens
+        logits = loss_bytes(head, loads.target_tokens) if self.target_rows else all_logits
         # behind the head the logits have gone
         held: FloatArray = self.state_bytes + kept(loads) + np.maximum(passing, logits)
         return held

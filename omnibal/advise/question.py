@@ -116,7 +116,10 @@ class Question:
         if way.limits is not None:  # as many as its packs hold
             mean = max(float(lengths.llm_tokens.mean()), 1.0)
             per_step = max(round(devices * way.micro_batches * way.limits.llm_tokens / mean), 1)
-        return Setting(lengths, self.costs or self._counted(), self.cluster, per_step, adapted=self._adapted())
+        # in loops of their own packs have another loss
+        spares_rows = self.present.host != "deepspeed" and lengths.target_tokens is not None
+        profile = self.costs or self._counted()
+        return Setting(lengths, profile, self.cluster, per_step, adapted=self._adapted(), spares_rows=spares_rows)
 
     def answer(self, *, with_pipeline: bool = False) -> Advice:
         """Where the time goes, and what would bring how much; arguments and errors as of ``changes.advise``."""

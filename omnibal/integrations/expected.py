@@ -162,7 +162,7 @@ def _drawn(sampler: PackSampler, batch_size: int) -> tuple[Samples, Any]:
     per_step = max(batch_size * sampler.num_replicas * sampler.micro_batches, samples_per_step(sampler))
     lengths = typical_lengths(sampler.lengths, sampler.mixture)
     samples = Samples.draw(lengths, int(COMPARED_STEPS * per_step), np.random.default_rng(0))
-    return samples, {"num_ranks": sampler.num_replicas, "micro_batches": sampler.micro_batches}
+    return samples.all_rows, {"num_ranks": sampler.num_replicas, "micro_batches": sampler.micro_batches}
 
 
 def first_steps(sampler: PackSampler) -> Load:

@@ -130,6 +130,16 @@ def _targets_of_sample(batch: Mapping[str, Any]) -> Tensor:
     return torch.bincount(sample[batch["labels"] != IGNORED], minlength=int(sample.max()) + 1)[sample]
 
 
+def works_on_targets(trainer: Any) -> bool:
+    """Whether the head of a transformers.Trainer's model works on target rows alone under ``StepLoss``.
+
+    A graph cannot hold gradients that are made in a forward pass; a rank with a part of the words knows no loss; and of
+    other models than these nobody has shown that their heads' logits are what the loss gets.
+    """
+    kind = trainer.accelerator.unwrap_model(trainer.model).config.model_type
+    return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and kind in FAMILIES
+
+
 class StepLoss:
     """Losses of a step's target tokens by their weights, over the sum of the weights, on all ranks and in all packs.
 
@@ -173,17 +183,10 @@ class StepLoss:
         vars(self._trainer)["get_batch_samples"] = self.draw
         from omnibal.integrations.target_rows import HeadOnTargets, base_of  # hosts may lack transformers
 
-        model = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
-        # A graph cannot hold gradients that are made in a forward pass; a rank with a part of the words knows no loss;
-        # and of other models nobody has shown that their heads' logits are what the loss gets.
-        if (
-            self._trainer.args.torch_compile
-            or self._trainer.get_tp_size() > 1
-            or model.config.model_type not in FAMILIES
-        ):
-            return
-        self._head = HeadOnTargets(model, self._targets)
-        model.register_forward_hook(self._look)
+        if works_on_targets(self._trainer):
+            model = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
+            self._head = HeadOnTargets(model, self._targets)
+            model.register_forward_hook(self._look)
 
     def _targets(self) -> tuple[Tensor, Tensor | None] | None:
         """What the head works on now; None in evaluation."""

@@ -11,6 +11,7 @@ from omnibal.advise.wait import Trainer as Layout
 from omnibal.cluster import Cluster
 from omnibal.device import Device
 from omnibal.errors import ConfigError
+from omnibal.integrations.losses import works_on_targets
 from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 
@@ -58,7 +59,7 @@ def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float)
         raise ConfigError(f"memory_gib must be positive, got {memory_gib}")
     device = Device.named(profile.device)
     cluster = Cluster(1, trainer.args.world_size, device, memory_bytes=memory_gib * 2**30)
-    return RankMemory(profile, layout_of(trainer), cluster, recompute_of(trainer))
+    return RankMemory(profile, layout_of(trainer), cluster, recompute_of(trainer), works_on_targets(trainer))
 
 
 def wants_all_gradients(trainer: Trainer) -> bool:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from omnibal.cluster import OVERHEAD_BYTES, Layout
-from omnibal.cost import CostModel, IntArray, Load
+from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.errors import ConfigError
 from omnibal.memory.frontier import NOT_OFFERED
 from omnibal.memory.state import TrainingState
@@ -23,10 +23,23 @@ from omnibal.profile.records import LayerCost, ModelProfile
 LOSS_ROWS = 1024
 """Rows whose logits are there at one time. The head's gradient is read and written for so many rows: far fewer would
 keep a GPU waiting for memory, and their products no less busy; see tools/head."""
-_LOGIT_BYTES = 8
-"""Of such a logit: itself, the softmax in float32, and in 16 bits the gradient in them."""
+_LOGIT_BYTES = 10
+"""Of such a logit: itself in 16 bits, in float32 itself and its logarithmic softmax; those of float32 take 8."""
 _GRADIENT_SHARE = 1 / 3
 """Of what a block keeps, so much is alive in gradients at one time; ViT and decoder blocks measure 0.15 to 0.37."""
+
+
+def loss_bytes(head: LayerCost, target_tokens: FloatArray, tensor_parallel: int = 1) -> FloatArray:
+    """What the loss of micro-batches needs at its peak: logits of some rows, and their part of the head's gradient.
+
+    Args:
+        head: The last layer.
+        target_tokens: Of each micro-batch, in any shape.
+        tensor_parallel: Ranks that share the vocabulary.
+    """
+    logits = _LOGIT_BYTES * np.minimum(target_tokens, LOSS_ROWS) * head.sizes.get("vocab", 0) / tensor_parallel
+    found: FloatArray = logits + head.gradient_bytes * (target_tokens > LOSS_ROWS)
+    return found
 
 
 @dataclass(frozen=True)
@@ -129,11 +142,10 @@ class Footprint:
     @property
     def loss_bytes(self) -> int:
         """What the loss needs at its peak, on the last stage: logits of some rows, and their part of the gradient."""
-        head, rows = self.profile.layers[-1], float(self.load.target_tokens)
+        head = self.profile.layers[-1]
         if head.kind != "head":
             return 0
-        logits = _LOGIT_BYTES * min(rows, LOSS_ROWS) * head.sizes.get("vocab", 0) / self.profile.tensor_parallel
-        return math.ceil(logits) + (head.gradient_bytes if rows > LOSS_ROWS else 0)
+        return math.ceil(loss_bytes(head, self.load.target_tokens, self.profile.tensor_parallel))
 
     def least_transient(self, stage: int) -> int:
         """Transient bytes of a stage whatever its layers and levels: on the last stage, those of the loss."""

@@ -35,6 +35,24 @@ def test_padded_batches_are_as_long_as_their_longest_sample():
     assert padded_batches(samples, batch=2, num_ranks=1, micro_batches=2, batching="flattened").loads == found.real
 
 
+def test_padding_is_no_target_and_a_head_on_all_rows_knows_none():
+    lengths = SampleLengths([1, 0, 2, 3], [10, 4, 7, 8], target_tokens=[3, 2, 5, 1])
+    samples = Samples.draw(lengths, 40, np.random.default_rng(0))
+    assert samples.load.target_tokens.sum() < samples.load.llm_tokens.sum()
+    shape = {"num_ranks": 2, "micro_batches": 2}
+    packed = (
+        padded_batches(samples, batch=2, **shape),
+        padded_batches(samples, batch=2, batching="group_by_length", **shape),
+        even_packs(samples, samples.sizes[:, :2], samples_per_step=8, **shape),
+    )
+    for batches in packed:
+        assert batches.loads.target_tokens.sum() == samples.load.target_tokens.sum()
+    few = random_packs(samples, PackLimits(6, 20), **shape)
+    assert 0 < few.loads.target_tokens.sum() < few.loads.llm_tokens.sum()
+    all_rows = padded_batches(samples.all_rows, batch=2, **shape)
+    np.testing.assert_array_equal(all_rows.loads.target_tokens, all_rows.loads.llm_tokens)
+
+
 def test_batches_by_length_go_to_the_ranks_in_turn():
     lengths = SampleLengths([0] * 8, [1, 8, 2, 7, 3, 6, 4, 5])
     found = padded_batches(samples_of(lengths), batch=2, num_ranks=2, micro_batches=2, batching="group_by_length")

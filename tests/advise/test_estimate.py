@@ -5,7 +5,7 @@ import pytest
 
 from omnibal.advise.changes import advise, proposed_limits
 from omnibal.advise.communication import bandwidth, exposed_seconds
-from omnibal.advise.costs import adapted_profile
+from omnibal.advise.costs import adapted_profile, phase_seconds
 from omnibal.advise.estimate import CAUSES, Setting, Way
 from omnibal.advise.memory import LOGIT_BYTES, RankMemory
 from omnibal.advise.models import Model
@@ -75,6 +75,21 @@ def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():
     assert by_name["limits"].factor > 2
     assert by_name["limits"].detail == "2 even packs of a rank in a step"
     assert (advice.after.way.batching, advice.after.way.micro_batches) == ("even", 2)
+
+
+def test_a_head_on_target_rows_takes_the_time_of_those_and_never_all_logits():
+    few = SampleLengths([3] * 50, [1000] * 50, target_tokens=[100] * 50)
+    advice = advise(replace(setting(few), spares_rows=True), Way("zero3", "random", 4, 8, "none"))
+    head, packing = advice.changes[:2]
+    seconds = [sum(phase_seconds(WHOLE, load).values()) for load in (Load(3, 1000, 1e6), Load(3, 1000, 1e6, 0, 100))]
+    assert (head.name, head.brings) == ("head", True)
+    assert head.factor == pytest.approx(seconds[0] / seconds[1], rel=0.01)
+    assert packing.factor == pytest.approx(1, abs=0.01)
+    assert advice.after.way.batching == "even"  # the drop-in brings both
+    assert advice.today.shares["useful"] == pytest.approx(1, abs=0.01)
+    logits = LOGIT_BYTES * 4000 * RECORDS[-1].sizes["vocab"]
+    assert advice.today.peaks[0] - head.after.peaks[0] > 0.9 * logits
+    assert advise(setting(few), advice.today.way).adopted == ()
 
 
 def test_leave_it_as_it_is_is_an_answer():

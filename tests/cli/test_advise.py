@@ -51,11 +51,11 @@ def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     assert lines[0] == f"InternVL3-8B on 8xA100-80GB: {way}"
     assert lines[1] == "data: 20,000 samples of measured lengths"
     assert lines[2].startswith("today: useful 3")
-    assert [line.split(":")[0] for line in lines[3:8]] == [
-        "1. packing", "2. balance", "3. limits", "4. recompute", "5. trainer",
+    assert [line.split(":")[0] for line in lines[3:9]] == [
+        "1. head", "2. packing", "3. balance", "4. limits", "5. recompute", "6. trainer",
     ]  # fmt: skip
-    assert "brings nothing" in lines[5]
-    assert lines[8].startswith("all that brings something: 2.")
+    assert "brings nothing" in lines[6]
+    assert lines[9].startswith("all that brings something: 3.")
     assert any("balance(trainer, PackLimits(" in line for line in lines)
     assert (tmp_path / "advice.png").stat().st_size > 10_000
 
@@ -65,7 +65,7 @@ def test_json_and_the_page_say_the_same(omnibal, lengths, tmp_path):
     record = json.loads(omnibal("advise", lengths, *RUN, *options).stdout)
     assert record["today"]["batch"] == 4
     assert sum(record["today"]["shares"].values()) == pytest.approx(1)
-    assert record["changes"][0]["name"] == "packing"
+    assert record["changes"][0]["name"] == "head"
     assert record["after"]["sample_seconds"] < record["today"]["sample_seconds"] / 2
     page = (tmp_path / "advice.html").read_text()
     assert f"{record['changes'][0]['factor']:.2f}" in page

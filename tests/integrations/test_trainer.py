@@ -18,8 +18,9 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.trainer_settings import replicas_of
+from omnibal.integrations.expected import counted_profile
+from omnibal.integrations.losses import StepLoss, loss_per_target
+from omnibal.integrations.trainer_settings import memory_of, replicas_of
 from omnibal.integrations.transformers import balance
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
@@ -382,6 +383,15 @@ def test_unknown_reductions_and_memory_of_uncounted_models_are_refused(tmp_path)
         balance(trainer_of("internvl", tmp_path), PackLimits(8, 70), loss_reduction="mean")
     with pytest.raises(ConfigError, match="memory_gib must be None for a model whose layers are not counted, got 8"):
         balance(trainer_of("idefics3", tmp_path), memory_gib=8)
+
+
+@pytest.mark.parametrize("options", [{}, COMPILED])
+def test_memory_has_the_logits_that_the_head_makes(options, tmp_path):
+    trainer = trainer_of("internvl", tmp_path, **options)
+    profile = counted_profile(trainer.model, None)
+    counted, loss = memory_of(trainer, profile, 8.0), StepLoss(trainer, "token")
+    loss.install()
+    assert counted.target_rows == hasattr(loss, "_head") == (not options)
 
 
 def test_an_older_transformers_is_refused(tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "head"))
+from bench import SHARES, VOCABULARIES, compared
 from engine import Runs
 from layers import LayerBench, attention_rows, counted_device, peak_rows
 from models import models
@@ -65,6 +67,9 @@ def measure(report: Report, device: torch.device, name: str, *, small: bool) -> 
     )
     explanation = f"Times beside those counted for {counted.name} at {counted.fraction:.0%} of its peak; bf16."
     report.add("Layers", explanation, bench.times)
+    sizes = ((1000,), SHARES, 32, 64) if small else (VOCABULARIES, SHARES, 4096, 8192)
+    report.add("Head and loss", "Logits of all rows, and of target rows alone; bf16, forward and backward.",
+               lambda: compared(*sizes, torch.bfloat16, 3))  # fmt: skip
     parts: dict[str, tuple[str, Iterable[Row]]] = {
         "The affine model": ("Its error against what it was fitted to, by share of the largest pack.", bench.fits),
         "Recompute": ("The largest pack.", bench.recomputed),

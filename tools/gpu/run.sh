@@ -32,8 +32,5 @@ tests=${PIPESTATUS[0]}
 echo "== measurements"
 "$python" tools/gpu/measure.py --out "$out" --minutes "$minutes" 2>&1 | tee "$out/measure.log"
 measured=${PIPESTATUS[0]}
-echo "== head and loss"
-timeout 150 "$python" tools/head/bench.py --bfloat16 --width 4096 --tokens 8192 2>&1 | tee "$out/head.md"
-head=${PIPESTATUS[0]}
-echo "tests ended with $tests, measurements with $measured, the head with $head; all lies in $out"
-[ "$tests" -eq 0 ] && [ "$measured" -eq 0 ] && [ "$head" -eq 0 ]
+echo "tests ended with $tests, measurements with $measured; all lies in $out"
+[ "$tests" -eq 0 ] && [ "$measured" -eq 0 ]

@@ -1,9 +1,9 @@
 """Time and peak memory of final norm, head and loss: all rows, target rows, torch's own function; see README.md."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -87,22 +87,40 @@ class Bench:
         return [median(column) for column in zip(*rounds, strict=True)], [self.peak_bytes(loss) for loss in losses]
 
 
+def compared(
+    vocabularies: Sequence[int], shares: Sequence[float], width: int, tokens: int, dtype: torch.dtype, repetitions: int
+) -> Iterator[dict[str, Any]]:
+    """All ways beside each other, a row for each vocabulary and share of targets."""
+    ways: list[Loss] = [all_rows, target_rows]
+    ways += [of_torch] if hasattr(functional, "linear_cross_entropy") else []
+    for vocabulary in vocabularies:
+        for share in shares:
+            seconds, peaks = Bench(vocabulary, width, tokens, share, dtype).compare(ways, repetitions)
+            later = {
+                f"{unit} {name}": f"× {found / first:.2f}"
+                for unit, (first, *others) in (("seconds", seconds), ("MiB", peaks))
+                for name, found in zip(("now", "of torch"), others, strict=False)
+            }
+            before = {"seconds before": f"{seconds[0]:.3g}", "MiB before": f"{peaks[0] / MIB:.0f}"}
+            yield {"vocabulary": vocabulary, "targets": f"{share:.0%}", **before, **later}
+
+
 def main(
-    width: int = 512, tokens: int = 1024, repetitions: int = 3, bfloat16: Annotated[bool, typer.Option()] = False
+    width: int = 512,
+    tokens: int = 1024,
+    repetitions: int = 3,
+    bfloat16: Annotated[bool, typer.Option()] = False,
+    vocabulary: Annotated[list[int] | None, typer.Option(help="Words; 32,000 to 151,936.")] = None,
+    share: Annotated[list[float] | None, typer.Option(help="Of tokens that are targets; 5 to 100 %.")] = None,
 ) -> None:
     """Print tables as Markdown; those of bfloat16 are for GPUs, as CPUs emulate it."""
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if bfloat16 else torch.float32
-    ways: list[Loss] = [all_rows, target_rows]
-    ways += [of_torch] if hasattr(functional, "linear_cross_entropy") else []
-    print("| vocabulary | targets | seconds before | now | of torch | MiB before | now | of torch |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for vocabulary in VOCABULARIES:
-        for share in SHARES:
-            seconds, peaks = Bench(vocabulary, width, tokens, share, dtype).compare(ways, repetitions)
-            times = [f"{seconds[0]:.2f}", *(f"× {found / seconds[0]:.2f}" for found in seconds[1:])]
-            sizes = [f"{peaks[0] / MIB:.0f}", *(f"× {found / peaks[0]:.2f}" for found in peaks[1:])]
-            print(f"| {vocabulary} | {share:.0%} |", " | ".join([*times, *sizes]), "|", flush=True)
+    rows = compared(vocabulary or VOCABULARIES, share or SHARES, width, tokens, dtype, repetitions)
+    for number, row in enumerate(rows):
+        if number == 0:
+            print(f"| {' | '.join(row)} |\n|{'---:|' * len(row)}")
+        print("|", " | ".join(map(str, row.values())), "|", flush=True)
     _chunks(width, dtype, repetitions)
 
 

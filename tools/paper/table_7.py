@@ -39,7 +39,8 @@ def print_ladder(
     """Print the ladder, and what separates its top from the limits of 1F1B."""
     setting = Setting(micro_batches=micro_batches, vision_factor=vision_factor, fraction=fraction or Setting.fraction)
     setting = setting if fraction else fitted(setting, PUBLISHED["+ memory"])
-    rungs = _rungs(setting)
+    spared = replace(best(replace(setting, target_rows=True), "auto"), name="the same, head on target rows")
+    rungs = [*_rungs(setting), spared]
     print(f"fraction of the peak: {setting.fraction:.3f}\n\n{_ladder(setting, rungs)}\n")
     print(_limits({rung.name: (setting, rung) for rung in rungs[3:]}))
 
