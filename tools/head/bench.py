@@ -96,13 +96,14 @@ def compared(
     for vocabulary in vocabularies:
         for share in shares:
             seconds, peaks = Bench(vocabulary, width, tokens, share, dtype).compare(ways, repetitions)
-            later = {
-                f"{unit} {name}": f"× {found / first:.2f}"
-                for unit, (first, *others) in (("seconds", seconds), ("MiB", peaks))
-                for name, found in zip(("now", "of torch"), others, strict=False)
-            }
-            before = {"seconds before": f"{seconds[0]:.3g}", "MiB before": f"{peaks[0] / MIB:.0f}"}
-            yield {"vocabulary": vocabulary, "targets": f"{share:.0%}", **before, **later}
+            row: dict[str, Any] = {"vocabulary": vocabulary, "targets": f"{share:.0%}"}
+            for unit, (first, *others) in (("seconds", seconds), ("MiB", [peak / MIB for peak in peaks])):
+                row[f"{unit} before"] = f"{first:.3g}"
+                row |= {
+                    f"{unit} {name}": f"× {found / first:.2f}"
+                    for name, found in zip(("now", "of torch"), others, strict=False)
+                }
+            yield row
 
 
 def main(
