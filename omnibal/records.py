@@ -154,7 +154,9 @@ def _explain_key(kind: Any, keys: tuple[str, ...], problems: Sequence[ErrorDetai
     if first["type"] == "missing":
         return f"{'.'.join([name, *keys[:-1]])} must have the key {keys[-1]!r}, got none"
     if first["type"] == "value_error":  # a record's own rule
-        return f"{place}: {first['msg'].removeprefix('Value error, ')}"
+        rule = first["msg"].removeprefix("Value error, ")
+        rest = rule.removeprefix(keys[-1]) if keys else rule  # a rule may begin with the key
+        return f"{place}{rest}" if rest != rule and rest[:1] in (" ", ":", ".") else f"{place}: {rule}"
     entries = [problem for problem in problems if keys and isinstance(problem["loc"][-1], int)]
     if entries and not keys[-1].isdecimal():  # a list was meant
         place, problems = f"{place}[{entries[0]['loc'][-1]}]", entries[:1]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from omnibal.cli.files import check_folder, expect, refuse
-from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
+from omnibal.cli.inputs import UsableLengths, measure_dataset, read_lengths
 from omnibal.cli.opening import open_run
 from omnibal.cli.options import JsonOption
 from omnibal.cli.output import answer
@@ -67,35 +67,35 @@ def lengths(
         run = open_run(source, broken=broken, processes=processes)
         folder = out or run.files.lengths
         check_folder("out", folder)
-        named = run.named_lengths
+        found = run.usable_lengths
     elif out is None:
         raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
     elif kind != "dataset":
         refuse(options, f"{source} holds lengths")
-        folder, named = out, read_lengths([source], "source")
+        folder, found = out, read_lengths([source], "source")
     elif model is None:
         raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
     else:
         folder = out
-        named = measure_dataset(
+        found = measure_dataset(
             source, model, image_folder=images, max_tiles=max_tiles, broken=broken or "error",
             processes=processes, cache=folder,
         )  # fmt: skip
-    _say(named, folder, as_json=as_json)
+    _say(found, folder, as_json=as_json)
 
 
-def _say(named: NamedLengths, folder: Path, *, as_json: bool) -> None:
+def _say(found: UsableLengths, folder: Path, *, as_json: bool) -> None:
     """Keep and show the lengths."""
-    named.save(folder)
-    problems = [asdict(problem) for problem in named.problems]
+    found.lengths.save(folder)
+    problems = [asdict(problem) for problem in found.problems]
     (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
     record = {
         "folder": folder,
-        "content_hash": named.lengths.content_hash,
-        "all": SourceStatistics.of("all", named.lengths).to_record(),
-        "sources": [entry.to_record() for entry in source_statistics(named.lengths, named.names)],
+        "content_hash": found.lengths.content_hash,
+        "all": SourceStatistics.of("all", found.lengths).to_record(),
+        "sources": [entry.to_record() for entry in source_statistics(found.lengths)],
         "broken": problems,
     }
     whole = [f"all of them: {folder / BROKEN_FILE}"] if problems else []
-    table = lengths_table(named.lengths, named.names)
-    answer(record, table, *named.problem_lines(), *whole, f"written: {folder}", as_json=as_json)
+    table = lengths_table(found.lengths)
+    answer(record, table, *found.problem_lines(), *whole, f"written: {folder}", as_json=as_json)

@@ -74,10 +74,10 @@ def pack(
     run = _run_of(source, lengths, cluster)
     packing = PackingSection() if run is None else run.section.packing
     packing = packing if method is None else packing.model_copy(update={"method": method})
-    named = read_lengths(source, "source") if run is None else run.named_lengths
+    found = read_lengths(source, "source") if run is None else run.usable_lengths
     task = _Task(
-        lengths=named.lengths,
-        limits=choose_limits(named.lengths, *(fixed or (packing.vision_units, packing.llm_tokens))),
+        lengths=found.lengths,
+        limits=choose_limits(found.lengths, *(fixed or (packing.vision_units, packing.llm_tokens))),
         num_replicas=num_replicas or _replicas(run),
         micro_batches=micro_batches or (1 if run is None else run.num_micro_batches),
         packing=packing,
@@ -94,11 +94,11 @@ def pack(
         "methods": [entry.to_record() for entry in figures],
         "warnings": warnings,
         "plots": plots,
-        "broken": [asdict(problem) for problem in named.problems],
+        "broken": [asdict(problem) for problem in found.problems],
     }
     answer(
         record,
-        *named.problem_lines(),
+        *found.problem_lines(),
         task.title,
         packing_table(figures),
         *(f"warning: {warning}" for warning in warnings),

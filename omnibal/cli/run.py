@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from omnibal.cli.costs import devices_at_hand, measured_costs, read_cluster
-from omnibal.cli.inputs import NamedLengths, measure_dataset, read_lengths
+from omnibal.cli.inputs import UsableLengths, measure_dataset, read_lengths
 from omnibal.cli.output import say
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of
@@ -119,12 +119,12 @@ class Run:
     @cached_property
     def lengths(self) -> SampleLengths:
         """What samples hold; under a mixture, samples as it draws them."""
-        named, mixture = self.named_lengths, self.section.data.mixture
-        return typical_lengths(named.lengths, named.repeat_time if mixture == "repeat_time" else mixture)
+        found, mixture = self.usable_lengths, self.section.data.mixture
+        return typical_lengths(found.lengths, found.repeat_time if mixture == "repeat_time" else mixture)
 
     @cached_property
-    def named_lengths(self) -> NamedLengths:
-        """The same with the names of sources; measured and kept unless the command line names them.
+    def usable_lengths(self) -> UsableLengths:
+        """What samples hold, and what could not be used; measured and kept unless the command line names them.
 
         Raises:
             ConfigError: Nothing says where they come from, or the model's folder cannot be used.
@@ -142,7 +142,7 @@ class Run:
             each_once=data.mixture is not None,
         )  # fmt: skip
         if _kept_hash(self.files.lengths) != found.lengths.content_hash:
-            found.save(self.files.lengths)
+            found.lengths.save(self.files.lengths)
         return found
 
     @property

@@ -129,7 +129,9 @@ class SampleLengths:
         )
 
     @classmethod
-    def concatenate(cls, parts: Iterable["SampleLengths"]) -> "SampleLengths":
+    def concatenate(
+        cls, parts: Iterable["SampleLengths"], source_names: Sequence[str] | None = None
+    ) -> "SampleLengths":
         """Lay several datasets one after another; ``source`` then numbers the parts 0, 1, ….
 
         Raises:
@@ -145,20 +147,24 @@ class SampleLengths:
                     f"part {number} must have the columns of the part before, got {sorted(other)} after {sorted(first)}"
                 )
         joined = {name: np.concatenate([part.columns()[name] for part in parts]) for name in names[0]}
-        return cls(**joined, source=np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
+        source = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        return cls(**joined, source=source, source_names=source_names)
 
     @classmethod
     def from_token_lengths(cls, paths: str | Path | Sequence[str | Path]) -> "SampleLengths":
         """Read JSON lists of ``{"vit_num": tiles, "token_num": tokens}``, as InternVL's packed training uses them.
 
         Args:
-            paths: One file, or several: then ``source`` numbers them.
+            paths: One file, or several: sources, which are called as the files are, with their folders where several
+                have the same name.
 
         Raises:
             DataError: A file is not such a list; the message names the file and the entry.
         """
-        files = [paths] if isinstance(paths, str | Path) else paths
-        return cls.concatenate(cls(*_read_token_lengths(Path(path))) for path in files)
+        files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+        stems = [file.stem for file in files]
+        names = stems if len(set(stems)) == len(stems) else [str(file) for file in files]
+        return cls.concatenate((cls(*_read_token_lengths(file)) for file in files), names)
 
     def save(self, path: str | Path) -> None:
         """Write the columns as ``<path>/<column>.npy`` and their summary as ``<path>/lengths.json``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,8 +62,9 @@ class SourceStatistics(Figures):
         )
 
 
-def source_statistics(lengths: SampleLengths, names: Sequence[str]) -> list[SourceStatistics]:
-    """Statistics of every source, in the order of ``names``, which stand for the numbers in ``lengths.source``."""
+def source_statistics(lengths: SampleLengths) -> list[SourceStatistics]:
+    """Statistics of every source, in the order of their numbers; of all samples where none has a source."""
+    names = lengths.source_names or ("all",)
     members = _members(lengths, len(names))
     return [SourceStatistics.of(name, lengths.take(samples)) for name, samples in zip(names, members, strict=True)]
 
@@ -76,9 +76,9 @@ def _members(lengths: SampleLengths, num_sources: int) -> list[npt.NDArray[np.in
     return np.split(order, np.searchsorted(source[order], np.arange(1, num_sources)))
 
 
-def lengths_table(lengths: SampleLengths, names: Sequence[str]) -> Table:
+def lengths_table(lengths: SampleLengths) -> Table:
     """A section per source, and one for all where there are several; a row per load."""
-    entries = source_statistics(lengths, names)
+    entries = source_statistics(lengths)
     rows: list[tuple[str, ...]] = []
     for entry in [*entries, *([SourceStatistics.of("all", lengths)] if len(entries) > 1 else [])]:
         targets = () if entry.target_tokens is None else ("target tokens", *entry.target_tokens.cells())

@@ -58,6 +58,21 @@ def test_costs_of_something_else_are_refused(lists, costs, present, message):
         Question.read(lists, EIGHT, present, model=NAME, costs=costs)
 
 
+def test_a_mixture_draws_from_several_lists_by_their_names(lists, tmp_path):
+    today = tmp_path / "ds_config.json"
+
+    def measured(mixture):
+        section = {"data": {"mixture": mixture}}
+        today.write_text(json.dumps({"zero_optimization": {"stage": 3}, "omnibal": section}))
+        return Question.read(lists, EIGHT, read_today(str(today)), model=NAME).measured
+
+    found = measured({"one": 0.25, "two": 0.75})
+    assert found.said == "80 samples of measured lengths; drawn with the mixture's first shares"
+    assert (found.lengths.vision_units == 5).mean() == pytest.approx(0.75, abs=0.02)
+    with pytest.raises(ConfigError, match=r"mixture must name sources of the data, got 'tow'; did you mean 'two'\?"):
+        measured({"one": 1, "tow": 1})
+
+
 def test_wrong_names_are_refused(lists, tmp_path):
     with pytest.raises(ConfigError, match="model must be named, got none"):
         Question.read(lists, EIGHT, PRESENT)

@@ -132,7 +132,7 @@ def test_lengths_saved_into_their_own_folder_stay(omnibal, token_lengths, tmp_pa
 def test_files_of_the_same_name_are_told_apart(omnibal, token_lengths, tmp_path):
     (tmp_path / token_lengths[0].name).write_bytes(token_lengths[0].read_bytes())
     named = read_lengths([token_lengths[0], tmp_path / token_lengths[0].name], "lengths")
-    assert len(set(named.names)) == 2
+    assert named.lengths.source_names == (str(token_lengths[0]), str(tmp_path / token_lengths[0].name))
 
 
 @pytest.fixture

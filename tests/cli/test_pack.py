@@ -150,7 +150,6 @@ def test_what_cannot_be_read_is_refused(refusal, packing, token_lengths, tmp_pat
     (tmp_path / "lines.jsonl").write_text('{"vit_num": 1, "token_num": 2}\n' * 2)
     (tmp_path / "latin.json").write_bytes('["é"]'.encode("latin-1"))
     SampleLengths([1], [2]).save(tmp_path / "saved")
-    (tmp_path / "saved" / "sources.json").write_text("[1, 2")
     (tmp_path / "meta.json").write_text('{"shapes": {}}')
     (tmp_path / "llava.json").write_text('[{"conversations": []}]')
     config = packing()
@@ -161,7 +160,6 @@ def test_what_cannot_be_read_is_refused(refusal, packing, token_lengths, tmp_pat
         ([tmp_path / "none.json"], "lengths must hold at least one sample, got none in"),
         ([tmp_path / "lines.jsonl"], "lines.jsonl, line 2: Extra data"),
         ([tmp_path / "latin.json"], "source must be text in UTF-8, got"),
-        ([tmp_path / "saved"], "sources.json must be a JSON list of names"),
         (
             [tmp_path / "meta.json"],
             "which is a dataset (an InternVL meta file, or LLaVA's annotations); `omnibal lengths`",

@@ -217,6 +217,7 @@ def test_token_length_files(tmp_path):
     assert lengths.vision_units.tolist() == [5, 1, 3]
     assert lengths.llm_tokens.tolist() == [1341, 307, 900]
     assert lengths.source.tolist() == [0, 0, 1]
+    assert lengths.source_names == ("a", "b")
     assert len(SampleLengths.from_token_lengths(str(second))) == 1
 
 
