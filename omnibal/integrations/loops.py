@@ -17,7 +17,8 @@ from omnibal.data.collate import IGNORED
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.errors import ConfigError
+from omnibal.data.streaming.sources import is_indexed
+from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.agreement import (
     LENGTHS,
     gathered,
@@ -223,6 +224,9 @@ def balanced_loader(
         collator_of = partial(ItemCollator, collate, measure)
     else:
         collator_of = partial(PackCollator, collate, positions_of(model.config))
+    if not is_indexed(dataset):
+        found = type(dataset).__name__
+        raise DataError(f"dataset must be read by index and have a length, got {found}; balanced_stream packs streams")
     refuse_unlike_sizes(len(dataset), len(lengths) if isinstance(lengths, SampleLengths) else None)
     if not isinstance(lengths, SampleLengths):
         workers = options.get("num_workers", 0)

@@ -57,7 +57,7 @@ class _Window(NamedTuple):
     """Where the loader stood before it."""
     batches: list[Any]
     loads: IntArray
-    """Of all ranks' packs, (ranks, packs, PER_PACK), fillers aside."""
+    """Of all ranks' packs, (ranks, packs, PER_PACK), fillers aside; and what each source has given."""
 
 
 class StreamLoader:
@@ -65,6 +65,8 @@ class StreamLoader:
 
     step_loads: IntArray
     """What the packs of the step hold that was yielded last, (ranks, micro-batches, PER_PACK)."""
+    step_shares: Mapping[str, tuple[float, float]]
+    """Of each source of a mixture, in the same step: the share that was asked for, and that of its packs."""
 
     def __init__(
         self,
@@ -99,9 +101,10 @@ class StreamLoader:
             num_ranks=self._num_ranks,
             seed=seed,
         )
-        names = self._draws().names  # refuses what is wrong with the arguments, too
+        self._mixture, names = mixture, self._draws().names  # refuses what is wrong with the arguments, too
         self._recipe: dict[str, Any] = {"sources": names, "buffer": buffer, "seed": seed}
         self._recipe |= {"limits": [limits.vision_units, limits.llm_tokens]}
+        self._recipe["mixture"] = None if mixture is None else mixture.record(names)
         self._recipe |= {"num_ranks": self._num_ranks, "micro_batches": self._micro_batches}
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._position = _beginning(0)
@@ -112,7 +115,9 @@ class StreamLoader:
             done = begun["steps_done"] if window.position["window"] == begun["window"] else 0
             for number in range(done * size, len(window.batches)):
                 step, micro_batch = divmod(number, size)
-                self.step_loads = window.loads[:, step * size : (step + 1) * size]
+                of_step = window.loads[:, step * size : (step + 1) * size]
+                self.step_loads, given = of_step[..., :PER_PACK], of_step[..., PER_PACK:].sum(axis=(0, 1))
+                self.step_shares = self._shares_of(window.position["first_step"] + step, given)
                 if micro_batch == size - 1:  # who saves after the last one's backward pass has trained it
                     self._position = {**window.position, "steps_done": step + 1}
                 batch, window.batches[number] = window.batches[number], None
@@ -142,6 +147,20 @@ class StreamLoader:
                     "every rank goes on in its own sources and buffer"
                 )
         self._position = {name: value for name, value in state.items() if name != "recipe"}
+        stood = [] if state["draws"] is None else state["draws"]["from"]["sources"]
+        names = self._recipe["sources"]
+        again = {name: at["drawn"] for name, at in zip(names, stood, strict=False) if at["own"] is None and at["drawn"]}
+        if again and self._rank == 0:
+            told = ", ".join(f"{count:,} of {name!r}" for name, count in again.items())
+            warnings.warn(
+                f"sources without state_dict are read again from the start of their pass: {told}", stacklevel=2
+            )
+
+    def _shares_of(self, step: int, given: IntArray) -> Mapping[str, tuple[float, float]]:
+        if self._mixture is None:
+            return {}
+        asked, held = self._mixture.shares_at(step + 0.5).tolist(), (given / max(given.sum(), 1)).tolist()
+        return dict(zip(self._mixture.sources, zip(asked, held, strict=True), strict=True))
 
     def _read(self, item: Any) -> Sample:
         held = self._collator.sample(item)
@@ -168,8 +187,10 @@ class StreamLoader:
                 packs = plan_buffer(draws.lengths(), aim, self._limits, waited=len(state["held"]), seed=seed)
                 keys = np.array([*draws.samples], dtype=np.int64)
                 has_image = any(rank.has_image for rank in of_ranks)
-                made = [self._batch(draws.take(keys[pack].tolist()), filler, has_image) for pack in packs]
-                told = np.array([numbers for _, numbers in made], dtype=np.int64)
+                taken = [draws.take(keys[pack].tolist()) for pack in packs]
+                made = [self._batch(samples, filler, has_image) for samples in taken]
+                numbers = [(*loads, *draws.given(samples)) for (_, loads), samples in zip(made, taken, strict=True)]
+                told = np.array(numbers, dtype=np.int64)
             except Exception as error:  # the other ranks wait for an answer
                 told = said(error)
             loads = np.stack(told_by_all(told, self._group))

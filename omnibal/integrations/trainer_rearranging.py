@@ -43,11 +43,12 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         ConfigError: Its ranks, its settings or its model do not allow to rearrange.
     """
     rank, num_ranks = replicas_of(trainer)
+    dataset = trainer.train_dataset
     settings = {
+        "train_dataset": (not isinstance(dataset, Mapping | None), "a dataset or stream", type(dataset).__name__),
         "world_size": (num_ranks > 1, "above 1", num_ranks),
         "ranks that get one draw": (num_ranks == trainer.args.world_size, "1", trainer.args.world_size // num_ranks),
         "torch_compile": (not trainer.args.torch_compile, "False", True),
-        "train_dataset": (trainer.train_dataset is not None, "given", None),
     }
     for name, (holds, expected, value) in settings.items():
         if not holds:
@@ -147,9 +148,9 @@ class _Batches(IterableDataset[Any]):
         micro_batches = self._trainer.args.gradient_accumulation_steps
         return ceil(len(self.source) / micro_batches) * micro_batches
 
-    def place(self) -> dict[str, Any]:
-        """Of this rank, behind a step."""
-        return self._loader.state_dict()
+    def place(self) -> dict[str, Any] | None:
+        """Of this rank in its stream, behind a step; None where there is no stream."""
+        return self._loader.state_dict() if isinstance(self.source, Stream) else None
 
     def go_on(self, folder: Path) -> None:
         """Go on from a checkpoint. Trainer throws away the micro-batches that it has trained: they come as blanks."""
@@ -183,10 +184,8 @@ def read_place(folder: Path) -> dict[str, Any]:
 class Placed(Protocol):
     """Micro-batches of a trainer that stand somewhere in a source."""
 
-    source: Any
-
-    def place(self) -> dict[str, Any]:
-        """Of this rank, behind a step."""
+    def place(self) -> dict[str, Any] | None:
+        """Of this rank, behind a step; None where the step says it."""
 
     def go_on(self, folder: Path) -> None:
         """Go on from a checkpoint. Trainer throws away the micro-batches that it has trained: they come as blanks."""
@@ -198,8 +197,8 @@ def keep_place(trainer: Trainer, batches: Placed) -> None:
 
     def saved(folder: str) -> None:
         save(folder)
-        if isinstance(batches.source, Stream):
-            torch.save(batches.place(), Path(folder) / STREAM.format(rank=trainer.args.process_index))
+        if (kept := batches.place()) is not None:
+            torch.save(kept, Path(folder) / STREAM.format(rank=trainer.args.process_index))
 
     def loaded(checkpoint: str | None) -> None:
         load(checkpoint)

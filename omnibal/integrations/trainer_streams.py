@@ -1,10 +1,10 @@
-"""Equips a transformers.Trainer with packs of a stream: an IterableDataset, whose lengths are known as they come."""
+"""Equips a transformers.Trainer with packs of streams: iterable datasets, whose lengths are known as they come."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
@@ -13,6 +13,9 @@ from transformers.trainer_utils import seed_worker
 from omnibal.advise.costs import phase_costs
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
+from omnibal.data.mixture import Mixture
+from omnibal.data.streaming.buffer import buffer_of
+from omnibal.data.streaming.sources import is_indexed
 from omnibal.errors import ConfigError
 from omnibal.integrations.expected import Costs
 from omnibal.integrations.packing import PackCollator, positions_of, two_texts
@@ -23,49 +26,41 @@ from omnibal.integrations.trainer_rearranging import keep_place, read_place
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
 from omnibal.profile.records import ModelProfile
 
-BUFFER: Final = 256
-"""Samples that a rank plans at a time: more have hardly made ranks more even (docs/streams.md)."""
-SAMPLES_A_PACK: Final = 32
-"""As many for each accumulation step, where that is more: a buffer must hold a step."""
 
-
-def pack_stream(trainer: Trainer, limits: PackLimits | None, profile: ModelProfile | None) -> None:
-    """Let a trainer train on packs of its stream, the same on all ranks; on all ranks, before training.
+def pack_stream(
+    trainer: Trainer, limits: PackLimits | None, profile: ModelProfile | None, mixture: Mixture | None
+) -> None:
+    """Let a trainer train on packs of its stream, or of several by name, the same on all ranks; before training.
 
     Args:
         trainer: Its settings allow packs.
         limits: The most a pack may hold.
         profile: Of the model, if its layers can be counted.
+        mixture: What share each of several streams gets.
 
     Raises:
-        ConfigError: Its settings or its model do not allow packs of a stream.
+        ConfigError: Its settings or its model do not allow packs of a stream, or the mixture does not name the streams.
     """
-    args, (rank, num_ranks) = trainer.args, replicas_of(trainer)
+    args = trainer.args
     if limits is None:
         raise ConfigError("limits must say what a pack of a stream may hold, got None; its lengths are not known yet")
     if args.max_steps < 1:
         raise ConfigError(f"max_steps must be positive to train on a stream, got {args.max_steps}; it has no epochs")
-    if num_ranks != args.world_size:
+    if trainer.get_tp_size() != 1:
         raise ConfigError(f"tensor-parallel ranks must be 1 to train on a stream, got {trainer.get_tp_size()}")
-    options = {
-        "num_workers": args.dataloader_num_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
-        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-    }
-    source = Stream(trainer.train_dataset, None, rank, num_ranks, options)
-    buffer = max(BUFFER, SAMPLES_A_PACK * args.gradient_accumulation_steps)
+    buffer = buffer_of(args.gradient_accumulation_steps)
     config = trainer.accelerator.unwrap_model(trainer.model).config
     loader = StreamLoader(
-        {"train_dataset": source},
+        _sources(trainer, mixture),
         PackCollator(trainer.data_collator, positions_of(config)),
         limits,
+        mixture=mixture,
         buffer=buffer,
         micro_batches=args.gradient_accumulation_steps,
         seed=args.seed if args.data_seed is None else args.data_seed,
         weigh_tokens=False,
     )
-    batches = _Batches(loader, source, trainer)
+    batches = _Batches(loader, trainer)
     view: Any = batches
     vars(trainer)["get_train_dataloader"] = lambda: DataLoader(
         view, batch_size=None, collate_fn=as_it_is, pin_memory=args.dataloader_pin_memory
@@ -78,16 +73,35 @@ def pack_stream(trainer: Trainer, limits: PackLimits | None, profile: ModelProfi
     keep_place(trainer, batches)
     if trainer.is_world_process_zero():
         print(
-            f"omnibal: a stream in packs of at most {limits.vision_units} vision units and {limits.llm_tokens} tokens, "
-            f"{buffer} samples of each rank planned at a time"
+            f"omnibal: {'a stream' if mixture is None else 'streams'} in packs of at most {limits.vision_units} vision "
+            f"units and {limits.llm_tokens} tokens, {buffer} samples of each rank planned at a time"
         )
+
+
+def _sources(trainer: Trainer, mixture: Mixture | None) -> dict[str, Any]:
+    """This rank's part of each stream; what is read by index, the loader divides itself."""
+    args, dataset, (rank, num_ranks) = trainer.args, trainer.train_dataset, replicas_of(trainer)
+    if mixture is not None and not isinstance(dataset, Mapping):
+        found = type(dataset).__name__
+        raise ConfigError(f"train_dataset must be streams by name, as the mixture calls them, got {found}")
+    options = {
+        "num_workers": args.dataloader_num_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+    }
+    named = dataset if isinstance(dataset, Mapping) else {"train_dataset": dataset}
+    return {
+        name: items if is_indexed(items) else Stream(items, None, rank, num_ranks, options)
+        for name, items in named.items()
+    }
 
 
 class _Batches(IterableDataset[Any]):
     """A stream's packs as a trainer takes them, and where the trainer stands in them."""
 
-    def __init__(self, loader: StreamLoader, source: Stream, trainer: Trainer) -> None:
-        self._loader, self.source, self._trainer = loader, source, trainer
+    def __init__(self, loader: StreamLoader, trainer: Trainer) -> None:
+        self._loader, self._trainer = loader, trainer
         self._blanks = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -122,4 +136,5 @@ class StreamCallback(PacksCallback):
 
     def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
         """As of ``PacksCallback``."""
-        return self._loader.step_load(), int(self._loader.step_loads[..., -1].sum()), {}
+        loader = self._loader
+        return loader.step_load(), int(loader.step_loads[..., -1].sum()), loader.step_shares

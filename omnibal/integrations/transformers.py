@@ -60,7 +60,7 @@ def balance(
     trainer: Trainer,
     limits: PackLimits | None = None,
     *,
-    lengths: SampleLengths | None = None,
+    lengths: SampleLengths,
     check_lengths: bool = True,
     padded: bool = False,
     loss_reduction: Reduction = "token",
@@ -68,6 +68,21 @@ def balance(
     mixture: Mixture | Mapping[str, Any] | None = None,
     rearrange: Literal[False] = False,
 ) -> PackSampler: ...
+
+
+@overload
+def balance(  # None where the trainer has a stream, which its type does not say
+    trainer: Trainer,
+    limits: PackLimits | None = None,
+    *,
+    lengths: None = None,
+    check_lengths: bool = True,
+    padded: bool = False,
+    loss_reduction: Reduction = "token",
+    memory_gib: float | None = None,
+    mixture: Mixture | Mapping[str, Any] | None = None,
+    rearrange: Literal[False] = False,
+) -> PackSampler | None: ...
 
 
 def balance(
@@ -95,7 +110,8 @@ def balance(
     where other ranks run the ViT: none waits for another.
 
     Of a stream (an ``IterableDataset``, the same on all ranks) each rank packs samples of its own in a buffer:
-    docs/streams.md says how. It wants ``limits`` and ``max_steps``.
+    docs/streams.md says how. It wants ``limits`` and ``max_steps``. ``train_dataset`` may also be several by name, as
+    ``mixture`` calls them; one that is read by index is drawn in random order, pass after pass.
 
     Args:
         trainer: Before training.
@@ -141,9 +157,9 @@ def balance(
         rearrange_samples(trainer, limits, padded=padded)
         return None
     if _is_stream(trainer.train_dataset):
-        if lengths is not None or padded or memory_gib is not None or mixture is not None:
-            raise ConfigError("a stream must be packed without lengths, padded, memory_gib and mixture, got one")
-        pack_stream(trainer, limits, _profile(trainer))
+        if lengths is not None or padded or memory_gib is not None:
+            raise ConfigError("a stream must be packed without lengths, padded and memory_gib, got one")
+        pack_stream(trainer, limits, _profile(trainer), mixture)
         loss.install()
         return None
     args, dataset = trainer.args, _sized_dataset(trainer)
@@ -236,6 +252,8 @@ def _loader(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Pack
 
 
 def _is_stream(dataset: Any) -> bool:
+    if isinstance(dataset, Mapping):  # several by name
+        return True
     return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"))
 
 

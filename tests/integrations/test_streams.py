@@ -11,9 +11,10 @@ import torch.distributed as dist
 from datasets import IterableDataset
 
 from omnibal.data.limits import PackLimits
+from omnibal.data.mixture import Mixture
 from omnibal.data.streaming.draws import Draws, Sample
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.loops import pack_loss
+from omnibal.integrations.loops import balanced_loader, pack_loss
 from omnibal.integrations.streams import balanced_stream
 from tests.engine.launch import launch
 from tests.families.models import small_config
@@ -136,6 +137,26 @@ def test_shares_may_be_of_tokens_and_change():
     assert [share[at : at + 40].mean() for at in (0, 100, 220)] == pytest.approx([0.2, 0.7, 1.0], abs=0.2)
 
 
+@pytest.mark.parametrize("by", ["samples", "llm_tokens"])
+def test_shares_over_any_thousand_steps_are_those_that_were_asked_for(by):
+    """Also while they change, though samples are drawn some twenty steps before they are trained."""
+    knots = [(400, {"a": 3, "b": 1}), (900, {"a": 1}), (901, {"b": 1})]
+    schedule = [{"step": step, "shares": shares} for step, shares in knots]
+    mixture = Mixture.of({"shares": {"a": 1, "b": 3}, "by": by, "schedule": schedule})
+    loader = stream_of({"a": Counting(), "b": Counting(10**6)}, mixture=mixture, buffer=160, micro_batches=1)
+    rows = []
+    for _ in itertools.islice(loader, 2000):
+        given = loader.step_loads[..., 4 if by == "samples" else 1].sum()
+        rows.append(
+            [given, *(share * given for pair in zip(*loader.step_shares.values(), strict=True) for share in pair)]
+        )
+    sums = np.cumsum([np.zeros(5), *rows], axis=0)
+    total, asked, held = np.split(sums[1000:] - sums[:-1000], [1, 3], axis=1)
+    assert (np.abs(held - asked) <= 0.01 * total).all()
+    own = np.array(rows)
+    assert own[1100:, 4] == pytest.approx(own[1100:, 0])  # all of b at the end
+
+
 def test_a_buffer_is_bounded_in_samples_and_bytes():
     draws = Draws(
         {"data": Counting()},
@@ -221,6 +242,11 @@ def test_bad_data_is_refused_in_a_line(sources, options, message):
 def test_bad_settings_are_refused_in_a_line(options, message):
     with pytest.raises(ConfigError, match=message):
         stream_of({"ocr": Counting(), "chat": Counting()}, **options)
+
+
+def test_an_endless_source_has_no_epochs():
+    with pytest.raises(DataError, match="dataset must be read by index and have a length, got Counting; balanced_stre"):
+        balanced_loader(Counting(), list, LIMITS)
 
 
 def test_a_mixture_by_target_tokens_wants_target_tokens():

@@ -1,5 +1,7 @@
 """transformers.Trainer on two gloo processes that pack a stream."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,11 +13,13 @@ from omnibal.integrations import trainer_streams
 from omnibal.integrations.packing import PackCollator
 from omnibal.integrations.transformers import balance
 from tests.engine.launch import launch
+from tests.integrations.items import items_of
 from tests.integrations.test_trainer_rearranging import Endless
 from tests.integrations.trainers import (
     LEARNING_RATE,
     LIMITS,
     Case,
+    Items,
     Weights,
     accelerate_afresh,
     assert_close,
@@ -69,30 +73,54 @@ def check_exact(case, folder):
     assert len(logged) == 3
 
 
-def check_resumes(case, folder):
-    """Resumed, a run ends as it would have, and reads only what its buffer held and what follows."""
+class Passes:
+    """A source that ends and does not know its place."""
+
+    def __init__(self, family):
+        self.items = items_of(family)
+
+    def __iter__(self):
+        yield from self.items[5:]
+
+
+def streams_of(family):
+    return {"endless": Endless(family), "indexed": Items(family), "passes": Passes(family)}
+
+
+def check_mixture(case, folder):
+    """Shares are met and logged; resumed, a run ends as it would have, reads little again, and says what."""
     options = {"max_steps": 20, "save_strategy": "steps", "save_steps": 17}
-    whole, again = (trainer_on_stream(case, folder, **options) for _ in range(2))
+    logging = {"logging_strategy": "steps", "logging_steps": 1}
+    whole, again = (trainer_of(case, folder, **options, **logging) for _ in range(2))
     for trainer in (whole, again):
-        balance(trainer, LIMITS[case.family])
+        trainer.train_dataset = streams_of(case.family)
+        balance(trainer, LIMITS[case.family], mixture={"endless": 2, "indexed": 1, "passes": 1})
     whole.train()
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-17"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-17"))
     assert_close(weights_of(again.model), weights_of(whole.model))
     assert again.state.epoch == whole.state.epoch
-    assert min(again.train_dataset.read) > 0
+    assert min(again.train_dataset["endless"].read) > 0
+    told = [str(warning.message) for warning in warned if "without state_dict" in str(warning.message)]
+    assert len(told) == (dist.get_rank() == 0)
+    assert all("are read again from the start of their pass" in line and "of 'passes'" in line for line in told)
+    logged = [entry for entry in whole.state.log_history if "loss" in entry]
+    shares = [sum(entry[f"share_{name}"] for entry in logged) / len(logged) for name in whole.train_dataset]
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.05)
 
 
 def train_cases(folder):
     """On each process."""
-    kept = trainer_streams.PackCollator, trainer_streams.BUFFER, trainer_streams.SAMPLES_A_PACK
-    trainer_streams.PackCollator, trainer_streams.BUFFER, trainer_streams.SAMPLES_A_PACK = Noting, BUFFER, 1
+    kept = trainer_streams.PackCollator, trainer_streams.buffer_of
+    trainer_streams.PackCollator, trainer_streams.buffer_of = Noting, lambda _: BUFFER
     try:
         with accelerate_afresh():
             check_exact(Case("internvl"), folder / "exact")
             check_exact(Case("qwen3_vl", "zero3", lora=True), folder / "zero3")
-            check_resumes(Case("internvl"), folder / "resumed")
+            check_mixture(Case("internvl"), folder / "mixed")
     finally:
-        trainer_streams.PackCollator, trainer_streams.BUFFER, trainer_streams.SAMPLES_A_PACK = kept
+        trainer_streams.PackCollator, trainer_streams.buffer_of = kept
     return True
 
 
@@ -105,9 +133,38 @@ def test_two_ranks_pack_a_stream_as_plain_transformers_would_train_it(tmp_path):
     ("options", "message"),
     [
         ({"limits": None}, "limits must say what a pack of a stream may hold, got None"),
-        ({"padded": True}, "a stream must be packed without lengths, padded, memory_gib and mixture, got one"),
+        ({"padded": True}, "a stream must be packed without lengths, padded and memory_gib, got one"),
+        ({"mixture": {"a": 1}}, "train_dataset must be streams by name, as the mixture calls them, got Endless"),
     ],
 )
 def test_what_a_stream_cannot_have_is_refused(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         balance(trainer_on_stream(Case("internvl"), tmp_path, max_steps=2), **{"limits": LIMITS["internvl"], **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "max_steps", "message"),
+    [
+        ({}, 2, "mixture must say what share each source gets, got none for endless, indexed, passes"),
+        (
+            {"mixture": {"endles": 1, "indexed": 1, "passes": 1}},
+            2,
+            r"mixture must name sources of the data, got 'endles'; did you mean 'endless'\?",
+        ),
+        ({"mixture": {"endless": 1, "indexed": 1}}, 2, "got no share of 'passes'; give it 0 to leave it out"),
+        ({"mixture": {"endless": 0}}, 2, "shares must sum to more than 0"),
+        ({"mixture": {"endless": 1}}, -1, "max_steps must be positive to train on a stream, got -1; it has no epochs"),
+    ],
+)
+def test_what_a_mixture_of_streams_cannot_have_is_refused(options, max_steps, message, tmp_path):
+    trainer = trainer_of("internvl", tmp_path, max_steps=max_steps)
+    trainer.train_dataset = streams_of("internvl")
+    with pytest.raises(ConfigError, match=message):
+        balance(trainer, LIMITS["internvl"], **options)
+
+
+def test_streams_by_name_are_not_rearranged(tmp_path):
+    trainer = trainer_of("internvl", tmp_path)
+    trainer.train_dataset = streams_of("internvl")
+    with pytest.raises(ConfigError, match="train_dataset must be a dataset or stream to rearrange samples, got dict"):
+        balance(trainer, rearrange=True)

@@ -27,10 +27,19 @@ PART: Final = 0.75
 """The part of the emptiest buffer that a window takes: the rest is there to choose from."""
 RESERVE: Final = 0.005
 """Share of packs beyond what samples ask for: room to move them."""
+BUFFER: Final = 256
+"""Samples that a rank plans at a time: more have hardly made ranks more even (docs/streams.md)."""
+SAMPLES_A_PACK: Final = 32
+"""As many for each pack of a step, where that is more: a buffer must hold a step."""
 EDGE: Final = 64
 """Last samples of a window, and first ones behind it, that may change places."""
 SHED: Final = (0.0, 0.0, 0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 """Shares of the samples that are left for the next window where they do not fit, try after try."""
+
+
+def buffer_of(micro_batches: int) -> int:
+    """Samples that a rank plans at a time where nobody says how many."""
+    return max(BUFFER, SAMPLES_A_PACK * micro_batches)
 
 
 class Asked(NamedTuple):

@@ -22,6 +22,8 @@ class Sample(NamedTuple):
     """As its collator lays it into packs."""
     loads: tuple[int, int, int]
     """Vision units, LLM tokens, target tokens."""
+    source: int = 0
+    """The number of its source."""
 
 
 class Draws:
@@ -77,7 +79,8 @@ class Draws:
         ]
         self._owed = np.zeros(len(self._sources))
         self._lacking = [0] * len(self._sources)
-        self._shares = self._owed
+        self._last = 0, 0
+        """The step and the samples trained when the buffer was filled last."""
         self._fills: list[dict[str, Any]] = []
         self._to_load: Mapping[str, Any] | None = None
         self._bytes = 0
@@ -101,13 +104,18 @@ class Draws:
         """Draw until the buffer is full, or the source has ended.
 
         Args:
-            step: Whose shares hold.
+            step: The next one that is trained. A sample is drawn with the shares of the step that will train it, at
+                the pace since the last call.
 
         Raises:
             DataError: A source yields nothing, or raises something; the message names it.
         """
         self._draw_again()
-        self._begin_fill(step)
+        kept = len(self.samples)
+        trained, (before, trained_before) = self.drawn - kept, self._last
+        pace = (step - before) / (trained - trained_before) if trained > trained_before else 0.0
+        self._last = step, trained
+        self._begin_fill(step + kept * pace, pace)
         while not self.ended and len(self.samples) < self._most_samples and self._bytes < self._most_bytes:
             self._draw_one()
 
@@ -116,6 +124,13 @@ class Draws:
         taken = [self.samples.pop(number) for number in numbers]
         self._bytes -= sum(size_of(sample.held) for sample in taken)
         return taken
+
+    def given(self, samples: Iterable[Sample]) -> list[int]:
+        """What some samples count for in the share of each source."""
+        units = [0] * len(self._sources)
+        for sample in samples:
+            units[sample.source] += self._units(sample)
+        return units
 
     def lengths(self) -> SampleLengths:
         """Of what the buffer holds, the oldest first."""
@@ -131,8 +146,9 @@ class Draws:
         later = [fill["drawn"] for fill in self._fills[1:]] + [self.drawn]
         self._fills = [fill for fill, end in zip(self._fills, later, strict=False) if end > oldest]
         return {
-            "from": self._fills[0] if self._fills else self._now(0),
-            "fills": [(fill["drawn"], fill["step"]) for fill in self._fills],
+            "from": self._fills[0] if self._fills else self._now(0, 0),
+            "fills": [(fill["drawn"], fill["step"], fill["pace"]) for fill in self._fills],
+            "last": self._last,
             "drawn": self.drawn,
             "held": [*self.samples],
         }
@@ -148,28 +164,30 @@ class Draws:
         first, held = state["from"], set(state["held"])
         for source, stood in zip(self._sources, first["sources"], strict=True):
             source.go_to(stood)
-        self._owed, self.drawn = np.array(first["owed"]), first["drawn"]
-        ends = [drawn for drawn, _ in state["fills"][1:]] + [state["drawn"]]
-        for (_, step), end in zip(state["fills"], ends, strict=False):
-            self._begin_fill(step)
+        self._owed, self.drawn, self._last = np.array(first["owed"]), first["drawn"], state["last"]
+        ends = [drawn for drawn, *_ in state["fills"][1:]] + [state["drawn"]]
+        for (_, step, pace), end in zip(state["fills"], ends, strict=False):
+            self._begin_fill(step, pace)
             while self.drawn < end and not self.ended:
                 self._draw_one(held)
 
-    def _begin_fill(self, step: int) -> None:
-        self._shares = self._mixture.shares_at(step)
-        self._fills.append(self._now(step))
+    def _begin_fill(self, step: float, pace: float) -> None:
+        self._fills.append(self._now(step, pace))
 
-    def _now(self, step: int) -> dict[str, Any]:
+    def _now(self, step: float, pace: float) -> dict[str, Any]:
         return {
             "drawn": self.drawn,
             "step": step,
+            "pace": pace,
             "owed": self._owed.tolist(),
             "sources": [source.state() for source in self._sources],
         }
 
     def _draw_one(self, wanted: set[int] | None = None) -> None:
         """Draw from the source that is owed most; where only some numbers are wanted, keep no other."""
-        chosen = int(np.where(self._shares > 0, self._owed, -np.inf).argmax())
+        fill = self._fills[-1]
+        shares = self._mixture.shares_at(fill["step"] + (self.drawn - fill["drawn"]) * fill["pace"])
+        chosen = int(np.where(shares > 0, self._owed, -np.inf).argmax())
         source = self._sources[chosen]
         self.drawing_from = source.name
         item = source.draw()
@@ -177,11 +195,11 @@ class Draws:
             self.ended = True
             return
         try:
-            sample = self._read(item)
+            sample = self._read(item)._replace(source=chosen)
         except Exception as error:  # as in ``Source.draw``
             raise DataError(f"source {source.name!r}: {said(error)}") from error
         weight = self._weight(chosen, sample)
-        self._owed = self._owed + self._shares * weight
+        self._owed = self._owed + shares * weight
         self._owed[chosen] -= weight
         if wanted is None or self.drawn in wanted:
             self.samples[self.drawn] = sample
@@ -189,8 +207,8 @@ class Draws:
         self.drawn += 1
 
     def _weight(self, chosen: int, sample: Sample) -> int:
-        """What a sample counts for in its source's share."""
-        weight = {"samples": 1, "llm_tokens": sample.loads[1], "target_tokens": sample.loads[2]}[self._mixture.by]
+        """What a sample that was just drawn counts for; a source that has nothing of the kind is refused."""
+        weight = self._units(sample)
         self._lacking[chosen] = 0 if weight else self._lacking[chosen] + 1
         if self._lacking[chosen] >= BARREN and self._repeats:
             raise DataError(
@@ -198,6 +216,10 @@ class Draws:
                 f"{BARREN} samples"
             )
         return weight
+
+    def _units(self, sample: Sample) -> int:
+        """What a sample counts for in its source's share."""
+        return {"samples": 1, "llm_tokens": sample.loads[1], "target_tokens": sample.loads[2]}[self._mixture.by]
 
 
 def size_of(held: Any) -> int:
