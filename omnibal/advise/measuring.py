@@ -1,9 +1,10 @@
 """Lengths of somebody's data under a model, and in words where they come from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -12,13 +13,27 @@ from omnibal.advise.present import Present
 from omnibal.advise.reading import NamedModel
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
-from omnibal.data.sources.drawn import ESTIMATE_ERROR, draw_lengths, estimated_tokens
+from omnibal.data.sources.drawn import (
+    ESTIMATE_ERROR,
+    Drawn,
+    DrawnLengths,
+    Opened,
+    draw_lengths,
+    estimated_tokens,
+    measure_items,
+)
+from omnibal.data.sources.head import STANDARD_INPUT, is_stream, stream_items
 from omnibal.errors import DataError
 from omnibal.families.base import ImageLoad, ImageRule, Size
 
 FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose vision units bring so many tokens each."""
 HEAD_BYTES: Final = 1 << 12
+HEAD: Final = 1000
+"""Items of a stream that are measured."""
+DRIFT: Final = 4
+"""Standard errors by which the halves of a stream's head may differ."""
+Loads = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -29,11 +44,13 @@ class Measured:
         lengths: Of the samples.
         said: In words where they come from.
         is_whole: Whether they are of all samples, counted before.
+        is_stream: Whether they are of the head of a stream, whose samples are never measured all.
     """
 
     lengths: SampleLengths
     said: str
     is_whole: bool = False
+    is_stream: bool = False
 
 
 def measure(
@@ -47,7 +64,8 @@ def measure(
     """Measure data as a model takes it and the present way keeps it.
 
     Args:
-        data: Annotations (one file or folder), or lengths: a folder, or JSON lists of ``{"vit_num", "token_num"}``.
+        data: Annotations (one file or folder), lengths (a folder, or JSON lists of ``{"vit_num", "token_num"}``), or a
+            stream: webdataset shards, or ``-`` for JSON lines on standard input.
         named: The model.
         present: Its mixture, its cutoff and its largest image count.
         images: What the paths of images are relative to; by default the folder of the annotations.
@@ -56,10 +74,15 @@ def measure(
     Raises:
         DataError: There is no data, its lengths cannot be told, or they are of another model.
     """
+    streams = [is_stream(path) for path in data]
     for path in data:
-        if not path.exists():
+        if path != STANDARD_INPUT and not path.exists():
             raise DataError(f"data must be a file or a folder, got {path}, which does not exist")
-    if all(_holds_lengths(path) for path in data):
+    if all(streams):
+        found = _of_head(stream_items(data, images), data, named, _rule(named, present, max_image))
+    elif any(streams):
+        raise DataError(f"data must be shards alone where there are some, got {data[streams.index(False)]} beside them")
+    elif all(_holds_lengths(path) for path in data):
         found = _measured_before(data, named.model)
     elif len(data) > 1:
         raise DataError(f"data must be lengths where there are several files, got {data[1]}; name a meta file of all")
@@ -110,8 +133,47 @@ def _measured_before(data: Sequence[Path], model: Model) -> Measured:
 def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None) -> Measured:
     counter = _tokenizer(named.folder)
     drawn = draw_lengths(data, rule, image_folder=images, count_tokens=counter or estimated_tokens)
-    text = f"{len(drawn.lengths):,} of {drawn.num_samples:,} samples measured"
-    if counter is None:
+    return _told(drawn, f"{len(drawn.lengths):,} of {drawn.num_samples:,} samples measured", counter is None)
+
+
+def _of_head(items: Iterable[Drawn], data: Sequence[Path], named: NamedModel, rule: ImageRule) -> Measured:
+    counter = _tokenizer(named.folder)
+    drawn = measure_items(Opened(islice(items, HEAD)), rule, counter or estimated_tokens, ", ".join(map(str, data)))
+    text = f"the first {len(drawn.lengths):,} samples of a stream measured{_drift(drawn.lengths)}"
+    return replace(_told(drawn, text, counter is None), is_stream=True)
+
+
+def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measured:
+    """Measure the first thousand items of a stream, for a ``Question``.
+
+    Args:
+        items: As a rank would draw them.
+        loads: Vision units, LLM tokens and target tokens of an item.
+
+    Raises:
+        DataError: It yields nothing.
+    """
+    found = np.array([loads(item) for item in islice(items, HEAD)], dtype=np.int64).reshape(-1, 3).T
+    if not found.size:
+        raise DataError("a stream must yield items to measure, got none")
+    lengths = SampleLengths(found[0], found[1], target_tokens=found[2])
+    said = f"the first {len(lengths):,} samples of a stream measured{_drift(lengths)}"
+    return Measured(lengths, said, is_stream=True)
+
+
+def _drift(lengths: SampleLengths) -> str:
+    """Whether a stream's head changes on the way, so that it cannot stand for what follows."""
+    half = len(lengths) // 2
+    for name, load in (("vision units", lengths.vision_units), ("tokens", lengths.llm_tokens)):
+        first, second = load[:half], load[half:]
+        if half and abs(first.mean() - second.mean()) > DRIFT * np.hypot(first.std(), second.std()) / half**0.5:
+            means = f"{first.mean():,.1f} and {second.mean():,.1f} {name} a sample"
+            return f", whose halves differ by more than chance ({means}): shuffle it, or what follows may differ, too"
+    return ""
+
+
+def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> Measured:
+    if is_estimated:
         share = ESTIMATE_ERROR * drawn.text_tokens / max(float(drawn.lengths.llm_tokens.mean()), 1)
         text += f"; tokens of text estimated (±{ESTIMATE_ERROR:.0%}, ±{share:.0%} of all), for want of a tokenizer"
     if drawn.problems:

@@ -1,13 +1,14 @@
 """The lines that adopt an advice in the trainer that a run has, and what measures what they bring."""
 
 import json
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from omnibal.advise.changes import Advice
 from omnibal.advise.present import Host, Present
 from omnibal.advise.wait import Trainer
 from omnibal.cluster import Cluster
 from omnibal.data.limits import PackLimits
+from omnibal.data.streaming.buffer import buffer_of
 from omnibal.plan import Plan
 
 _PLUGINS: Final = '$(python -c "import omnibal; print(omnibal.__path__[0])")/integrations/plugins'
@@ -33,6 +34,18 @@ PACKS: Final[dict[Host, tuple[str, ...]]] = {
     ),
 }
 """What makes packs, by what trains; where only a ds_config is known, a loop of one's own."""
+STREAM_PACKS: Final[dict[Host, tuple[str, ...]]] = {
+    "transformers": (*PACKS["transformers"][:-1], PACKS["transformers"][-1] + ", with max_steps in its arguments"),
+    "deepspeed": (
+        "from omnibal import PackLimits",
+        "from omnibal.integrations.loops import pack_loss",
+        "from omnibal.integrations.streams import balanced_stream",
+        "loader = balanced_stream(stream, collate, PackLimits({vision}, {tokens}), model=model, buffer={buffer}, "
+        "micro_batches={micro_batches})",
+    ),
+}
+"""The same of a stream; where something else trains, in a loop of one's own."""
+Kind = Literal["annotations", "lengths", "stream"]
 CHECKPOINTING_OFF: Final[dict[Host, str]] = {
     "transformers": "gradient_checkpointing=False",
     "ms-swift": "--gradient_checkpointing false",
@@ -50,7 +63,7 @@ MEASURED_STEPS: Final = 30
 
 
 def lines_to_paste(
-    advice: Advice, present: Present, cluster: Cluster, limits: PackLimits, *, data: str, model: str, is_measured: bool
+    advice: Advice, present: Present, cluster: Cluster, limits: PackLimits, *, data: str, model: str, kind: Kind
 ) -> list[str]:
     """What to paste into which trainer, what to set there, and how to measure what it brings.
 
@@ -61,7 +74,7 @@ def lines_to_paste(
         limits: Of packs.
         data: What the data is called.
         model: The model's name or folder.
-        is_measured: Whether the data is lengths already.
+        kind: What the data is.
     """
     host: Host = present.host or "transformers"
     today, after = advice.today, advice.after
@@ -69,11 +82,12 @@ def lines_to_paste(
         return []
     values = {
         "vision": limits.vision_units, "tokens": limits.llm_tokens, "devices": cluster.devices_per_node,
-        "micro_batches": after.way.micro_batches,
+        "micro_batches": after.way.micro_batches, "buffer": buffer_of(after.way.micro_batches),
     }  # fmt: skip
+    of_host = PACKS[host] if kind != "stream" else STREAM_PACKS.get(host, STREAM_PACKS["deepspeed"])
     lines, packs = [], after.way.batching == "even" != today.way.batching
     if packs:
-        lines += ["paste:", *(f"    {line.format(**values)}" for line in PACKS[host])]
+        lines += ["paste:", *(f"    {line.format(**values)}" for line in of_host)]
     settings = []
     if packs or after.way.micro_batches != today.way.micro_batches:
         settings.append(ACCUMULATION[host].format(after.way.micro_batches))
@@ -86,10 +100,10 @@ def lines_to_paste(
         f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
         f"then {after.samples_per_step:,.0f}"
     )
-    if packs:
-        first = "" if is_measured else f"omnibal lengths {data} lengths --model {model} && "
+    if packs and kind != "stream":
+        first = "" if kind == "lengths" else f"omnibal lengths {data} lengths --model {model} && "
         lines.append(
-            f"packs of all samples: {first}omnibal pack {data if is_measured else 'lengths'} --limits "
+            f"packs of all samples: {first}omnibal pack {data if kind == 'lengths' else 'lengths'} --limits "
             f"{limits.vision_units},{limits.llm_tokens} --num-replicas {cluster.num_devices} "
             f"--micro-batches {after.way.micro_batches}"
         )

@@ -69,7 +69,7 @@ class Question:
         """Read data and model; a thousand samples are drawn where data is not measured yet. No torch is loaded.
 
         Args:
-            data: Annotations, a folder of Hugging Face ``datasets``, or lengths (one folder, or JSON lists).
+            data: As ``measure`` takes it.
             cluster: The machines.
             present: How they are used today, as ``read_today`` reads it.
             model: A known name, a Hugging Face folder, or a config.json; by default what ``present`` names.

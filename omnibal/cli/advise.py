@@ -20,7 +20,8 @@ def advise(
         list[Path],
         typer.Argument(
             help="Annotations (InternVL's meta file, LLaVA, ShareGPT, Qwen, ms-swift; JSON or JSON lines), a folder "
-            "of Hugging Face datasets, or lengths (a folder, or JSON lists).",
+            "of Hugging Face datasets, lengths (a folder, or JSON lists), or a stream (webdataset's .tar shards; - for "
+            "JSON lines on standard input).",
         ),
     ],
     model: Annotated[

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import Advice, Change, causes_before_and_after, count_of, proposed_limits
 from omnibal.advise.estimate import Estimate, Way
-from omnibal.advise.paste import lines_to_paste, pipeline_lines
+from omnibal.advise.paste import Kind, lines_to_paste, pipeline_lines
 from omnibal.advise.question import Question
 from omnibal.data.limits import PackLimits
+from omnibal.data.streaming.buffer import buffer_of
+from omnibal.errors import DataError
 from omnibal.report.html import code, page, paragraph, picture, section, table
 from omnibal.report.style import BLUE, GIB, GREEN, GREY, ORANGE, PINK, VERMILION, drawing, legend_below
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE)
 """Of the causes, in their order."""
+BUFFERED: Final = "a buffer on each rank; the drop-in plans it"
+"""What balance takes to adopt where data is a stream."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +65,23 @@ class Report:
             *([] if asked.costs is None else [f"costs: measured on {asked.costs.devices}"]),
             f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}",
         ]
-        found += [f"{number}. {_said(change)}" for number, change in enumerate(advice.changes, start=1)]
+        found += [f"{number}. {self._said(change)}" for number, change in enumerate(advice.changes, start=1)]
         if advice.adopted:
             found.append(
                 f"all that brings something: {advice.factor:.2f} ± {advice.error:.2f} times the samples a second"
             )
         else:
             found.append("leave it as it is: nothing brings more than the estimate's error")
-        return [*found, *self._memory(), *([self._limits()] if self.takes_packs else [])]
+        packs = [self._limits(), *([self._buffer()] if asked.measured.is_stream else [])] if self.takes_packs else []
+        return [*found, *self._memory(), *packs]
 
     def to_paste(self) -> list[str]:
         """The lines that adopt it."""
         advice, asked = self.advice, self.question
         measured = asked.measured.is_whole
+        kind: Kind = "lengths" if measured else "stream" if asked.measured.is_stream else "annotations"
         names = {"data": asked.data, "model": asked.model_path}
-        found = lines_to_paste(advice, asked.present, asked.cluster, self.limits, **names, is_measured=measured)
+        found = lines_to_paste(advice, asked.present, asked.cluster, self.limits, **names, kind=kind)
         if advice.plan is not None:
             names["data"] = "train.json" if measured else asked.data  # lengths are nothing to train on
             found += pipeline_lines(advice.plan, asked.present, **names)
@@ -132,6 +138,31 @@ class Report:
             f"{after.samples_per_step:,.0f} a step ({self.advice.today.samples_per_step:,.0f} today); every sample fits"
         )
 
+    def _said(self, change: Change) -> str:
+        if change.factor is None:
+            return f"{change.name}: {change.detail}"
+        error = f"{change.factor:.2f} ± {change.error:.2f} ×"
+        if not change.brings:
+            return f"{change.name}: brings nothing ({error}; {change.detail})"
+        buffered = change.name == "balance" and self.question.measured.is_stream
+        return f"{change.name}: {error} ({change.detail}; takes {BUFFERED if buffered else change.cost})"
+
+    def _buffer(self) -> str:
+        from omnibal.data.streaming.simulated import given_up  # compiled, which no other advice needs
+
+        micro_batches = self.advice.after.way.micro_batches
+        size = buffer_of(micro_batches)
+        ranks = {"num_ranks": self.question.cluster.num_devices, "micro_batches": micro_batches}
+        try:
+            ahead, whole = given_up(self.question.measured.lengths, self.limits, buffer=size, **ranks)
+        except DataError as refusal:
+            return f"buffer: {refusal}"
+        return (
+            f"buffer: {size} samples of a rank planned at a time make {ahead.over:.1%} more packs than their volume "
+            f"asks for, uneven by {ahead.vision:.1%} in vision units and {ahead.cost:.1%} in cost (Dist Ratio); a plan "
+            f"of all these samples {whole.over:.1%}, {whole.vision:.1%} and {whole.cost:.1%}"
+        )
+
 
 def _way(estimate: Estimate) -> str:
     way: Way = estimate.way
@@ -141,15 +172,6 @@ def _way(estimate: Estimate) -> str:
     }[way.batching]  # fmt: skip
     again = "recomputing" if way.recompute != "none" else "nothing recomputed"
     return f"{way.trainer}, {shared}, {way.micro_batches} a rank and step, {again}"
-
-
-def _said(change: Change) -> str:
-    if change.factor is None:
-        return f"{change.name}: {change.detail}"
-    error = f"{change.factor:.2f} ± {change.error:.2f} ×"
-    if not change.brings:
-        return f"{change.name}: brings nothing ({error}; {change.detail})"
-    return f"{change.name}: {error} ({change.detail}; takes {change.cost})"
 
 
 def _figures(estimate: Estimate) -> dict[str, Any]:

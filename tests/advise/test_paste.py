@@ -41,7 +41,7 @@ def advice():
     ],
 )  # fmt: skip
 def test_each_host_gets_its_own_lines(advice, host, packs, settings):
-    lines = lines_to_paste(advice, Present(host=host), CLUSTER, LIMITS, **NAMES, is_measured=False)
+    lines = lines_to_paste(advice, Present(host=host), CLUSTER, LIMITS, **NAMES, kind="annotations")
     count = advice.after.way.micro_batches
     assert packs.format(count) in "\n".join(lines[1:4])
     assert f"set: {settings.format(count)}" in "\n".join(lines)
@@ -68,7 +68,7 @@ def test_what_is_pasted_exists():
 def test_nothing_is_pasted_where_all_stays():
     alike = SampleLengths([3] * 50, [1000] * 50)
     advice = advise(Setting(alike, PROFILE, CLUSTER, 256), Way("zero3", "random", 4, 4, "none"))
-    assert lines_to_paste(advice, Present(), CLUSTER, LIMITS, **NAMES, is_measured=True) == []
+    assert lines_to_paste(advice, Present(), CLUSTER, LIMITS, **NAMES, kind="lengths") == []
 
 
 @pytest.mark.parametrize(("present", "key"), [(Present(lora=8), "lora"), (Present(frozen=("vision",)), "frozen")])

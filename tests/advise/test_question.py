@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from omnibal.advise.measuring import measure
+from omnibal.advise.measuring import measure, measured_head
 from omnibal.advise.models import Model
 from omnibal.advise.present import Present
 from omnibal.advise.question import Question
@@ -73,6 +73,19 @@ def test_a_mixture_draws_from_several_lists_by_their_names(lists, tmp_path):
         measured({"one": 1, "tow": 1})
 
 
+def test_the_head_of_a_stream_stands_for_it_if_it_does_not_drift():
+    model = read_model(NAME).model
+    for drifts, told in ((False, ""), (True, ", whose halves differ by more than chance (0.5 and 5.5 vision units")):
+        loads = ((number % 2 + 5 * drifts * (number >= 500), 400, 30) for number in range(10**6))
+        found = measured_head(loads, lambda item: item)
+        assert found.said.startswith(f"the first 1,000 samples of a stream measured{told}")
+        assert len(found.said) < 60 or drifts
+    question = Question(found, model, EIGHT, PRESENT)
+    assert question.answer().factor > 1.1
+    with pytest.raises(DataError, match="a stream must yield items to measure, got none"):
+        measured_head([], lambda item: item)
+
+
 def test_wrong_names_are_refused(lists, tmp_path):
     with pytest.raises(ConfigError, match="model must be named, got none"):
         Question.read(lists, EIGHT, PRESENT)
@@ -83,6 +96,9 @@ def test_wrong_names_are_refused(lists, tmp_path):
         read_today(__file__)
     with pytest.raises(DataError, match="data must be a file, lengths, or a folder that datasets saved, got"):
         measure([tmp_path], read_model(NAME), PRESENT)
+    (tmp_path / "a.tar").touch()
+    with pytest.raises(DataError, match=r"data must be shards alone where there are some, got .*one\.json beside them"):
+        measure([lists[0], tmp_path / "a.tar"], read_model(NAME), PRESENT)
     with pytest.raises(DataError, match="data must be lengths where there are several files, got"):
         measure([lists[0], tmp_path / "a.json"], read_model(NAME), PRESENT)
 

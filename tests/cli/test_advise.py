@@ -1,11 +1,14 @@
 """What would it bring me?"""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from omnibal.cli.main import app
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sources.conversations import open_dataset
 from omnibal.data.synthetic import tiled_lengths
@@ -87,6 +90,22 @@ def test_a_sample_answers_without_torch_and_without_compiling(annotations, tmp_p
     record = json.loads(done.stdout)
     assert record["data"].startswith("1,000 of 2,000 samples measured; tokens of text estimated (±10%")
     assert record["today"]["fullest_rank_bytes"] < 79e9
+
+
+def test_a_stream_is_piped_and_told_what_its_buffer_gives_up():
+    images = ({}, {"image": "a.jpg", "width": 400, "height": 400}, {"image": "a.jpg", "width": 800, "height": 1200})
+    records = [{"query": "What?", "response": "word " * (7 * n % 900), **images[n % 3]} for n in range(1100)]
+    arguments = ["advise", "-", *RUN, "--batch", "4", "--accumulation", "2"]
+    lines = CliRunner().invoke(app, arguments, input="\n".join(map(json.dumps, records))).stdout.splitlines()
+    assert lines[1].startswith("data: the first 1,000 samples of a stream measured; tokens of text estimated")
+    told = next(line for line in lines if line.startswith("buffer: 256 samples of a rank planned at a time make "))
+    over, vision, cost, *of_all = map(float, re.findall(r"([\d.]+)%", told))
+    assert 0 < over < 3
+    assert 0 < of_all[1] <= vision < 15
+    assert 0 < of_all[2] <= cost < 5
+    assert any(line.startswith("2. balance: ") and "takes a buffer on each rank" in line for line in lines)
+    assert any("balance(trainer, PackLimits(" in line and "max_steps" in line for line in lines)
+    assert not any("packs of all samples" in line for line in lines)
 
 
 def test_a_mixture_of_todays_ds_config_says_what_is_drawn(omnibal, annotations, tmp_path):

@@ -7,12 +7,12 @@ checks the rest.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,6 @@ IMAGE_KEYS: Final = ("images", "image", "image_path", "img")
 VIDEO_KEYS: Final = ("videos", "video")
 Image = str | Mapping[str, Any]
 Count = Callable[[str], int]
-Drawn = tuple[str, Path, Callable[[], Mapping[str, Any]]]
 _PARTS: Final = re.compile(
     r"(?P<word>[A-Za-zÀ-ɏ]+)|(?P<digit>\d)|(?P<ideograph>[⺀-鿿가-힯豈-﫿＀-￯])|(?P<other>[^\W\d_])|(?P<marks>[^\w\s]+|_+)"
 )
@@ -67,13 +66,29 @@ class Item:
     root: Path
 
 
+Drawn = tuple[str, Callable[[], Item]]
+"""Where an item stands, and what reads it."""
+
+
+class Opened(NamedTuple):
+    """Items to be measured."""
+
+    items: Iterable[Drawn]
+    num_samples: int | None = None
+    """Of the whole dataset; by default as many as these."""
+    source: IntArray | None = None
+    """Of each item."""
+    names: Sequence[str] | None = None
+    """Of the sources."""
+
+
 @dataclass(frozen=True)
 class DrawnLengths:
     """What a few items hold.
 
     Attributes:
         lengths: Of the items that could be measured.
-        num_samples: Of the whole dataset.
+        num_samples: Of the whole dataset; as many as were read of a stream.
         problems: Why the others could not.
         text_tokens: Mean tokens of an item that are text.
     """
@@ -106,11 +121,15 @@ def draw_lengths(
     Raises:
         DataError: No item can be measured; the message says why the first one cannot.
     """
-    num_samples, items, source, names = _open(path, count, seed, image_folder)
-    measured, text, problems, usable = [], 0, [], []
-    for number, (place, root, read) in enumerate(items):
+    return measure_items(_open(path, count, seed, image_folder), rule, count_tokens, str(path))
+
+
+def measure_items(opened: Opened, rule: ImageRule, count_tokens: Count, named: str) -> DrawnLengths:
+    """Measure some items; arguments and errors as of ``draw_lengths``, and what the data is called in a message."""
+    measured, text, problems, usable = [], 0, list[str](), []
+    for number, (place, read) in enumerate(opened.items):
         try:
-            item = parse_item(read(), root)
+            item = read()
             loads = rule(_sizes(item))
         except ValueError as error:
             problems.append(f"{place}: {error}")
@@ -122,45 +141,46 @@ def draw_lengths(
         usable.append(number)
     if not measured:
         where = "; records may state width and height, and --images says where images lie"
-        hint = where if "image must" in problems[0] else ""
-        raise DataError(f"data must have items whose lengths can be told, got none in {path}; {problems[0]}{hint}")
+        first = problems[0] if problems else "it is empty"
+        hint = where if "image must" in first else ""
+        raise DataError(f"data must have items whose lengths can be told, got none in {named}; {first}{hint}")
     units, all_tokens, squared = np.array(measured, dtype=np.int64).T
     lengths = SampleLengths(
         units,
         all_tokens,
         vision_squared=squared if squared.any() else None,
-        source=source[usable],
-        source_names=names,
+        source=None if opened.source is None else opened.source[usable],
+        source_names=opened.names,
     )
+    num_samples = opened.num_samples or len(usable) + len(problems)
     return DrawnLengths(lengths, num_samples, tuple(problems), text / len(measured))
 
 
-def _open(
-    path: Path, count: int, seed: int, image_folder: Path | None
-) -> tuple[int, Iterator[Drawn], IntArray, tuple[str, ...] | None]:
-    """How many samples there are, and drawn ones: where each stands, where its images are, and how to read it.
-
-    Then the source of each, and what sources are called.
-    """
+def _open(path: Path, count: int, seed: int, image_folder: Path | None) -> Opened:
+    """Items drawn at random."""
     generator = np.random.default_rng(seed)
     if path.is_dir():
         table = _saved_dataset(path)
         chosen = np.sort(generator.permutation(len(table))[:count]).tolist()
         root = image_folder or path
-        items = ((f"{path}, item {place}", root, partial(table.__getitem__, place)) for place in chosen)
-        return len(table), items, np.zeros(len(chosen), dtype=np.int64), None
+        items = ((f"{path}, item {place}", partial(_read, table, place, root)) for place in chosen)
+        return Opened(items, len(table), np.zeros(len(chosen), dtype=np.int64))
     opened = open_shards(path, image_folder=image_folder)
     shards = Shards(opened)
     some = np.sort(generator.permutation(shards.num_samples)[:count])
     drawn, names = _of_shards(shards, shards.item_of(some).tolist()), names_of(opened)
-    return shards.num_samples, drawn, shards.source_of(some), names
+    return Opened(drawn, shards.num_samples, shards.source_of(some), names)
 
 
 def _of_shards(shards: Shards, items: list[int]) -> Iterator[Drawn]:
     for item in items:
         shard, place = shards.locate(item)
         where = f"{shard.records.path}, line {shard.records.line(place)}"
-        yield where, shard.root, partial(shard.records.__getitem__, place)
+        yield where, partial(_read, shard.records, place, shard.root)
+
+
+def _read(records: Any, place: int, root: Path) -> Item:
+    return parse_item(records[place], root)
 
 
 def _saved_dataset(path: Path) -> Any:

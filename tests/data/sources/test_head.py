@@ -1,0 +1,67 @@
+"""The first items of webdataset shards and of standard input."""
+
+import io
+import json
+import tarfile
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from omnibal.data.sources.drawn import Opened, measure_items
+from omnibal.data.sources.head import STANDARD_INPUT, is_stream, stream_items
+from omnibal.errors import DataError
+from tests.data.sources.test_drawn import ASKED, FORMS, RULE, SAID, SHAREGPT
+
+
+def picture(width, height):
+    held = io.BytesIO()
+    Image.new("RGB", (width, height)).save(held, "PNG")
+    return held.getvalue()
+
+
+def shard(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def measured(*paths, count=1000):
+    items = islice(stream_items(paths), count)
+    return measure_items(Opened(items), RULE, str.__len__, "the shards")
+
+
+def test_members_of_one_name_are_a_sample_and_shards_take_turns(tmp_path):
+    record = json.dumps(SHAREGPT | {"image": "elsewhere.png", "width": 28, "height": 28}).encode()
+    first = shard(
+        tmp_path / "0.tar",
+        {"a/0.json": record, "a/0.png": picture(280, 140), "a/1.txt": SAID.encode(), "a/1.left.png": picture(140, 140)},
+    )
+    second = shard(tmp_path / "1.tar", {f"{n}.json": json.dumps({"query": ASKED}).encode() for n in range(3)})
+    found = measured(first, second)
+    # By turns, while there are several; the pictures are those beside the record.
+    assert found.lengths.vision_units.tolist() == [200, 0, 100, 0, 0]
+    assert (found.num_samples, found.problems) == (5, ())
+    assert len(measured(first, second, count=2).lengths) == 2
+
+
+def test_lines_of_standard_input_are_items(tmp_path, monkeypatch):
+    lines = [json.dumps(FORMS["stated"]), "", "{", "[]", json.dumps({"query": ASKED, "response": SAID})]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    found = measured(STANDARD_INPUT)
+    assert found.lengths.vision_units.tolist() == [200, 0]
+    assert [problem.split(":")[0] for problem in found.problems] == ["standard input, line 3", "standard input, line 4"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(DataError, match="whose lengths can be told, got none in the shards; it is empty"):
+        measured(STANDARD_INPUT)
+
+
+def test_what_is_no_shard_is_refused(tmp_path):
+    assert [is_stream(Path(name)) for name in ("-", "a.tar", "a.json")] == [True, True, False]
+    (tmp_path / "a.tar").write_text("no archive")
+    with pytest.raises(DataError, match=r"data must be shards that can be read, got .*a\.tar"):
+        measured(tmp_path / "a.tar")
