@@ -87,7 +87,7 @@ def measure(
     elif len(data) > 1:
         raise DataError(f"data must be lengths where there are several files, got {data[1]}; name a meta file of all")
     else:
-        found = _drawn(data[0], named, _rule(named, present, max_image), images)
+        found = _drawn(data[0], named, _rule(named, present, max_image), images, of_each=present.mixture is not None)
     if present.mixture is not None:
         found = _mixed(found, present.mixture)
     if named.model.config["model_type"].startswith("qwen"):
@@ -130,9 +130,11 @@ def _measured_before(data: Sequence[Path], model: Model) -> Measured:
     return Measured(lengths, f"{len(lengths):,} samples of measured lengths", is_whole=True)
 
 
-def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None) -> Measured:
+def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, *, of_each: bool) -> Measured:
     counter = _tokenizer(named.folder)
-    drawn = draw_lengths(data, rule, image_folder=images, count_tokens=counter or estimated_tokens)
+    drawn = draw_lengths(
+        data, rule, of_each_source=of_each, image_folder=images, count_tokens=counter or estimated_tokens
+    )
     return _told(drawn, f"{len(drawn.lengths):,} of {drawn.num_samples:,} samples measured", counter is None)
 
 

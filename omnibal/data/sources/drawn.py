@@ -104,6 +104,7 @@ def draw_lengths(
     rule: ImageRule,
     *,
     count: int = 1000,
+    of_each_source: bool = False,
     seed: int = 0,
     image_folder: Path | None = None,
     count_tokens: Count = estimated_tokens,
@@ -114,6 +115,7 @@ def draw_lengths(
         path: A file of annotations, InternVL's meta file, or a folder of Hugging Face ``datasets``.
         rule: What images bring.
         count: Of items to draw; all where there are fewer.
+        of_each_source: Whether as many are drawn of each source, for those who mix them: else some may have none.
         seed: Of the draw.
         image_folder: What the paths of images are relative to; by default each file's own folder.
         count_tokens: How many tokens a text has.
@@ -121,7 +123,7 @@ def draw_lengths(
     Raises:
         DataError: No item can be measured; the message says why the first one cannot.
     """
-    return measure_items(_open(path, count, seed, image_folder), rule, count_tokens, str(path))
+    return measure_items(_open(path, count, of_each_source, seed, image_folder), rule, count_tokens, str(path))
 
 
 def measure_items(opened: Opened, rule: ImageRule, count_tokens: Count, named: str) -> DrawnLengths:
@@ -156,7 +158,7 @@ def measure_items(opened: Opened, rule: ImageRule, count_tokens: Count, named: s
     return DrawnLengths(lengths, num_samples, tuple(problems), text / len(measured))
 
 
-def _open(path: Path, count: int, seed: int, image_folder: Path | None) -> Opened:
+def _open(path: Path, count: int, of_each_source: bool, seed: int, image_folder: Path | None) -> Opened:
     """Items drawn at random."""
     generator = np.random.default_rng(seed)
     if path.is_dir():
@@ -167,7 +169,10 @@ def _open(path: Path, count: int, seed: int, image_folder: Path | None) -> Opene
         return Opened(items, len(table), np.zeros(len(chosen), dtype=np.int64))
     opened = open_shards(path, image_folder=image_folder)
     shards = Shards(opened)
-    some = np.sort(generator.permutation(shards.num_samples)[:count])
+    sizes = [shard.num_samples for shard in opened] if of_each_source else [shards.num_samples]
+    firsts, of_each = np.cumsum([0, *sizes]), -(-count // len(sizes))
+    parts = [first + generator.permutation(size)[:of_each] for first, size in zip(firsts, sizes, strict=False)]
+    some = np.sort(np.concatenate(parts))
     drawn, names = _of_shards(shards, shards.item_of(some).tolist()), names_of(opened)
     return Opened(drawn, shards.num_samples, shards.source_of(some), names)
 

@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Picture
@@ -62,6 +63,16 @@ def test_a_saved_dataset_keeps_its_images_closed(folder):
     assert drawn.num_samples == 3
     assert drawn.lengths.vision_units.tolist() == [200] * 3
     assert drawn.lengths.llm_tokens.tolist() == [50 + TEXT + IMAGE_TOKENS] * 3
+
+
+def test_small_sources_are_drawn_from_too_where_sources_are_mixed(folder):
+    files = {"large": 5000, "small": 3}
+    for name, count in files.items():
+        write(folder / f"{name}.jsonl", [FORMS["stated"]] * count)
+    meta = {name: {"root": ".", "annotation": str(folder / f"{name}.jsonl"), "repeat_time": 1} for name in files}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    drawn = draw_lengths(folder / "meta.json", RULE, count=100, of_each_source=True)
+    assert np.bincount(drawn.lengths.source).tolist() == [50, 3]
 
 
 @pytest.mark.parametrize(
