@@ -97,6 +97,7 @@ def test_a_source_that_is_indexed_has_another_order_in_every_iteration():
     assert first != second
 
 
+@pytest.mark.filterwarnings("ignore:sources without state_dict")
 @pytest.mark.parametrize("steps", [0, 1, 9, 20])
 def test_a_resumed_run_sees_the_samples_that_would_have_followed(steps):
     whole = taken(stream_of(several(), mixture=MIXTURE), 2 * steps + 30)

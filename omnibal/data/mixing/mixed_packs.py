@@ -118,7 +118,7 @@ class MixedPacks:
         raise InfeasibleError(
             f"step {step} of the mixture, and those behind it, must fit into packs of {self._limits.vision_units} "
             f"vision units and {self._limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of their samples some "
-            "packs would hold too much; choose other limits"
+            "packs would hold too much; allow larger packs, or let shares change over more steps"
         )
 
     def shares_of(self, epoch: int, step: int, packs: Packs) -> tuple[FloatArray, FloatArray]:
