@@ -1,13 +1,14 @@
 """What a rank draws on its own, of a dataset or a stream that all ranks have: lists of items, a micro-batch each."""
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from math import ceil
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+
+from omnibal.data.streaming.sources import EveryNth
 
 
 class Epochs:
@@ -78,19 +79,8 @@ class Stream:
         return {}
 
 
-class _Share(IterableDataset[Any]):
-    def __init__(self, dataset: Any, rank: int, num_ranks: int) -> None:
-        self.dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
-        self._first = rank
-
-    def __iter__(self) -> Iterator[Any]:
-        first, self._first = self._first, self._rank
-        return islice(iter(self.dataset), first, None, self._num_ranks)
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on behind the last sample that was this rank's."""
-        self.dataset.load_state_dict(state)
-        self._first = self._num_ranks - 1
+class _Share(EveryNth, IterableDataset[Any]):
+    """As a DataLoader takes it."""
 
 
 def as_it_is(items: Any) -> Any:

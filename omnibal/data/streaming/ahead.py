@@ -1,6 +1,7 @@
 """Making things in a thread before they are wanted."""
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
@@ -41,4 +42,5 @@ def ahead(make: Callable[[], Iterator[Made]], count: int) -> Iterator[Made]:
             yield thing  # type: ignore[misc]
     finally:
         asked.put(False)
-        thread.join()
+        if not sys.is_finalizing():  # no thread runs any more when Python ends
+            thread.join()

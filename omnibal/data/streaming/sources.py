@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any, Final
 
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
-from omnibal.errors import DataError, said
+from omnibal.errors import ConfigError, DataError, said
 
 END: Final = object()
 """In place of an item of a source that has ended."""
@@ -43,6 +43,31 @@ class ShuffledItems:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on at a place."""
         self._next = state["next"]
+
+
+class EveryNth:
+    """A rank's part of a source that is the same on all ranks: of its items each rank gets every so manieth.
+
+    Args:
+        dataset: Iterated anew for each pass.
+        rank: Of this process.
+        num_ranks: How many share it.
+    """
+
+    def __init__(self, dataset: Any, rank: int, num_ranks: int) -> None:
+        self.dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
+        self._first = rank
+        own = ("set_epoch", "state_dict") if hasattr(dataset, "state_dict") else ("set_epoch",)
+        vars(self).update({name: getattr(dataset, name) for name in own if hasattr(dataset, name)})
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self._first = self._first, self._rank
+        return islice(iter(self.dataset), first, None, self._num_ranks)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on behind the last item that was this rank's; only where the source has a ``state_dict``."""
+        self.dataset.load_state_dict(state)
+        self._first = self._num_ranks - 1
 
 
 class Source:
@@ -115,3 +140,25 @@ def is_indexed(items: Any) -> bool:
     # torch gives its iterable datasets a __getitem__, which raises; no torch is imported here.
     is_iterable = any(base.__name__ == "IterableDataset" for base in type(items).__mro__)
     return hasattr(items, "__len__") and hasattr(items, "__getitem__") and not is_iterable
+
+
+def part_of(name: str, items: Any, rank: int, num_ranks: int) -> Any:
+    """A rank's part of a source that is the same on all ranks; what is read by index stays whole, ``Draws`` divides it.
+
+    Raises:
+        ConfigError: It has fewer shards than there are ranks.
+    """
+    if num_ranks == 1 or is_indexed(items):
+        return items
+    if hasattr(items, "part"):  # knows best how to leave out what is another rank's
+        return items.part(rank, num_ranks)
+    if not hasattr(items, "num_shards"):
+        return EveryNth(items, rank, num_ranks)
+    from datasets.distributed import split_dataset_by_node
+
+    if items.num_shards < num_ranks:
+        raise ConfigError(
+            f"source {name!r} must have a shard for each of {num_ranks} replicas, got {items.num_shards}; each would "
+            "read all of them: write it in more shards"
+        )
+    return split_dataset_by_node(items, rank, num_ranks)
