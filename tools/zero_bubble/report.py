@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    for name, show in {"emulated": emulated, "real": real}.items():
+    for name, show in {"emulated": emulated, "real": real, "plans": plans}.items():
         path = arguments.folder / f"{name}.json"
         if path.exists():
             print(show(json.loads(path.read_text())), end="\n\n")
@@ -87,6 +87,23 @@ def _undisturbed(row: dict[str, Any], schedule: str) -> float:
     pairs = zip(row["seconds"][schedule], row["foreign"][schedule], strict=True)
     counted = [seconds for seconds, share in pairs if share <= MOST_FOREIGN]
     return median(counted) if counted else float("nan")
+
+
+def plans(rows: list[dict[str, Any]]) -> str:
+    """The fastest plan under each schedule, by budget."""
+    schedules = ("1f1b", "zero-bubble-lean", "zero-bubble")
+    lines = []
+    for row in rows:
+        fits = {schedule: row[schedule]["seconds"] for schedule in schedules if row[schedule]}
+        cells = [_plan(row[schedule]) for schedule in schedules]
+        lines.append((f"{row['budget']}", *cells, min(fits, key=fits.__getitem__)))
+    return table(("GiB of a device", *schedules, "auto takes"), lines)
+
+
+def _plan(cell: dict[str, float] | None) -> str:
+    if cell is None:
+        return "does not fit"
+    return f"{cell['seconds']:.3f} s, {cell['recomputed']} recompute, {cell['pending']:.1f} GiB wait"
 
 
 def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
