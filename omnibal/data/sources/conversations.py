@@ -6,39 +6,26 @@ from omnibal.errors import require
 require("torch", "PIL")  # what is missing is said before it is missed
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.data.sources.cache import LengthsCache, survey_in_blocks
-from omnibal.data.sources.chat import parse_conversation
 from omnibal.data.sources.formats import ModelFormat
-from omnibal.data.sources.images import image_size, load_image
+from omnibal.data.sources.samples import Prepared, pixels_of, prepare, text_of
 from omnibal.data.sources.shards import Ids, Shard, Shards, names_of, open_shards
 from omnibal.data.sources.survey import Broken, Found, Loads, Measured, Problem, settle_problems
-from omnibal.data.sources.text import Encoded, Rendered, encode
+from omnibal.data.sources.text import Encoded, encode
 from omnibal.errors import ConfigError, DataError
-from omnibal.families.base import ImageLoad
 
 COLUMNS = ("vision_units", "llm_tokens", "target_tokens", "vision_squared")
 CHECKED_SAMPLES = 64
 """Samples that are measured again before kept lengths are believed."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A sample whose text is not yet tokenised and whose images are not decoded; ``loads`` are each image's."""
-
-    rendered: Rendered
-    images: tuple[Path, ...]
-    loads: tuple[ImageLoad, ...]
-    max_tiles: int | None
 
 
 class ConversationDataset:
@@ -200,18 +187,12 @@ class ConversationDataset:
         shard, place = self._all.locate(int(item))
         try:
             prepared = self._prepare(shard, place)
-            pixels = self._pixels(prepared) if with_pixels and prepared.images else {"pixel_values": None}
+            pixels = pixels_of(prepared, self._format) if with_pixels else {"pixel_values": None}
         except ConfigError:
             raise
         except ValueError as error:
             raise DataError(str(shard.problem(place, error))) from error
-        (encoded,) = encode(self.tokenizer, [prepared.rendered])
-        expanded = encoded.expanded(self._format.image_token_id, [load.llm_tokens for load in prepared.loads])
-        return {
-            "input_ids": torch.from_numpy(expanded.ids),
-            "labels": torch.from_numpy(expanded.labels),
-            **pixels,
-        }
+        return {**text_of(prepared, self._format), **pixels}
 
     def _prepare_or_report(self, item: int) -> Prepared | Problem:
         shard, place = self._all.locate(item)
@@ -223,16 +204,7 @@ class ConversationDataset:
             return shard.problem(place, error)
 
     def _prepare(self, shard: Shard, place: int) -> Prepared:
-        conversation = parse_conversation(shard.records[place], shard.root)
-        self._format.refuse_image_tokens(conversation)
-        loads = self._format.image_loads([image_size(path) for path in conversation.images], shard.max_tiles)
-        return Prepared(self._format.render(conversation), conversation.images, loads, shard.max_tiles)
-
-    def _pixels(self, sample: Prepared) -> dict[str, torch.Tensor]:
-        images = [load_image(path) for path in sample.images]
-        if self._format.image_loads([image.size for image in images], sample.max_tiles) != sample.loads:
-            raise ValueError(f"images must decode to the sizes of their headers, got others: {sample.images}")
-        return self._format.pixels(images, sample.max_tiles)
+        return prepare(shard.records[place], shard.root, shard.max_tiles, self._format)
 
 
 def open_dataset(

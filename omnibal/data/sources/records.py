@@ -83,23 +83,31 @@ class Records:
         start, stop = self._entries.starts[index], self._entries.stops[index]
         with self.path.open("rb") as file:
             file.seek(start)
-            text = file.read(stop - start)
-        try:
-            record = parse_json(text)
-        except json.JSONDecodeError as error:
-            found = f"{error.msg} at character {error.pos + 1}" if error.doc.strip() else "an empty line"
-            raise ValueError(f"entry must be JSON, got {found}") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"entry must be UTF-8, got {error.object[error.start : error.end]!r}") from error
-        except ValueError as error:
-            raise ValueError(f"entry must be readable JSON, got: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"entry must be a JSON object, got {type(record).__name__}")
-        return record
+            return parse_entry(file.read(stop - start))
 
     def line(self, index: int) -> int:
         """The number of the line on which an entry begins, from 1."""
         return int(self._entries.lines[index])
+
+
+def parse_entry(text: bytes) -> dict[str, Any]:
+    """An entry of an annotation file.
+
+    Raises:
+        ValueError: With the reason, if it is not a JSON object.
+    """
+    try:
+        record = parse_json(text)
+    except json.JSONDecodeError as error:
+        found = f"{error.msg} at character {error.pos + 1}" if error.doc.strip() else "an empty line"
+        raise ValueError(f"entry must be JSON, got {found}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"entry must be UTF-8, got {error.object[error.start : error.end]!r}") from error
+    except ValueError as error:
+        raise ValueError(f"entry must be readable JSON, got: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"entry must be a JSON object, got {type(record).__name__}")
+    return record
 
 
 def _scan(path: Path) -> tuple[Entries, str]:

@@ -33,6 +33,33 @@ Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class AnnotationFile:
+    """An annotation file as it is named, unread.
+
+    Attributes:
+        name: What the user calls it.
+        path: Where it is.
+        root: Where its images are.
+        max_tiles: Most tiles of its images, where it has a limit of its own.
+        repeat: How often it is drawn in an epoch.
+        length: How many entries it is said to have.
+        meta: The meta file that names it, if one does.
+    """
+
+    name: str
+    path: Path
+    root: Path
+    max_tiles: int | None = None
+    repeat: float = 1
+    length: Any = None
+    meta: Path | None = None
+
+    def refused(self, key: str, rule: str, got: object) -> DataError:
+        """What is wrong with a key of its meta file."""
+        return DataError(f"{self.meta}: {self.name}.{key} must {rule}, got {got}")
+
+
+@dataclass(frozen=True)
 class Shard:
     """One annotation file.
 
@@ -122,7 +149,7 @@ class Shards:
         return self._shards[number], item - int(self._first_items[number])
 
 
-def names_of(shards: Sequence[Shard]) -> tuple[str, ...]:
+def names_of(shards: Sequence[Shard | AnnotationFile]) -> tuple[str, ...]:
     """What the shards are called as sources: their names, or their numbers where several have the same name."""
     names = tuple(shard.name for shard in shards)
     return names if len(set(names)) == len(names) else tuple(map(str, range(len(names))))
@@ -143,17 +170,41 @@ def open_shards(
         DataError: A file cannot be used; names the meta file, the dataset and the key.
         ConfigError: An image folder is given for a meta file.
     """
-    shards: list[Shard] = []
+    return [_opened(file, index) for file in named_files(paths, image_folder)]
+
+
+def named_files(
+    paths: str | Path | Sequence[str | Path], image_folder: str | Path | None = None
+) -> list[AnnotationFile]:
+    """As ``open_shards``, but no annotation file is read.
+
+    Args:
+        paths: As of ``open_shards``; so ``image_folder``.
+        image_folder: See there.
+
+    Raises:
+        DataError: A meta file cannot be used.
+        ConfigError: An image folder is given for a meta file.
+    """
+    files: list[AnnotationFile] = []
     for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
         if not _is_meta(path):
-            records = Records(path, index)
-            root = path.parent if image_folder is None else Path(image_folder)
-            shards.append(Shard(path.stem, records, root, len(records)))
+            files.append(AnnotationFile(path.stem, path, path.parent if image_folder is None else Path(image_folder)))
         elif image_folder is None:
-            shards += _read_meta(path, index)
+            files += _read_meta(path)
         else:
             raise ConfigError(f"image_folder must be left out for a meta file, which names its own, got {image_folder}")
-    return shards
+    return files
+
+
+def _opened(file: AnnotationFile, index: Path | None) -> Shard:
+    records = Records(file.path, index)
+    if file.length not in (None, len(records)):
+        raise file.refused("length", f"be the {len(records)} entries of {records.path}", repr(file.length))
+    num_samples = int(len(records) * file.repeat)
+    if not num_samples:
+        raise file.refused("repeat_time", f"draw at least one of {len(records)} items", repr(file.repeat))
+    return Shard(file.name, records, file.root, num_samples, file.max_tiles)
 
 
 def _is_meta(path: Path) -> bool:
@@ -164,19 +215,19 @@ def _is_meta(path: Path) -> bool:
         raise DataError(f"dataset must be a readable text file, got {path} ({error})") from error
 
 
-def _read_meta(meta: Path, index: Path | None) -> list[Shard]:
+def _read_meta(meta: Path) -> list[AnnotationFile]:
     try:
         datasets = load_json(meta, object_pairs_hook=_without_repetition)
     except (OSError, ValueError) as error:
         raise DataError(f"meta must be a readable JSON file, got {meta} ({error})") from error
     if not datasets:
         raise DataError(f"meta must be an object of datasets, got {datasets!r:.80} in {meta}")
-    return [_read_entry(meta, name, entry, index) for name, entry in datasets.items()]
+    return [_read_entry(meta, name, entry) for name, entry in datasets.items()]
 
 
-def _read_entry(meta: Path, name: str, entry: Any, index: Path | None) -> Shard:
+def _read_entry(meta: Path, name: str, entry: Any) -> AnnotationFile:
     def refuse(key: str, rule: str, got: object) -> DataError:
-        return DataError(f"{meta}: {name}.{key} must {rule}, got {got}")
+        return AnnotationFile(name, meta, meta, meta=meta).refused(key, rule, got)
 
     if not isinstance(entry, Mapping):
         raise DataError(f"{meta}: {name} must be an object, got {entry!r:.80}")
@@ -195,13 +246,8 @@ def _read_entry(meta: Path, name: str, entry: Any, index: Path | None) -> Shard:
         raise refuse("max_dynamic_patch", "be an integer of at least 1", repr(max_tiles))
     if entry.get("data_augment"):
         raise refuse("data_augment", "be false: images are not augmented", "true")
-    records = Records(_resolve(meta, entry["annotation"]), index)
-    if entry.get("length", len(records)) != len(records):
-        raise refuse("length", f"be the {len(records)} entries of {records.path}", repr(entry["length"]))
-    num_samples = int(len(records) * repeat)
-    if not num_samples:
-        raise refuse("repeat_time", f"draw at least one of {len(records)} items", repr(repeat))
-    return Shard(name, records, _resolve(meta, entry["root"]), num_samples, max_tiles)
+    annotation, root = _resolve(meta, entry["annotation"]), _resolve(meta, entry["root"])
+    return AnnotationFile(name, annotation, root, max_tiles, repeat, entry.get("length"), meta)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
