@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
 import typer
@@ -18,13 +17,41 @@ from omnibal.cli.opening import open_run
 from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, PresentOption, ProfileOption
 from omnibal.cli.output import answer
 from omnibal.cli.present import present_plan, real_packs
-from omnibal.cost import FloatArray, Load
+from omnibal.cost import Load
 from omnibal.pipeline.simulate import StepSimulation
-from omnibal.report.style import GIB, Figures, make_table
+from omnibal.report.style import GIB, Column, scaled, table_of
 from omnibal.report.timeline import plot_timeline
 
 if TYPE_CHECKING:
     from omnibal.emulator.run import Emulation, EmulationTask  # needs torch
+
+
+STAGE: Final = (
+    "busy_seconds", "predicted_busy_seconds", "idle_ratio", "predicted_idle_ratio", "peak_bytes",
+    "predicted_peak_bytes", "budget_bytes",
+)  # fmt: skip
+STEP_COLUMNS: Final = (
+    ("step", "{place}"),
+    ("emulated s", "{ran:.3f}"),
+    ("predicted s", "{said:.3f}"),
+    ("more", "{more:+.1%}"),
+)
+STAGE_COLUMNS: Final[Sequence[Column]] = (
+    ("stage", "{place}"),
+    ("busy s", "{busy_seconds:.3f}"),
+    ("predicted", "{predicted_busy_seconds:.3f}"),
+    ("idle", "{idle_ratio:.1%}"),
+    ("predicted", "{predicted_idle_ratio:.1%}"),
+    ("peak GiB", scaled("peak_bytes", GIB)),
+    ("predicted", scaled("predicted_peak_bytes", GIB)),
+    ("budget", scaled("budget_bytes", GIB)),
+)
+REPLICA_COLUMNS: Final = (
+    ("replica", "{place}"),
+    ("waits for the slowest", "{waiting_ratio:.1%}"),
+    ("predicted", "{predicted_waiting_ratio:.1%}"),
+    ("slowest in steps", "{times_slowest}"),
+)
 
 
 def emulate(
@@ -59,7 +86,7 @@ def emulate(
         emulation = run_emulation(task)
     largest = Load.stack(Load.stack(step) for step in task.steps).max()
     memory = [stage.total for stage in plan.memory(run.profile, largest)]
-    figures = EmulationFigures.of(emulation.steps, task.predicted, emulation.peak_bytes, memory, task.budget_bytes)
+    figures = _figures(task, emulation, memory)
     written = [] if plot is None else [str(plot)]
     if plot is not None:
         _draw_median_step(task, emulation, plot)
@@ -69,14 +96,14 @@ def emulate(
         "micro_batches": plan.micro_batches,
         "time_scale": task.scale,
         "start_seconds": emulation.start_seconds,
-        **figures.to_record(),
+        **figures,
         "written": written,
     }
     answer(
         record,
         f"{plan.layout}, {plan.micro_batches} micro-batches; a second of the cluster took {task.scale:.3g} s",
-        *emulation_tables(figures),
-        f"median step {median(figures.step_seconds):.3f} s, {figures.over_prediction:+.1%} over the prediction",
+        *_tables(figures),
+        f"median step {median(figures['step_seconds']):.3f} s, {figures['over_prediction']:+.1%} over the prediction",
         *(f"written: {path}" for path in written),
         as_json=as_json,
     )
@@ -95,78 +122,32 @@ def _draw_median_step(task: EmulationTask, emulation: Emulation, plot: Path) -> 
     plot_timeline(panels, plot)
 
 
-@dataclass(frozen=True)
-class EmulatedStage:
-    """A stage, on average over steps and replicas; predictions are the simulator's."""
+def _figures(task: EmulationTask, emulation: Emulation, memory: Sequence[int]) -> dict[str, Any]:
+    """The run beside what the simulator predicts, in the cluster's time, as JSON values.
 
-    busy_seconds: float
-    predicted_busy_seconds: float
-    idle_ratio: float
-    """Share of the pipeline's time in which it does not compute."""
-    predicted_idle_ratio: float
-    peak_bytes: int
-    predicted_peak_bytes: int
-    """If a micro-batch were as large as the limits allow."""
-    budget_bytes: int
-
-
-@dataclass(frozen=True)
-class EmulatedReplica:
-    """A data-parallel rank."""
-
-    waiting_ratio: float
-    """Share of the pipelines' time in which it is done and waits for the slowest one."""
-    predicted_waiting_ratio: float
-    times_slowest: int
-    """Steps in which the others waited for it."""
-
-
-@dataclass(frozen=True)
-class EmulationFigures(Figures):
-    """An emulated run in figures, in the cluster's time."""
-
-    step_seconds: tuple[float, ...]
-    predicted_seconds: tuple[float, ...]
-    stages: tuple[EmulatedStage, ...]
-    replicas: tuple[EmulatedReplica, ...]
-
-    @classmethod
-    def of(
-        cls,
-        emulated: Sequence[StepSimulation],
-        predicted: Sequence[StepSimulation],
-        peak_bytes: Sequence[int],
-        predicted_peak_bytes: Sequence[int],
-        budget_bytes: Sequence[int],
-    ) -> EmulationFigures:
-        """Figures of steps that ran and were predicted; memory by stage."""
-        columns = zip(
-            _busy(emulated), _busy(predicted), _idle(emulated), _idle(predicted), peak_bytes, predicted_peak_bytes,
-            budget_bytes, strict=True,
-        )  # fmt: skip
-        slowest = [step.slowest_replica for step in emulated]
-        waiting = zip(_waiting(emulated), _waiting(predicted), strict=True)
-        return cls(
-            step_seconds=tuple(step.step_seconds for step in emulated),
-            predicted_seconds=tuple(step.step_seconds for step in predicted),
-            stages=tuple(EmulatedStage(*column) for column in columns),
-            replicas=tuple(
-                EmulatedReplica(ran, said, slowest.count(replica)) for replica, (ran, said) in enumerate(waiting)
-            ),
-        )
-
-    @property
-    def over_prediction(self) -> float:
-        """How much longer the median step took than predicted, as a share."""
-        return median(self.step_seconds) / median(self.predicted_seconds) - 1
-
-    def to_record(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return super().to_record() | {"over_prediction": self.over_prediction}
+    Stages are means over steps and replicas; a replica's waiting is the share of the pipelines' time in which it is
+    done and waits for the slowest one.
+    """
+    ran, said = emulation.steps, task.predicted
+    seconds, predicted = ([step.step_seconds for step in steps] for steps in (ran, said))
+    slowest = [step.slowest_replica for step in ran]
+    stages = zip(
+        _busy(ran), _busy(said), _idle(ran), _idle(said), emulation.peak_bytes, memory, task.budget_bytes, strict=True
+    )
+    return {
+        "step_seconds": seconds,
+        "predicted_seconds": predicted,
+        "over_prediction": median(seconds) / median(predicted) - 1,
+        "stages": [dict(zip(STAGE, stage, strict=True)) for stage in stages],
+        "replicas": [
+            {"waiting_ratio": waits, "predicted_waiting_ratio": expected, "times_slowest": slowest.count(replica)}
+            for replica, (waits, expected) in enumerate(zip(_waiting(ran), _waiting(said), strict=True))
+        ],
+    }
 
 
 def _busy(steps: Sequence[StepSimulation]) -> list[float]:
-    busy: FloatArray = np.mean([replica.busy_seconds for step in steps for replica in step.replicas], axis=0)
+    busy = np.mean([replica.busy_seconds for step in steps for replica in step.replicas], axis=0)
     return [float(seconds) for seconds in busy]
 
 
@@ -183,37 +164,10 @@ def _waiting(steps: Sequence[StepSimulation]) -> list[float]:
     ]
 
 
-def emulation_tables(figures: EmulationFigures) -> list[Table]:
+def _tables(figures: Mapping[str, Any]) -> list[Table]:
     """A row per step, per stage and, where they are several, per replica; each beside the simulator's prediction."""
-    tables = [_steps_table(figures), _stages_table(figures.stages)]
-    return tables if len(figures.replicas) == 1 else [*tables, _replicas_table(figures.replicas)]
-
-
-def _steps_table(figures: EmulationFigures) -> Table:
-    seconds = enumerate(zip(figures.step_seconds, figures.predicted_seconds, strict=True))
-    rows = ((f"{number}", f"{ran:.3f}", f"{said:.3f}", f"{ran / said - 1:+.1%}") for number, (ran, said) in seconds)
-    return make_table(("step", "emulated s", "predicted s", "more"), rows)
-
-
-def _stages_table(stages: Sequence[EmulatedStage]) -> Table:
-    heads = ("stage", "busy s", "predicted", "idle", "predicted", "peak GiB", "predicted", "budget")
-    rows = (
-        (
-            f"{number}",
-            f"{stage.busy_seconds:.3f}",
-            f"{stage.predicted_busy_seconds:.3f}",
-            f"{stage.idle_ratio:.1%}",
-            f"{stage.predicted_idle_ratio:.1%}",
-            *(f"{size / GIB:,.1f}" for size in (stage.peak_bytes, stage.predicted_peak_bytes, stage.budget_bytes)),
-        )
-        for number, stage in enumerate(stages)
-    )
-    return make_table(heads, rows)
-
-
-def _replicas_table(replicas: Sequence[EmulatedReplica]) -> Table:
-    rows = (
-        (f"{number}", f"{row.waiting_ratio:.1%}", f"{row.predicted_waiting_ratio:.1%}", f"{row.times_slowest}")
-        for number, row in enumerate(replicas)
-    )
-    return make_table(("replica", "waits for the slowest", "predicted", "slowest in steps"), rows)
+    seconds = zip(figures["step_seconds"], figures["predicted_seconds"], strict=True)
+    steps = [{"ran": ran, "said": said, "more": ran / said - 1} for ran, said in seconds]
+    tables = [table_of(steps, STEP_COLUMNS), table_of(figures["stages"], STAGE_COLUMNS)]
+    replicas = figures["replicas"]
+    return tables if len(replicas) == 1 else [*tables, table_of(replicas, REPLICA_COLUMNS)]

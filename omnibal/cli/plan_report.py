@@ -12,7 +12,7 @@ from rich.table import Table
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.rewrite import set_keys
 from omnibal.cli.run import Run
-from omnibal.cli.trials import TrialFigures, trials_table
+from omnibal.cli.trials import trials_table
 from omnibal.config import read_config
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words
@@ -22,7 +22,7 @@ from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
 from omnibal.report.stages import PartitionFigures, cut_of, memory_table, stage_table
-from omnibal.report.style import excess, make_table
+from omnibal.report.style import Row, excess, table_of
 
 STEPS: Final = 32
 """Of an epoch, that ways to train are compared on."""
@@ -116,7 +116,7 @@ class PlanReport:
     """Over the present configuration."""
     out: Path
     """Where the plan is."""
-    trials: tuple[TrialFigures, ...] = ()
+    trials: tuple[Row, ...] = ()
     """Plans on the real engine."""
     entered: Path | None = None
     """The ds_config that names it now."""
@@ -131,7 +131,7 @@ class PlanReport:
             **self.gain.to_record(),
             "lower_bound_seconds": result.choice.model.lower_bound_seconds,
             "tried": [_record(choice) for choice in result.tried],
-            "trials": [trial.to_record() for trial in self.trials],
+            "trials": list(self.trials),
         }
 
     def parts(self, *, explain: bool) -> list[str | Table]:
@@ -152,7 +152,7 @@ class PlanReport:
             *self.gain.lines(),
             *([self._bound()] if explain or not self.gain.variants else ()),
             *([trials_table(self.trials)] if self.trials else ()),
-            *(f"{trial.name}: {trial.outcome}" for trial in self.trials),
+            *(f"{trial['name']}: {trial['outcome']}" for trial in self.trials),
             f"written: {self.out}",
             *([] if self.entered is None else [f"entered in {self.entered}"]),
         ]
@@ -162,7 +162,11 @@ class PlanReport:
         packing = model.packing.median_step(model.profile)
         step = plan.simulate(model.profile, packing.steps[0])
         stages = stage_table(PartitionFigures.of(model.profile, plan, step, packing.largest).stages)
-        return [stages, memory_table(self._memory(), self._budgets), _weighed_table(self.result.tried)]
+        return [
+            stages,
+            memory_table(self._memory(), self._budgets),
+            _weighed_table([_record(choice) for choice in self.result.tried]),
+        ]
 
     def _bound(self) -> str:
         """How far from the best possible."""
@@ -183,8 +187,9 @@ class PlanReport:
 
 
 def _record(choice: Choice) -> dict[str, Any]:
-    """A choice as JSON values."""
+    """A choice as JSON values; of each stage, how many layers recompute."""
     model, limits = choice.model, choice.model.packing.limits
+    levels = np.array(model.levels(choice.boundaries)) != "none"
     return {
         "num_stages": model.num_stages,
         "schedule": model.schedule_name,
@@ -193,34 +198,26 @@ def _record(choice: Choice) -> dict[str, Any]:
         "samples_per_step": model.packing.samples_per_step,
         "step_seconds": choice.step_seconds,
         "partition": list(choice.boundaries),
-        "recomputed": _recomputed(choice),
+        "recomputed": [int(levels[a:b].sum()) for a, b in pairwise(choice.boundaries)],
     }
 
 
-def _recomputed(choice: Choice) -> list[int]:
-    """Layers of each stage that recompute."""
-    levels = np.array(choice.model.levels(choice.boundaries)) != "none"
-    return [int(levels[a:b].sum()) for a, b in pairwise(choice.boundaries)]
-
-
-def _weighed_table(choices: Sequence[Choice]) -> Table:
+def _weighed_table(choices: Sequence[Row]) -> Table:
     """A row per packing and number of stages: packs of a replica's step, their limits, and what a step is like."""
-    heads = ("schedule", "stages", "packs", "tiles", "tokens", "samples", "step s", "samples\na second", "re-\ncompute")
-    rows = (
-        (
-            choice.model.schedule_name,
-            f"{choice.model.num_stages}",
-            f"{choice.model.packing.micro_batches}",
-            f"{choice.model.packing.limits.vision_units:,}",
-            f"{choice.model.packing.limits.llm_tokens:,}",
-            f"{choice.model.packing.samples_per_step:,.0f}",
-            f"{choice.step_seconds:.3f}",
-            f"{1 / choice.sample_seconds:,.1f}",
-            f"{sum(_recomputed(choice))}",
-        )
-        for choice in choices
+    return table_of(
+        choices,
+        [
+            ("schedule", "{schedule}"),
+            ("stages", "{num_stages}"),
+            ("packs", "{micro_batches}"),
+            ("tiles", "{limits[vision_units]:,}"),
+            ("tokens", "{limits[llm_tokens]:,}"),
+            ("samples", "{samples_per_step:,.0f}"),
+            ("step s", "{step_seconds:.3f}"),
+            ("samples\na second", lambda row: f"{row['samples_per_step'] / row['step_seconds']:,.1f}"),
+            ("re-\ncompute", lambda row: f"{sum(row['recomputed'])}"),
+        ],
     )
-    return make_table(heads, rows)
 
 
 def enter(config: Path, plan: Plan, path: Path) -> None:

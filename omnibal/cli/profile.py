@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
-from omnibal.report.style import MIB, Figures, make_table
+from omnibal.report.style import MIB, Row, scaled, table_of
 
 
 def profile(
@@ -85,7 +85,7 @@ def profile(
 
 def _say(made: ModelProfile, limits: tuple[int, int], notes: list[str], out: Path, *, as_json: bool) -> None:
     """Show what layers cost for a pack as large as the limits."""
-    rows = layer_figures(made, one_sample(limits))
+    rows = _layer_rows(made, one_sample(limits))
     sizes = dict(zip(("vision units", "LLM tokens"), limits, strict=True))
     record = {
         "profile": out,
@@ -94,14 +94,14 @@ def _say(made: ModelProfile, limits: tuple[int, int], notes: list[str], out: Pat
         "dtype": made.dtype,
         "pack": sizes,
         "warnings": notes,
-        "kinds": [row.to_record() for row in rows],
+        "kinds": rows,
     }
     pack_of = " and ".join(f"{size:,} {name}" for name, size in sizes.items())
     answer(
         record,
         f"a layer of each kind on {made.devices} ({made.dtype}), a pack of {pack_of}",
-        time_table(rows),
-        bytes_table(rows),
+        _time_table(rows),
+        _bytes_table(rows),
         *(f"warning: {note}" for note in notes),
         f"written: {out} (hash {made.content_hash})",
         as_json=as_json,
@@ -134,94 +134,67 @@ def _of_model(
     return analytic_profile(load_records(folder), device, tensor_parallel=tensor_parallel, **options), []
 
 
-@dataclass(frozen=True)
-class LayerFigures(Figures):
-    """Layers of equal cost that follow one another; figures are one layer's for one micro-batch."""
+def _layer_rows(profile: ModelProfile, load: Load) -> list[dict[str, Any]]:
+    """What layers cost for one micro-batch, as JSON values, a row for each run of equal layers.
 
-    kind: str
-    layers: int
-    """How many they are."""
-    forward_seconds: float
-    backward_seconds: float
-    """To the inputs."""
-    weight_seconds: float
-    """Backward to the weights."""
-    share: float
-    """Of all layers' time, these layers together."""
-    output_bytes: float
-    saved_bytes: dict[str, float]
-    """Kept for the backward pass, by recompute level."""
-    parameter_bytes: int
-    trainable: bool
-    spread: float
-    """Largest relative spread among the measurements; 0 for counted costs."""
-
-    @classmethod
-    def of(cls, group: Sequence[LayerCost], load: Load, total_seconds: float) -> LayerFigures:
-        """Of equal layers of a model that takes so long for the micro-batch."""
-        layer = group[0]
-        return cls(
-            kind=layer.kind,
-            layers=len(group),
-            forward_seconds=float(layer.forward_seconds(load)),
-            backward_seconds=float(layer.backward_seconds(load)),
-            weight_seconds=float(layer.weight_seconds(load)),
-            share=len(group) * _seconds(layer, load) / total_seconds if total_seconds else 0.0,
-            output_bytes=float(layer.output_bytes(load)),
-            saved_bytes={level: float(model(load)) for level, model in layer.saved_bytes.items()},
-            parameter_bytes=layer.parameter_bytes,
-            trainable=layer.trainable,
-            spread=layer.spread,
-        )
-
-
-def layer_figures(profile: ModelProfile, load: Load) -> list[LayerFigures]:
-    """Figures of a profile's layers for one micro-batch, a row for each run of equal layers."""
-    total = sum(_seconds(layer, load) for layer in profile.layers)
-    groups = groupby(profile.layers, key=lambda layer: replace(layer, name=""))
-    return [LayerFigures.of([*group], load, total) for _, group in groups]
+    Figures are one layer's; ``share`` is that of all of them in the time of the model.
+    """
+    groups = ([*group] for _, group in groupby(profile.layers, key=lambda layer: replace(layer, name="")))
+    runs = [(group[0], len(group)) for group in groups]
+    total = sum(count * _seconds(layer, load) for layer, count in runs)
+    return [
+        {
+            "kind": layer.kind,
+            "layers": count,
+            "forward_seconds": float(layer.forward_seconds(load)),
+            "backward_seconds": float(layer.backward_seconds(load)),
+            "weight_seconds": float(layer.weight_seconds(load)),
+            "share": count * _seconds(layer, load) / total if total else 0.0,
+            "output_bytes": float(layer.output_bytes(load)),
+            "saved_bytes": {level: float(model(load)) for level, model in layer.saved_bytes.items()},
+            "parameter_bytes": layer.parameter_bytes,
+            "trainable": layer.trainable,
+            "spread": layer.spread,
+        }
+        for layer, count in runs
+    ]
 
 
 def _seconds(layer: LayerCost, load: Load) -> float:
     return float((layer.forward_seconds + layer.backward_seconds + layer.weight_seconds)(load))
 
 
-def time_table(rows: Sequence[LayerFigures]) -> Table:
+def _time_table(rows: Sequence[Row]) -> Table:
     """Milliseconds of one layer of each kind, and the share of the model's time that all of them take."""
-    spread = ("spread",) if any(row.spread for row in rows) else ()
-    heads = ("kind", "layers", "forward ms", "backward", "weights", "of all", *spread)
-    cells = (
-        (
-            _name(row),
-            f"{row.layers}",
-            *(f"{1e3 * part:,.3g}" for part in (row.forward_seconds, row.backward_seconds, row.weight_seconds)),
-            f"{row.share:.0%}",
-            *(f"{row.spread:.1%}" for _ in spread),
-        )
-        for row in rows
-    )
-    return make_table(heads, cells)
+    names = {"forward ms": "forward_seconds", "backward": "backward_seconds", "weights": "weight_seconds"}
+    times = [(head, scaled(name, 1e-3, ",.3g")) for head, name in names.items()]
+    spread = [("spread", "{spread:.1%}")] if any(row["spread"] for row in rows) else []
+    return table_of(rows, [("kind", _name), ("layers", "{layers}"), *times, ("of all", "{share:.0%}"), *spread])
 
 
-def bytes_table(rows: Sequence[LayerFigures]) -> Table:
+def _bytes_table(rows: Sequence[Row]) -> Table:
     """MiB that one layer of each kind sends on, keeps for its backward pass at each level, and holds in weights."""
-    levels = list(dict.fromkeys(level for row in rows for level in row.saved_bytes))
-    heads = ("kind", "sends\nMiB", *(f"keeps MiB\n({level})" for level in levels), "weights\nMiB")
-    cells = (
-        (
-            _name(row),
-            _mebi(row.output_bytes),
-            *(_mebi(row.saved_bytes[level]) if level in row.saved_bytes else "–" for level in levels),
-            _mebi(row.parameter_bytes),
-        )
-        for row in rows
+
+    def kept(level: str) -> Callable[[Row], str]:
+        return lambda row: _mebi(row["saved_bytes"].get(level))
+
+    levels = dict.fromkeys(level for row in rows for level in row["saved_bytes"])
+    return table_of(
+        rows,
+        [
+            ("kind", _name),
+            ("sends\nMiB", lambda row: _mebi(row["output_bytes"])),
+            *((f"keeps MiB\n({level})", kept(level)) for level in levels),
+            ("weights\nMiB", lambda row: _mebi(row["parameter_bytes"])),
+        ],
     )
-    return make_table(heads, cells)
 
 
-def _name(row: LayerFigures) -> str:
-    return row.kind if row.trainable else f"{row.kind} (frozen)"
+def _name(row: Row) -> str:
+    return f"{row['kind']}" if row["trainable"] else f"{row['kind']} (frozen)"
 
 
-def _mebi(size: float) -> str:
+def _mebi(size: float | None) -> str:
+    if size is None:
+        return "–"
     return f"{size / MIB:,.0f}" if size >= 10 * MIB else f"{size / MIB:.1f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -17,57 +17,38 @@ from omnibal.errors import ConfigError, InfeasibleError, bytes_in_words
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.search import Choice, retreat
-from omnibal.report.style import Figures, make_table, milliseconds, unit_of
+from omnibal.report.style import Row, milliseconds, table_of, unit_of
 
 if TYPE_CHECKING:
     from omnibal.trials import Trial  # needs torch
 
 
-@dataclass(frozen=True)
-class TrialFigures(Figures):
-    """A plan that was tried."""
+def _row(name: str, trial: Trial) -> Row:
+    """A trial beside what its plan predicted, as JSON values; None and empty lists where nothing is known."""
+    plan, predicted = trial.plan, trial.plan.predicted
+    stages = () if predicted is None else predicted.stages
+    return {
+        "name": name,
+        "boundaries": plan.partition.boundaries,
+        "micro_batches": plan.micro_batches,
+        "recomputed": [
+            sum(level != "none" for level in plan.recompute[a:b]) for a, b in pairwise(plan.partition.boundaries)
+        ],
+        "measured_seconds": None if trial.error else trial.median_seconds,
+        "predicted_seconds": None if predicted is None else predicted.step_seconds,
+        "samples_per_step": None if predicted is None else predicted.samples_per_step,
+        "peak_bytes": trial.peak_bytes,
+        "predicted_bytes": [stage.memory.total - stage.memory.overhead for stage in stages],
+        "outcome": _outcome(trial),
+    }
 
-    name: str
-    boundaries: tuple[int, ...]
-    micro_batches: int
-    recomputed: tuple[int, ...]
-    """Layers of each stage that recompute."""
-    measured_seconds: float | None
-    """Median of the timed steps; None where the trial failed."""
-    predicted_seconds: float | None
-    """Of a step; None where nobody predicted, as the next one."""
-    samples_per_step: float | None
-    peak_bytes: tuple[int, ...]
-    """What a device of each stage held, zeros where it does not count; empty where the trial ended before."""
-    predicted_bytes: tuple[int, ...]
-    """Without the overhead; empty where nobody predicted."""
-    outcome: str
-    """Whether it fits or why it failed, and what it is a retreat from."""
 
-    @classmethod
-    def of(cls, name: str, trial: Trial) -> TrialFigures:
-        """Of a trial, beside what its plan predicted."""
-        plan, predicted = trial.plan, trial.plan.predicted
-        levels = (plan.recompute[a:b] for a, b in pairwise(plan.partition.boundaries))
-        return cls(
-            name=name,
-            boundaries=plan.partition.boundaries,
-            micro_batches=plan.micro_batches,
-            recomputed=tuple(sum(level != "none" for level in stage) for stage in levels),
-            measured_seconds=None if trial.error else trial.median_seconds,
-            predicted_seconds=None if predicted is None else predicted.step_seconds,
-            samples_per_step=None if predicted is None else predicted.samples_per_step,
-            peak_bytes=trial.peak_bytes,
-            predicted_bytes=tuple(s.memory.total - s.memory.overhead for s in predicted.stages) if predicted else (),
-            outcome=_outcome(trial),
-        )
-
-    def __str__(self) -> str:
-        """The trial in a line, as it is said when it is done."""
-        measured, predicted = self.measured_seconds, self.predicted_seconds
-        expected = "" if predicted is None else f"predicted {milliseconds(predicted)} ms, "
-        done = "" if measured is None else f"measured {milliseconds(measured)} ms: "
-        return f"{self.name}: {expected}{done}{self.outcome}"
+def _line(row: Row) -> str:
+    """The trial in a line, as it is said when it is done."""
+    measured, predicted = row["measured_seconds"], row["predicted_seconds"]
+    expected = "" if predicted is None else f"predicted {milliseconds(predicted)} ms, "
+    done = "" if measured is None else f"measured {milliseconds(measured)} ms: "
+    return f"{row['name']}: {expected}{done}{row['outcome']}"
 
 
 def _outcome(trial: Trial) -> str:
@@ -83,30 +64,28 @@ def _by_stage(sizes: Sequence[int]) -> str:
     )
 
 
-def trials_table(trials: Sequence[TrialFigures]) -> Table:
+def trials_table(trials: Sequence[Row]) -> Table:
     """A row per trial, in the order given: time and peak as measured, and as the plan predicted them."""
-    unit, name = unit_of(size for trial in trials for size in (*trial.peak_bytes, *trial.predicted_bytes))
-    heads = ("trial", "packs", "recompute", "ms", "plan\nms", "samples\na second", name, f"plan\n{name}")
-    rows = (
-        (
-            trial.name,
-            f"{trial.micro_batches}",
-            " ".join(map(str, trial.recomputed)),
-            milliseconds(trial.measured_seconds),
-            milliseconds(trial.predicted_seconds),
-            _rate(trial),
-            _sizes(trial.peak_bytes, unit),
-            _sizes(trial.predicted_bytes, unit),
-        )
-        for trial in trials
+    unit, name = unit_of(size for trial in trials for size in (*trial["peak_bytes"], *trial["predicted_bytes"]))
+    return table_of(
+        trials,
+        [
+            ("trial", "{name}"),
+            ("packs", "{micro_batches}"),
+            ("recompute", lambda row: " ".join(map(str, row["recomputed"]))),
+            ("ms", lambda row: milliseconds(row["measured_seconds"])),
+            ("plan\nms", lambda row: milliseconds(row["predicted_seconds"])),
+            ("samples\na second", _rate),
+            (name, lambda row: _sizes(row["peak_bytes"], unit)),
+            (f"plan\n{name}", lambda row: _sizes(row["predicted_bytes"], unit)),
+        ],
     )
-    return make_table(heads, rows)
 
 
-def _rate(trial: TrialFigures) -> str:
-    if trial.measured_seconds is None or trial.samples_per_step is None:
+def _rate(trial: Row) -> str:
+    if trial["measured_seconds"] is None or trial["samples_per_step"] is None:
         return "–"
-    return f"{trial.samples_per_step / trial.measured_seconds:,.1f}"
+    return f"{trial['samples_per_step'] / trial['measured_seconds']:,.1f}"
 
 
 def _sizes(sizes: Sequence[int], unit: int) -> str:
@@ -124,9 +103,7 @@ def check_trials(run: Run) -> None:
     check_measured_here(run.profile)
 
 
-def try_best(
-    run: Run, result: PlanResult, count: int, launcher: str | None
-) -> tuple[PlanResult, tuple[TrialFigures, ...]]:
+def try_best(run: Run, result: PlanResult, count: int, launcher: str | None) -> tuple[PlanResult, tuple[Row, ...]]:
     """Run the best plans, retreating where memory runs out, and say how each did as it comes.
 
     Args:
@@ -150,7 +127,7 @@ def try_best(
     seconds, best, _ = min(done, key=lambda entry: entry[0])
     figures = tuple(entry[2] for entry in done)
     if seconds == float("inf"):
-        raise InfeasibleError(f"a plan must run, got {len(done)} failures; the first: {figures[0].outcome}")
+        raise InfeasibleError(f"a plan must run, got {len(done)} failures; the first: {figures[0]['outcome']}")
     return replace(result, plan=result.plan_of(best), choice=best), figures
 
 
@@ -159,7 +136,7 @@ class _Try:
 
     def __init__(self, result: PlanResult, choice: Choice, name: str) -> None:
         self._result, self._choice, self._name = result, choice, name
-        self.done: list[tuple[float, Choice, TrialFigures]] = []
+        self.done: list[tuple[float, Choice, Row]] = []
         """Measured seconds of a sample, infinite where a trial failed; what ran; and how it did."""
 
     def run(self, config: dict[str, object], options: list[str]) -> None:
@@ -175,10 +152,10 @@ class _Try:
 
     def _on_trial(self, trial: Trial) -> None:
         name = self._name + f", retreat {len(self.done)}" * (len(self.done) > 0)
-        figures = TrialFigures.of(name, trial)
+        figures = _row(name, trial)
         seconds = trial.median_seconds / self._choice.model.packing.samples_per_step
         self.done.append((seconds, self._choice, figures))
-        say(str(figures))
+        say(_line(figures))
 
     def _retreat(self, trial: Trial) -> Plan | None:
         """What to run after a trial that was short of memory; None where no layer is left to recompute."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -46,6 +46,12 @@ GIB: Final = 2**30
 MIB: Final = 2**20
 
 
+Row = Mapping[str, Any]
+"""Figures by name, as JSON values."""
+Column = tuple[str, str | Callable[[Row], str]]
+"""Head, and what is in the cells."""
+
+
 class Figures:
     """A dataclass of figures that goes into JSON as it is."""
 
@@ -72,6 +78,27 @@ def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: in
         else:
             table.add_section()
     return table
+
+
+def table_of(rows: Iterable[Row], columns: Sequence[Column], *, words: int = 1) -> Table:
+    """The same of rows as they go into JSON.
+
+    Args:
+        rows: Figures; a row's number is its ``place``.
+        columns: Heads, and a form to fill with a row's figures, or what makes the cell of a row.
+        words: As of :func:`make_table`.
+
+    >>> table_of([{"busy": 0.25}], [("stage", "{place}"), ("busy", "{busy:.0%}")]).row_count
+    1
+    """
+    numbered = ({"place": place, **row} for place, row in enumerate(rows))
+    cells = ([form.format_map(row) if isinstance(form, str) else form(row) for _, form in columns] for row in numbered)
+    return make_table([head for head, _ in columns], cells, words=words)
+
+
+def scaled(name: str, unit: float, form: str = ",.1f") -> Callable[[Row], str]:
+    """Makes cells of a figure in multiples of a unit."""
+    return lambda row: format(row[name] / unit, form)
 
 
 def unit_of(sizes: Iterable[int]) -> tuple[int, str]:
