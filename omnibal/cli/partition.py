@@ -14,8 +14,8 @@ from omnibal.cli.simulate import record_of, title_of
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.search import METHODS, PartitionSearch, search_partition
-from omnibal.report.stages import PartitionFigures, candidates_table, cut_of, methods_table, stage_table
-from omnibal.report.style import milliseconds
+from omnibal.report.stages import candidates_table, cut_of, methods_table, stage_table, step_figures
+from omnibal.report.style import Row, milliseconds
 
 SHOWN: Final = 5
 """Candidates."""
@@ -50,10 +50,10 @@ def partition(
     base = present_plan(run, num_stages, limits=fixed, pipeline=pipeline)
     packing = median_packs(run, base)
 
-    def figures_of(cut: Partition) -> PartitionFigures:
+    def figures_of(cut: Partition) -> Row:
         plan = replace(base, partition=cut, predicted=None)
         step = plan.simulate(run.profile, packing.steps[0])
-        return PartitionFigures.of(run.profile, plan, step, packing.largest)
+        return step_figures(run.profile, plan, step, packing.largest)
 
     found = {
         name: search_partition(
@@ -66,7 +66,7 @@ def partition(
     best, bound = figures["search"], found["search"].lower_bound_seconds
     record = record_of(run.profile, base, packing) | {
         "lower_bound_seconds": bound,
-        "chosen": best.boundaries,
+        "chosen": best["boundaries"],
         "methods": {name: _record(found[name], entry) for name, entry in figures.items()},
     }
     answer(
@@ -75,17 +75,17 @@ def partition(
         *([methods_table(figures, bound)] if compare else []),
         "best candidates",
         candidates_table(found["search"].candidates, bound),
-        f"chosen: {cut_of(best.boundaries)}, bubble ratio {best.bubble_ratio:.1%}",
-        stage_table(best.stages),
-        f"predicted step {milliseconds(best.step_seconds)} ms; no partition is below {milliseconds(bound)} ms: "
-        f"at most {max(1 - bound / best.step_seconds, 0.0):.2%} are to be gained",
+        f"chosen: {cut_of(best['boundaries'])}, bubble ratio {best['bubble_ratio']:.1%}",
+        stage_table(best["stages"]),
+        f"predicted step {milliseconds(best['step_seconds'])} ms; no partition is below {milliseconds(bound)} ms: "
+        f"at most {max(1 - bound / best['step_seconds'], 0.0):.2%} are to be gained",
         as_json=as_json,
     )
 
 
-def _record(found: PartitionSearch, best: PartitionFigures) -> dict[str, Any]:
+def _record(found: PartitionSearch, best: Row) -> dict[str, Any]:
     """What a method found, as JSON values."""
     candidates = [
         {"boundaries": entry.partition.boundaries, "step_seconds": entry.step_seconds} for entry in found.candidates
     ]
-    return {"gap": found.gap, **best.to_record(), "candidates": candidates}
+    return {"gap": found.gap, **best, "candidates": candidates}

@@ -21,7 +21,7 @@ from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
-from omnibal.report.stages import PartitionFigures, cut_of, memory_table, stage_table
+from omnibal.report.stages import cut_of, memory_table, stage_table, step_figures
 from omnibal.report.style import Row, excess, table_of
 
 STEPS: Final = 32
@@ -161,7 +161,7 @@ class PlanReport:
         model, plan = self.result.choice.model, self.result.plan
         packing = model.packing.median_step(model.profile)
         step = plan.simulate(model.profile, packing.steps[0])
-        stages = stage_table(PartitionFigures.of(model.profile, plan, step, packing.largest).stages)
+        stages = stage_table(step_figures(model.profile, plan, step, packing.largest)["stages"])
         return [
             stages,
             memory_table(self._memory(), self._budgets),

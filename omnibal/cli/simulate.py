@@ -16,8 +16,8 @@ from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile
-from omnibal.report.stages import PartitionFigures, stage_table
-from omnibal.report.style import milliseconds
+from omnibal.report.stages import stage_table, step_figures
+from omnibal.report.style import Row, milliseconds
 from omnibal.report.timeline import plot_timeline
 
 MOST_PANELS: Final = 3
@@ -51,14 +51,14 @@ def simulate(
         plan = replace(plan, schedule=schedule, predicted=None)
     packing = median_packs(run, plan)
     simulated = plan.simulate(run.profile, packing.steps[0])
-    figures = PartitionFigures.of(run.profile, plan, simulated, packing.largest)
+    figures = step_figures(run.profile, plan, simulated, packing.largest)
     written = [] if plot is None else [str(plot)]
     if plot is not None:
         plot_timeline(_panels(simulated), plot)
     answer(
-        record_of(run.profile, plan, packing) | figures.to_record() | {"written": written},
+        record_of(run.profile, plan, packing) | dict(figures) | {"written": written},
         title_of(run.profile, plan, packing),
-        stage_table(figures.stages),
+        stage_table(figures["stages"]),
         _summary(figures),
         *(f"written: {path}" for path in written),
         as_json=as_json,
@@ -105,9 +105,9 @@ def _panels(step: StepSimulation) -> dict[str, Simulation]:
     }
 
 
-def _summary(figures: PartitionFigures) -> str:
-    tail = figures.step_seconds - figures.pipeline_seconds
+def _summary(figures: Row) -> str:
+    step, pipeline = figures["step_seconds"], figures["pipeline_seconds"]
     return (
-        f"step {milliseconds(figures.step_seconds)} ms: pipeline {milliseconds(figures.pipeline_seconds)} ms "
-        f"(bubble ratio {figures.bubble_ratio:.1%}), gradients and optimizer {milliseconds(tail)} ms"
+        f"step {milliseconds(step)} ms: pipeline {milliseconds(pipeline)} ms (bubble ratio "
+        f"{figures['bubble_ratio']:.1%}), gradients and optimizer {milliseconds(step - pipeline)} ms"
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from rich.table import Table
@@ -17,7 +17,20 @@ from omnibal.pipeline.search import Candidate
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
-from omnibal.report.style import GREY, SERIES, VERMILION, Figures, drawing, excess, make_table, milliseconds, unit_of
+from omnibal.report.style import (
+    GREY,
+    SERIES,
+    VERMILION,
+    Column,
+    Row,
+    drawing,
+    excess,
+    in_milliseconds,
+    milliseconds,
+    scaled,
+    table_of,
+    unit_of,
+)
 
 TERMS: Final = {
     "parameters": SERIES[0],
@@ -39,91 +52,55 @@ BAR: Final = 0.38
 VISIBLE_SHARE: Final = 0.005
 
 
-@dataclass(frozen=True)
-class StageFigures:
-    """A stage of one replica's pipeline in a step; a forward and a backward pass are those of a mean micro-batch."""
+def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation, load: Load) -> Row:
+    """A step that was simulated under a plan, as JSON values.
 
-    stage: int
-    first_layer: str
-    last_layer: str
-    vision_layers: int
-    """The projector among them."""
-    language_layers: int
-    recomputed: int
-    """Layers that recompute."""
-    memory_bytes: int
-    """What a device holds at its peak."""
-    forward_seconds: float
-    backward_seconds: float
-    busy_seconds: float
-    transfer_seconds: float
-    """Of the idle time; 0 where transfers run beside the computations."""
-    idle_seconds: float
-    """Not computing until the pipeline's last stage is done."""
-    idle_ratio: float
-    in_flight: int
-    """Most forward passes that await their backward."""
-    reduce_seconds: float
-    optimizer_seconds: float
-
-    @classmethod
-    def of(cls, profile: ModelProfile, plan: Plan, step: StepSimulation, stage: int, memory_bytes: int) -> StageFigures:
-        """A stage of the slowest replica."""
-        simulation = step.replicas[step.slowest_replica]
-        indices = plan.partition.layers(stage)
-        layers = [profile.layers[index] for index in indices]
-        vision = sum(layer.module != "language" for layer in layers)
-        micro_batches, makespan = simulation.schedule.micro_batches, simulation.makespan_seconds
-        idle = float(simulation.idle_seconds[stage])
-        transfers = [operation for operation in Operation if operation.is_transfer]
-        return cls(
-            stage=stage,
-            first_layer=layers[0].name,
-            last_layer=layers[-1].name,
-            vision_layers=vision,
-            language_layers=len(layers) - vision,
-            recomputed=sum(plan.recompute[index] != "none" for index in indices),
-            memory_bytes=memory_bytes,
-            forward_seconds=_seconds(simulation, stage, Operation.F) / micro_batches,
-            backward_seconds=_seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
-            busy_seconds=float(simulation.busy_seconds[stage]),
-            transfer_seconds=_seconds(simulation, stage, *transfers),
-            idle_seconds=idle,
-            idle_ratio=idle / makespan if makespan else 0.0,
-            in_flight=simulation.schedule.in_flight[stage],
-            reduce_seconds=float(step.reduce_seconds[stage]),
-            optimizer_seconds=float(step.optimizer_seconds[stage]),
-        )
+    Args:
+        profile: What the layers cost.
+        plan: What was simulated.
+        step: What came of it; stages are those of its slowest replica.
+        load: A micro-batch; memory is that of stages whose micro-batches are all like it.
+    """
+    memory = enumerate(plan.memory(profile, load))
+    return {
+        "boundaries": plan.partition.boundaries,
+        "micro_batches": step.replicas[0].schedule.micro_batches,
+        "step_seconds": step.step_seconds,
+        "pipeline_seconds": step.pipeline_seconds,
+        "bubble_ratio": step.bubble_ratio,
+        "stages": [_stage(profile, plan, step, stage) | {"memory_bytes": held.total} for stage, held in memory],
+    }
 
 
-@dataclass(frozen=True)
-class PartitionFigures(Figures):
-    """A simulated step under a partition."""
+def _stage(profile: ModelProfile, plan: Plan, step: StepSimulation, stage: int) -> dict[str, Any]:
+    """A stage of the slowest replica; forward and backward pass are those of a mean micro-batch.
 
-    boundaries: tuple[int, ...]
-    micro_batches: int
-    """Per replica."""
-    step_seconds: float
-    """Until the optimizer is done."""
-    pipeline_seconds: float
-    """Until the slowest replica's pipeline is done."""
-    bubble_ratio: float
-    """Share of all stages' time in all replicas that is idle until then."""
-    stages: tuple[StageFigures, ...]
-    """Of the slowest replica."""
-
-    @classmethod
-    def of(cls, profile: ModelProfile, plan: Plan, step: StepSimulation, load: Load) -> PartitionFigures:
-        """Of a step that was simulated under the plan; memory is that of a micro-batch of this load."""
-        stages = enumerate(stage.total for stage in plan.memory(profile, load))
-        return cls(
-            boundaries=plan.partition.boundaries,
-            micro_batches=step.replicas[0].schedule.micro_batches,
-            step_seconds=step.step_seconds,
-            pipeline_seconds=step.pipeline_seconds,
-            bubble_ratio=step.bubble_ratio,
-            stages=tuple(StageFigures.of(profile, plan, step, *stage) for stage in stages),
-        )
+    The projector counts as vision. Idle is what does not compute until the pipeline's last stage is done, transfers
+    among it.
+    """
+    simulation = step.replicas[step.slowest_replica]
+    layers = plan.partition.layers(stage)
+    vision = sum(profile.layers[layer].module != "language" for layer in layers)
+    micro_batches, makespan = simulation.schedule.micro_batches, simulation.makespan_seconds
+    idle = float(simulation.idle_seconds[stage])
+    transfers = [operation for operation in Operation if operation.is_transfer]
+    return {
+        "stage": stage,
+        "first_layer": profile.layers[layers[0]].name,
+        "last_layer": profile.layers[layers[-1]].name,
+        "vision_layers": vision,
+        "language_layers": len(layers) - vision,
+        "recomputed": sum(plan.recompute[layer] != "none" for layer in layers),
+        "forward_seconds": _seconds(simulation, stage, Operation.F) / micro_batches,
+        "backward_seconds": _seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
+        "busy_seconds": float(simulation.busy_seconds[stage]),
+        "transfer_seconds": _seconds(simulation, stage, *transfers),
+        "idle_seconds": idle,
+        "idle_ratio": idle / makespan if makespan else 0.0,
+        "in_flight": simulation.schedule.in_flight[stage],
+        "reduce_seconds": float(step.reduce_seconds[stage]),
+        "optimizer_seconds": float(step.optimizer_seconds[stage]),
+    }
 
 
 def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> float:
@@ -133,28 +110,21 @@ def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> floa
     return float((simulation.ends[stage] - simulation.starts[stage])[ran].sum())
 
 
-def stage_table(stages: Sequence[StageFigures]) -> Table:
+def stage_table(stages: Sequence[Row]) -> Table:
     """A row per stage: its layers, its peak memory, its time for a micro-batch, and how much of the step it is idle."""
-    unit, unit_name = unit_of(row.memory_bytes for row in stages)
-    heads = (
-        "stage", "first layer", "V+L", "re-\ncomp", unit_name, "forward\nms", "backward\nms", "idle",
-        "in\nflight",
-    )  # fmt: skip
-    rows = (
-        (
-            f"{row.stage}",
-            row.first_layer,
-            f"{row.vision_layers}+{row.language_layers}",
-            f"{row.recomputed}",
-            f"{row.memory_bytes / unit:,.1f}",
-            milliseconds(row.forward_seconds),
-            milliseconds(row.backward_seconds),
-            f"{row.idle_ratio:.1%}",
-            f"{row.in_flight}",
-        )
-        for row in stages
-    )
-    return make_table(heads, rows, words=2)
+    unit, unit_name = unit_of(row["memory_bytes"] for row in stages)
+    columns: list[Column] = [
+        ("stage", "{stage}"),
+        ("first layer", "{first_layer}"),
+        ("V+L", "{vision_layers}+{language_layers}"),
+        ("re-\ncomp", "{recomputed}"),
+        (unit_name, scaled("memory_bytes", unit)),
+        ("forward\nms", in_milliseconds("forward_seconds")),
+        ("backward\nms", in_milliseconds("backward_seconds")),
+        ("idle", "{idle_ratio:.1%}"),
+        ("in\nflight", "{in_flight}"),
+    ]
+    return table_of(stages, columns, words=2)
 
 
 def cut_of(boundaries: Sequence[int]) -> str:
@@ -166,41 +136,37 @@ def cut_of(boundaries: Sequence[int]) -> str:
     return " ".join(map(str, boundaries))
 
 
-def methods_table(methods: Mapping[str, PartitionFigures], lower_bound_seconds: float) -> Table:
+def methods_table(methods: Mapping[str, Row], lower_bound_seconds: float) -> Table:
     """The best partition of each method, and how far it is above what any partition can reach."""
-    rows: list[tuple[str, ...]] = []
-    for method, figures in methods.items():
-        busy = [stage.busy_seconds for stage in figures.stages]
-        rows.append((
-            method,
-            cut_of(figures.boundaries),
-            milliseconds(figures.step_seconds),
-            _over(figures.step_seconds, lower_bound_seconds),
-            f"{figures.bubble_ratio:.1%}",
-            f"{max(busy) / (sum(busy) / len(busy)):.2f}",
-        ))  # fmt: skip
-    bound = ("(lower bound)", "", milliseconds(lower_bound_seconds), "", "", "")
-    return make_table(
-        ("method", "boundaries", "step ms", "over bound", "bubble", "slowest / mean"), [*rows, (), bound], words=2
-    )
+
+    def slowest(row: Row) -> str:
+        busy = [stage["busy_seconds"] for stage in row["stages"]]
+        return f"{max(busy) / (sum(busy) / len(busy)):.2f}"
+
+    columns = [("method", "{method}"), *_cut_columns(lower_bound_seconds)]
+    columns += [("bubble", "{bubble_ratio:.1%}"), ("slowest / mean", slowest)]
+    table = table_of([{"method": method, **figures} for method, figures in methods.items()], columns, words=2)
+    table.add_section()
+    table.add_row("(lower bound)", "", milliseconds(lower_bound_seconds))
+    return table
 
 
 def candidates_table(candidates: Sequence[Candidate], lower_bound_seconds: float) -> Table:
     """Boundaries and predicted seconds, in the order given."""
-    rows = (
-        (
-            f"{place}",
-            cut_of(entry.partition.boundaries),
-            milliseconds(entry.step_seconds),
-            _over(entry.step_seconds, lower_bound_seconds),
-        )
-        for place, entry in enumerate(candidates, start=1)
-    )
-    return make_table(("", "boundaries", "step ms", "over bound"), rows, words=2)
+    rows = [
+        {"number": number, "boundaries": entry.partition.boundaries, "step_seconds": entry.step_seconds}
+        for number, entry in enumerate(candidates, start=1)
+    ]
+    return table_of(rows, [("", "{number}"), *_cut_columns(lower_bound_seconds)], words=2)
 
 
-def _over(seconds: float, bound: float) -> str:
-    return f"+{excess(seconds, bound):.2%}" if bound else "–"
+def _cut_columns(bound: float) -> list[Column]:
+    """What there is to say of a partition alone."""
+    return [
+        ("boundaries", lambda row: cut_of(row["boundaries"])),
+        ("step ms", in_milliseconds("step_seconds")),
+        ("over bound", lambda row: f"+{excess(row['step_seconds'], bound):.2%}" if bound else "–"),
+    ]
 
 
 def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> Table:
@@ -209,17 +175,13 @@ def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> 
     Of weight gradients that wait there is a column only where some do.
     """
     unit, name = unit_of(memory.total for memory in stages)
+    rows = [
+        asdict(memory) | {"total": memory.total, "used": memory.total / budget}
+        for memory, budget in zip(stages, budget_bytes, strict=True)
+    ]
     heads = {term: head for term, head in HEADS.items() if term != "pending" or any(m.pending for m in stages)}
-    rows = (
-        (
-            f"{stage}",
-            *(f"{getattr(memory, term) / unit:,.1f}" for term in heads),
-            f"{memory.total / unit:,.1f}",
-            f"{memory.total / budget:.1%}",
-        )
-        for stage, (memory, budget) in enumerate(zip(stages, budget_bytes, strict=True))
-    )
-    return make_table(("stage", *heads.values(), name, "used"), rows)
+    terms = [(head, scaled(term, unit)) for term, head in heads.items()]
+    return table_of(rows, [("stage", "{place}"), *terms, (name, scaled("total", unit)), ("used", "{used:.1%}")])
 
 
 def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Sequence[int], path: Path) -> None:

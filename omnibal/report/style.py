@@ -101,6 +101,11 @@ def scaled(name: str, unit: float, form: str = ",.1f") -> Callable[[Row], str]:
     return lambda row: format(row[name] / unit, form)
 
 
+def in_milliseconds(name: str) -> Callable[[Row], str]:
+    """Makes cells of seconds."""
+    return lambda row: milliseconds(row[name])
+
+
 def unit_of(sizes: Iterable[int]) -> tuple[int, str]:
     """Bytes and name of the unit to show sizes in, by the largest.
 

@@ -11,7 +11,7 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
-from omnibal.report.stages import PartitionFigures, memory_table, plot_memory, stage_table, visible_terms
+from omnibal.report.stages import memory_table, plot_memory, stage_table, step_figures, visible_terms
 from omnibal.report.style import SERIES, VERMILION
 from tests.pipeline.profiles import layer, profile
 from tests.report.printed import rows_of, text_of
@@ -33,47 +33,46 @@ def figures_of(model, partition, micro_batches=2, **options):
     loads = [Load([1] * micro_batches, [1] * micro_batches)]
     step = simulate_step(model, Partition(partition), loads, Links(8), **options)
     plan = plan_of(partition, ("full", "full", "none", "none", "none"), micro_batches)
-    return PartitionFigures.of(model, plan, step, loads[0][0]), step
+    return step_figures(model, plan, step, loads[0][0]), step
 
 
 def test_figures_of_stages(model):
     figures, step = figures_of(model, (0, 2, 5))
-    first, second = figures.stages
-    assert (first.first_layer, first.last_layer) == ("vision_block.0", "vision_block.1")
-    assert (second.vision_layers, second.language_layers) == (1, 2)
-    assert (first.forward_seconds, first.backward_seconds) == (2, 4)
+    first, second = figures["stages"]
+    assert (first["first_layer"], first["last_layer"]) == ("vision_block.0", "vision_block.1")
+    assert (second["vision_layers"], second["language_layers"]) == (1, 2)
+    assert (first["forward_seconds"], first["backward_seconds"]) == (2, 4)
     # two activations and two gradients of 4 bytes at 8 bytes a second
-    assert first.transfer_seconds == second.transfer_seconds == pytest.approx(2)
-    assert first.idle_seconds == pytest.approx(figures.pipeline_seconds - 12)
-    assert first.idle_ratio == pytest.approx(1 - 12 / figures.pipeline_seconds)
-    assert [stage.in_flight for stage in figures.stages] == [2, 1]
-    assert second.optimizer_seconds == 4
-    assert figures.step_seconds == pytest.approx(figures.pipeline_seconds + 4) == step.step_seconds
+    assert first["transfer_seconds"] == second["transfer_seconds"] == pytest.approx(2)
+    assert first["idle_seconds"] == pytest.approx(figures["pipeline_seconds"] - 12)
+    assert first["idle_ratio"] == pytest.approx(1 - 12 / figures["pipeline_seconds"])
+    assert [stage["in_flight"] for stage in figures["stages"]] == [2, 1]
+    assert second["optimizer_seconds"] == 4
+    assert figures["step_seconds"] == pytest.approx(figures["pipeline_seconds"] + 4) == step.step_seconds
 
 
 def test_no_transfer_costs_stage_time_where_they_overlap(model):
     figures, _ = figures_of(model, (0, 2, 5), mode="overlap")
-    assert [stage.transfer_seconds for stage in figures.stages] == [0, 0]
+    assert [stage["transfer_seconds"] for stage in figures["stages"]] == [0, 0]
 
 
 def test_figures_are_of_the_slowest_replica():
-
     costs = replace(layer("a"), forward_seconds=CostModel(llm_tokens=1))
     model = profile([costs, replace(costs, name="b")])
     plan = plan_of((0, 1, 2), ("none", "none"))
     step = simulate_step(model, plan.partition, [Load(0, [1]), Load(0, [7]), Load(0, [3])], Links(1))
     assert step.slowest_replica == 1
-    assert [stage.forward_seconds for stage in PartitionFigures.of(model, plan, step, Load(0, 7)).stages] == [7, 7]
+    assert [stage["forward_seconds"] for stage in step_figures(model, plan, step, Load(0, 7))["stages"]] == [7, 7]
 
 
 def test_the_table_has_a_row_per_stage(model):
     figures, _ = figures_of(model, (0, 1, 3, 5))
-    assert [row[:4] for row in rows_of(stage_table(figures.stages))] == [
+    assert [row[:4] for row in rows_of(stage_table(figures["stages"]))] == [
         ["0", "vision_block.0", "1+0", "1"],
         ["1", "vision_block.1", "2+0", "1"],
         ["2", "decoder_block.0", "0+2", "0"],
     ]
-    wide = replace(figures.stages[0], first_layer="decoder_block.103", vision_layers=48, language_layers=80)
+    wide = figures["stages"][0] | {"first_layer": "decoder_block.103", "vision_layers": 48, "language_layers": 80}
     assert len(rows_of(stage_table([wide] * 2), 80)) == 2
 
 
