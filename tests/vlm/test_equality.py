@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from omnibal.families.base import check_frozen
+from omnibal.loss import targets_of
 from omnibal.profile.levels import LEVELS
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.passes import kept_bytes
@@ -136,10 +137,28 @@ def test_levels_and_frozen_layers_leave_the_other_gradients_as_they_are(family):
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_cuts_send_what_later_layers_read(family):
+def test_cuts_send_what_later_layers_read_and_give_it_gradients(family):
     model, layers, pack, _, _, _ = family_of_config(small_config(family), "mixed")
-    expected, payload = run_layers(layers, pack), Payload.of_pack(pack)
+    expected = run_layers(layers, pack)
+    pack_loss(layers, pack).backward()
+    whole = {name: gradient.clone() for name, gradient in disk_state(model, layers, gradients=True).items()}
+    for layer in layers:
+        layer.zero_grad()
+    sent, stages = Payload.of_pack(pack), []
     for boundary, layer in enumerate(layers):
         layout = model.layout(boundary)
-        payload = layer(layout.build(layout.flatten(payload)))
-    assert torch.equal(payload.hidden, expected)
+        received = [t.detach().requires_grad_(t.is_floating_point()) for t in layout.flatten(sent)]
+        given = layout.build(received)
+        if layer is layers[-1]:
+            assert torch.equal(layer(given).hidden, expected)
+            given = given.with_integers(targets_of(pack["labels"]))
+        sent = layer(given)
+        assert all(tensor.is_contiguous() for tensor in model.layout(boundary + 1).flatten(sent))
+        stages.append((received, model.layout(boundary + 1).floats(sent)))
+    gradients = [torch.ones(())]
+    for received, outputs in reversed(stages):
+        torch.autograd.backward(outputs, gradients)
+        gradients = [tensor.grad for tensor in received if tensor.is_floating_point()]
+        assert all(gradient is not None for gradient in gradients)
+    for name, gradient in disk_state(model, layers, gradients=True).items():
+        assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -14,15 +14,12 @@ from omnibal.data.collate import GRIDS, mrope_positions
 from omnibal.device import DEVICES
 from omnibal.engine.transfers import describe, read_description
 from omnibal.errors import ConfigError, DataError
-from omnibal.loss import targets_of
 from omnibal.profile.counted import analytic_profile
-from omnibal.profile.levels import LEVELS
-from omnibal.vlm import Payload, attention, load_model
+from omnibal.vlm import Payload, load_model
 from omnibal.vlm.payload import PackCounts, note_counts
-from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import save_model
 from tests.vlm.families import pack_of
-from tests.vlm.models import build_layers, disk_state, pack_loss, run_layers
+from tests.vlm.models import build_layers, run_layers
 from tests.vlm.qwen import CLASSES, IMAGE_TOKEN, make_sample, tiny_qwen
 
 SAMPLES = [
@@ -79,33 +76,6 @@ def test_images_that_do_not_fit_their_tokens_are_refused(change, message):
         mrope_positions(sample["input_ids"], sample, image_token_id=IMAGE_TOKEN, merge_size=2)
 
 
-@pytest.mark.parametrize("family", CLASSES)
-def test_cuts_send_what_later_layers_read_and_give_it_gradients(family):
-    model = load_model(tiny_qwen(family))
-    layers, pack = shaken_layers(model), pack_of(model, SAMPLES)
-    pack_loss(layers, pack).backward()
-    whole = {name: gradient.clone() for name, gradient in disk_state(model, layers, gradients=True).items()}
-    for layer in layers:
-        layer.zero_grad()
-    kinds = [record.kind for record in model.records]
-    sent, stages = Payload.of_pack(pack), []
-    for boundary, layer in enumerate(layers):
-        layout = model.layout(boundary)
-        assert (GRIDS in layout.integers) == (boundary <= kinds.index("projector"))
-        received = [t.detach().requires_grad_(t.is_floating_point()) for t in layout.flatten(sent)]
-        given = layout.build(received)
-        sent = layer(given.with_integers(targets_of(pack["labels"])) if layer is layers[-1] else given)
-        assert all(tensor.is_contiguous() for tensor in model.layout(boundary + 1).flatten(sent))
-        stages.append((received, model.layout(boundary + 1).floats(sent)))
-    gradients = [torch.ones(())]
-    for received, outputs in reversed(stages):
-        torch.autograd.backward(outputs, gradients)
-        gradients = [tensor.grad for tensor in received if tensor.is_floating_point()]
-        assert all(gradient is not None for gradient in gradients)
-    for name, gradient in disk_state(model, layers, gradients=True).items():
-        assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
 def test_a_deep_feature_goes_as_far_as_the_layer_that_adds_it():
     model = load_model(tiny_qwen("qwen3_vl"))
     names = [record.name for record in model.records]
@@ -154,24 +124,6 @@ def test_deep_features_that_no_layer_makes_or_reads_are_refused(indexes, message
 def test_features_of_another_width_than_the_language_model_are_refused(family, key):
     with pytest.raises(ConfigError, match=f"vision_config.{key} must be text_config's hidden_size 32, got 28"):
         load_model(tiny_qwen(family, vision={key: 28}))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("samples", [SAMPLES, TEXTS], ids=["images", "text only"])
-@pytest.mark.parametrize("family", CLASSES)
-def test_layers_ask_the_device_for_nothing(family, samples, level, monkeypatch):
-    monkeypatch.setattr(attention, "_kernel_serves", lambda query, dropout: dropout == 0)
-    model = load_model(tiny_qwen(family))
-    layers = [layer.to("meta") for layer in build_layers(model, dtype=torch.bfloat16)]
-    pack = pack_of(model, samples)
-    payload = Payload.of_pack({name: tensor.to("meta") for name, tensor in pack.items()}, torch.bfloat16)
-    image_tokens = int((pack["input_ids"] == IMAGE_TOKEN).sum())
-    counts = PackCounts(image_tokens, tuple(pack["cu_seq_lens"].diff().tolist()), {GRIDS: pack[GRIDS].tolist()})
-    note_counts([payload.cu_seq_lens], counts)
-    for layer in layers:
-        payload = run_layer(layer, payload, level)
-    payload.hidden.sum().backward()
-    assert all(parameter.grad is not None for layer in layers for parameter in layer.parameters())
 
 
 def test_counts_of_grids_reach_the_next_stage():
