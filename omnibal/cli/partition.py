@@ -74,7 +74,7 @@ def partition(
         title_of(run.profile, base, packing),
         *([methods_table(figures, bound)] if compare else []),
         "best candidates",
-        candidates_table(found["search"].candidates, bound),
+        candidates_table(record["methods"]["search"]["candidates"], bound),
         f"chosen: {cut_of(best['boundaries'])}, bubble ratio {best['bubble_ratio']:.1%}",
         stage_table(best["stages"]),
         f"predicted step {milliseconds(best['step_seconds'])} ms; no partition is below {milliseconds(bound)} ms: "

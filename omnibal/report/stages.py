@@ -13,7 +13,6 @@ from rich.table import Table
 from omnibal.cost import Load
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.schedule import Operation
-from omnibal.pipeline.search import Candidate
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
@@ -151,13 +150,10 @@ def methods_table(methods: Mapping[str, Row], lower_bound_seconds: float) -> Tab
     return table
 
 
-def candidates_table(candidates: Sequence[Candidate], lower_bound_seconds: float) -> Table:
+def candidates_table(candidates: Sequence[Row], lower_bound_seconds: float) -> Table:
     """Boundaries and predicted seconds, in the order given."""
-    rows = [
-        {"number": number, "boundaries": entry.partition.boundaries, "step_seconds": entry.step_seconds}
-        for number, entry in enumerate(candidates, start=1)
-    ]
-    return table_of(rows, [("", "{number}"), *_cut_columns(lower_bound_seconds)], words=2)
+    number: Column = ("", lambda row: f"{row['place'] + 1}")
+    return table_of(candidates, [number, *_cut_columns(lower_bound_seconds)], words=2)
 
 
 def _cut_columns(bound: float) -> list[Column]:
