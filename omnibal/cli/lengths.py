@@ -1,19 +1,23 @@
 """omnibal lengths: what every sample of a dataset brings to the ViT and to the LLM."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import typer
+from rich.table import Table
 
 from omnibal.cli.files import check_folder, expect, refuse
 from omnibal.cli.inputs import UsableLengths, measure_dataset, read_lengths
 from omnibal.cli.opening import open_run
 from omnibal.cli.options import JsonOption
 from omnibal.cli.output import answer
+from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.errors import ConfigError
-from omnibal.report.lengths import SourceStatistics, lengths_table, source_statistics
+from omnibal.report.style import make_table
 
 BROKEN_FILE = "broken.json"
 
@@ -89,13 +93,62 @@ def _say(found: UsableLengths, folder: Path, *, as_json: bool) -> None:
     found.lengths.save(folder)
     problems = [asdict(problem) for problem in found.problems]
     (folder / BROKEN_FILE).write_text(json.dumps(problems, indent=2, default=str) + "\n")
-    record = {
-        "folder": folder,
-        "content_hash": found.lengths.content_hash,
-        "all": SourceStatistics.of("all", found.lengths).to_record(),
-        "sources": [entry.to_record() for entry in source_statistics(found.lengths)],
-        "broken": problems,
-    }
+    figures = statistics_of(found.lengths)
+    record = {"folder": folder, "content_hash": found.lengths.content_hash, **figures, "broken": problems}
     whole = [f"all of them: {folder / BROKEN_FILE}"] if problems else []
-    table = lengths_table(found.lengths)
-    answer(record, table, *found.problem_lines(), *whole, f"written: {folder}", as_json=as_json)
+    answer(record, lengths_table(figures), *found.problem_lines(), *whole, f"written: {folder}", as_json=as_json)
+
+
+def statistics_of(lengths: SampleLengths) -> dict[str, Any]:
+    """What samples are like, all of them and source by source in the order of the sources' numbers, as JSON values."""
+    names = lengths.source_names or ("all",)
+    source = np.zeros(len(lengths), dtype=np.int64) if lengths.source is None else lengths.source
+    order = np.argsort(source, kind="stable")
+    members = np.split(order, np.searchsorted(source[order], np.arange(1, len(names))))
+    sources = [_statistics(name, lengths.take(samples)) for name, samples in zip(names, members, strict=True)]
+    return {"all": _statistics("all", lengths), "sources": sources}
+
+
+def _statistics(name: str, lengths: SampleLengths) -> dict[str, Any]:
+    """Of some samples; of target tokens None where they are not known."""
+    targets = lengths.target_tokens
+    return {
+        "name": name,
+        "samples": len(lengths),
+        "with_image": int((lengths.vision_units > 0).sum()),
+        "vision_units": _distribution(lengths.vision_units),
+        "llm_tokens": _distribution(lengths.llm_tokens),
+        "target_tokens": None if targets is None else _distribution(targets),
+    }
+
+
+def _distribution(values: IntArray) -> dict[str, float]:
+    """How a load is distributed over samples: zeros where there are none."""
+    if len(values) == 0:
+        return {"total": 0, "mean": 0.0, "p50": 0.0, "p99": 0.0, "max": 0}
+    p50, p99 = np.percentile(values, (50, 99)).tolist()
+    total = int(values.sum(dtype=np.int64))
+    return {"total": total, "mean": float(values.mean()), "p50": p50, "p99": p99, "max": int(values.max())}
+
+
+def lengths_table(figures: Mapping[str, Any]) -> Table:
+    """A section per source, and one for all where there are several; a row per load."""
+
+    def cells(load: Mapping[str, float]) -> list[str]:
+        forms = {"mean": ",.1f", "p50": ",.0f", "p99": ",.0f", "max": ",d"}
+        return [format(load[name], form) for name, form in forms.items()]
+
+    sources = figures["sources"]
+    rows: list[Sequence[str]] = []
+    for entry in [*sources, *([figures["all"]] if len(sources) > 1 else [])]:
+        targets = entry["target_tokens"]
+        rows += [
+            (entry["name"], "vision units", *cells(entry["vision_units"])),
+            (f"  {entry['samples']:,} samples", "LLM tokens", *cells(entry["llm_tokens"])),
+            (
+                f"  {entry['with_image'] / max(entry['samples'], 1):.1%} with image",
+                *(["target tokens", *cells(targets)] if targets else []),
+            ),
+            (),
+        ]
+    return make_table(("source", "", "mean", "median", "99 %", "largest"), rows, words=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,14 +49,6 @@ Row = Mapping[str, Any]
 """Figures by name, as JSON values."""
 Column = tuple[str, str | Callable[[Row], str]]
 """Head, and what is in the cells."""
-
-
-class Figures:
-    """A dataclass of figures that goes into JSON as it is."""
-
-    def to_record(self: Any) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return asdict(self)
 
 
 def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:

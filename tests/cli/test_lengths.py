@@ -4,9 +4,19 @@ import numpy as np
 import pytest
 
 from omnibal.cli.inputs import read_lengths
+from omnibal.cli.lengths import lengths_table, statistics_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sources.conversations import open_dataset
 from tests.families.models import TEMPLATES, save_folder
+from tests.report.printed import text_of
+
+LENGTHS = SampleLengths(
+    [1, 0, 5, 3],
+    [300, 40, 1400, 900],
+    target_tokens=[10, 20, 30, 40],
+    source=[0, 2, 0, 0],
+    source_names=["charts", "nothing", "text"],
+)
 
 
 def test_a_dataset_is_measured_and_saved(omnibal, demo, tmp_path):
@@ -161,3 +171,41 @@ def test_broken_samples_are_left_out_and_listed(omnibal, demo, broken, tmp_path)
     assert [problem["line"] for problem in record["broken"]] == [2, 4]
     assert json.loads((tmp_path / "out" / "broken.json").read_text()) == record["broken"]
     assert "2 items cannot be used and are left out" in omnibal("lengths", *options).stdout
+
+
+def test_statistics_of_each_source_in_the_order_of_their_numbers():
+    figures = statistics_of(LENGTHS)
+    charts, nothing, text = figures["sources"]
+    assert (charts["name"], charts["samples"], charts["with_image"]) == ("charts", 3, 3)
+    assert charts["vision_units"] == {"total": 9, "mean": 3.0, "p50": 3.0, "p99": pytest.approx(4.96), "max": 5}
+    assert charts["target_tokens"]["total"] == 80
+    assert (nothing["name"], nothing["samples"], set(nothing["llm_tokens"].values())) == ("nothing", 0, {0})
+    assert (text["with_image"], text["llm_tokens"]["max"]) == (0, 40)
+    assert figures["all"]["samples"] == 4
+
+
+def test_lengths_without_sources_or_targets():
+    (entry,) = statistics_of(SampleLengths([1, 2], [10, 30]))["sources"]
+    assert (entry["name"], entry["samples"], entry["llm_tokens"]["mean"]) == ("all", 2, 20.0)
+    assert entry["target_tokens"] is None
+
+
+def test_totals_do_not_overflow():
+    lengths = SampleLengths(np.full(3000, 2**30, dtype=np.int32), np.ones(3000, dtype=np.int32))
+    assert statistics_of(lengths)["all"]["vision_units"]["total"] == 3000 * 2**30
+
+
+def test_the_table_has_a_section_per_source_and_one_for_all():
+    lines = [line.split() for line in text_of(lengths_table(statistics_of(LENGTHS))).splitlines()]
+    assert ["charts", "vision", "units", "3.0", "3", "5", "5"] in lines
+    assert ["3", "samples", "LLM", "tokens", "866.7", "900", "1,390", "1,400"] in lines
+    assert ["0.0%", "with", "image", "target", "tokens", "20.0", "20", "20", "20"] in lines
+    assert ["all", "vision", "units", "2.2", "2", "5", "5"] in lines
+    assert ["75.0%", "with", "image", "target", "tokens", "25.0", "25", "40", "40"] in lines
+
+
+def test_a_single_source_needs_no_total():
+    lengths = SampleLengths([1], [10], source=[0], source_names=["one"])
+    text = text_of(lengths_table(statistics_of(lengths)))
+    assert "all" not in text
+    assert "target" not in text
