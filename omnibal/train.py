@@ -9,7 +9,7 @@ Everything else is in the ds_config: its "omnibal" section names model, data, pa
 import argparse
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -34,7 +34,7 @@ from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize, open_together
-from omnibal.engine.loader import PackLoader, VlmDataset
+from omnibal.engine.loader import Loader, PackLoader, VlmDataset
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
@@ -45,7 +45,7 @@ OnEvaluation = Callable[[OmnibalEngine], object]
 def train(
     config: str | Path | dict[str, Any],
     model: Any = None,
-    dataset: VlmDataset | None = None,
+    dataset: VlmDataset | Iterable[Any] | Mapping[str, Any] | None = None,
     *,
     held_out: VlmDataset | None = None,
     resume: bool | str = False,
@@ -119,16 +119,16 @@ def _delete(checkpoints: Path) -> None:
         shutil.rmtree(checkpoints)
 
 
-def _begin(engine: OmnibalEngine, loader: PackLoader, run: RunSection) -> MetricsLog | None:
+def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog | None:
     """On rank 0, say what runs, and open the log."""
     if engine.global_rank != 0:
         return None
-    Console().print(run_table(engine.plan, engine.module.vlm.records, loader.sampler))
+    Console().print(run_table(engine.plan, engine.module.vlm.records, loader.summary()))
     return MetricsLog(run.files.metrics, first_step=engine.global_steps)
 
 
 def _train(
-    engine: OmnibalEngine, loader: PackLoader, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]
+    engine: OmnibalEngine, loader: Loader, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]
 ) -> None:
     """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar.
 

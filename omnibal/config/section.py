@@ -82,6 +82,9 @@ class DataSection(Section):
     """The most tiles an image is cut into (a thumbnail comes on top); left out, what the model's folder says."""
     broken: Literal["error", "skip"] = "error"
     """What to do with samples that cannot be read: stop, or leave them out and report each."""
+    streaming: bool = False
+    """Whether annotations (JSON lines) are read line by line, in their order, as they are needed: nothing is measured
+    beforehand. It wants ``run.max_steps`` and the limits of ``packing``; see streams.md."""
     mixture: MixtureSetting = None
     """What share each source gets: ``{"ocr": 0.3, "chat": 0.7}``, by the names that the meta file gives its datasets
     (of annotation files, theirs), with a schedule or by tokens, too: see mixtures.md. ``"repeat_time"``: what the meta

@@ -15,7 +15,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
 from omnibal.engine.distributed import gather, rank_zero_first, together
-from omnibal.engine.loader import PackLoader
+from omnibal.engine.loader import Loader
 from omnibal.engine.optimizer import grouping
 from omnibal.engine.resolve import Given
 from omnibal.engine.saved_files import SavedFile
@@ -38,7 +38,7 @@ class CheckpointedEngine(TableEngine):
 
     given: Given
     plan: Plan
-    loader: PackLoader
+    loader: Loader
 
     @property
     def where(self) -> str:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from omnibal.data.collate import IGNORED, Positions
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.distributed import gather, raise_on_all
-from omnibal.engine.loader import Batch, PackLoader, Step, Steps, VlmDataset
+from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.vlm.layer_run import image_tokens_per_tile
 from omnibal.vlm.layers import VisionLanguageModel
@@ -224,7 +224,7 @@ class SharedReading:
     device: torch.device
     where: str
 
-    def next_step(self, loader: PackLoader, steps: Steps | None = None) -> tuple[Step, list[Batch], int]:
+    def next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[Batch], int]:
         """Read a step whole before it starts.
 
         A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
@@ -266,24 +266,25 @@ class SharedReading:
         return step, batches, targets
 
 
-def _disagreement(loader: PackLoader, step: Step, batches: list[Batch]) -> DataError:
+def _disagreement(loader: Loader, step: Step, batches: list[Batch]) -> DataError:
     """Name the sample that two stages read differently, all ranks together."""
+    assert isinstance(loader, PackLoader), "others read a sample once"
     packs = loader.sampler.step(step.index)
     own = [packs.pack(loader.sampler.rank, number).tolist() for number in range(len(batches))]
     seen: dict[int, int] = {}
     read = [entry for found in gather(_digests(own, batches)) for entry in found.items()]
     sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)
     return DataError(
-        f"text({sample}) of the dataset must have the input_ids and labels of [{sample}], got others; "
+        f"text({sample}) of the dataset must have the labels of [{sample}], got others; "
         "the last stage would train on another sample than the first one reads"
     )
 
 
 def _digest_of(batches: Sequence[Batch]) -> int:
-    """A number that tells the token ids and labels of packs from others."""
+    """A number that tells the labels of packs from others: they are what the last stage trains on."""
     number = 0
     for batch in batches:
-        number = _digest(batch["input_ids"], batch["labels"], number)
+        number = _digest(batch["labels"], number)
     return number
 
 
@@ -297,9 +298,9 @@ def _digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[i
     found = {}
     for samples, batch in zip(packs, batches, strict=True):
         for sample, (start, stop) in zip(samples, pairwise(batch["cu_seq_lens"].tolist()), strict=False):
-            found[sample] = _digest(batch["input_ids"][0, start:stop], batch["labels"][0, start:stop])
+            found[sample] = _digest(batch["labels"][0, start:stop])
     return found
 
 
-def _digest(ids: Tensor, labels: Tensor, before: int = 0) -> int:
-    return crc32(labels.numpy().data, crc32(ids.numpy().data, before))
+def _digest(labels: Tensor, before: int = 0) -> int:
+    return crc32(labels.numpy().data, before)

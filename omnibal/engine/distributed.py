@@ -55,21 +55,22 @@ def meet(backend: str, **rendezvous: Any) -> None:
     if not have_met:
         end_with_launcher()
     if "LOCAL_RANK" in os.environ:  # processes that MPI started learn theirs when they meet
-        _set_device()
+        set_device()
     elif find_spec("mpi4py") is None:
         raise ConfigError(
             "processes must be started by a launcher, got no LOCAL_RANK; start them with `deepspeed` or `torchrun`"
         )
     with explained_wait():
         deepspeed.init_distributed(dist_backend=backend, verbose=False, **rendezvous)
-    _set_device()
+    set_device()
     gloo_group(dist.group.WORLD)
     if backend == "gloo" and not have_met:
         _release_shared_memory()
         atexit.register(_leave)  # gloo's threads abort a process that ends without having taken leave
 
 
-def _set_device() -> None:
+def set_device() -> None:
+    """Let the calling thread compute on this process's device."""
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, checked_lengths
 from omnibal.engine.distributed import gather, rank_zero_first
-from omnibal.engine.loader import Batch, PackLoader, Step, Steps, VlmDataset
+from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
 from omnibal.engine.module import joined
 from omnibal.engine.optimizer import OnGradient, gradients
 from omnibal.engine.resolve import Given
@@ -60,7 +60,7 @@ class StagePeaks:
 
 
 class OmnibalEngine(CheckpointedEngine):
-    """Trains a VlmPipelineModule on the packs of a PackLoader.
+    """Trains a VlmPipelineModule on the packs of a loader.
 
     ``train_batch()`` runs one optimizer step. Its loss is the mean over all target tokens of the step, whatever the
     packs and ranks they lie on. ``global_samples`` counts samples, not packs, so that DeepSpeed's monitor does too.
@@ -82,7 +82,7 @@ class OmnibalEngine(CheckpointedEngine):
         *,
         given: Given,
         plan: Plan,
-        loader: PackLoader,
+        loader: Loader,
         on_gradient: OnGradient | None = None,
         **deepspeed_arguments: Any,
     ) -> None:
@@ -193,7 +193,7 @@ class OmnibalEngine(CheckpointedEngine):
         dist.all_reduce(totals)
         return totals
 
-    def _next_step(self, loader: PackLoader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
+    def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
         """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""
         reading = SharedReading(
             is_first=self.is_first_stage(),
@@ -209,8 +209,10 @@ class OmnibalEngine(CheckpointedEngine):
         return step, [self._micro_batch(batch, weight) for batch in batches]
 
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
-        inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self.given.dtype))
-        note_counts(inputs, self.module.count(batch))
+        inputs: tuple[Tensor, ...] = ()
+        if self.is_first_stage():
+            inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self.given.dtype))
+            note_counts(inputs, self.module.count(batch))
         return inputs, (*targets_of(batch["labels"]).values(), torch.tensor(weight, dtype=torch.float32))
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:

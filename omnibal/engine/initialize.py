@@ -1,7 +1,8 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -21,10 +22,12 @@ from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, together
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.launch import explained_wait
-from omnibal.engine.loader import PackLoader, VlmDataset, view_of
+from omnibal.engine.loader import Loader, PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, Own, parameter_groups
 from omnibal.engine.resolve import Given, named, read, resolve_plan
+from omnibal.engine.stream_setup import is_stream, open_annotations, stream_loader
+from omnibal.engine.streams import Station
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 from omnibal.vlm.weights import spare_weights
@@ -50,13 +53,13 @@ OTHERWISE = {
 def initialize(
     config: str | Path | dict[str, Any],
     model: Any = None,
-    dataset: VlmDataset | None = None,
+    dataset: VlmDataset | Iterable[Any] | Mapping[str, Any] | None = None,
     *,
     optimizer: MakeOptimizer | None = None,
     lr_scheduler: MakeScheduler | None = None,
     on_gradient: OnGradient | None = None,
     **others: None,
-) -> tuple[OmnibalEngine, Any, PackLoader, Any]:
+) -> tuple[OmnibalEngine, Any, Loader, Any]:
     """Build the engine of this process; every process of the run calls it with the same arguments.
 
     Args:
@@ -64,7 +67,10 @@ def initialize(
         model: Hugging Face folder, a transformers model whose weights are copied (every process holds all of it until
             its caller lets it go), or a transformers configuration (then ``model.weights`` must be ``"random"``); by
             default the section's ``model.path``.
-        dataset: Samples as VlmDataset describes them; by default the section's ``data.train``.
+        dataset: Samples as VlmDataset describes them; by default the section's ``data.train``. Or a stream: an iterable
+            of such samples without ``lengths``, or several sources by name, of which the section's ``data.mixture``
+            says what share each gets. All processes give the same: replicas get their own shards of a stream of
+            ``datasets``, their own part of what is read by index, and every n-th sample of any other.
         optimizer: Makes this stage's optimizer from its parameter groups, in place of the ds_config's "optimizer":
             ``partial(torch.optim.AdamW, lr=1e-4)``. A group has ``params``, ``names`` (theirs on disk), and the ``lr``
             and ``weight_decay`` that ``omnibal.optimizer`` gives it.
@@ -90,25 +96,31 @@ def initialize(
     where = f"rank {rank}"
     own = Own(optimizer, lr_scheduler, on_gradient)
     given = together(lambda: own.checked(read(config, model, num_processes)), where=where)
-    samples: VlmDataset = open_together(given.section, "train", where=where) if dataset is None else dataset
-    lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
+    samples: Any = _training_data(given.section, where=where) if dataset is None else dataset
     stage, replica = divmod(rank, given.layout.num_replicas)
-    plan, sampler = together(lambda: _arrange(given, samples, lengths, replica), where=where)
-    sampler.verify(gather)
     if rank == 0:
         warn_of_float32(get_accelerator().device_name(), given.layout.precision)
-    loader = PackLoader(
-        CheckedSamples(samples, lengths, SampleRules.of(given.vlm)),
-        sampler,
+    make_loader = partial(
+        PackLoader,
         view=view_of(stage, given.layout.num_stages),
         pixel_shape=given.vlm.pixel_shape,
         pixel_dtype=given.dtype,
         image_integers=given.vlm.image_integers,
         positions=given.vlm.positions,
         workers=given.section.data.workers,
-        step_seconds=None if plan.predicted is None else plan.predicted.step_seconds,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
+    loader: Loader
+    if is_stream(samples):
+        station = Station(stage, given.layout.num_stages, replica, given.layout.num_replicas)
+        plan, loader = together(lambda: stream_loader(given, samples, station, make_loader), where=where)
+    else:
+        lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
+        plan, sampler = together(lambda: _arrange(given, samples, lengths, replica), where=where)
+        sampler.verify(gather)
+        checked = CheckedSamples(samples, lengths, SampleRules.of(given.vlm))
+        step_seconds = None if plan.predicted is None else plan.predicted.step_seconds
+        loader = make_loader(checked, sampler, step_seconds=step_seconds)
     total_steps = given.section.run.max_steps or loader.steps_left(given.section.run.epochs)
     engine: OmnibalEngine = build_engine(given, plan, loader, total_steps, own)
     given.weights.clear()  # DeepSpeed's module keeps what its layers were made of
@@ -131,6 +143,12 @@ def warn_of_float32(device_name: str, dtype: str) -> None:
             "bf16.enabled should be true on a GPU, got float32; it takes twice the memory, and attention runs sample "
             'by sample: set "bf16": {"enabled": true}'
         )
+
+
+def _training_data(section: OmnibalSection, *, where: str) -> Any:
+    if section.data.streaming:
+        return together(lambda: open_annotations(section), where=where)
+    return open_together(section, "train", where=where)
 
 
 def _arrange(
@@ -203,7 +221,7 @@ def _keep_spare(given: Given) -> None:
 def build_engine(
     given: Given,
     plan: Plan,
-    loader: PackLoader,
+    loader: Loader,
     total_steps: int,
     own: Own | None = None,
     *,

@@ -94,11 +94,45 @@ Steps = Iterator[tuple[Step, list[Batch]]]
 """What a PackLoader iterates over."""
 
 
+class Loader(Protocol):
+    """The packs of one rank, step after step, as an engine trains on them."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Packs of each rank in a step."""
+
+    def __iter__(self) -> Steps:
+        """Steps, as ``next_step`` gives them."""
+
+    def next_step(self) -> tuple[Step, list[Batch]]:
+        """The next step, and this rank's packs of it; all ranks together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last step; all ranks together."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position."""
+
+    def steps_left(self, epochs: int) -> int:
+        """Steps from here to the end of epoch ``epochs - 1``, or of the run where there are no epochs."""
+
+    def over(self, dataset: VlmDataset, lengths: SampleLengths) -> "PackLoader":
+        """A loader of other samples for the same ranks and under the same limits, for evaluation."""
+
+    def summary(self) -> dict[str, str]:
+        """What is trained on, in words."""
+
+
 def view_of(stage: int, num_stages: int) -> View:
     """What a stage reads: the first one images and text, the last one text (for its labels), others nothing."""
     if stage == 0:
         return "images"
     return "text" if stage == num_stages - 1 else "nothing"
+
+
+def step_in_words(num_replicas: int, micro_batches: int) -> str:
+    """What a step consists of."""
+    return f"{num_replicas * micro_batches} packs: {num_replicas} replicas × {micro_batches} micro-batches"
 
 
 def cores_of_process() -> int:
@@ -262,6 +296,15 @@ class PackLoader:
         """Go on from a position."""
         self.sampler.load_state_dict(state)
         self._iterator, self._steps_done = None, self.sampler.steps_done
+
+    def summary(self) -> dict[str, str]:
+        """What is trained on, in words."""
+        sampler = self.sampler
+        return {
+            "samples": f"{len(sampler.lengths):,}; {sampler.oversized_report}",
+            "a step": step_in_words(sampler.num_replicas, sampler.micro_batches),
+            f"epoch {sampler.epoch}": f"{sampler.num_steps:,} steps",
+        }
 
     def over(self, dataset: VlmDataset, lengths: SampleLengths) -> "PackLoader":
         """A loader of other samples for the same ranks and under the same limits, for evaluation."""

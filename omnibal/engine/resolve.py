@@ -19,7 +19,7 @@ from omnibal.config import (
     read_config,
 )
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import choose_limits
+from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, check_frozen
 from omnibal.pipeline.partition import Partition, balanced_boundaries
@@ -150,8 +150,12 @@ def stages_of(section: OmnibalSection, num_layers: int, num_processes: int) -> i
     return num_stages
 
 
-def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
+def resolve_plan(given: Given, lengths: SampleLengths | None) -> Plan:
     """The plan file that the section names, or the plan that its keys spell out.
+
+    Args:
+        given: The section, the model and the layout.
+        lengths: Of the samples, by which limits are chosen; None for streams.
 
     Raises:
         ConfigError: The plan does not fit the model, the layout, the micro-batches or the frozen parts of the run; or
@@ -178,8 +182,18 @@ def resolve_plan(given: Given, lengths: SampleLengths) -> Plan:
     _check_partition(partition, num_layers, num_stages)
     recompute = _recompute(pipeline, num_layers)
     schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
-    limits = choose_limits(lengths, packing.vision_units, packing.llm_tokens)
+    stated = packing.vision_units, packing.llm_tokens
+    limits = _stated_limits(*stated) if lengths is None else choose_limits(lengths, *stated)
     return Plan(limits, micro_batches, partition, recompute, schedule=schedule)
+
+
+def _stated_limits(vision_units: int | None, llm_tokens: int | None) -> PackLimits:
+    if vision_units is None or llm_tokens is None:
+        raise ConfigError(
+            "omnibal.packing must give vision_units and llm_tokens for a stream, whose lengths nobody knows, got "
+            f"{vision_units} and {llm_tokens}"
+        )
+    return PackLimits(vision_units, llm_tokens)
 
 
 def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> None:

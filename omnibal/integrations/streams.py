@@ -3,7 +3,6 @@
 No sample leaves the rank that drew it. Ranks tell each other numbers, over gloo and in a thread, while the model works.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.streaming.ahead import ahead
 from omnibal.data.streaming.draws import Draws, Sample
-from omnibal.data.streaming.windows import PER_PACK, Windows, beginning, shares_of
+from omnibal.data.streaming.windows import PER_PACK, Windows, beginning, shares_of, warn_of_reading_again
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.agreement import gathered, place
 from omnibal.integrations.loading import Loads
@@ -119,14 +118,8 @@ class StreamLoader:
                     "every rank goes on in its own sources and buffer"
                 )
         self._position = {name: value for name, value in state.items() if name != "recipe"}
-        stood = [] if state["draws"] is None else state["draws"]["from"]["sources"]
-        names = self._recipe["sources"]
-        again = {name: at["drawn"] for name, at in zip(names, stood, strict=False) if at["own"] is None and at["drawn"]}
-        if again and self._rank == 0:
-            told = ", ".join(f"{count:,} of {name!r}" for name, count in again.items())
-            warnings.warn(
-                f"sources without state_dict are read again from the start of their pass: {told}", stacklevel=2
-            )
+        if self._rank == 0:
+            warn_of_reading_again(self._recipe["sources"], self._position)
 
     def _read(self, item: Any) -> Sample:
         held = self._collator.sample(item)

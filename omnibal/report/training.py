@@ -15,7 +15,6 @@ from rich.table import Table
 from typing_extensions import TypedDict, Unpack
 
 from omnibal.cost import FloatArray
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.errors import DataError, bytes_in_words
 from omnibal.families.base import LayerRecord
 from omnibal.memory.footprint import StageMemory
@@ -145,16 +144,13 @@ class MetricsLog:
         return self._rates[name]
 
 
-def run_table(plan: Plan, records: Sequence[LayerRecord], sampler: BalancedBatchSampler) -> Table:
-    """The data's arrangement as any rank's sampler knows it, and the layers of each stage."""
-    packs = sampler.num_replicas * sampler.micro_batches
+def run_table(plan: Plan, records: Sequence[LayerRecord], data: Mapping[str, str]) -> Table:
+    """What is trained on, in words by name, what packs hold, and the layers of each stage."""
     return _titled(
         "plan",
         {
-            "samples": f"{len(sampler.lengths):,}; {sampler.oversized_report}",
+            **data,
             "a pack holds at most": f"{plan.limits.vision_units} tiles, {plan.limits.llm_tokens} LLM tokens",
-            "a step": f"{packs} packs: {sampler.num_replicas} replicas × {sampler.micro_batches} micro-batches",
-            f"epoch {sampler.epoch}": f"{sampler.num_steps:,} steps",
         }
         | {f"stage {stage}": _stage(plan, records, stage) for stage in range(plan.num_stages)},
     )
@@ -209,7 +205,7 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
         for name in ("seconds", "samples", "llm_tokens", "loss")
     )
     rows = {
-        "steps": f"{last['step']:,}, {last['epoch'] + 1} times through the data",
+        "steps": f"{last['step']:,}, the last one in epoch {last['epoch'] + 1}",
         "loss": f"{first['loss']:.3f} → {_moving_mean(losses)[-1]:.3f} (mean of the last steps)",
         "step": f"{np.median(seconds):.3f} s, 10 % … 90 %: {np.quantile(seconds, 0.1):.3f} … "
         f"{np.quantile(seconds, 0.9):.3f} s",

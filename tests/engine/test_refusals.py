@@ -81,7 +81,7 @@ def test_a_sample_that_is_not_as_promised_stops_all_ranks(model):
     expected = {
         "unreadable": "rank 0, stage 0: image must be decodable, got picture.png (train.jsonl, line 14)",
         "short text": "rank 1, stage 1: sample 13 must have as many labels as input_ids, 14, got 13",
-        "other text": "text(13) of the dataset must have the input_ids and labels of [13], got others; "
+        "other text": "text(13) of the dataset must have the labels of [13], got others; "
         "the last stage would train on another sample than the first one reads",
         "short lengths": "rank 0: lengths() must have an entry for each of the dataset's 32 samples, got 31",
     }

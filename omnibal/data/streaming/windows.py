@@ -74,6 +74,15 @@ def beginning(epoch: int) -> dict[str, Any]:
     return {"epoch": epoch, "window": 0, "first_step": 0, "steps_done": 0, "draws": None, "filler": None}
 
 
+def warn_of_reading_again(names: Sequence[str], position: Mapping[str, Any]) -> None:
+    """Say what going on from a position costs: sources without a state are read again."""
+    stood = [] if position["draws"] is None else position["draws"]["from"]["sources"]
+    again = {name: at["drawn"] for name, at in zip(names, stood, strict=False) if at["own"] is None and at["drawn"]}
+    if again:
+        told = ", ".join(f"{count:,} of {name!r}" for name, count in again.items())
+        warnings.warn(f"sources without state_dict are read again from the start of their pass: {told}", stacklevel=3)
+
+
 class Windows:
     """Plans this rank's packs, window after window, together with the other ranks.
 

@@ -1,0 +1,178 @@
+"""The loaders of a run's ranks on streams, as threads of one process: what each stage gets, and where all go on."""
+
+import itertools
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omnibal.data.collate import pack_samples
+from omnibal.data.limits import PackLimits
+from omnibal.data.mixture import Mixture
+from omnibal.engine import streams
+from omnibal.engine.contract import SampleRules
+from omnibal.engine.stream_setup import checked_sample
+from omnibal.engine.streams import Station, StreamLoader
+from omnibal.errors import DataError
+from omnibal.vlm import load_model
+from tests.engine.small import PIXEL_SHAPE, small_config
+from tests.engine.streaming import Counting, Finite, sample, sources
+
+LIMITS, STEPS, STAGES, REPLICAS = PackLimits(4, 48), 12, 3, 2
+RULES = SampleRules.of(load_model(small_config()))
+MIXTURE = Mixture({"stateful": 0.5, "indexed": 0.2, "stateless": 0.3})
+
+
+class Group:
+    """Where ranks tell each other something, and send tensors."""
+
+    def __init__(self, size):
+        self._told, self._met = [None] * size, threading.Barrier(size, timeout=60)
+        self.sent = {pair: queue.SimpleQueue() for pair in itertools.product(range(size), repeat=2)}
+
+    def tell(self, rank, told):
+        self._told[rank] = told
+        self._met.wait()
+        heard = [*self._told]
+        self._met.wait()
+        return heard
+
+
+class Ranks:
+    """What torch.distributed is to threads, each of which is a rank; a group goes with the rank that has it."""
+
+    size = STAGES * REPLICAS
+
+    def __init__(self, monkeypatch):
+        self._local, self._between_steps = threading.local(), Group(self.size)
+        found = {name: getattr(self, name) for name in ("all_gather_object", "send", "recv", "get_rank")}
+        monkeypatch.setattr(streams, "dist", SimpleNamespace(get_world_size=lambda: self.size, **found))
+        monkeypatch.setattr(streams, "gather", lambda told: self._between_steps.tell(self.get_rank(), told))
+        monkeypatch.setattr(streams, "set_device", lambda: None)
+        monkeypatch.setattr(streams, "buffer_of", lambda micro_batches: 24)
+
+    def get_rank(self):
+        return self._local.rank
+
+    def all_gather_object(self, found, told, group):
+        rank, group = group
+        found[:] = group.tell(rank, told)
+
+    def send(self, tensor, to, group):
+        rank, group = group
+        group.sent[rank, to].put(tensor)
+
+    def recv(self, tensor, sender, group):
+        rank, group = group
+        tensor.copy_(group.sent[sender, rank].get(timeout=60))
+
+    def run(self, work):
+        """What ``work`` gives, which makes a loader on each rank."""
+        group = Group(self.size)
+
+        def of_rank(rank):
+            self._local.rank = rank
+            return work((rank, group))
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return [*pool.map(of_rank, range(self.size))]
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    return Ranks(monkeypatch)
+
+
+def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS):
+    stage, replica = divmod(place[0], REPLICAS)
+    loader = StreamLoader(
+        sources() if found is None else found,
+        mixture,
+        LIMITS,
+        station=Station(stage, STAGES, replica, REPLICAS),
+        micro_batches=2,
+        num_steps=steps,
+        seed=0,
+        read=partial(checked_sample, rules=RULES, limits=LIMITS, dtype=torch.float32, refuses=False),
+        collate=partial(pack_samples, pad_token_id=0, pixel_shape=PIXEL_SHAPE),
+        make_loader=None,
+        pin_memory=False,
+    )
+    loader._group = place
+    return loader
+
+
+def taken(loader, steps):
+    return [
+        (step.index, step.num_samples, step.load.llm_tokens.tolist(), dict(step.shares), [_plain(b) for b in batches])
+        for step, batches in itertools.islice(loader, steps)
+    ]
+
+
+def _plain(batch):
+    return {name: tensor.tolist() for name, tensor in batch.items() if name in ("input_ids", "labels")}
+
+
+def test_the_first_stage_reads_packs_the_last_one_their_labels_those_between_nothing(ranks):
+    of_ranks = ranks.run(lambda place: taken(loader_of(place), STEPS))
+    assert [len(steps) for steps in of_ranks] == [STEPS] * ranks.size
+    for steps in zip(*of_ranks, strict=True):
+        assert all(step[:4] == steps[0][:4] for step in steps)  # all hear the same
+        for replica in range(REPLICAS):
+            first, between, last = (steps[stage * REPLICAS + replica][4] for stage in range(STAGES))
+            assert between == []
+            assert [batch["labels"] for batch in first] == [batch["labels"] for batch in last]
+            assert [batch.keys() for batch in last] == [{"labels"}] * 2
+    seen = [str(batch["input_ids"]) for rank in range(REPLICAS) for step in of_ranks[rank] for batch in step[4]]
+    assert len(set(seen)) == len(seen) == REPLICAS * STEPS * 2
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 11])
+def test_ranks_go_on_with_the_samples_that_would_have_followed(ranks, steps):
+    whole = ranks.run(lambda place: taken(loader_of(place), STEPS))
+
+    def saved(place):
+        loader = loader_of(place)
+        taken(loader, steps)
+        return loader.state_dict()
+
+    states = ranks.run(saved)
+
+    def resumed(place):
+        loader = loader_of(place)
+        loader.load_state_dict(states[place[0]])
+        return taken(loader, STEPS)
+
+    assert ranks.run(resumed) == [found[steps:] for found in whole]
+
+
+def test_a_source_that_ends_is_read_again_and_no_sample_is_left_out(ranks):
+    samples = [sample(number) for number in range(60)]
+    of_ranks = ranks.run(lambda place: taken(loader_of(place, {"data": Finite(samples)}, None, steps=40), 40))
+    passes = [[], []]
+    for steps in of_ranks[:REPLICAS]:
+        begins = [number for number, step in enumerate(steps) if step[0] == 0]
+        for seen, (begin, end) in zip(passes, itertools.pairwise(begins), strict=False):
+            seen += [number for step in steps[begin:end] for batch in step[4] for number in batch["input_ids"][0]]
+    expected = sorted(number for found in samples for number in found["input_ids"].tolist())
+    # an empty pack has one token, 0, which no sample has
+    assert [sorted(filter(None, seen)) for seen in passes] == [expected, expected]
+
+
+def test_what_fails_on_one_rank_is_heard_on_all(ranks):
+    def broken(rank):
+        yield from (sample(number) for number in range(60))
+        if rank == 1:
+            raise OSError("shard 7 is gone")
+        yield from Counting(500)
+
+    def heard(place):
+        with pytest.raises(DataError) as caught:
+            taken(loader_of(place, {"data": broken(place[0])}, None), STEPS)
+        return str(caught.value)
+
+    assert ranks.run(heard) == ["rank 1: source 'data': shard 7 is gone"] * ranks.size

@@ -1,0 +1,143 @@
+"""Streams in the pipeline: all stages train on the same packs, resumed runs see the same samples, nothing hangs."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.cases import SGD, changed, settings
+from tests.engine.demo import demo_config
+from tests.engine.launch import launch
+from tests.engine.small import SHAPES, plain_gradients, plain_training, save_small_model, small_samples
+from tests.engine.streaming import LAST_STEP, SAVED_AT
+
+pytestmark = pytest.mark.distributed
+SOURCES = {"shapes": 0.4, "scenes": 0.2, "pairs": 0.2, "stories": 0.2}
+MIXTURE = {"stateful": 0.5, "indexed": 0.2, "stateless": 0.3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_small_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_rank(model, tmp_path_factory):
+    """Two stages and two replicas; one stage and four."""
+    configs = []
+    for num_stages in (2, 1):
+        config = settings(model, num_stages=num_stages)
+        config = changed(config, "packing", method="balanced", vision_units=4, llm_tokens=48)
+        config = changed(config, "data", mixture=MIXTURE)
+        configs.append(changed(config, "run", max_steps=LAST_STEP))
+    plain = changed(settings(model, num_stages=2), "packing", method="balanced", vision_units=9, llm_tokens=99)
+    plain = {key: value for key, value in plain.items() if key != "scheduler"}
+    plain = changed(plain, "run", max_steps=3) | {"optimizer": SGD, "zero_allow_untested_optimizer": True}
+    plain |= {"zero_optimization": {"stage": 0}, "gradient_clipping": 0.0}
+    streamed = demo_config(tmp_path_factory.mktemp("demo"))
+    streamed = changed(streamed, "data", streaming=True, workers=1, mixture=SOURCES)
+    streamed = changed(streamed, "run", max_steps=2, epochs=1, save_every=0, evaluate_every=0)
+    streamed = changed(streamed, "pipeline", num_stages=2)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return launch(4, "tests.engine.streaming:everything", configs, plain, str(folder), streamed)
+
+
+def test_a_resumed_run_trains_on_the_samples_that_would_have_followed_bit_for_bit(by_rank):
+    for results in by_rank:
+        for run in results["resumed"]:
+            whole, again = run["whole"], run["again"]
+            assert whole["losses"][SAVED_AT:] == again["losses"]
+            assert whole["samples"][SAVED_AT:] == again["samples"]
+            assert whole["seen"][len(whole["seen"]) * SAVED_AT // LAST_STEP :] == again["seen"]
+            assert whole["weights"].keys() == again["weights"].keys()
+            assert all(torch.equal(weight, again["weights"][name]) for name, weight in whole["weights"].items())
+            assert "seed of streams must be that of the checkpoint, 0, got 7; every replica goes on" in run["other"]
+
+
+def test_stages_see_the_same_packs_and_replicas_their_own(by_rank):
+    first, second, last, last_of_second = (results["resumed"][0]["whole"]["seen"] for results in by_rank)
+    labels = -100
+    for ids, seen in ((first, last), (second, last_of_second)):
+        assert len(ids) == len(seen) == 2 * LAST_STEP
+        for (tokens,), (targets,) in zip(ids, seen, strict=True):
+            assert all(target in (labels, token) for token, target in zip(tokens, targets, strict=True))
+            assert any(target != labels for target in targets)
+    assert not {str(pack) for pack in first} & {str(pack) for pack in second}
+
+
+def test_shares_are_those_that_were_asked_for_and_known_on_all_ranks(by_rank):
+    for number in (0, 1):
+        of_ranks = [results["resumed"][number]["whole"]["shares"] for results in by_rank]
+        assert all(shares == of_ranks[0] for shares in of_ranks)
+        assert [[asked for asked, _ in step.values()] for step in of_ranks[0]] == [[0.5, 0.2, 0.3]] * LAST_STEP
+        held = np.array([[given for _, given in step.values()] for step in of_ranks[0]])
+        assert held.sum(axis=1) == pytest.approx(np.ones(LAST_STEP))
+        assert held.mean(axis=0) == pytest.approx([0.5, 0.2, 0.3], abs=0.1)
+
+
+def test_a_stream_over_samples_trains_as_plain_transformers_on_them(by_rank, model):
+    loss, gradients = plain_gradients(model, small_samples())
+    losses, *_ = plain_training(
+        model,
+        small_samples(),
+        make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        make_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        clipping=float("inf"),
+        steps=3,
+    )
+    found = {}
+    for results in by_rank:
+        run = results["plain"]
+        assert run["losses"][0] == pytest.approx(loss, rel=1e-5)
+        assert run["losses"] == pytest.approx(losses, rel=1e-4)
+        assert run["epochs"] == 2  # a step holds all samples, which then come again
+        assert run["samples"] == 3 * len(SHAPES)
+        assert "rank 0, stage 0: omnibal.run.max_steps must be all steps of a run" in run["beyond"]
+        found |= run["gradients"]
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_streams_that_cannot_work_are_refused_in_a_line(by_rank):
+    expected = {
+        "epochs": "omnibal.run.max_steps must say how long to train on a stream, got none; without lengths",
+        "limits": "omnibal.packing must give vision_units and llm_tokens for a stream, .* got 4 and None",
+        "method": "omnibal.packing.method must be 'balanced' for a stream, got 'isf'",
+        "drop": "omnibal.packing.oversized must be 'alone' or 'error' for a stream, got 'drop'",
+        "repeat": "omnibal.data.mixture must be shares by source for streams, got 'repeat_time'",
+        "name": "must name .*sources of the data, got .*; did you mean .*stateful",
+        "several": "mixture must say what share each source gets, got none for a, b",
+        "shards": "source 'data' must have a shard for each of 2 replicas, got 1; each would read all of them",
+    }
+    for results in by_rank:
+        assert results["refused"].keys() == expected.keys()
+        for name, message in expected.items():
+            assert re.search(message, results["refused"][name]), (name, results["refused"][name])
+
+
+def test_sources_that_fail_end_all_ranks_and_are_named(by_rank):
+    expected = {
+        "empty": "rank 0: source 'data' must yield samples in every pass, got none",
+        "gone": "rank 1: source 'data': shard 7 is gone",
+        "bad": "source 'data': a sample must have as many labels as input_ids",
+        "long": "source 'data': a sample must be within the limits of 4 vision units and 48 LLM tokens, got",
+        "stuck": "source 'data' must bring samples, got none for .* s on rank 1",
+    }
+    for results in by_rank:
+        assert results["failed"].keys() == expected.keys()
+        for name, message in expected.items():
+            assert re.search(message, results["failed"][name] or "accepted"), (name, results["failed"][name])
+
+
+def test_json_lines_are_trained_as_they_are_read(by_rank):
+    for results in by_rank:
+        steps, samples, records = results["streamed"]
+        assert steps == len(records) == 2
+        assert samples == sum(record["samples"] for record in records) > 0
+        for record in records:  # what the report draws
+            assert {name: asked for name, (asked, _) in record["shares"].items()} == pytest.approx(SOURCES)
+            assert sum(held for _, held in record["shares"].values()) == pytest.approx(1)
