@@ -14,14 +14,16 @@ from omnibal.data.sources.drawn import Drawn, Item, parse_item
 from omnibal.errors import DataError
 
 STANDARD_INPUT: Final = Path("-")
-SHARD: Final = ".tar"
+SHARDS: Final = (".tar", ".tar.gz", ".tgz")
+MOST_OPEN: Final = 64
+"""Shards that are read at the same time; of more, so many are taken, evenly spaced."""
 PICTURES: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 TEXTS: Final = ("txt", "caption", "text")
 
 
 def is_stream(path: Path) -> bool:
     """Whether a path stands for a stream: a shard of webdataset's, or standard input."""
-    return path == STANDARD_INPUT or path.suffix == SHARD
+    return path == STANDARD_INPUT or path.name.endswith(SHARDS)
 
 
 def stream_items(paths: Sequence[Path], image_folder: Path | None = None) -> Iterator[Drawn]:
@@ -37,7 +39,7 @@ def stream_items(paths: Sequence[Path], image_folder: Path | None = None) -> Ite
     """
     streams = [
         _lines(image_folder or Path()) if path == STANDARD_INPUT else _shard(path, image_folder or path.parent)
-        for path in paths
+        for path in paths[:: -(-len(paths) // MOST_OPEN)]
     ]
     return (item for item in chain.from_iterable(zip_longest(*streams)) if item is not None)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from omnibal.data.sources import head
 from omnibal.data.sources.drawn import Opened, measure_items
 from omnibal.data.sources.head import STANDARD_INPUT, is_stream, stream_items
 from omnibal.errors import DataError
@@ -47,6 +48,13 @@ def test_members_of_one_name_are_a_sample_and_shards_take_turns(tmp_path):
     assert found.lengths.vision_units.tolist() == [200, 0, 100, 0, 0]
     assert (found.num_samples, found.problems) == (5, ())
     assert len(measured(first, second, count=2).lengths) == 2
+
+
+def test_of_many_shards_some_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(head, "MOST_OPEN", 2)
+    one = {"0.json": json.dumps({"query": ASKED}).encode()}
+    places = [place for place, _ in stream_items([shard(tmp_path / f"{n}.tar.gz", one) for n in range(5)])]
+    assert places == [f"{tmp_path}/0.tar.gz, 0", f"{tmp_path}/3.tar.gz, 0"]
 
 
 def test_lines_of_standard_input_are_items(tmp_path, monkeypatch):
