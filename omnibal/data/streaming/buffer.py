@@ -33,6 +33,8 @@ SAMPLES_A_PACK: Final = 32
 """As many for each pack of a step, where that is more: a buffer must hold a step."""
 EDGE: Final = 64
 """Last samples of a window, and first ones behind it, that may change places."""
+NEAR: Final = 0.05
+"""Of a pack: where a window's sums are as near as that, it exchanges no more samples, as exchanges sort the sources."""
 SHED: Final = (0.0, 0.0, 0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 """Shares of the samples that are left for the next window where they do not fit, try after try."""
 
@@ -141,21 +143,25 @@ def _choose(lengths: SampleLengths, aim: Aim, limits: PackLimits, waited: int) -
     over = (vision > limits.vision_units) | (tokens > limits.llm_tokens)
     vision[over], tokens[over] = limits.vision_units, limits.llm_tokens
     cost = DEFAULT_COST(Load(vision, tokens, tokens**2))
-    # Without the room that the reserve leaves, packs could not be made.
-    filled = np.maximum(np.cumsum(vision) / max(limits.vision_units, 1), np.cumsum(tokens) / limits.llm_tokens)
-    most = int(np.searchsorted(filled, aim.num_packs / (1 + RESERVE), side="right"))
     # A sample is in if the sum is nearer with it than without.
-    count = int(np.searchsorted(np.cumsum(cost) - cost / 2, aim.num_packs * aim.cost))
-    count = min(max(min(count, most), 1), len(cost))  # at least one, so that all are taken some day
+    count = min(max(int(np.searchsorted(np.cumsum(cost) - cost / 2, aim.num_packs * aim.cost)), 1), len(cost))
     weights = np.array([VISION_PACKS / max(aim.vision_units, 1e-9), 1 / aim.cost])
     loads = np.stack([vision, cost], axis=1) * weights
-    return _nearest(np.arange(len(cost)), count, waited, loads, aim.num_packs * np.array(aim[1:]) * weights)
+    chosen = _nearest(np.arange(len(cost)), count, waited, loads, aim.num_packs * np.array(aim[1:]) * weights)
+    filled = np.maximum(
+        np.cumsum(vision[chosen]) / max(limits.vision_units, 1), np.cumsum(tokens[chosen]) / limits.llm_tokens
+    )
+    # Only what cannot fit is cut: had each rank stayed below from the beginning, all would take large samples first.
+    if len(chosen) and filled[-1] > aim.num_packs:
+        most = int(np.searchsorted(filled, aim.num_packs / (1 + RESERVE), side="right"))
+        chosen = chosen[: max(most, 1)]  # at least one, so that all are taken some day
+    return chosen
 
 
 def _nearest(
     order: npt.NDArray[np.int64], count: int, waited: int, loads: FloatArray, wanted: FloatArray
 ) -> npt.NDArray[np.int64]:
-    """The first ``count`` samples, after the exchanges of one for one by which their loads come nearest to the wanted.
+    """The first ``count`` samples, after the exchanges of one for one that bring their loads near to the wanted.
 
     Args:
         order: Samples, the oldest first; changed in place.
@@ -166,7 +172,7 @@ def _nearest(
     """
     inside, outside = slice(max(count - EDGE, waited), count), slice(count, count + EDGE)
     excess = loads[order[:count]].sum(axis=0) - wanted
-    while len(order[inside]) and len(order[outside]):
+    while len(order[inside]) and len(order[outside]) and (excess**2).sum() > NEAR**2:
         after = excess - loads[order[inside], None] + loads[None, order[outside]]
         squares = (after**2).sum(axis=2)
         mine, theirs = np.unravel_index(int(squares.argmin()), squares.shape)

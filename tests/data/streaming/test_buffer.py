@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, source_mix, step_randomness
-from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.streaming.buffer import Aim, Asked, agree, asked, plan_buffer
+from omnibal.data.streaming.simulated import packed_ahead
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import DataError
 from tests.data.strategies import pack_limits, sample_lengths
@@ -35,32 +36,9 @@ def test_packs_keep_the_limits_and_no_sample_is_passed_over_twice(lengths, limit
         assert max(taken) < min(left)
 
 
-def train(lengths, num_ranks, size, windows, seed=0):
-    """Some windows of ranks that draw at random: packs, step after step, and how many were drawn after each sample."""
-    chance = np.random.default_rng(seed)
-    held, born, steps, ages = [[] for _ in range(num_ranks)], [[] for _ in range(num_ranks)], [], []
-    for window in range(windows):
-        waited = [len(samples) for samples in held]
-        for samples, numbers in zip(held, born, strict=True):
-            first = max(numbers, default=-1) + 1
-            numbers.extend(range(first, first + size - len(samples)))
-            samples.extend(chance.integers(0, len(lengths), size - len(samples)).tolist())
-        aim = agree([asked(lengths.take(samples), LIMITS, ended=False) for samples in held], 1)
-        made = []
-        for rank, samples in enumerate(held):
-            packs = plan_buffer(lengths.take(samples), aim, LIMITS, waited=waited[rank], seed=[window, rank])
-            made.append(Packs(np.array(samples)[packs.samples], packs.starts))
-            ages += [max(born[rank]) - born[rank][place] for place in packs.samples]
-            taken = set(packs.samples.tolist())
-            held[rank] = [sample for place, sample in enumerate(samples) if place not in taken]
-            born[rank] = [number for place, number in enumerate(born[rank]) if place not in taken]
-        steps += [Packs.concatenate(packs.between(step, step + 1) for packs in made) for step in range(aim.num_packs)]
-    return Packs.concatenate(steps), max(ages)
-
-
 def test_ranks_are_even_steps_are_random_and_no_sample_starves():
     lengths = tiled_lengths(20_000, seed=3)
-    packs, age = train(lengths, 8, 256, 6)
+    packs, age = packed_ahead(lengths, LIMITS, num_ranks=8, buffer=256, least_windows=6, least_steps=0)
     steps, load = np.arange(len(packs)).reshape(-1, 8), packs.load(lengths)
     # Random packs that are filled one after the other leave about 0.3 of both.
     assert dist_ratio(load.vision_units[steps]) < 0.01
@@ -93,3 +71,13 @@ def test_ranks_of_texts_alone_run_beside_others():
     # Four images fill a pack; texts make up for what they lack as far as they are allowed to.
     assert tokens[1].max() == 16 // 4 * 1200 < tokens[0].min()
     assert tokens[0].max() / tokens[0].min() < 1.1
+
+
+def test_a_buffer_that_begins_with_large_samples_gives_as_many_as_others():
+    """Else the first windows of all ranks would have large samples, and the next ones small ones."""
+    lengths = SampleLengths([6] * 8 + [2] * 32, [400] * 40)
+    cost = float(DEFAULT_COST(Load(0, 400, 400**2)))
+    aim = Aim(4, 15.9, 5.5 * cost)
+    packs = plan_buffer(lengths, aim, LIMITS, waited=0, seed=[0])
+    assert len(packs.samples) == 22
+    assert packs.vision_units(lengths).sum() == pytest.approx(4 * 15.9, abs=4)
