@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -16,11 +17,12 @@ from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs
-from omnibal.data.mixture import Knot, Mixture
+from omnibal.data.mixture import Knot, Mixture, Unit
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
+from omnibal.errors import InfeasibleError
 from omnibal.report.training import plot_shares
 
 Rows = Iterator[Sequence[str]]
@@ -29,12 +31,13 @@ Case = tuple[str, SampleLengths, PackLimits, Mixture]
 SEEDS: Final = 10
 RANKS: Final = (8, 64, 512)
 EVERY: Final = 1000
+HARSH: Final = 100
 SHARES: Final = (0.5, 0.2, 0.3)
 """Of the real files: unlike the 0.21, 0.30 and 0.49 that they have."""
 
 
 def main(
-    part: Annotated[str, typer.Argument(help="shares, randomness, balance, speed, or picture: minutes each.")],
+    part: Annotated[str, typer.Argument(help="shares, randomness, balance, speed, fuzz, or picture: minutes each.")],
 ) -> None:
     """Measure one part and print its rows as Markdown."""
     heads, rows = PARTS[part]
@@ -177,6 +180,56 @@ def picture() -> Rows:
     yield (str(path),)
 
 
+def fuzz() -> Rows:
+    """Harsh mixtures: small sources of few sizes that hardly combine, tight limits, knots a few steps apart."""
+    refused = failed = 0
+    for number in range(HARSH):
+        chance = np.random.default_rng(number)
+        sampler_of = partial(BalancedBatchSampler, rank=0, seed=number, **_harsh(chance))
+        try:
+            sampler = sampler_of()
+        except InfeasibleError:
+            refused += 1
+            continue
+        try:
+            for _ in range(0, 70, sampler.num_steps):
+                list(sampler.steps())
+                sampler.set_epoch(sampler.epoch + 1)
+        except InfeasibleError as error:
+            failed += 1
+            yield str(number), str(error)
+    yield "in all", f"{HARSH} mixtures, {refused} refused at once, {failed} find no plan on the way"
+
+
+def _harsh(chance: np.random.Generator) -> dict[str, Any]:
+    """Arguments of a sampler."""
+    limits = PackLimits(int(chance.choice([5, 7, 9, 12, 16])), int(chance.choice([2048, 4096, 5120])))
+    tiles, tokens, source = [], [], []
+    for number in range(3):
+        count = int(chance.integers(30, 600))
+        sizes = chance.integers(0, limits.vision_units + 1, int(chance.integers(1, 4)))
+        texts = chance.integers(20, limits.llm_tokens // 2, int(chance.integers(1, 6)))
+        tiles += chance.choice(sizes, count).tolist()
+        tokens += chance.choice(texts, count).tolist()
+        source += [number] * count
+    a_tile = min(256, limits.llm_tokens // (2 * limits.vision_units))
+    all_tokens = np.minimum(np.array(tokens) + a_tile * np.array(tiles), limits.llm_tokens)
+    rows = chance.choice([0, 0.02, 0.3, 1], (6, 3))
+    rows[:, 0] += 1e-9  # never all 0
+    shares = [dict(zip("abc", row, strict=True)) for row in rows.tolist()]
+    steps = np.unique(chance.integers(1, 60, int(chance.integers(0, 6)))).tolist()
+    by: Unit = chance.choice(["samples", "llm_tokens", "target_tokens"]).item()
+    return {
+        "lengths": SampleLengths(
+            tiles, all_tokens, target_tokens=all_tokens, source=source, source_names=["a", "b", "c"]
+        ),
+        "limits": limits,
+        "num_replicas": int(chance.choice([1, 2, 5, 8, 16])),
+        "micro_batches": int(chance.choice([1, 2, 4])),
+        "mixture": Mixture(shares[0], by, tuple(map(Knot, steps, shares[1:]))),
+    }
+
+
 def _seconds(run: Callable[[], Any]) -> float:
     started = time.process_time()
     run()
@@ -191,6 +244,7 @@ PARTS: Final = {
         balance,
     ),
     "picture": (("written",), picture),
+    "fuzz": (("mixture", "what happens"), fuzz),
     "speed": (("mixture by", "construction and whole epoch", "resume to the next micro-batch"), speed),
 }
 

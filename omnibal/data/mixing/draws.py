@@ -88,6 +88,12 @@ class Draws:
         part = slice(int(self._starts[source]), int(self._starts[source + 1]))
         return part if self._order is None else self._order[part]
 
+    def given(self, source: int) -> FloatArray:
+        """What each of a source's members gives, as the mixture counts it."""
+        if self._tokens is None:
+            return np.ones(int(self.sizes[source]))
+        return np.asarray(self._tokens[self.members(source)], dtype=np.float64)
+
     def cursors(self, units: FloatArray) -> Int64Array:
         """How many draws of each source come nearest to so many samples or tokens, shape (…, sources).
 

@@ -137,7 +137,9 @@ class MixedPacks:
         for number, step in enumerate(steps):
             for margin in MARGINS:
                 margins[number] = margin
-                if self._fits(self._course(margins), step):
+                course = self._course(margins)
+                # Samples that hardly fit may do so by luck: then those behind them must, too.
+                if self._fits(course, step, 0) and (not (margin or self._repair_first) or self._fits(course, step, 1)):
                     break
             else:
                 raise InfeasibleError(
@@ -146,16 +148,17 @@ class MixedPacks:
                 )
         return margins
 
-    def _fits(self, course: Course, step: int) -> bool:
-        """Whether the first windows of a mix can be planned: as many draws as an epoch's, up to those of two windows.
+    def _fits(self, course: Course, step: int, trial: int) -> bool:
+        """Whether windows of a mix can be planned: as many draws as an epoch's, up to those of two windows.
 
         Where they can only with limits before all else, all are planned so: steps are more random then than where this
         is done late.
         """
         draws = min(TRIED * WINDOW, course.epoch_steps * course.samples_per_step(Span(step, step), WINDOW))
-        steps = max(round(draws / course.samples_per_step(Span(step, step), draws)), 1)
+        per_step = course.samples_per_step(Span(step, step), draws)
+        steps = max(round(draws / per_step), 1)
         mix = self._draws.sample_shares_at(step)
-        numbers = np.floor(np.outer([0, steps], mix) * course.samples_per_step(Span(step, step), draws) + 0.5)
+        numbers = np.floor(np.outer([trial * steps, (trial + 1) * steps], mix) * per_step + 0.5)
         stretch = self._make_stretch(course, Span(step, step + steps), numbers.astype(np.int64))
         for attempt in range(self._repair_first, 2):
             if all(self._plan(stretch, place, [step, attempt]) is not None for place in range(len(stretch.cuts) - 1)):

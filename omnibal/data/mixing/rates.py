@@ -19,14 +19,15 @@ class Asked(NamedTuple):
     mean: FloatArray
     """Packs per sample."""
     variance: FloatArray
-    """Of the packs that single samples ask for."""
+    """Of a sample: what its packs differ by from those that its share of what the source is to give asks for."""
 
 
 class PackRates:
     """How many packs the samples of a mix ask for: the bound of ``min_packs``, and a reserve for what chance makes.
 
     A mix asks for the mean of what its sources do, weighed in the way that asks for most (see ``min_packs``). Chance
-    is in what is drawn of each source; how much each gives is fixed. Over whole passes of a source there is none.
+    is in what is drawn of each source; how much each gives is fixed, in samples or tokens: by tokens, how many samples
+    that are is up to chance, too. Over whole passes of a source there is none.
 
     Args:
         lengths: Loads of every sample.
@@ -37,15 +38,17 @@ class PackRates:
     def __init__(self, lengths: SampleLengths, limits: PackLimits, draws: Draws) -> None:
         self._sizes = draws.sizes
         most = limits.vision_units, limits.llm_tokens
-        vision, tokens = (np.zeros((len(draws.sizes), limit + 1)) for limit in most)
+        # Of each source and size: samples, what they give, and the squares of that.
+        vision, tokens = (np.zeros((3, len(draws.sizes), limit + 1)) for limit in most)
         for source in range(len(draws.sizes)):
-            members = draws.members(source)
+            members, given = draws.members(source), draws.given(source)
             units, llm_tokens = lengths.vision_units[members], lengths.llm_tokens[members]
             # One over a limit has a pack of its own, as if it were at both limits.
             over = (units > most[0]) | (llm_tokens > most[1])
-            for load, counts, limit in ((units, vision, most[0]), (np.maximum(llm_tokens, 1), tokens, most[1])):
-                counts[source] = np.bincount(np.where(over, limit, load), minlength=limit + 1)
-        self._asked = [_asked(counts, limit) for counts, limit in ((vision, most[0]), (tokens, most[1]))]
+            for load, sums, limit in ((units, vision, most[0]), (np.maximum(llm_tokens, 1), tokens, most[1])):
+                sizes = np.where(over, limit, load)
+                sums[:, source] = [np.bincount(sizes, given**power, limit + 1) for power in range(3)]
+        self._asked = [_asked(sums, limit) for sums, limit in ((vision, most[0]), (tokens, most[1]))]
 
     def packs_per_sample(self, mix: FloatArray, num_draws: float) -> FloatArray:
         """Packs that a sample asks for, reserve included; at most one.
@@ -73,12 +76,22 @@ class PackRates:
         return needed
 
 
-def _asked(counts: FloatArray, limit: int) -> Asked:
-    """Weigh every size in all ways, and average over the samples of each source."""
+def _asked(sums: FloatArray, limit: int) -> Asked:
+    """Weigh every size in all ways, and average over the samples of each source.
+
+    Args:
+        sums: Samples, what they give, and its squares, by source and size, shape (3, sources, limit + 1).
+        limit: The largest size.
+    """
+    counts, given, squares = sums
     sizes = np.arange(limit + 1)
     shares = [sizes / max(limit, 1)]
     shares += [rounded_shares(limit, k) / (k * limit) for k in range(1, MOST_ROUNDINGS + 1 if limit else 1)]
     weights = np.stack(shares, axis=1)
     numbers = np.maximum(counts.sum(axis=1, keepdims=True), 1)
     mean = counts @ weights / numbers
-    return Asked(mean, np.maximum(counts @ weights**2 / numbers - mean**2, 0))
+    rate = counts @ weights / np.maximum(given.sum(axis=1, keepdims=True), 1)  # packs for what is given
+    squared = counts @ weights**2
+    by_number = squared / numbers - mean**2
+    by_given = (squared - 2 * rate * (given @ weights) + rate**2 * squares.sum(axis=1, keepdims=True)) / numbers
+    return Asked(mean, np.maximum(np.maximum(by_number, by_given), 0))

@@ -125,6 +125,16 @@ def test_steps_of_few_samples_find_a_plan_while_shares_change(ranks):
         assert all(packs.sizes.all() for packs in steps_of(sampler, 50))
 
 
+def test_by_tokens_packs_have_room_for_what_chance_makes_of_the_number_of_samples():
+    """Two samples fill a pack, whatever their tokens: more of them than twice the packs do not fit."""
+    source, tokens = np.repeat([0, 1], 300), np.random.default_rng(0).choice([300, 900, 1900], 600)
+    lengths = SampleLengths(5 - source, tokens, source=source, source_names=["five", "four"])
+    mixture = Mixture({"five": 1, "four": 3}, "llm_tokens")
+    for seed in range(3):
+        sampler = sampler_of(mixture, ranks=(16, 1), lengths=lengths, limits=PackLimits(9, 4096), seed=seed)
+        assert all((packs.vision_units(lengths) <= 9).all() for packs in steps_of(sampler, 100))
+
+
 def test_a_fraction_is_another_one_each_epoch():
     """As a meta file's repeat_time of 0.5, 1 and 2 would have it."""
     counts = np.bincount(LENGTHS.source)
