@@ -33,7 +33,7 @@ def longest_first(costs: FloatArray, num_ranks: int) -> IntArray:
     Returns:
         The rank of each sample, (samples,).
     """
-    keys, sample_bits, _ = _sorted(costs, num_ranks)
+    keys, sample_bits, *_ = _sorted(costs, num_ranks)
     return _deal(keys, sample_bits, len(costs), num_ranks)
 
 
@@ -52,19 +52,18 @@ def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float 
     Returns:
         The rank of each sample, (samples,).
     """
-    keys, sample_bits, scale = _sorted(costs, num_ranks)
-    total, largest = scale * float(costs.sum()), scale * float(costs.max(initial=0.0))
+    keys, sample_bits, largest, total = _sorted(costs, num_ranks)
     # A power of two, so that counting loads in tolerances is a shift.
     coarse = max(int(tolerance * total / num_ranks), 1).bit_length() - 1
-    # No rank ends above the mean and one sample more, and its part of the squares is at most all of them.
-    most = int(total / num_ranks + largest)
+    # A rank that gets a sample has at most a tolerance more than the mean; squares sum to at most load times largest.
+    most = int((1 + tolerance) * total / num_ranks + largest) + 1
     square_bits = BITS - (num_ranks - 1).bit_length() - (most >> coarse).bit_length() - 1
-    excess = frexp(scale**2 * float(costs @ costs))[1] - square_bits
+    excess = frexp(most * largest)[1] - square_bits
     return _deal_by_squares(keys, sample_bits, len(costs), num_ranks, coarse, square_bits, max((excess + 1) // 2, 0))
 
 
-def _sorted(costs: FloatArray, num_ranks: int) -> tuple[IntArray, int, float]:
-    """Costs as integers with their sample in the lower bits, ascending; how many bits those are; and the costs' scale.
+def _sorted(costs: FloatArray, num_ranks: int) -> tuple[IntArray, int, float, float]:
+    """Costs as integers with their sample in the lower bits, ascending; those bits; and the integers' largest and sum.
 
     Equal costs come in falling order of their samples: they are read from the end.
     """
@@ -75,7 +74,7 @@ def _sorted(costs: FloatArray, num_ranks: int) -> tuple[IntArray, int, float]:
     scale = 2.0 ** min(room, LARGEST_POWER)
     keys = _keys(costs, scale, sample_bits)
     keys.sort()
-    return keys, sample_bits, scale
+    return keys, sample_bits, scale * largest, scale * total
 
 
 @compiled
@@ -166,6 +165,6 @@ def _replay(losers: IntArray, node: int, best: int) -> int:
     while node > 0:
         other = losers[node]
         losers[node] = max(other, best)
-        best = min(other, best)
+        best = min(other, best)  # without a branch: who wins cannot be guessed
         node >>= 1
     return best

@@ -5,6 +5,7 @@ import numpy as np
 from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray
 from omnibal.dispatch.greedy import longest_first
+from omnibal.errors import ConfigError
 
 
 def padded(lengths: FloatArray, num_ranks: int) -> IntArray:
@@ -20,9 +21,14 @@ def padded(lengths: FloatArray, num_ranks: int) -> IntArray:
 
     Returns:
         The rank of each sample, (samples,).
+
+    Raises:
+        ConfigError: A length is no whole number.
     """
     order = np.argsort(lengths, kind="stable")
     ascending = lengths[order].astype(np.int64)
+    if (wrong := lengths[lengths % 1 > 0]).size:
+        raise ConfigError(f"lengths must be whole numbers, got {wrong[0]:g}")
     # The longest has to lie somewhere. With samples spread equally, no rank gets more than the upper bound.
     least = ascending.max(initial=0)
     enough = least * -(-len(lengths) // num_ranks)

@@ -152,6 +152,7 @@ def test_nothing_to_divide():
         (([[[1.0]]], 2), "costs must have 1 or 2 dimensions"),
         (([1.0], 2, "longest"), "method must be one of even, longest_first"),
         (([[1.0, 2.0]], 2, "padded"), "method must be 'even' for several costs"),
+        (([1.0, 2.5], 2, "padded"), "lengths must be whole numbers, got 2.5"),
         (([1.0, 2.0], 2, "even", None, [3.0, 4.0]), "sizes must be of shape"),
     ],
 )
