@@ -17,8 +17,8 @@ from omnibal.dispatch.nodes import keep_in_nodes
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.errors import DataError, InfeasibleError
 
-COLUMNS: Final = ("vision_units", "vision_squared", "images", "image_tokens", "llm_tokens", "target_tokens")
-"""What a rank says of its samples: rows of pixels, sum of their images' patches², images, features, tokens, targets."""
+COLUMNS: Final = ("vision_units", "vision_squared", "image_tokens", "llm_tokens", "target_tokens")
+"""What a plan needs to know of each sample: rows of pixels, sum of its images' patches², features, tokens, targets."""
 PER_VISION_UNIT: Final = CostModel(vision_units=1)
 
 
@@ -77,7 +77,7 @@ class StepPlan:
     """A micro-batch of all ranks, and where its samples go. Every rank makes the same one from the same numbers."""
 
     sizes: Mapping[str, IntArray]
-    """Each of ``COLUMNS``, (samples,), over all ranks."""
+    """Each of ``COLUMNS``, (samples,), over all ranks; others may stand beside them."""
     to_vision: Rearrangement
     to_llm: Rearrangement
     costs: Costs

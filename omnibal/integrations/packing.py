@@ -24,7 +24,10 @@ FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, False) | dict.fromkeys(FOUR_ROWS, True))
 """Of each ``model_type`` that packs: whether its positions have three rows (time, height, width) beside the text's."""
 PER_TOKEN: Final = ("input_ids", "labels", "mm_token_type_ids")
-PER_IMAGE: Final = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask")
+PER_IMAGE: Final = (
+    *("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask"),
+    "spatial_shapes",
+)
 CHECKED_TOKENS: Final = 8
 EXACT: Final = 1e-3
 ROUNDED: Final = 0.05
@@ -175,10 +178,17 @@ def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Images of several samples, as the model takes them."""
     names = [name for name in PER_IMAGE if any(name in sample for sample in samples)]
-    images = {name: torch.cat([sample[name] for sample in samples if name in sample]) for name in names}
-    if "pixel_attention_mask" in images:  # Idefics3 wants them by rows of the batch, and packs are one
-        images |= {name: images[name][None] for name in ("pixel_values", "pixel_attention_mask")}
-    return images
+    return as_one_row({name: torch.cat([sample[name] for sample in samples if name in sample]) for name in names})
+
+
+def as_one_row(images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Images as the model takes them, from tensors whose rows are images or their tiles.
+
+    Idefics2, Idefics3 and SmolVLM want the tiles of each row of a batch, (rows, tiles, ...): here there is one row.
+    """
+    if "pixel_attention_mask" not in images or images["pixel_values"].dim() != 4:
+        return dict(images)
+    return {**images, **{name: images[name][None] for name in ("pixel_values", "pixel_attention_mask")}}
 
 
 def check_packed(

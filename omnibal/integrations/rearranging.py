@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.integrations.failures import failures_reach_all_ranks
 from omnibal.integrations.losses import loss_per_target
+from omnibal.integrations.packing import as_one_row
 
 Sample = Mapping[str, Tensor]
 
@@ -34,8 +36,8 @@ class Drawn:
     """Ids, labels and positions of all samples' tokens, sample after sample, (tokens, 2 + rows of positions); where
     samples become padded rows, the types of tokens stand before the positions."""
     images: Mapping[str, Tensor]
-    """Per image as the model takes it: the same names on all ranks, with no rows on a rank without images, none where
-    no rank has any."""
+    """Tensors of all samples' images, sample after sample; ``plan.sizes`` has each sample's rows by the same names. The
+    same names on all ranks, with no rows on a rank without images; none where no rank has any."""
     plan: StepPlan
 
 
@@ -54,15 +56,20 @@ class RearrangedModel(nn.Module):
         model: Takes ``mm_encoder_outputs``, as about eighty of transformers' models do, and packs by positions that
             restart; with ``get_image_features``.
         group: Of the ranks that share samples; by default all.
+        blank: What ``model.model.get_image_features`` takes of a small image, for ranks without one; by default made
+            from the model's configuration. Its pixels must not be zeros, which some models take for padding.
 
     Raises:
-        ConfigError: The model does not take encoded images; the message names those that do.
+        ConfigError: The model does not take encoded images; the message names those that do. Or its configuration does
+            not tell what an image is like.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None = None, *, blank: Mapping[str, Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.model = model
-        self._phases = Phases(model, model, group)
+        self._phases = Phases(model, model, group, blank)
 
     def forward(self, drawn: Drawn) -> Tensor:
         """This rank's part of the loss, () times the number of ranks: frameworks average gradients over ranks.
@@ -80,9 +87,16 @@ class Phases:
         forward: What computes the model's outputs: the model itself, or its own ``forward`` where this is called in
             place of it.
         group: As of ``RearrangedModel``.
+        blank: As of ``RearrangedModel``.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        group: dist.ProcessGroup | None = None,
+        blank: Mapping[str, Tensor] | None = None,
+    ) -> None:
         takes = "mm_encoder_outputs" in signature(model.forward).parameters
         if not takes or not hasattr(getattr(model, "model", None), "get_image_features"):
             raise ConfigError(
@@ -90,6 +104,8 @@ class Phases:
                 f"{', '.join(taking_encoded_images())} do, got {type(model).__name__}"
             )
         self.model, self._forward, self._group = model, forward, group
+        self._takes = [*_taken_of_images(model)]
+        self._blank = dict(blank or blank_image(model))
         self._listed = False
 
     def __call__(self, drawn: Drawn) -> Tensor:
@@ -100,9 +116,8 @@ class Phases:
     def _loss(self, drawn: Drawn) -> Tensor:
         plan, sizes = drawn.plan, drawn.plan.sizes
         images = {name: self._placed(tensor) for name, tensor in drawn.images.items()}
-        rows = {name: sizes["vision_units" if name == "pixel_values" else "images"] for name in images}
         if images:  # else no rank has any
-            images = exchange(images, rows, plan.to_vision, self._group)
+            images = exchange(images, {name: sizes[name] for name in images}, plan.to_vision, self._group)
         features = self._encode(images)
         features = exchange(features, dict.fromkeys(features, sizes["image_tokens"]), plan.features, self._group)
         tokens = exchange(
@@ -117,9 +132,13 @@ class Phases:
 
     def _encode(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Features of the images at hand, (image tokens, hidden); deep-stack features beside them."""
-        blank = not any(map(len, images.values()))
+        blank = not len(images.get("pixel_values", ()))
         inner: Any = self.model.model
-        encoded = inner.get_image_features(**(blank_image(self.model) if blank else images))
+        if unknown := images.keys() - {*self._takes}:
+            takes = f"{', '.join(self._takes)}, as {type(self.model).__name__} encodes them"
+            raise ConfigError(f"images must come as {takes}, got {', '.join(sorted(unknown))} too")
+        given = {name: self._placed(tensor) for name, tensor in self._blank.items()} if blank else images
+        encoded = inner.get_image_features(**as_one_row(given))
         # As they came, features are lists with a tensor for each image in some models.
         self._listed = not isinstance(encoded.pooler_output, Tensor)
         features = {"features": _joined(encoded.pooler_output)}
@@ -167,17 +186,57 @@ def _pack(tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def blank_image(model: Any) -> dict[str, Tensor]:
-    """The smallest image that a model's encoder takes."""
-    vision, (device, dtype) = model.config.vision_config, _place(model)
-    like: dict[str, Any] = {"device": device, "dtype": dtype}
-    if not hasattr(vision, "spatial_merge_size"):
-        size = vision.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.zeros((1, vision.num_channels, height, width), **like)}
+    """A small image as a model's encoder takes it, in the precision of its weights.
+
+    Raises:
+        ConfigError: The model's configuration does not tell what an image is like.
+    """
+    takes = _taken_of_images(model)
+    try:
+        blank = _blank_patches(model) if "image_grid_thw" in takes else _blank_tiles(model, takes)
+    except AttributeError:
+        blank = {}
+    needed = [name for name, parameter in takes.items() if parameter.default is parameter.empty]
+    if not blank.keys() >= {*needed}:
+        raise ConfigError(
+            f"blank must be a small image of {', '.join(needed)}, as {type(model).__name__} encodes it, got none, and "
+            "the model's configuration does not tell one; pass RearrangedModel(model, blank={...})"
+        )
+    return blank
+
+
+def _taken_of_images(model: Any) -> dict[str, Parameter]:
+    """What a model's encoder takes, tensors and settings."""
+    parameters = signature(model.model.get_image_features).parameters
+    gathering = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in gathering}
+
+
+def _blank_patches(model: Any) -> dict[str, Tensor]:
+    """As many patches of an encoder of native resolution as make one token."""
+    vision = model.config.vision_config
     side = vision.spatial_merge_size
     values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-    grid = torch.tensor([[1, side, side]], device=device)
-    return {"pixel_values": torch.zeros((side**2, values), **like), "image_grid_thw": grid}
+    pixels = torch.ones((side**2, values), dtype=_place(model)[1])
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+
+
+def _blank_tiles(model: Any, takes: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """One tile; of models that cut images into a grid and look at the whole as well, the smallest grid."""
+    config, vision, tiles = model.config, model.config.vision_config, 1
+    # Pixtral takes images of any size: two by two tokens, for Mistral3 cannot encode a single one.
+    native = hasattr(config, "spatial_merge_size")
+    size = 2 * vision.patch_size * config.spatial_merge_size if native else vision.image_size
+    height, width = image = (size, size) if isinstance(size, int) else size
+    if pinpoints := getattr(config, "image_grid_pinpoints", None):
+        image = min(pinpoints, key=prod)
+        tiles += prod(image) // (height * width)
+    blank = {"pixel_values": torch.ones((tiles, vision.num_channels, height, width), dtype=_place(model)[1])}
+    if "image_sizes" in takes and takes["image_sizes"].default is Parameter.empty:
+        blank["image_sizes"] = torch.tensor([image])
+    if "pixel_attention_mask" in takes:
+        blank["pixel_attention_mask"] = torch.ones((tiles, height, width), dtype=torch.long)
+    return blank
 
 
 def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from omnibal.cost import IntArray
 from omnibal.data.collate import IGNORED
@@ -23,8 +24,10 @@ from omnibal.integrations.rearranging import Drawn
 AHEAD: Final = 2
 """Steps that are drawn and planned before they are wanted."""
 
-MOVED: Final = ("pixel_values", "image_grid_thw")
-"""What samples may have for each image: of other models' tensors nobody has said how many rows an image has."""
+TOLD: Final = (*COLUMNS, *PER_IMAGE)
+"""Of each sample: what a plan needs, and the rows of each tensor of its images (tiles, patches, images)."""
+SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask"})
+"""Tensors that tell how much of an image is real: beside them smaller images may be padded to the largest."""
 
 _Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -104,19 +107,22 @@ class RearrangingLoader:
 
     def _steps(self) -> Iterator[_Step]:
         """What the thread makes: draws, tells the others what was drawn, plans."""
-        if self._state is not None:
-            self._source.load_state_dict(self._state)  # type: ignore[attr-defined]
-        batches = iter(self._source)
-        if self._state is None:
-            for _ in islice(batches, self._steps_done * self._micro_batches):
-                pass
+        batches = self._batches()
         while (step := self._next_step(batches)) is not None:
             yield step
+
+    def _batches(self) -> Iterator[Sequence[Any]]:
+        """This rank's draws from where it stands; what fails at the beginning is told as what fails later."""
+        if self._state is not None:
+            self._source.load_state_dict(self._state)  # type: ignore[attr-defined]
+        trained = 0 if self._state is not None else self._steps_done * self._micro_batches
+        yield from islice(self._source, trained, None)
 
     def _next_step(self, batches: Iterator[Sequence[Any]]) -> _Step | None:
         """One step of this rank, or None where all ranks' sources have ended."""
         try:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
+            tokens = [self._tokens(batch) for batch in read]
             state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
             told: Any = [self._sizes(batch) for batch in read], _image_shapes(read), self._settings()
         except Exception as error:
@@ -126,7 +132,7 @@ class RearrangingLoader:
         of_ranks = [sizes for sizes, *_ in of_ranks]
         if not any(of_ranks):
             return None
-        nothing = np.zeros((len(COLUMNS), 0), dtype=np.int64)
+        nothing = np.zeros((len(TOLD), 0), dtype=np.int64)
         per_batch = [
             [sizes[number] if number < len(sizes) else nothing for sizes in of_ranks]
             for number in range(max(map(len, of_ranks)))
@@ -134,10 +140,11 @@ class RearrangingLoader:
         # A step's last micro-batch is the one after which weights change: a short step is filled up with empty ones.
         per_batch += [[nothing] * len(of_ranks)] * (self._micro_batches - len(per_batch))
         total = sum(int(sizes[COLUMNS.index("target_tokens")].sum()) for ranks in per_batch for sizes in ranks)
-        read += [[] for _ in range(self._micro_batches - len(read))]
+        missing = self._micro_batches - len(read)
+        read, tokens = read + [[]] * missing, tokens + [self._tokens([])] * missing
         drawn = [
-            self._drawn(samples, shapes, self._plan(ranks, total))
-            for samples, ranks in zip(read, per_batch, strict=True)
+            Drawn(of_samples, _images_of(samples, shapes), self._plan(ranks, total))
+            for of_samples, samples, ranks in zip(tokens, read, per_batch, strict=True)
         ]
         return _Step(drawn, state)
 
@@ -149,41 +156,44 @@ class RearrangingLoader:
     def _plan(self, ranks: Sequence[IntArray], total_targets: int) -> StepPlan:
         """The same on all ranks, from the same numbers."""
         source = np.repeat(np.arange(len(ranks)), [sizes.shape[1] for sizes in ranks])
-        sizes = dict(zip(COLUMNS, np.concatenate(ranks, axis=1), strict=True))
+        sizes = dict(zip(TOLD, np.concatenate(ranks, axis=1), strict=True))
         plan = plan_step(source, sizes, len(ranks), self._costs, total_targets=total_targets)
         _ = plan.features, plan.imbalance  # here, rather than when the model runs
         return plan
 
     def _sizes(self, samples: Sequence[Mapping[str, Tensor]]) -> IntArray:
-        """Of each sample a column with all of ``COLUMNS``."""
-        for name in {name for sample in samples for name in sample} & {*PER_IMAGE} - {*MOVED}:
-            raise DataError(f"images must come as {' and '.join(MOVED)} to be rearranged, got {name} too")
+        """Of each sample a column with all of ``TOLD``."""
         rows = [
             (
                 len(sample.get("pixel_values", ())),
                 int(sample["image_grid_thw"].prod(dim=1).square().sum()) if "image_grid_thw" in sample else 0,
-                len(sample.get("image_grid_thw", ())),
                 int((sample["input_ids"] == self._image_token_id).sum()),
                 len(sample["input_ids"]),
                 int((sample["labels"] != IGNORED).sum()),
+                *(len(sample.get(name, ())) for name in PER_IMAGE),
             )
             for sample in samples
         ]
-        return np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)).T
+        return np.array(rows, dtype=np.int64).reshape(-1, len(TOLD)).T
 
-    def _drawn(self, samples: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, _Shape], plan: StepPlan) -> Drawn:
-        """This rank's tensors; images with no rows where others have some."""
-        images = {
-            name: torch.cat([torch.empty((0, *shape), dtype=dtype), *(s[name] for s in samples if name in s)])
-            for name, (shape, dtype) in shapes.items()
-        }
+    def _tokens(self, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """As of ``Drawn``."""
         padded = self._costs.padded
         tokens = [torch.empty((0, 2 + padded + self._collator.num_positions), dtype=torch.int64)]
         for sample in samples:
             ids = sample["input_ids"]
             types = [sample.get("token_type_ids", torch.zeros_like(ids))] if padded else []
             tokens.append(torch.stack([ids, sample["labels"], *types, *self._collator.positions(sample)], dim=1))
-        return Drawn(torch.cat(tokens), images, plan)
+        return torch.cat(tokens)
+
+
+def _images_of(samples: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, _Shape]) -> dict[str, Tensor]:
+    """This rank's images, with no rows where others have some."""
+    images = {}
+    for name, (shape, dtype) in shapes.items():
+        rows = [_padded(sample[name], shape) for sample in samples if name in sample]
+        images[name] = torch.cat([torch.empty((0, *shape), dtype=dtype), *rows])
+    return images
 
 
 def _agreed(told: Sequence[Any]) -> dict[str, _Shape]:
@@ -196,12 +206,22 @@ def _agreed(told: Sequence[Any]) -> dict[str, _Shape]:
     for rank, (*_, settings) in enumerate(told):
         if settings != told[0][2]:
             raise ConfigError(f"rank {rank}: settings must be those of rank 0, {told[0][2]}, got {settings}")
+    may_differ = any(name in SIZED for _, shapes, _ in told for name, _ in shapes)
     found: dict[str, _Shape] = {}
     for rank, (_, shapes, _) in enumerate(told):
-        for name, shape in shapes:
-            if found.setdefault(name, shape) != shape:
-                raise DataError(f"rank {rank}: rows of {name} must be as on other ranks, {found[name]}, got {shape}")
+        for name, (shape, dtype) in shapes:
+            most, kind = found.setdefault(name, (shape, dtype))
+            if (len(most), kind) != (len(shape), dtype) or (most != shape and not may_differ):
+                got = f"{most} of {kind}, got {shape} of {dtype}"
+                raise DataError(f"rank {rank}: rows of {name} must be as on other ranks, {got}")
+            found[name] = tuple(map(max, most, shape)), kind
     return found
+
+
+def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows of some shape, with zeros behind."""
+    behind = [most - size for most, size in zip(shape, rows.shape[1:], strict=True)]
+    return pad(rows, [amount for size in reversed(behind) for amount in (0, size)])
 
 
 def _image_shapes(batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[tuple[str, _Shape]]:

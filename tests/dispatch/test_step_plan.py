@@ -19,7 +19,6 @@ def sizes_of(vision, tokens):
     return {
         "vision_units": vision,
         "vision_squared": 0 * vision,
-        "images": vision > 0,
         "image_tokens": vision,
         "llm_tokens": tokens,
         "target_tokens": tokens // 2,

@@ -4,11 +4,23 @@ from copy import deepcopy
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Gemma3Config, Idefics3Config, PaliGemmaConfig, Qwen3_5Config, Qwen3VLMoeConfig, SmolVLMConfig
+from transformers import (
+    AyaVisionConfig,
+    Gemma3Config,
+    Glm4vConfig,
+    Idefics3Config,
+    Lfm2VlConfig,
+    Mistral3Config,
+    PaliGemmaConfig,
+    Qwen3_5Config,
+    Qwen3VLMoeConfig,
+    SmolVLMConfig,
+)
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from omnibal.integrations.losses import loss_per_target
-from tests.families.models import DEEP, MROPE, NATIVE_MLP, PINPOINTS, TEXT, TOWER, small_config
+from omnibal.integrations.packing import PER_IMAGE
+from tests.families.models import DEEP, MROPE, NATIVE_MLP, PATCH, PINPOINTS, TEXT, TOWER, small_config
 from tests.families.models import TILE as FIRST_TILE
 from tests.vlm.families import IMAGE_TOKEN, family_samples
 
@@ -16,6 +28,8 @@ TILED = {"idefics3": Idefics3Config, "smolvlm": SmolVLMConfig}
 """Families that pack, and that a pipeline does not know."""
 UNPACKED = ("gemma3", "paligemma", "qwen3_5")
 """Families whose attention cannot be packed."""
+FOREIGN = ("aya_vision", "glm4v", "lfm2_vl", "mistral3")
+"""Families that nobody but ``test_rearranging`` has tried, on padded rows."""
 PADDED = ("llava_next", "llava_onevision")
 TILE, TOKENS_PER_TILE = 16, 4
 
@@ -60,7 +74,28 @@ def config_of(model_type):
             text |= linear | rope | {"linear_num_value_heads": 2, "num_hidden_layers": 4}
             vision = deepcopy(NATIVE_MLP) | {"num_position_embeddings": 16}
             return Qwen3_5Config(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN)
-    return _shallow(small_config(model_type))
+    return _foreign_config(model_type, tower, text) if model_type in FOREIGN else _shallow(small_config(model_type))
+
+
+def _foreign_config(model_type, tower, text):
+    match model_type:
+        case "aya_vision":
+            tower |= {"model_type": "siglip_vision_model", "vision_use_head": False}
+            options = {"image_token_index": IMAGE_TOKEN}
+            return AyaVisionConfig(vision_config=tower, text_config=text | {"model_type": "cohere2"}, **options)
+        case "glm4v":
+            vision = deepcopy(NATIVE_MLP) | {"image_size": TILE}
+            rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4}}
+            return Glm4vConfig(vision_config=vision, text_config=text | rope, image_token_id=IMAGE_TOKEN)
+        case "lfm2_vl":
+            vision = tower | {"model_type": "siglip2_vision_model", "vision_use_head": False, "num_patches": 16}
+            text |= {"model_type": "lfm2", "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}
+            options = {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": 32}
+            return Lfm2VlConfig(vision_config=vision, text_config=text, **options)
+        case _:
+            vision = tower | {"model_type": "pixtral", "image_size": 4 * TILE, "head_dim": 8}
+            options = {"image_token_index": IMAGE_TOKEN}
+            return Mistral3Config(vision_config=vision, text_config=text | {"model_type": "mistral"}, **options)
 
 
 def _shallow(config):
@@ -78,11 +113,13 @@ def items_of(model_type):
     match model_type:
         case "idefics3" | "smolvlm":
             return [item | {"pixel_values": by_row(item["pixel_values"])} for item in _tiled_items(TOKENS_PER_TILE)]
-        case "gemma3":
+        case "gemma3" | "aya_vision":
             return _tiled_items(TOKENS_PER_TILE)
+        case "lfm2_vl" | "mistral3":
+            return _sized_items(model_type)
         case "paligemma":
             return _tiled_items(TILE, most=1)
-        case "qwen3_5" | "qwen3_vl_moe":
+        case "qwen3_5" | "qwen3_vl_moe" | "glm4v":
             return family_samples("qwen3_vl", SHAPES)
     items = family_samples(model_type, SHAPES)
     return [_with_padded_tiles(item) for item in items] if model_type in PADDED else items
@@ -117,11 +154,41 @@ def _tiled_items(tokens_per_tile, *, most=6):
     return items
 
 
+def _sized_items(model_type):
+    """With one image of any size at most, and what says its size."""
+    generator = torch.Generator().manual_seed(3)
+    items = []
+    for sizes, words in SHAPES:
+        rows, columns = [2 + side // 32 for side in sizes[0]] if sizes else (0, 0)
+        text = torch.randint(4, IMAGE_TOKEN, (words,), generator=generator)
+        ids = torch.cat([text[:1], torch.full((rows * columns,), IMAGE_TOKEN), text[1:]])
+        labels = torch.where(torch.arange(len(ids)) < len(ids) - words // 2, -100, ids)
+        items.append({"input_ids": ids, "labels": labels} | _sized_image(model_type, rows, columns, generator))
+    return items
+
+
+def _sized_image(model_type, rows, columns, generator):
+    """An image of so many tokens, each of 2 × 2 patches."""
+    if rows == 0:
+        return {"pixel_values": None}
+    if model_type == "mistral3":
+        size = (2 * PATCH * rows, 2 * PATCH * columns)
+        return {
+            "pixel_values": torch.randn(1, 3, *size, generator=generator),
+            "image_sizes": torch.tensor([size]),
+        }
+    patches, most = 4 * rows * columns, 64
+    real = (torch.arange(most) < patches).long()[None]
+    pixels = torch.randn(1, most, 3 * PATCH**2, generator=generator) * real[..., None]
+    shape = torch.tensor([[2 * rows, 2 * columns]])
+    return {"pixel_values": pixels, "spatial_shapes": shape, "pixel_attention_mask": real}
+
+
 class Collate:
     """Pads to a multiple of eight, as many collators do."""
 
     def __init__(self, model_type):
-        self.model_type, self.with_types = model_type, "qwen" in model_type
+        self.model_type, self.with_types = model_type, "qwen" in model_type or model_type == "glm4v"
 
     def __call__(self, items):
         longest = -max(len(item["input_ids"]) for item in items) // 8 * -8
@@ -135,7 +202,7 @@ class Collate:
             batch["token_type_ids"] = (batch["labels"] != -100).long()
         if self.with_types:
             batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).long()
-        for name in ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images"):
+        for name in PER_IMAGE:
             found = [item[name] for item in items if item.get(name) is not None]
             if found and name == "pixel_values" and self.model_type in TILED:
                 batch[name], batch["pixel_attention_mask"] = self.by_rows([item[name] for item in items])

@@ -16,30 +16,40 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from omnibal.dispatch.exchange import exchange
+from omnibal.data.limits import PackLimits
+from omnibal.dispatch.exchange import _exchange, exchange
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.dispatch.step_plan import Costs, Link
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import ConfigError, DataError, InfeasibleError
 from omnibal.integrations.exchange_costs import carried_bytes, counted_costs, measured_link
-from omnibal.integrations.packing import PackCollator, positions_of
+from omnibal.integrations.packing import FAMILIES, PackCollator, positions_of
 from omnibal.integrations.padded import RowCollator
-from omnibal.integrations.rearranging import RearrangedModel
+from omnibal.integrations.rearranging import Phases, RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader
-from tests.engine.launch import launch
+from tests.engine.launch import ROOT, launch
 from tests.families.models import small_config
-from tests.integrations.items import UNPACKED, Collate, collated_backward, config_of, items_of
+from tests.integrations.items import FOREIGN, UNPACKED, Collate, collated_backward, config_of, items_of
 from tests.vlm.families import IMAGE_TOKEN, plain_backward, plain_family_model
 
+PAGE = ROOT / "docs" / "rearranging.md"
 LEARNING_RATE = 0.05
 EXACT = {"rtol": 1e-4, "atol": 2e-6}
+BLANKS = {
+    "lfm2_vl": {
+        "pixel_values": torch.ones(1, 4, 48),
+        "spatial_shapes": torch.full((1, 2), 2),
+        "pixel_attention_mask": torch.ones(1, 4).long(),
+    }
+}
 TOLERANCES = {"qwen3_5": {"rtol": 1e-2, "atol": 1e-4}}
 """Its linear attention works in pieces of a padded row: other rows, other rounding."""
+ON_DEVICES = {"rtol": 1e-3, "atol": 1e-5}
 # Rank 1 draws texts alone; the last micro-batch leaves rank 0 without any.
 DRAWN = [[[0, 2, 5], [1, 6]], [[4, 7], [9]], [[10, 8], []]]
 
 
 def loader_of(family, batches, **options):
-    packed, collate = family not in UNPACKED, Collate(family)
+    packed, collate = family in FAMILIES, Collate(family)
     positions = positions_of(config_of(family), packed=packed)
     collator = PackCollator(collate, positions) if packed else RowCollator(collate, positions)
     return RearrangingLoader(batches, collator, image_token_id=IMAGE_TOKEN, prints=False, **options)
@@ -54,7 +64,8 @@ def gradients(family):
     """On every rank: gradients of a step of three micro-batches, averaged over ranks as DDP does."""
     model = plain_family_model(config_of(family))
     begun = deepcopy(model.state_dict())
-    rearranged = RearrangedModel(model)
+    model.to(device())
+    rearranged = RearrangedModel(model, blank=BLANKS.get(family))
     losses = [rearranged(drawn) for drawn in loader_of(family, batches_of(family, dist.get_rank()), micro_batches=3)]
     assert len(losses) == 3
     sum(losses).backward()
@@ -63,7 +74,11 @@ def gradients(family):
     for value in (loss, *found.values()):
         dist.all_reduce(value)
         value.div_(dist.get_world_size())
-    return loss, found, begun
+    return loss.cpu(), {name: gradient.cpu() for name, gradient in found.items()}, begun
+
+
+def device():
+    return torch.device(get_accelerator().current_device_name())
 
 
 def trained(family, host):
@@ -118,8 +133,8 @@ def moves_there_and_back():
     to_encoder, to_llm = Rearrangement(drawn, encoder, num_ranks), Rearrangement(drawn, llm, num_ranks)
     held = to_encoder.held_by(rank)
     tensors = {
-        "pixels": torch.randn(rows["pixels"][held].sum(), 3, 2, generator=generator, requires_grad=True),
-        "ids": torch.randint(99, (rows["ids"][held].sum(),), generator=generator),
+        "pixels": torch.randn(rows["pixels"][held].sum(), 3, 2, generator=generator).to(device()).requires_grad_(),
+        "ids": torch.randint(99, (rows["ids"][held].sum(),), generator=generator).to(device()),
     }
     encoded = exchange(tensors, rows, to_encoder)
     there = exchange(exchange(encoded, rows, to_encoder.inverse()), rows, to_llm)
@@ -137,6 +152,21 @@ def moves_there_and_back():
     torch.testing.assert_close(total[0], total[1])
     with pytest.raises(ConfigError, match=r"ids must have the .* rows of its samples"):
         exchange({"ids": torch.zeros(99)}, rows, to_encoder)
+
+
+def the_documented_loop_trains():
+    """Word by word."""
+    (loop,) = re.findall(r"```python\n(from omnibal.integrations.packing.*?)```", PAGE.read_text(), re.DOTALL)
+    model = plain_family_model(small_config("internvl"))
+    begun = model.lm_head.weight.detach().clone()
+    names = {"model": model, "batches": batches_of("internvl", dist.get_rank()), "collate": Collate("internvl")}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    exec(loop, names | {"DistributedDataParallel": DistributedDataParallel})
+    trained = model.lm_head.weight.detach()
+    theirs = trained.clone()
+    dist.broadcast(theirs, 0)
+    assert torch.equal(theirs, trained)
+    assert not torch.equal(trained, begun)
 
 
 def frozen_encoder_sends_nothing_back():
@@ -218,17 +248,25 @@ def what_costs_more_than_it_saves_does_not_move(family="internvl"):
 def links_are_measured():
     """The same on all ranks."""
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, measured_link(None, torch.device("cpu")), group=dist.new_group(backend="gloo"))
+    dist.all_gather_object(found, measured_link(None, device()), group=dist.new_group(backend="gloo"))
     assert len(set(found)) == 1
     assert all(value > 0 for value in found[0])
 
 
-def images_of_other_models_end_all_ranks():
-    """Nobody has said how many rows of a tensor belong to an image."""
-    batches = batches_of("llava_next", dist.get_rank())
-    collator = PackCollator(Collate("llava_next"), positions_of(small_config("llava_next")))
-    with pytest.raises(DataError, match="rank 0: images must come as pixel_values and image_grid_thw to be rearranged"):
-        next(iter(RearrangingLoader(batches, collator, image_token_id=IMAGE_TOKEN)))
+def on_devices(families, _):
+    """What a GPU and NCCL may do otherwise than a processor and gloo."""
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    torch.backends.cudnn.allow_tf32 = False
+    moves_there_and_back()
+    num, sent = dist.get_world_size(), torch.arange(6.0, device=device()).requires_grad_()
+    to_itself = Rearrangement(np.arange(num), np.arange(num), num)
+    arrived = _exchange({"sent": sent}, {"sent": np.full(num, 6)}, to_itself, None)["sent"]
+    arrived.sum().backward()
+    assert torch.equal(arrived, sent)
+    assert torch.equal(sent.grad, torch.ones_like(sent))
+    if num > 1:
+        links_are_measured()
+    return {family: gradients(family) for family in families}, {}
 
 
 def other_settings_end_all_ranks():
@@ -245,19 +283,43 @@ def other_settings_end_all_ranks():
         next(iter(loader_of("internvl", batches)))
 
 
+class Broken:
+    """A source that does not even begin."""
+
+    def __iter__(self):
+        raise OSError("no such disk")
+
+
 def faults_end_all_ranks():
-    batches = batches_of("internvl", dist.get_rank())
-    if dist.get_rank() == 1:
+    """What a source, a collator or a family's rule for positions raises on rank 1, and a sample that no rank holds."""
+    rank = dist.get_rank()
+
+    def ends(error, message, batches, family="internvl", **options):
+        with pytest.raises(error, match=message):
+            for _ in loader_of(family, batches, **options):
+                pass
+
+    ends(DataError, "^rank 1: no such disk$", Broken() if rank else batches_of("internvl", rank))
+    batches, other_grids = batches_of("internvl", rank), batches_of("qwen3_vl", rank)
+    if rank == 1:
         batches[1][0] = None
-    with pytest.raises(DataError, match=r"^rank 1: TypeError"):
-        for _ in loader_of("internvl", batches):
-            pass
+        other_grids[0][1] = other_grids[0][1] | {"image_grid_thw": 2 * other_grids[0][1]["image_grid_thw"]}
+    ends(DataError, "^rank 1: TypeError", batches)
+    ends(DataError, "^rank 1: .*image", other_grids, "qwen3_vl")
+    costs = Costs(limits=PackLimits(vision_units=99, llm_tokens=20))
+    ends(
+        InfeasibleError,
+        r"^sizes must fit within limits .* of at most 20 \(sample",
+        batches_of("internvl", rank),
+        costs=costs,
+    )
 
 
 def fails_in_the_middle(where):
     """Rank 1 fails and does not end; nothing but a message can end rank 0, which waits for it."""
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     rank, model = dist.get_rank(), plain_family_model(small_config("internvl"))
+    rearranged = RearrangedModel(model)
     if rank == 1:
         threading.Thread(target=threading.Event().wait).start()  # as threads of a real program may
         if where == "forward":
@@ -266,7 +328,7 @@ def fails_in_the_middle(where):
             model.lm_head.weight.register_hook(fail)
     drawn = next(iter(loader_of("internvl", batches_of("internvl", rank))))
     try:
-        RearrangedModel(model)(drawn).backward()
+        rearranged(drawn).backward()
     except MemoryError:
         if where == "forward":
             threading.Event().wait()
@@ -288,19 +350,19 @@ def test_a_rank_that_fails_is_heard_by_the_others_which_end(where):
 def work(families, hosts):
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     moves_there_and_back()
+    the_documented_loop_trains()
     frozen_encoder_sends_nothing_back()
     resumes()
     faults_end_all_ranks()
     what_costs_more_than_it_saves_does_not_move()
     links_are_measured()
     other_settings_end_all_ranks()
-    images_of_other_models_end_all_ranks()
     return {family: gradients(family) for family in families}, {host: trained(*host) for host in hosts}
 
 
 @pytest.mark.distributed
 def test_gradients_are_those_of_plain_transformers():
-    families = ["internvl", "llava", "qwen2_5_vl", "qwen3_vl"]
+    families = ["internvl", "llava", "llava_next", "llava_onevision", "idefics3", "qwen2_5_vl", "qwen3_vl", "mistral3"]
     check(families, [("internvl", "zero2"), ("internvl", "zero3"), ("qwen3_vl", "fsdp")])
 
 
@@ -310,23 +372,34 @@ def test_gradients_are_those_of_plain_transformers_on_four_processes_and_under_a
     hosts = [(family, host) for family in ("internvl", "qwen3_vl") for host in ("ddp", "fsdp")]
     hosts += [(family, f"zero{stage}") for family in ("internvl", "qwen3_vl") for stage in range(4)]
     check([], hosts)
-    families = ["internvl", "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *UNPACKED]
+    families = [*FAMILIES, *UNPACKED, *FOREIGN]
     check(families, [("qwen3_vl", "zero3")], num_ranks=4)
 
 
-def check(families, hosts, num_ranks=2):
-    results = launch(num_ranks, "tests.integrations.test_rearranging:work", families, hosts)
+@pytest.mark.gpu
+@pytest.mark.distributed
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_devices_exchange_over_nccl():
+    """Two devices; one sends to itself alone, for NCCL takes no two ranks on a device."""
+    num_ranks = min(torch.cuda.device_count(), 2)
+    check(["internvl", "llava_next", "qwen3_vl"], [], num_ranks, function="on_devices", accelerator="cuda")
+
+
+def check(families, hosts, num_ranks=2, *, function="work", accelerator="cpu"):
+    name = f"tests.integrations.test_rearranging:{function}"
+    results = launch(num_ranks, name, families, hosts, accelerator=accelerator)
     for family in families:
         items, plain = items_of(family), plain_family_model(config_of(family))
         plain.load_state_dict(results[0][0][family][2])
-        drawn = [items[sample] for of_ranks in DRAWN for samples in of_ranks for sample in samples]
-        loss = collated_backward(plain, drawn, family) if family in UNPACKED else plain_backward(plain, drawn)[0]
+        drawn = [items[sample] for of_ranks in DRAWN for samples in of_ranks[:num_ranks] for sample in samples]
+        loss = plain_backward(plain, drawn)[0] if family in FAMILIES else collated_backward(plain, drawn, family)
         expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+        tolerance = TOLERANCES.get(family, EXACT) if accelerator == "cpu" else ON_DEVICES
         for found_loss, found, _ in (of_families[family] for of_families, _ in results):
             assert float(found_loss) == pytest.approx(float(loss), rel=1e-5), family
             assert found.keys() == expected.keys()
             for name, gradient in expected.items():
-                torch.testing.assert_close(found[name], gradient, **TOLERANCES.get(family, EXACT))
+                torch.testing.assert_close(found[name], gradient, **tolerance)
     for family in {family for family, _ in hosts}:
         items, plain = items_of(family), plain_family_model(config_of(family))
         plain.load_state_dict(next(results[0][1][host][1] for host in hosts if host[0] == family))
@@ -348,6 +421,18 @@ def test_a_model_that_takes_no_encoded_images_is_refused():
         ConfigError, match=r"model must take mm_encoder_outputs .* internvl, .* qwen3_vl, .*, got Linear"
     ):
         RearrangedModel(torch.nn.Linear(2, 2))
+
+
+def test_a_model_whose_images_nobody_knows_is_told_what_they_are():
+    model = plain_family_model(config_of("lfm2_vl"))
+    needed = "blank must be a small image of pixel_values, spatial_shapes, pixel_attention_mask, as Lfm2VlFor"
+    with pytest.raises(ConfigError, match=needed):
+        RearrangedModel(model)
+    phases = Phases(model, model, blank=BLANKS["lfm2_vl"])
+    with pytest.raises(
+        ConfigError, match=r"images must come as pixel_values, .* as Lfm2VlFor.*, got image_grid_thw too"
+    ):
+        phases._encode({"pixel_values": torch.ones(1, 4, 48), "image_grid_thw": torch.ones(1, 3)})
 
 
 def test_what_travels_is_weighed():

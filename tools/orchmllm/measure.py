@@ -121,7 +121,7 @@ def planning(num_ranks: int) -> str:
     source, matrix = np.repeat(np.arange(num_ranks), 16), torch.rand(STEP, STEP)
     samples = generator.choice(len(lengths), len(source))
     units, tokens = lengths.vision_units[samples], lengths.llm_tokens[samples]
-    sizes = {"vision_units": units, "vision_squared": 0 * units, "images": units > 0, "image_tokens": units}
+    sizes = {"vision_units": units, "vision_squared": 0 * units, "image_tokens": units}
     sizes |= {"llm_tokens": tokens, "target_tokens": tokens}
     taken: list[float] = []
 

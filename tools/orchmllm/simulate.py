@@ -70,7 +70,6 @@ class Setting:
         return {
             "vision_units": units,
             "vision_squared": np.zeros_like(units) if squared is None else squared[samples],
-            "images": units > 0,
             "image_tokens": units,
             "llm_tokens": self.lengths.llm_tokens[samples],
             "target_tokens": np.ones_like(units),
