@@ -22,6 +22,8 @@ from omnibal.data.sources.shards import Shards, names_of, open_shards
 from omnibal.errors import DataError, said
 from omnibal.families.base import ImageRule, Size
 
+MOST_UNREAD: Final = 0.1
+"""Share of items that may be unreadable."""
 TURN_TOKENS: Final = 5
 """What ChatML adds to a turn."""
 IMAGE_TOKENS: Final = 2
@@ -121,7 +123,7 @@ def draw_lengths(
         count_tokens: How many tokens a text has.
 
     Raises:
-        DataError: No item can be measured; the message says why the first one cannot.
+        DataError: More than a tenth cannot be measured; the message says why the first one cannot.
     """
     return measure_items(_open(path, count, of_each_source, seed, image_folder), rule, count_tokens, str(path))
 
@@ -141,11 +143,15 @@ def measure_items(opened: Opened, rule: ImageRule, count_tokens: Count, named: s
         sums = np.array(loads, dtype=np.int64).reshape(-1, 3).sum(axis=0).tolist()
         measured.append((sums[0], sums[1] + tokens, sums[2]))
         usable.append(number)
-    if not measured:
+    num_items = len(problems) + len(measured)
+    if not measured or len(problems) > MOST_UNREAD * num_items:  # the others may be of another kind: texts, say
         where = "; records may state width and height, and --images says where images lie"
         first = problems[0] if problems else "it is empty"
         hint = where if "image must" in first else ""
-        raise DataError(f"data must have items whose lengths can be told, got none in {named}; {first}{hint}")
+        raise DataError(
+            f"data must have items whose lengths can be told, got {len(problems):,} of {num_items:,} that have none in "
+            f"{named}; {first}{hint}"
+        )
     units, all_tokens, squared = np.array(measured, dtype=np.int64).T
     lengths = SampleLengths(
         units,

@@ -90,11 +90,13 @@ def test_tokens_are_about_those_of_a_tokenizer(text, tokens):
 
 def test_what_cannot_be_measured_is_said(folder):
     gone = SHAREGPT | {"image": "gone.jpg"}
-    drawn = draw_lengths(write(folder / "some.jsonl", [FORMS["llava"], gone]), RULE)
-    assert len(drawn.lengths) == 1
-    assert drawn.problems == (f"{folder}/some.jsonl, line 2: image must exist, got {folder}/gone.jpg",)
-    with pytest.raises(DataError, match=r"data must have items whose lengths can be told, .*; .*line 1: image must ex"):
-        draw_lengths(write(folder / "none.jsonl", [gone]), RULE)
+    some = [*[FORMS["llava"]] * 9, gone]
+    drawn = draw_lengths(write(folder / "some.jsonl", some), RULE)
+    assert len(drawn.lengths) == 9
+    assert drawn.problems == (f"{folder}/some.jsonl, line 10: image must exist, got {folder}/gone.jpg",)
+    for records, count in (([*some, gone], "2 of 11"), ([gone], "1 of 1")):
+        with pytest.raises(DataError, match=rf"data must have items .*, got {count} that .*: image must .*--images"):
+            draw_lengths(write(folder / "many.jsonl", records), RULE)
     for record, message in (
         ({"videos": ["a.mp4"]}, "got a video, which is not supported"),
         ({"caption": "a"}, "must hold a conversation .* got the keys caption"),
