@@ -177,7 +177,7 @@ def kept_bytes(model: Any) -> Iterator[Callable[[], int]]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # itself, an output would keep its own graph alive where nobody runs backward
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield lambda: sum(found.values())
@@ -348,8 +348,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["real", "mix", "native"])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--samples", type=int, default=400, help="that every way trains in each table, about")
-    parser.add_argument("--out", type=Path, default=Path("dropin.json"), help="where measured steps are kept")
+    parser.add_argument("--out", type=Path, default=Path("runs/dropin.json"), help="where measured steps are kept")
     arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     kept = {}
     for kind in arguments.kinds:
         for micro_batches in arguments.accumulation:
