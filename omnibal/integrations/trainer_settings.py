@@ -97,14 +97,18 @@ def refuse_settings(trainer: Trainer) -> None:
         "average_tokens_across_devices": (args.average_tokens_across_devices, True),
         "label_smoothing_factor": (args.label_smoothing_factor, 0.0),
         "auto_find_batch_size": (args.auto_find_batch_size, False),
-        "context-parallel ranks": (trainer.get_cp_size(), 1),
-        "sequence-parallel ranks": (trainer.get_sp_size(), 1),
         "pipeline-parallel ranks": (_of_mesh(trainer, "pp_size"), 1),
         "n_gpu of a process": (max(args.n_gpu, 1), 1),
     }
     for name, (value, expected) in settings.items():
         if value != expected:
             raise ConfigError(f"{name} must be {expected} to train on packs, got {value}")
+    for name, ranks in (("context", trainer.get_cp_size()), ("sequence", trainer.get_sp_size())):
+        if ranks > 1:
+            raise ConfigError(
+                f"{name}-parallel ranks must be 1 to train on packs, got {ranks}; Trainer splits batches along their "
+                "tokens, which pixels lack; balanced_loader(mesh=...) deals packs to groups of ranks in other loops"
+            )
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not hasattr(model, "config"):
         raise ConfigError(f"model must be one of transformers' to train on packs, got {type(model).__name__}")

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.comm import init_distributed
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+from torch.nn import functional
+from transformers import AttentionInterface, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -20,6 +23,7 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.agreement import two_samples
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.loops import balanced_loader, item_loads
+from omnibal.vlm.attention import packed_attention
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.trainers import accelerate_afresh
@@ -179,11 +183,47 @@ def check_unlike_data(rank):
 
 
 def check_mesh(rank):
-    """Ranks that share tensors get the same packs."""
+    """Ranks of a group get the same packs, of which each runs a part of the sequence by DeepSpeed's Ulysses."""
     mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicas", "shares"))
     for name, place in (("replicas", (0, 1)), ("shares", (rank, RANKS))):
         sampler = balanced_loader(items_of(FAMILY), list, LIMITS, weigh_tokens=False, mesh=mesh[name]).pack_sampler
         assert (sampler.rank, sampler.num_replicas) == place
+    items, model, plain = items_of(FAMILY), model_of(), model_of()
+    loader = balanced_loader(items, Collate(FAMILY), PackLimits(16, 100), model=model, mesh=mesh["replicas"])
+    batch, pack = next(iter(loader)), loader.pack_sampler.packs_of_all_ranks(0)[0]
+    assert len(pack) > 2
+    split_sequence(model, batch, mesh["shares"])
+    plain_backward(plain, [items[sample] for sample in pack])
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.distributed.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def split_sequence(model, batch, mesh):
+    """Each rank's share of a pack's gradients: the ViT's and embeddings' of its tokens, and of its rows of the head."""
+    init_distributed("gloo", verbose=False)
+    config, part = model.config.text_config, mesh.get_local_rank()
+    attention = UlyssesSPAttentionHF(
+        packed_attention, 1, config.num_attention_heads, config.hidden_size // config.num_attention_heads,
+        config.num_key_value_heads, config.num_hidden_layers, mesh.get_group(), seq_length_is_variable=True,
+    )  # fmt: skip
+    AttentionInterface.register("ulysses_packed", attention)
+    model.set_attn_implementation({"text_config": "ulysses_packed", "vision_config": "sdpa"})
+    even = -batch["labels"].shape[1] % mesh.size()  # a sample of its own without targets
+    ids, labels, positions = (
+        functional.pad(batch[name], (0, even), value=value)
+        for name, value in (("input_ids", 0), ("labels", -100), ("position_ids", 0))
+    )
+    images = torch.cat([*model.get_image_features(batch["pixel_values"]).pooler_output])
+    embedded = model.get_input_embeddings()(ids)
+    is_image = (ids == model.config.image_token_id)[..., None]
+    embedded = embedded.masked_scatter(is_image, images).chunk(mesh.size(), dim=1)[part]
+    positions = positions.chunk(mesh.size(), dim=1)[part]
+    hidden = model.model.language_model(inputs_embeds=embedded, position_ids=positions, use_cache=False)[0]
+    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    rows = targets.chunk(mesh.size(), dim=1)[part][0]
+    loss = functional.cross_entropy(model.lm_head(hidden)[0], rows, reduction="sum")
+    (loss / (targets != -100).sum()).backward()
 
 
 def train_in_hosts(folder):

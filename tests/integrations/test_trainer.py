@@ -468,6 +468,10 @@ def with_video(items):
         ({"remove_unused_columns": True}, {}, ConfigError, "remove_unused_columns must be False"),
         ({"label_smoothing_factor": 0.1}, {}, ConfigError, r"label_smoothing_factor must be 0.0 .* got 0.1"),
         ({"auto_find_batch_size": True}, {}, ConfigError, "auto_find_batch_size must be False"),
+        *[
+            ({}, {f"get_{short}_size": lambda: 2}, ConfigError, rf"{name}-parallel ranks must be 1 .* got 2; .*\(mesh=")
+            for short, name in (("cp", "context"), ("sp", "sequence"))
+        ],
         ({}, {"get_train_dataloader": min}, ConfigError, "balance must be called once for a trainer"),
         ({}, {"compute_loss_func": min}, ConfigError, "compute_loss_func must be None"),
         *[
