@@ -119,6 +119,15 @@ def _holds_lengths(data: Path) -> bool:
         return b'"vit_num"' in file.read(HEAD_BYTES)
 
 
+def holds_conversations(data: Path) -> bool:
+    """Whether all commands read it: InternVL's meta file, or conversations as InternVL and LLaVA have them."""
+    if not data.is_file():
+        return False
+    with data.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    return b'"conversations"' in head or b'"annotation"' in head
+
+
 def _measured_before(data: Sequence[Path], model: Model) -> Measured:
     folder = next((path for path in data if path.is_dir()), None)
     if folder is not None and len(data) > 1:

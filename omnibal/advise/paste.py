@@ -45,7 +45,8 @@ STREAM_PACKS: Final[dict[Host, tuple[str, ...]]] = {
     ),
 }
 """The same of a stream; where something else trains, in a loop of one's own."""
-Kind = Literal["annotations", "lengths", "stream"]
+Kind = Literal["annotations", "lengths", "stream", "others"]
+"""Of data; others are read by ``omnibal advise`` alone."""
 CHECKPOINTING_OFF: Final[dict[Host, str]] = {
     "transformers": "gradient_checkpointing=False",
     "ms-swift": "--gradient_checkpointing false",
@@ -100,7 +101,7 @@ def lines_to_paste(
         f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
         f"then {after.samples_per_step:,.0f}"
     )
-    if packs and kind != "stream":
+    if packs and kind in ("annotations", "lengths"):
         first = "" if kind == "lengths" else f"omnibal lengths {data} lengths --model {model} && "
         lines.append(
             f"packs of all samples: {first}omnibal pack {data if kind == 'lengths' else 'lengths'} --limits "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import Advice, Change, causes_before_and_after, count_of, proposed_limits
 from omnibal.advise.estimate import Estimate, Way
+from omnibal.advise.measuring import holds_conversations
 from omnibal.advise.paste import Kind, lines_to_paste, pipeline_lines
 from omnibal.advise.question import Question
 from omnibal.data.limits import PackLimits
@@ -79,7 +80,8 @@ class Report:
         """The lines that adopt it."""
         advice, asked = self.advice, self.question
         measured = asked.measured.is_whole
-        kind: Kind = "lengths" if measured else "stream" if asked.measured.is_stream else "annotations"
+        kind: Kind = "annotations" if holds_conversations(Path(asked.data)) else "others"
+        kind = "lengths" if measured else "stream" if asked.measured.is_stream else kind
         names = {"data": asked.data, "model": asked.model_path}
         found = lines_to_paste(advice, asked.present, asked.cluster, self.limits, **names, kind=kind)
         if advice.plan is not None:

@@ -108,6 +108,22 @@ def test_a_stream_is_piped_and_told_what_its_buffer_gives_up():
     assert not any("packs of all samples" in line for line in lines)
 
 
+def test_only_what_all_commands_read_is_measured_by_them(omnibal, tmp_path):
+    turns = [("human", "user", "What? " * 30), ("gpt", "assistant", "word " * 50)]
+    answers = []
+    for form in ("conversations", "messages"):
+        path = tmp_path / f"{form}.jsonl"
+        keys = ("from", "value") if form == "conversations" else ("role", "content")
+        said = [dict(zip(keys, (turn[form == "messages"], turn[2]), strict=True)) for turn in turns]
+        records = [
+            {form: said} | ({"image": "a.jpg", "width": 900, "height": 900} if n % 3 else {}) for n in range(300)
+        ]
+        path.write_text("\n".join(map(json.dumps, records)))
+        answers.append(omnibal("advise", path, *RUN, "--batch", 2).stdout)
+    assert f"omnibal lengths {tmp_path}/conversations.jsonl lengths --model FOLDER && omnibal pack" in answers[0]
+    assert answers[1] == answers[0].split("packs of all samples:")[0]
+
+
 def test_a_mixture_of_todays_ds_config_says_what_is_drawn(omnibal, annotations, tmp_path):
     shares = {"train": 1, "scans": 3}
     meta = {name: {"root": ".", "annotation": str(annotations), "repeat_time": 0.5} for name in shares}

@@ -58,13 +58,18 @@ def test_of_many_shards_some_are_read(tmp_path, monkeypatch):
 
 
 def test_lines_of_standard_input_are_items(tmp_path, monkeypatch):
-    lines = [json.dumps(FORMS["stated"]), "", "{", "[]", json.dumps({"query": ASKED, "response": SAID})]
+    lines = [*[json.dumps(FORMS["stated"])] * 18, "", "{", "[]", json.dumps({"query": ASKED, "response": SAID})]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     found = measured(STANDARD_INPUT)
-    assert found.lengths.vision_units.tolist() == [200, 0]
-    assert [problem.split(":")[0] for problem in found.problems] == ["standard input, line 3", "standard input, line 4"]
+    assert found.lengths.vision_units.tolist() == [200] * 18 + [0]
+    assert [problem.split(":")[0] for problem in found.problems] == [
+        "standard input, line 20",
+        "standard input, line 21",
+    ]
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    with pytest.raises(DataError, match="whose lengths can be told, got none in the shards; it is empty"):
+    with pytest.raises(
+        DataError, match="whose lengths can be told, got 0 of 0 that have none in the shards; it is empty"
+    ):
         measured(STANDARD_INPUT)
 
 
