@@ -1,7 +1,7 @@
 """Tensors on their way between neighbouring stages while these compute: sends and receives that do not block."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,9 @@ from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32)
-DESCRIPTION: Shape = (torch.int64, (1024,))
-"""What tells a receiver of a pack to come: its tensors (how many, and of each its dtype, dimensions and sizes), and its
-counts (how many numbers, image tokens, how many samples, tokens of each; then the further integers, of each the length
-and letters of its name, its rows, the numbers in a row, 0 where rows are numbers, and these), none of them where they
-would not fit in."""
+DESCRIPTION: Shape = (torch.uint8, (8192,))
+"""What tells a receiver of a pack to come, as JSON with spaces behind it: of each of its tensors the dtype's place and
+the shape, and the pack's counts, null where they are not known or would not fit in."""
 
 
 class Link(NamedTuple):
@@ -154,45 +152,17 @@ def _finish(coming: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, ...]:
 
 def describe(tensors: Sequence[Tensor]) -> Tensor:
     """The DESCRIPTION of a pack's tensors and of what is noted of it."""
-    words = [len(tensors)]
-    for tensor in tensors:
-        words += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    dtype, (size,) = DESCRIPTION
+    shapes = [[_DTYPES.index(tensor.dtype), tensor.shape] for tensor in tensors]
     counts = counts_of(tensors)
-    numbers = list(_numbers_of(counts))
-    if numbers and len(words) + 1 + len(numbers) <= size:
-        words += [len(numbers), *numbers]
-    return torch.tensor(words + [0] * (size - len(words)), dtype=dtype)
+    known = None if counts is None or counts.image_tokens is None else counts._replace(integers=dict(counts.integers))
+    dtype, (size,) = DESCRIPTION
+    texts = (json.dumps([shapes, told], separators=(",", ":")).encode() for told in (known, None))
+    text = next(text for text in texts if len(text) <= size)
+    return torch.frombuffer(bytearray(text.ljust(size)), dtype=dtype)
 
 
 def read_description(description: Tensor) -> tuple[list[Shape], PackCounts | None]:
     """Dtypes and shapes of the tensors, and the counts; the host waits for a device's description."""
-    words = iter(description.tolist())
-    shapes = [(_DTYPES[next(words)], tuple(next(words) for _ in range(next(words)))) for _ in range(next(words))]
-    return shapes, _counts_of(_take(words))
-
-
-def _numbers_of(counts: PackCounts | None) -> Iterator[int]:
-    if counts is None or counts.image_tokens is None:
-        return
-    yield from (counts.image_tokens, len(counts.sample_lengths), *counts.sample_lengths)
-    for name, rows in counts.integers.items():
-        width = len(rows[0]) if rows and isinstance(rows[0], list) else 0
-        yield from (len(name), *map(ord, name), len(rows), width, *(chain(*rows) if width else rows))
-
-
-def _counts_of(numbers: Sequence[int]) -> PackCounts | None:
-    if not numbers:
-        return None
-    words = iter(numbers)
-    image_tokens, lengths, integers = next(words), tuple(_take(words)), {}
-    for length in words:
-        name = "".join(chr(next(words)) for _ in range(length))
-        count, width = next(words), next(words)
-        integers[name] = [[next(words) for _ in range(width)] if width else next(words) for _ in range(count)]
-    return PackCounts(image_tokens, lengths, integers)
-
-
-def _take(words: Iterator[int]) -> list[int]:
-    """As many numbers as the first one says."""
-    return [next(words) for _ in range(next(words))]
+    shapes, counts = json.loads(bytes(description.tolist()))
+    told = None if counts is None else PackCounts(counts[0], tuple(counts[1]), counts[2])
+    return [(_DTYPES[dtype], tuple(shape)) for dtype, shape in shapes], told

@@ -35,9 +35,9 @@ def test_a_description_tells_shapes_and_counts(counts):
 
 def test_counts_that_do_not_fit_into_a_description_are_left_out():
     payload = (torch.zeros(3),)
-    note_counts(payload, PackCounts(0, (1,) * 1017))
+    note_counts(payload, PackCounts(0, (1,) * 4086))
     assert read_description(describe(payload))[1] is not None
-    note_counts(payload, PackCounts(0, (1,) * 1018))
+    note_counts(payload, PackCounts(0, (1,) * 4087))
     assert read_description(describe(payload)) == ([(torch.float32, (3,))], None)
 
 
