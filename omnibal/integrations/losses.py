@@ -168,42 +168,39 @@ class StepLoss:
                     f"{config.model_type!r}; nobody has shown that its router's loss is the one of Switch Transformers"
                 )
             self._top_k, self._factor = text.num_experts_per_tok, text.router_aux_loss_coef
-        self._trainer, self._reduction, self._draw = trainer, reduction, trainer.get_batch_samples
+        self._trainer, self._reduction = trainer, reduction
+        self._draw, self._compute = trainer.get_batch_samples, trainer.compute_loss
         self._weights = deque[Tensor]()  # of the step's micro-batches, in their order
-        self._labels = deque[Tensor]()
-        self._sums = False
-        """Whether the model gave a sum of losses for the logits of the newest micro-batch."""
         self._routed = deque[Tensor]()
         self._routed_of_step = torch.zeros(())
+        self._head: Any = None
+        """The head of the micro-batch that is computed, where it works on target rows alone."""
         self._replicas = trainer.args.world_size // trainer.get_tp_size()
 
     def install(self) -> None:
-        """Let the trainer train with it, and its model's head work on target rows alone where it can."""
+        """Let the trainer train with it."""
         self._trainer.compute_loss_func = self
-        vars(self._trainer)["get_batch_samples"] = self.draw
-        from omnibal.integrations.target_rows import HeadOnTargets, base_of  # hosts may lack transformers
+        vars(self._trainer).update(get_batch_samples=self.draw, compute_loss=self.compute)
 
-        if works_on_targets(self._trainer):
-            model = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
-            self._head = HeadOnTargets(model, self._targets)
-            model.register_forward_hook(self._look)
+    def compute(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
+        """In the place of ``compute_loss``: where it trains, the model's head works on target rows alone, if it can.
 
-    def _targets(self) -> tuple[Tensor, Tensor | None] | None:
-        """What the head works on now; None in evaluation."""
-        if not self._labels or not torch.is_grad_enabled():
-            return None
+        The model is as ever before and behind it: to be copied, saved, evaluated or given to another trainer.
+        """
+        if not (torch.is_grad_enabled() and works_on_targets(self._trainer)):
+            return self._compute(model, inputs, *others, **options)
+        from omnibal.integrations.target_rows import base_of, head_on_targets  # hosts may lack transformers
+
+        base = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
         weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))
-        return functional.pad(self._labels[0][:, 1:], (0, 1), value=IGNORED), weights
-
-    def _look(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Behind the model's own forward pass: what wraps it may copy what it gives."""
-        self._sums = self._head.has_given(getattr(output, "logits", None))
+        targets = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED), weights
+        with head_on_targets(base, targets) as self._head:
+            return self._compute(model, inputs, *others, **options)
 
     def draw(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """A step's micro-batches in training, and the sum of all ranks' weights in place of their tokens' number."""
         batches, _ = self._draw(iterator, num_batches, device)
         self._weights = deque(token_weights(batch, self._reduction)[:, 1:].to(device) for batch in batches)
-        self._labels = deque(batch["labels"] for batch in batches)
         self._routed = deque(routed_tokens(batch).flatten().to(device) for batch in batches if self.routes)
         totals = torch.zeros(2, device=device)
         for weights, routed in zip_longest(self._weights, self._routed, fillvalue=totals.new_zeros(())):
@@ -214,14 +211,15 @@ class StepLoss:
         return batches, total
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """In evaluation, whose batches have no weights, as ``loss_per_target``, with the model's own router's loss."""
-        if not self._weights:
+        """In evaluation as ``loss_per_target``, with the model's own router's loss."""
+        if not torch.is_grad_enabled():
             loss: Tensor = _per_target(outputs, labels, num_items_in_batch)
             if self.routes:  # Trainer multiplies what it gets by the replicas
                 loss = loss + self._factor * outputs["aux_loss"] / self._replicas
             return loss
-        weights, _ = self._weights.popleft()[labels[:, 1:] != IGNORED], self._labels.popleft()
-        losses = outputs["logits"] if self._sums else _cross_entropy(outputs, labels) * weights
+        weights, head = self._weights.popleft()[labels[:, 1:] != IGNORED], self._head
+        sums = head is not None and head.is_used
+        losses = outputs["logits"] if sums else _cross_entropy(outputs, labels) * weights
         loss = losses.sum() / num_items_in_batch.clamp(min=LEAST)
         if self.routes:
             counted = self._routed.popleft()

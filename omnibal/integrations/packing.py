@@ -213,7 +213,8 @@ def check_packed(
     Raises:
         ConfigError: It does not; the message says by how much.
     """
-    was_training, device = model.training, device or next(model.parameters()).device
+    device = device or next(model.parameters()).device
+    were_training = [module for module in model.modules() if module.training]  # a frozen ViT may not be
     model.eval()
     try:
         with torch.no_grad():
@@ -221,7 +222,8 @@ def check_packed(
             alone = torch.cat([_logits(model, _plain(sample), device) for sample in samples])
             packed = _logits(model, collator.pack(samples), device)
     finally:
-        model.train(was_training)
+        for module in were_training:
+            module.training = True
     error = float((packed - alone).float().norm() / alone.float().norm())
     if not error <= (ROUNDED if rounded or alone.dtype.itemsize < torch.float32.itemsize else EXACT):
         raise ConfigError(

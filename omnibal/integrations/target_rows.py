@@ -1,7 +1,8 @@
 """The loss of any transformers model from the rows that predict a target, without the logits of the others."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -82,6 +83,8 @@ class HeadOnTargets:
         self._head, self._logits, self._targets = model.lm_head, model.lm_head.forward, targets
         self._given: tuple[int, int] | None = None
         """Where the number lies that was given last, and how often it was changed."""
+        self.is_used = False
+        """Whether the model's last output, if it was looked at, has such a number for its logits."""
         vars(model.lm_head)["forward"] = self
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -119,6 +122,34 @@ class HeadOnTargets:
             raise ConfigError("lm_head's logits must reach the loss unchanged under target_rows, got changed ones")
         return True
 
+    def look(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Behind the model's own forward pass."""
+        self.is_used = self.has_given(getattr(output, "logits", None))
+
+
+@contextmanager
+def head_on_targets(model: Any, targets: tuple[Tensor, Tensor | None]) -> Iterator[HeadOnTargets]:
+    """Within it, a model's head gives the sum of its targets' losses; behind it, the model is what it was.
+
+    Args:
+        model: As ``check_head`` wants it.
+        targets: As of ``HeadOnTargets``.
+
+    Yields:
+        The head; its ``is_used`` tells, when the model's forward pass is done, whether its logits are that sum.
+    """
+    own = vars(model.lm_head)
+    before = {name: value for name, value in own.items() if name == "forward"}
+    head = HeadOnTargets(model, lambda: targets)
+    # Before whatever else looks at the output, and may copy it.
+    seen = model.register_forward_hook(head.look, prepend=True)
+    try:
+        yield head
+    finally:
+        seen.remove()
+        del own["forward"]
+        own.update(before)
+
 
 class _TargetRows:
     """What passes from labels to the head, and from there to the loss, in one forward pass of a model."""
@@ -127,7 +158,11 @@ class _TargetRows:
         self._signature = inspect.signature(type(model).forward)
         self._labels: Tensor | None = None
         self._is_used = False
-        self._head = HeadOnTargets(model, lambda: None if self._labels is None else (self._labels, None))
+        self._head = HeadOnTargets(model, self._targets)
+
+    def _targets(self) -> tuple[Tensor, None] | None:
+        """No lambda, which a copy of the model would share with it."""
+        return None if self._labels is None else (self._labels, None)
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model's forward pass."""

@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
 
 from omnibal.advise.wait import Trainer as Layout
 from omnibal.cost import Load
@@ -29,7 +28,7 @@ class Trained(NamedTuple):
     """Of a mixture's sources: asked for, and held."""
 
 
-class RecipeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+class RecipeCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps in Trainer's checkpoints what batches depend on, goes on from no other one, and checks the model."""
 
     def recipe(self) -> dict[str, Any]:
@@ -40,31 +39,27 @@ class RecipeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Called once, when the model is wrapped and loaded, before the first step."""
         raise NotImplementedError
 
-    def state(self) -> dict[str, Any]:
-        """What Trainer writes into ``trainer_state.json``."""
-        return {"args": {}, "attributes": {"recipe": self.recipe()}}
-
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Refuse a checkpoint with other batches, on all ranks alike, and check the model.
 
         Raises:
             ConfigError: The checkpoint has other batches, or as of ``check``.
         """
-        own, name = self.state(), type(self).__name__
+        # Under a name that is no callback's: Trainer makes callbacks anew of what it finds under theirs.
+        own, name = self.recipe(), f"omnibal.{type(self).__name__}"
         kept: Any = state.stateful_callbacks
-        saved = kept.setdefault(name, own if args.ignore_data_skip else None)
-        if saved is None:
-            raise ConfigError(
-                "the checkpoint must have been saved under balance as it is called now, got one of other batches; "
-                "ignore_data_skip=True begins its epoch anew"
-            )
-        for key, value in own["attributes"]["recipe"].items():
-            found = saved["attributes"]["recipe"].get(key)
-            if found != value and not args.ignore_data_skip:
+        if state.global_step and not args.ignore_data_skip:
+            if name not in kept:
                 raise ConfigError(
-                    f"{key} must be that of the checkpoint, {found!r}, got {value!r}; "
+                    "the checkpoint must have been saved under balance as it is called now, got one of other batches; "
                     "ignore_data_skip=True begins its epoch anew"
                 )
+            for key, value in own.items():
+                if kept[name].get(key) != value:
+                    raise ConfigError(
+                        f"{key} must be that of the checkpoint, {kept[name].get(key)!r}, got {value!r}; "
+                        "ignore_data_skip=True begins its epoch anew"
+                    )
         kept[name] = own
         self.check()
 
@@ -84,7 +79,7 @@ class PacksCallback(RecipeCallback):
         self, trainer: Trainer, sampler: PackSampler, costs: Costs | None, layout: Layout, check: Callable[[], None]
     ) -> None:
         self._trainer, self._sampler, self._check = trainer, sampler, check
-        self._costs, self._layout = costs, layout
+        self._costs, self._layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
         self._began, self._steps, self._unlogged = 0.0, list[Trained](), list[Trained]()
         self._peaks: list[float] = []
 
@@ -96,7 +91,17 @@ class PacksCallback(RecipeCallback):
         return kept | ranks | {"padded": isinstance(sampler, PaddedSampler)}
 
     def check(self) -> None:
-        """As it was given."""
+        """That steps are still as they were planned; and as it was given.
+
+        Raises:
+            ConfigError: They are not, as where a search of hyperparameters changes them.
+        """
+        found = self._trainer.args.gradient_accumulation_steps
+        if found != self._accumulation:
+            raise ConfigError(
+                f"gradient_accumulation_steps must stay as balance found it, {self._accumulation}, got {found}; "
+                "set it before balance is called"
+            )
         self._check()
 
     def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:

@@ -96,6 +96,7 @@ def refuse_settings(trainer: Trainer) -> None:
         "remove_unused_columns": (args.remove_unused_columns, False),
         "average_tokens_across_devices": (args.average_tokens_across_devices, True),
         "label_smoothing_factor": (args.label_smoothing_factor, 0.0),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, None),  # its noise shrinks with the length of what is run
         "auto_find_batch_size": (args.auto_find_batch_size, False),
         "pipeline-parallel ranks": (_of_mesh(trainer, "pp_size"), 1),
         "n_gpu of a process": (max(args.n_gpu, 1), 1),

@@ -225,7 +225,10 @@ def _equip(trainer: Trainer, dataset: Any, sampler: PackSampler, collator: Packi
 
 
 def _check(trainer: Trainer, collator: Packing, dataset: Any, lengths: SampleLengths) -> None:
-    """Check that packs are as good as their samples alone, by two of them."""
+    """Check that the dataset is the planned one, and that packs are as good as their samples alone, by two of them."""
+    is_other = trainer.train_dataset is not dataset
+    if is_other:
+        raise ConfigError("train_dataset must stay the one that balance has planned, got another; make a new Trainer")
     if isinstance(collator, PackCollator):
         check_model(trainer, collator, [dataset[sample] for sample in two_samples(lengths)])
 

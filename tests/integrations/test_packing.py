@@ -64,12 +64,13 @@ def test_a_model_whose_samples_see_each_other_is_refused():
         check_packed(Cached(), collator_of("internvl"), items_of("internvl")[:3])
 
 
-def test_the_check_leaves_the_model_in_its_mode():
+def test_the_check_leaves_every_part_of_the_model_in_its_mode():
     plain = plain_family_model(config_of("internvl"))
-    for training in (True, False):
-        plain.train(training)
+    for training, of_vision in [(True, False), (False, False), (True, True)]:
+        plain.train(training).model.vision_tower.train(of_vision)
+        before = [module.training for module in plain.modules()]
         check_packed(plain, collator_of("internvl"), items_of("internvl")[:2])
-        assert plain.training == training
+        assert [module.training for module in plain.modules()] == before
 
 
 def test_other_samples_than_planned_are_named():

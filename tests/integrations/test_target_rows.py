@@ -51,6 +51,16 @@ def test_loss_and_gradients_are_the_models_own(tied, count):
     assert_close(ours, plain, rtol=1e-4, atol=1e-6)
 
 
+def test_a_copy_of_the_model_trains_as_it_does():
+    model = text_model(LlamaConfig(**SMALL))
+    target_rows(model)
+    found = []
+    for one in (model, deepcopy(model)):
+        one.train()(**padded_batch()).loss.backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+    assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("family", ["internvl", "llava", "qwen2_5_vl"])
 def test_so_they_are_of_image_text_models(family):
     model = plain_family_model((tied_config if family == "llava" else small_config)(family))

@@ -1,6 +1,7 @@
 """transformers.Trainer on two gloo processes trains what plain transformers would, sample by sample."""
 
 import re
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate")
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from omnibal.data.lengths import SampleLengths
@@ -271,6 +272,59 @@ def test_the_head_works_on_target_rows_alone(tmp_path, lora, reduction, padded):
     assert [(trains, shape[-1]) for trains, shape in seen] == [(False, base.config.get_text_config().vocab_size)]
 
 
+class BetweenPasses(TrainerCallback):
+    """Evaluates within a step, copies the model, and ends the run as Ctrl-C does."""
+
+    def __init__(self, trainer):
+        self.trainer, self.loss, self.copy = trainer, None, None
+
+    def on_substep_end(self, *arguments, **others):
+        self.loss, self.copy = self.trainer.evaluate()["eval_loss"], deepcopy(self.trainer.model)
+        raise KeyboardInterrupt
+
+
+def test_between_passes_the_model_is_as_ever(tmp_path):
+    trainer = trainer_of("internvl", tmp_path, max_steps=1, eval_dataset=items_of("internvl")[:3])
+    balance(trainer, LIMITS["internvl"])
+    expected, within = trainer.evaluate()["eval_loss"], BetweenPasses(trainer)
+    trainer.add_callback(within)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert within.loss == trainer.evaluate()["eval_loss"] == pytest.approx(expected)
+    assert "forward" not in vars(within.copy.lm_head)
+    assert not within.copy._forward_hooks
+    assert trainer.model.train()(**plain_inputs(items_of("internvl")[0])).logits.dim() == 3
+    trainer.remove_callback(BetweenPasses)
+    assert trainer.train().global_step == 1
+
+
+def test_a_model_that_is_made_as_training_begins_has_its_head_on_target_rows(tmp_path):
+    seen, first = [], trainer_of("internvl", tmp_path, max_steps=1)
+
+    def made():
+        model = Case("internvl").plain()
+        model.lm_head.register_forward_hook(lambda *given: seen.append((torch.is_grad_enabled(), given[-1].shape)))
+        return model
+
+    data = {"data_collator": first.data_collator, "train_dataset": first.train_dataset}
+    trainer = Trainer(args=first.args, model_init=made, **data)
+    balance(trainer, LIMITS["internvl"])
+    trainer.train()
+    assert {shape for trains, shape in seen if trains} == {(1, 1, 1)}
+
+
+def test_what_steps_were_planned_for_must_stay(tmp_path):
+    trainer = trainer_of("internvl", tmp_path, max_steps=1)
+    balance(trainer, LIMITS["internvl"])
+    trainer.args.gradient_accumulation_steps = 3
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps must stay as balance found it, 2, got 3; set"):
+        trainer.train()
+    trainer.args.gradient_accumulation_steps = 2
+    trainer.train_dataset = items_of("internvl")[:5]
+    with pytest.raises(ConfigError, match="train_dataset must stay the one that balance has planned, got another"):
+        trainer.train()
+
+
 def test_the_line_says_where_there_is_no_gain(tmp_path, capsys):
     sampler = balance(trainer_of("internvl", tmp_path, max_steps=5))
     line = capsys.readouterr().out
@@ -294,10 +348,11 @@ def test_a_checkpoint_of_other_packs_is_refused(tmp_path):
         balance(other, limits)
         with pytest.raises(ConfigError, match=message):
             other.train(**resumed)
-    anew = again(seed=7, ignore_data_skip=True)
-    balance(anew, LIMITS["internvl"])
-    anew.train(**resumed)
-    assert anew.state.global_step == 2
+    for options in ({"seed": 7, "ignore_data_skip": True}, {"restore_callback_states_from_checkpoint": True}):
+        anew = again(**options)
+        balance(anew, LIMITS["internvl"])
+        anew.train(**resumed)
+        assert anew.state.global_step == 2
 
 
 def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
@@ -472,6 +527,7 @@ def with_video(items):
             ({}, {f"get_{short}_size": lambda: 2}, ConfigError, rf"{name}-parallel ranks must be 1 .* got 2; .*\(mesh=")
             for short, name in (("cp", "context"), ("sp", "sequence"))
         ],
+        ({"neftune_noise_alpha": 5.0}, {}, ConfigError, "neftune_noise_alpha must be None"),
         ({}, {"get_train_dataloader": min}, ConfigError, "balance must be called once for a trainer"),
         ({}, {"compute_loss_func": min}, ConfigError, "compute_loss_func must be None"),
         *[
