@@ -59,9 +59,9 @@ def summed_loss(
     Returns:
         A float32 number.
     """
-    if not torch.is_grad_enabled():
-        chunks = _chunks(rows, targets)
-        return torch.stack([_log_probabilities(head(part), wanted)[1].sum().neg() for part, wanted in chunks]).sum()
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (rows, *parameters))):
+        chosen = torch.cat([_log_probabilities(head(part), wanted)[1][:, 0] for part, wanted in _chunks(rows, targets)])
+        return -(chosen if weights is None else chosen * weights).sum()
     total: Tensor = _SummedLoss.apply(head, targets, weights, rows, *parameters)  # type: ignore[no-untyped-call]
     return total
 

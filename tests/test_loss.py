@@ -75,11 +75,18 @@ def test_weights_count_rows_and_a_second_backward_pass_is_refused():
     loss = summed_loss(module, list(module.parameters()), rows, wanted, weights)
     expected = (functional.cross_entropy(module(rows), wanted, reduction="none") * weights).sum()
     assert_close(loss, expected)
+    with torch.no_grad():
+        assert_close(summed_loss(module, list(module.parameters()), rows, wanted, weights), expected.detach())
     leaves = [hidden, *module.parameters()]
     found = torch.autograd.grad(loss, leaves, retain_graph=True)
     assert_close(found, torch.autograd.grad(expected, leaves, retain_graph=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, leaves)
+
+
+def test_where_nothing_is_trained_there_is_a_loss_all_the_same():
+    module, hidden, labels = case(0, 20, 0.5, frozen=True)
+    assert_close(ours(module, hidden.detach(), labels), theirs(module, hidden.detach(), labels))
 
 
 class Counting(nn.Linear):

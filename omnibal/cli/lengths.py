@@ -69,6 +69,8 @@ def lengths(
     if kind == "ds_config":
         refuse(options, "a ds_config names data and model")
         run = open_run(source, broken=broken, processes=processes)
+        if not run.section.data.train:
+            raise ConfigError(f"omnibal.data.train must name the data, got none in {source}")
         folder = out or run.files.lengths
         check_folder("out", folder)
         found = run.usable_lengths

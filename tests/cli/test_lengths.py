@@ -209,3 +209,7 @@ def test_a_single_source_needs_no_total():
     text = text_of(lengths_table(statistics_of(lengths)))
     assert "all" not in text
     assert "target" not in text
+
+
+def test_a_ds_config_without_data_is_told_which_key_names_it(refusal, ds_config):
+    assert "omnibal.data.train must name the data, got none in" in refusal("lengths", ds_config(data={"train": None}))
