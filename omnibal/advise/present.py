@@ -116,7 +116,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
     grouped = content.get("group_by_length") or content.get("train_sampling_strategy") == "group_by_length"
     keys = (
         "per_device_train_batch_size", "gradient_accumulation_steps", "group_by_length", "train_sampling_strategy",
-        "gradient_checkpointing", "fsdp", "model_name_or_path", "model",
+        "gradient_checkpointing", "activation_checkpointing", "fsdp", "model_name_or_path", "model",
     )  # fmt: skip
     batch, accumulation = _count(content, keys[0]), _count(content, keys[1])
     own = Present(
@@ -125,7 +125,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         batch=8 if batch is None else batch,
         accumulation=accumulation or 1,
         batching="group_by_length" if grouped else "random",
-        recompute=bool(content.get("gradient_checkpointing")),
+        recompute=bool(content.get("activation_checkpointing") or content.get("gradient_checkpointing")),
         model=content.get("model_name_or_path") or content.get("model"),
         said=_said(content, keys),
     )

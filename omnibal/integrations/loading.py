@@ -192,9 +192,9 @@ class PlannedLoads:
 
     def _note(self, name: str, difference: str) -> None:
         message = (
-            f"{name} must have the planned {difference}; lengths belong to another dataset (delete the folder that keeps "
-            "them if it is older than the data), the dataset put another sample in the place of one, or ranks hold "
-            "different data"
+            f"{name} must have the planned {difference}; lengths belong to another dataset (delete the folder that "
+            "keeps them if it is older than the data), the dataset put another sample in the place of one, or ranks "
+            "hold different data"
         )
         if not self._absorb:
             raise DataError(message)

@@ -41,7 +41,10 @@ def replicas_of(trainer: Trainer) -> tuple[int, int]:
 
 def recompute_of(trainer: Trainer) -> Level:
     """What layers compute again in their backward passes."""
-    return "full" if trainer.args.gradient_checkpointing else "none"
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    by_model = trainer.args.gradient_checkpointing or getattr(model, "is_activation_checkpointing", False)
+    by_fsdp = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing
+    return "full" if by_model or by_fsdp else "none"
 
 
 def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float) -> RankMemory:
@@ -65,13 +68,12 @@ def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float)
 def wants_all_gradients(trainer: Trainer) -> bool:
     """Whether the host cannot do without the ViT's gradients, even where no rank has an image.
 
-    DDP waits for the gradients of all parameters under gradient checkpointing, unless told not to. DeepSpeed reduces
-    gradients bucket by bucket, and ZeRO 3 gathers weights in the order of the steps before.
+    DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not where the
+    model, by itself or by the trainer's settings, computes activations again. DeepSpeed reduces gradients bucket by
+    bucket, and ZeRO 3 gathers weights in the order of the steps before.
     """
-    if trainer.is_deepspeed_enabled:
-        return True
-    finds_unused = trainer.args.ddp_find_unused_parameters
-    return bool(trainer.args.gradient_checkpointing if finds_unused is None else not finds_unused)
+    ddp = trainer.accelerator.ddp_handler
+    return bool(trainer.is_deepspeed_enabled or ddp.static_graph or not ddp.find_unused_parameters)
 
 
 def refuse_settings(trainer: Trainer) -> None:

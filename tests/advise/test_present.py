@@ -25,6 +25,7 @@ def test_training_arguments_have_transformers_defaults():
     }  # fmt: skip
     found = said({"per_device_train_batch_size": 2, "gradient_checkpointing": False, "deepspeed": ZERO_2})
     assert (found["trainer"], found["batch"], found["recompute"]) == ("zero2", 2, False)
+    assert said({"learning_rate": 1, "activation_checkpointing": True})["recompute"] is True
     assert said({"learning_rate": 1, "fsdp": "full_shard auto_wrap"})["trainer"] == "fsdp"
     assert said({"learning_rate": 1, "train_sampling_strategy": "group_by_length"})["batching"] == "group_by_length"
 

@@ -21,7 +21,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.expected import counted_profile
 from omnibal.integrations.losses import StepLoss, loss_per_target
-from omnibal.integrations.trainer_settings import memory_of, replicas_of
+from omnibal.integrations.trainer_settings import memory_of, recompute_of, replicas_of, wants_all_gradients
 from omnibal.integrations.transformers import balance
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
@@ -431,6 +431,26 @@ def test_ranks_that_share_tensors_share_their_packs():
     arguments = SimpleNamespace(process_index=5, world_size=8)
     assert replicas_of(SimpleNamespace(get_tp_size=lambda: 2, args=arguments)) == (2, 4)
     assert replicas_of(SimpleNamespace(get_tp_size=lambda: 1, args=arguments)) == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "of_model", "recomputes", "wants_all"),
+    [
+        ({}, False, "none", False),
+        ({}, True, "full", True),
+        (RECOMPUTES, False, "full", True),
+        (RECOMPUTES | {"ddp_find_unused_parameters": True}, False, "full", False),
+        ({"ddp_find_unused_parameters": False}, False, "none", True),
+        ({"ddp_static_graph": True}, False, "none", True),
+    ],
+)
+def test_ddp_awaits_gradients_that_it_does_not_look_for(options, of_model, recomputes, wants_all, tmp_path):
+    trainer = trainer_of("internvl", tmp_path, **options)
+    if of_model:
+        trainer.model.gradient_checkpointing_enable()
+        data = {"data_collator": trainer.data_collator, "train_dataset": trainer.train_dataset}
+        trainer = Trainer(trainer.model, trainer.args, **data)
+    assert (recompute_of(trainer), wants_all_gradients(trainer)) == (recomputes, wants_all)
 
 
 def test_unknown_reductions_and_memory_of_uncounted_models_are_refused(tmp_path):
