@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Final
 
 import numpy as np
@@ -195,8 +196,8 @@ class Schedule:
             return f"{told}: max_steps={self.max_steps} train {now / before:.2f}x the samples"
         steps_before = -(-len(sampler.lengths) // before)
         return (
-            f"{told}: {round(sampler.num_steps * self.epochs)} optimizer steps in all instead of "
-            f"{round(steps_before * self.epochs)}, over which the learning-rate schedule runs"
+            f"{told}: {ceil(sampler.num_steps * self.epochs)} optimizer steps in all instead of "
+            f"{ceil(steps_before * self.epochs)}, over which the learning-rate schedule runs"
         )
 
 

@@ -49,6 +49,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         "world_size": (num_ranks > 1, "above 1", num_ranks),
         "ranks that get one draw": (num_ranks == trainer.args.world_size, "1", trainer.args.world_size // num_ranks),
         "torch_compile": (not trainer.args.torch_compile, "False", True),
+        "model_init": (trainer.model_init is None, "None", "one"),  # it would make a model with a forward of its own
     }
     for name, (holds, expected, value) in settings.items():
         if not holds:
@@ -105,10 +106,12 @@ def _rearrange_forward(model: Any) -> None:
     """Let the model's own forward pass take what a loader drew: its modules, names and wrappers stay as they are."""
     plain = model.forward
     phases = Phases(model, plain)
+    # A copy of the model shares this function, and must not run the original.
+    of_any = getattr(plain, "__func__", lambda _, *args, **inputs: plain(*args, **inputs))
 
     @wraps(type(model).forward)
     def forward(self: Any, *args: Any, rearranged: Drawn | None = None, **inputs: Any) -> Any:
-        return plain(*args, **inputs) if rearranged is None else {"loss": phases(rearranged)}
+        return of_any(self, *args, **inputs) if rearranged is None else {"loss": phases(rearranged)}
 
     vars(model)["forward"] = MethodType(forward, model)
 

@@ -68,6 +68,12 @@ def test_searched_limits_keep_what_a_step_holds(batch_size, padded):
     assert "expected" not in line
 
 
+def test_a_part_of_an_epoch_is_whole_steps():
+    sampler = PackSampler(SampleLengths([0] * 7, [10] * 7), PackLimits(1, 10), num_replicas=1, rank=0)
+    told = "7 steps an epoch with 1.0 samples a step where 2 were set: 11 optimizer steps in all instead of 6, over"
+    assert Schedule(2, 1.5).changed(sampler).startswith(told)
+
+
 def test_searched_limits_hold_every_sample_and_texts_alone():
     assert limits_for(LENGTHS, 1, **RANKS).vision_units >= LENGTHS.vision_units.max()
     texts = SampleLengths(np.zeros(400, dtype=int), np.arange(400) + 20)

@@ -1,5 +1,6 @@
 """transformers.Trainer on two gloo processes whose ranks work on each other's samples."""
 
+from copy import deepcopy
 from itertools import chain, islice
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests.integrations.trainers import (
     trainer_of,
     weights_of,
 )
-from tests.vlm.families import plain_backward
+from tests.vlm.families import plain_backward, plain_inputs
 
 CASES = [Case("internvl"), Case("qwen3_vl", "zero3", lora=True)]
 SLOW_CASES = [
@@ -117,8 +118,15 @@ def check_faults(folder):
     trainer = trainer_of("internvl", folder, max_steps=2, **SAVED | {"save_steps": 1})
     with pytest.raises(ConfigError, match="rearrange must stand without lengths"):
         balance(trainer, memory_gib=8, rearrange=True)
+    trainer.model_init = min
+    with pytest.raises(ConfigError, match="model_init must be None to rearrange samples, got one"):
+        balance(trainer, rearrange=True)
+    trainer.model_init = None
     balance(trainer, rearrange=True)
     trainer.train()
+    copied = deepcopy(trainer.model)
+    copied.lm_head.weight.data.zero_()
+    assert not copied(**plain_inputs(items_of("internvl")[0])).logits.any()
     resumed = {"resume_from_checkpoint": str(folder / "checkpoint-1")}
     packs = trainer_of("internvl", folder, max_steps=2)
     balance(packs)
