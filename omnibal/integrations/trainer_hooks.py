@@ -207,7 +207,8 @@ def load_by_names_on_disk(trainer: Trainer) -> None:
             warn(result)
             return
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        dtype = next(model.parameters()).dtype
+        # What is trained may have more bits than what is frozen.
+        dtype = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
         options = {"config": model.config, "dtype": dtype, "output_loading_info": True}
         found, told = type(model).from_pretrained(folder, **options)
         if told["missing_keys"]:

@@ -378,6 +378,18 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
         again.train(resume_from_checkpoint=str(saved.parent))
 
 
+def test_weights_are_read_in_the_bits_of_those_that_are_trained(tmp_path):
+    trainer = trainer_of("internvl", tmp_path)
+    trainer.model.model.vision_tower.bfloat16()
+    expected, saved = weights_of(trainer.model), str(tmp_path / "saved")
+    trainer.save_model(saved)
+    balance(trainer, LIMITS["internvl"])
+    for parameter in trainer.model.parameters():
+        parameter.data.zero_()
+    trainer._load_from_checkpoint(saved)
+    assert_close(weights_of(trainer.model), expected, rtol=0, atol=0)
+
+
 def test_the_best_model_is_loaded_by_its_names_on_disk(tmp_path):
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options |= {"load_best_model_at_end": True, "greater_is_better": True, "eval_dataset": items_of("internvl")[:3]}
