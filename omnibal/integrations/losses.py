@@ -187,7 +187,7 @@ class StepLoss:
 
         The model is as ever before and behind it: to be copied, saved, evaluated or given to another trainer.
         """
-        if not (torch.is_grad_enabled() and works_on_targets(self._trainer)):
+        if not (self._trains() and works_on_targets(self._trainer)):
             return self._compute(model, inputs, *others, **options)
         from omnibal.integrations.target_rows import base_of, head_on_targets  # hosts may lack transformers
 
@@ -196,6 +196,10 @@ class StepLoss:
         targets = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED), weights
         with head_on_targets(base, targets) as self._head:
             return self._compute(model, inputs, *others, **options)
+
+    def _trains(self) -> bool:
+        """Whether a micro-batch of a step is computed: steps may be evaluated within, or end before all are."""
+        return bool(self._weights) and torch.is_grad_enabled()
 
     def draw(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """A step's micro-batches in training, and the sum of all ranks' weights in place of their tokens' number."""
@@ -212,7 +216,7 @@ class StepLoss:
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         """In evaluation as ``loss_per_target``, with the model's own router's loss."""
-        if not torch.is_grad_enabled():
+        if not self._trains():
             loss: Tensor = _per_target(outputs, labels, num_items_in_batch)
             if self.routes:  # Trainer multiplies what it gets by the replicas
                 loss = loss + self._factor * outputs["aux_loss"] / self._replicas

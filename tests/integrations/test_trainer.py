@@ -476,9 +476,11 @@ def test_unknown_reductions_and_memory_of_uncounted_models_are_refused(tmp_path)
 def test_memory_has_the_logits_that_the_head_makes(options, tmp_path):
     trainer = trainer_of("internvl", tmp_path, **options)
     profile = counted_profile(trainer.model, None)
-    counted, loss = memory_of(trainer, profile, 8.0), StepLoss(trainer, "token")
-    loss.install()
-    assert counted.target_rows == hasattr(loss, "_head") == (not options)
+    vars(trainer)["compute_loss"] = lambda model, inputs: "forward" in vars(model.lm_head)
+    loss = StepLoss(trainer, "token")
+    loss._weights.append(torch.ones(1, 1))
+    has_changed_head = loss.compute(trainer.model, {"labels": torch.zeros(1, 2)})
+    assert memory_of(trainer, profile, 8.0).target_rows == has_changed_head == (not options)
 
 
 def test_an_older_transformers_is_refused(tmp_path, monkeypatch):
