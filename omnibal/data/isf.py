@@ -99,6 +99,7 @@ def _sample_and_filter(
     opened = 0  # where the open group begins
     vision = tokens = np.int64(0)
     for position in range(len(order) + 1):
+        # The open group grows while the next sample fits; an empty one takes any sample, also one over a limit.
         at_end = position == len(order)
         if not at_end:
             sample = order[position]
@@ -107,6 +108,8 @@ def _sample_and_filter(
                 vision += more_vision
                 tokens += more_tokens
                 continue
+        # It closes: it is a pack where it is full; else its samples are left, as are those of the group still open at
+        # the end, which the next round may fill.
         if keep_all or (not at_end and (vision >= full_vision or tokens >= full_tokens)):
             end = starts[num_packs]
             for member in range(opened, position):
@@ -114,7 +117,7 @@ def _sample_and_filter(
             num_packs += 1
             starts[num_packs] = end + position - opened
         else:
-            for member in range(opened, position):
+            for member in range(opened, position):  # num_left ≤ opened: nothing unread is overwritten
                 order[num_left] = order[member]
                 num_left += 1
         if not at_end:

@@ -194,6 +194,7 @@ def _martello_toth(counts: IntArray) -> int:
 
 @compiled
 def _histograms(vision_units: IntArray, llm_tokens: IntArray, most_vision: int, most_tokens: int) -> Any:
+    """Count in one pass, without arrays as long as the samples: there may be a hundred million."""
     vision = np.zeros(most_vision + 1, dtype=np.int64)
     tokens = np.zeros(most_tokens + 1, dtype=np.int64)
     oversized = 0

@@ -202,6 +202,7 @@ def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @compiled
 def _pack_sums(values: IntArray, samples: IntArray, starts: IntArray, squared: bool) -> Any:
+    """Sum the values, or their squares, of every pack's samples, in 64 bits whatever the values have."""
     sums = np.zeros(len(starts) - 1, dtype=np.int64)
     for pack in range(len(sums)):
         for position in range(starts[pack], starts[pack + 1]):
@@ -212,6 +213,7 @@ def _pack_sums(values: IntArray, samples: IntArray, starts: IntArray, squared: b
 
 @compiled
 def _copy_packs(samples: IntArray, starts: IntArray, order: IntArray, out: IntArray) -> None:
+    """Write the samples of the packs in ``order`` one after another."""
     position = 0
     for pack in order:
         for source in range(starts[pack], starts[pack + 1]):

@@ -38,7 +38,7 @@ PARTS: Final[dict[str, dict[str, Any]]] = {
     "no passes": {"passes": 0},
     "the heaviest meets nobody": {"heaviest_rounds": 0},
     "no repairs": {"repair_rounds": 0},
-    "exchanges of single samples": {"whole": 1},
+    "exchanges of single samples": {"small_pack": 1},
     "mixes not watched": {"strangeness": 1e6},
     "mixes watched half as closely": {"strangeness": 0.8},
     "mixes of small steps hardly watched": {"strangest": 1e6},

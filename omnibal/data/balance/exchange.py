@@ -61,15 +61,15 @@ def exchange(
     goal, bound = _aim(packs, pack, other, wish, mode)
     if bound <= gain:
         return False
-    step, other_step, whole = pack // rules.step_packs, other // rules.step_packs, rules.effort.whole
+    step, other_step, small = pack // rules.step_packs, other // rules.step_packs, rules.effort.small_pack
     # 1. What either pack could give away. Where both list all their subsets, to swap the rest of both instead makes
     # the same two packs with changed places. Within a step either will do: the first pack's last sample stays where it
     # is, which halves the work. With a wish it stays, too: then less of a pack changes steps, which are more random (χ²
     # 0.93 in place of 1.45 at the tightest limits of ALGORITHM.md and 512 ranks) and as even.
     kept = mode == LEVELLING and (step == other_step or wish != 0)
-    kept = kept and max(packs[pack, COUNT], packs[other, COUNT]) <= whole
-    mine, num_mine = _list_subsets(samples, packs, pack, turn, whole, kept, scratch[0])
-    theirs, num_theirs = _list_subsets(samples, packs, other, turn + 1, whole, False, scratch[1])
+    kept = kept and max(packs[pack, COUNT], packs[other, COUNT]) <= small
+    mine, num_mine = _list_subsets(samples, packs, pack, turn, small, kept, scratch[0])
+    theirs, num_theirs = _list_subsets(samples, packs, other, turn + 1, small, False, scratch[1])
     # 2. The best pair of subsets, if any is good enough.
     if mode >= PARTLY:
         given, taken = least_over(scratch, num_mine, num_theirs, goal, _excess(packs, pack, other))
@@ -148,7 +148,7 @@ def _within(load: Integer) -> Integer:
 
 @compiled_part
 def _list_subsets(
-    samples: Int32Array, packs: Int64Array, pack: Integer, turn: int, whole: int, kept: bool, table: Int32Array
+    samples: Int32Array, packs: Int64Array, pack: Integer, turn: int, small: int, kept: bool, table: Int32Array
 ) -> tuple[int, int]:
     """List members and subsets of a pack; return how many of each.
 
@@ -157,7 +157,7 @@ def _list_subsets(
         packs: Its packs.
         pack: Which one.
         turn: Of too many members, which ones.
-        whole: Members of which all subsets are listed.
+        small: Up to so many members all subsets are listed.
         kept: Leave the last sample out.
         table: Filled.
     """
@@ -174,7 +174,7 @@ def _list_subsets(
                 table[MEMBER, members] = sample
                 members += 1
             sample = samples[sample, NEXT]
-    return members, add_subsets(samples, table, members, whole)
+    return members, add_subsets(samples, table, members, small)
 
 
 @compiled_part

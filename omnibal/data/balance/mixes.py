@@ -39,6 +39,8 @@ def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> t
 @compiled
 def _count(samples: Int32Array, order: Int64Array, starts: Int64Array, thresholds: FloatArray, per_unit: float) -> Any:
     """Set the bit of every threshold that a sample does not exceed, and one more; count bits by steps."""
+    # Sizes are compared with thresholds here and never again: an exchange moves a sample's bits from the counts of one
+    # step to those of another. The last bit is set in all samples: its column counts them.
     half = thresholds.shape[1]
     mix = np.zeros((len(starts) - 1, 2 * half + 1), dtype=np.int64)
     for step in range(len(mix)):

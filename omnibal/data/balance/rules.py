@@ -44,7 +44,7 @@ class Effort(NamedTuple):
     """Rounds in which the heaviest pack of a step meets all others."""
     repair_rounds: int = 10
     """Rounds in which packs over a limit meet others."""
-    whole: int = 4
+    small_pack: int = 4
     """Packs of up to so many samples offer all their subsets, larger ones single samples and pairs; 1: single ones."""
     strangeness: float = 0.4
     """How far exchanges may take a step's mix from that of all samples: random steps are at 1 on average."""
@@ -83,7 +83,7 @@ class Rules(NamedTuple):
     """What the driving load of a step should be a multiple of."""
     share_weight: int
     """What a unit of the driving load weighs in hitting a step's share."""
-    whole_weight: int
+    multiple_weight: int
     """What a vision unit weighs in hitting a multiple of the ranks; 0 where that does not matter, or vision drives."""
     repair_first: bool
     """Whether packs are brought under the limits before they are levelled: where samples hardly fit."""
@@ -139,7 +139,7 @@ def make_rules(
         most_share=limits.vision_units if drives else FULL,
         share_unit=num_replicas if drives else 1,
         share_weight=vision_weight if drives else SHARE_PACKS * PACK // FULL,
-        whole_weight=vision_weight if divides and not drives else 0,
+        multiple_weight=vision_weight if divides and not drives else 0,
         repair_first=repair_first,
         effort=effort,
     )

@@ -52,7 +52,7 @@ def cut_steps(shares: Int32Array, vision: Int64Array, num_steps: int, rules: Rul
     table = np.zeros((number, TOKENS + 1), dtype=np.int32)  # what the ends of steps are trimmed by
     total = done = np.int64(0)  # driving load of all samples, and of the steps so far
     for sample in range(number):
-        table[sample, VISION] = vision[sample] * rules.whole_weight
+        table[sample, VISION] = vision[sample] * rules.multiple_weight
         table[sample, COST] = shares[sample] * rules.share_weight
         total += shares[sample]
     for step in range(num_steps):
@@ -70,10 +70,10 @@ def cut_steps(shares: Int32Array, vision: Int64Array, num_steps: int, rules: Rul
                 drawn, end = drawn + shares[order[end]], end + 1
             # How far vision units are from the next multiple of the ranks.
             units = _sum(vision, order, begin, end)
-            whole = (units + rules.num_replicas // 2) // rules.num_replicas * rules.num_replicas
+            multiple = (units + rules.num_replicas // 2) // rules.num_replicas * rules.num_replicas
             # Beyond that the next multiple is out of reach, and steps would be sorted in vain.
-            units = units - whole if abs(units - whole) <= rules.effort.trimmed else 0
-            excess = (units * rules.whole_weight, (drawn - due) * rules.share_weight)
+            units = units - multiple if abs(units - multiple) <= rules.effort.trimmed else 0
+            excess = (units * rules.multiple_weight, (drawn - due) * rules.share_weight)
             if rules.effort.trimmed:
                 end = _trim(table, order, begin + rules.step_packs, begin, end, most, excess, rules, scratch)
         done += _sum(shares, order, begin, end)

@@ -29,7 +29,7 @@ FAR: Final = np.int32((1 << 31) - 1)
 """Farther than any two subsets are."""
 WITHIN: Final = 1 << 26
 """Differences beyond this count as this much, so that sums of several fit into 32 bits."""
-LIMITS_ALONE: Final = 12
+UNEVENNESS_BITS: Final = 12
 """Bits by which unevenness counts less than an excess where only the limits matter."""
 
 
@@ -60,19 +60,19 @@ class Excess(NamedTuple):
 
 
 @compiled_part
-def add_subsets(samples: Int32Array, table: Int32Array, members: int, whole: int) -> int:
+def add_subsets(samples: Int32Array, table: Int32Array, members: int, small: int) -> int:
     """List subsets of the listed members, the empty one first, up to a multiple of ``LANES``; return how many.
 
-    All subsets of up to ``whole`` members; of more members single ones and pairs, neighbours in the chain first.
+    All subsets of up to ``small`` members; of more members single ones and pairs, neighbours in the chain first.
     """
-    if members <= whole:
+    if members <= small:
         return _add_all(samples, table, members)
     number = 1 + members
     for member in range(members):
         table[MASK, 1 + member] = 1 << member
         for load in range(LOADS):
             table[VISION_SUM + load, 1 + member] = samples[table[MEMBER, member], VISION + load]
-    if whole > 1:
+    if small > 1:
         # Single member m is subset 1 + m: a pair is the sum of two of these.
         for apart in range(1, members):
             for first in range(1, min(members - apart, MOST_SUBSETS - number) + 1):
@@ -179,7 +179,7 @@ def least_over(scratch: Int32Array, num_mine: int, num_theirs: int, goal: Goal, 
                 # What both packs would be over both limits; evenness decides among swaps that leave the same.
                 over = max(excess.vision - vision, 0) + max(excess.tokens - tokens, 0)
                 over += max(excess.other_vision + vision, 0) + max(excess.other_tokens + tokens, 0)
-                far = np.int32((far >> LIMITS_ALONE) + over)
+                far = np.int32((far >> UNEVENNESS_BITS) + over)
                 if far < best:
                     best, given, taken = far, subset, candidate
     return (given, taken) if given > 0 or taken > 0 else (-1, -1)  # the first subsets are empty: no swap

@@ -25,8 +25,6 @@ FIRST, COUNT, VISION_EXCESS, COST_EXCESS, VISION_ROOM, TOKEN_ROOM = range(6)
 # Rows of the scratch table of a pack in an exchange: its samples; its subsets as bit masks, and their loads.
 MEMBER, MASK, VISION_SUM, COST_SUM, TOKEN_SUM = range(5)
 
-UNEVENNESS: Final = 4
-"""Bits by which unevenness usually counts less than what exceeds a limit."""
 NOWHERE: Final = -1
 """End of a chain of samples."""
 MOST_SUBSETS: Final = 64

@@ -89,6 +89,7 @@ def measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32A
     samples = np.empty((len(chosen), TOKENS + 1), dtype=np.int32)
     units, shares = np.empty(len(chosen), dtype=np.int64), np.empty(len(chosen), dtype=np.int32)
     per_unit, per_token, per_squared_token, per_squared_unit = rules.costs
+    # One pass: the lengths of a sample lie anywhere in memory, and are read once.
     for place in range(len(chosen)):
         vision, tokens = sizes_of(chosen[place], columns, rules)
         cost = per_unit * vision + per_token * tokens + per_squared_token * np.float64(tokens) * np.float64(tokens)

@@ -13,7 +13,7 @@ from omnibal.data.balance.exchange import (
     PARTLY,
     exchange,
 )
-from omnibal.data.balance.subsets import LIMITS_ALONE
+from omnibal.data.balance.subsets import UNEVENNESS_BITS
 from omnibal.data.balance.tables import COST_EXCESS, TOKEN_ROOM, VISION_EXCESS, VISION_ROOM
 from tests.data.balance.tables import check_window, make_rules, make_window, members_of
 
@@ -55,7 +55,7 @@ def measured(packs, moved, mode):
         allowed = True
     if not allowed:
         return np.inf
-    return uneven if mode < PARTLY else over.sum() + (uneven >> LIMITS_ALONE)
+    return uneven if mode < PARTLY else over.sum() + (uneven >> UNEVENNESS_BITS)
 
 
 @given(two_packs(), st.sampled_from([LIMITS, (40, 25), (1 << 20, 1 << 20)]), st.sampled_from(MODES))

@@ -54,7 +54,7 @@ def test_no_share_exceeds_what_packs_hold(tiles):
 
 def test_vision_units_become_whole_where_tokens_drive(tiles):
     tokens = 256 * tiles + np.random.default_rng(4).integers(20, 400, len(tiles))
-    rules = make_rules(8)._replace(share_weight=1, whole_weight=20_000)
+    rules = make_rules(8)._replace(share_weight=1, multiple_weight=20_000)
     steps = steps_of(tokens, 50, rules, vision=tiles)
     assert np.mean([tiles[step].sum() % 8 == 0 for step in steps]) > 0.9
     assert max(tokens[step].sum() for step in steps) / (tokens.sum() / 50) < 1.05
