@@ -106,9 +106,8 @@ def make_rules(
     """Work out the rules for epochs of ``num_packs`` packs, and the driving load of each size.
 
     Where packs have few vision units (tiles), those of a step are made a multiple of its ranks: else one rank has one
-    more than the others. That has a price. Fewer sets of samples do, and what they leave uneven is cost: at 16 tiles
-    and 5120 tokens, the Dist Ratio of vision units is 0.0006 in place of 0.0061, that of the LLM's cost 0.0111 in place
-    of 0.0059. So it pays where the ViT makes up half of the cost or more. A cost model without vision units says
+    more than the others. That has a price: fewer sets of samples do, and what they leave uneven is cost (ALGORITHM.md
+    has figures). So it pays where the ViT makes up half of the cost or more. A cost model without vision units says
     nothing about the ViT; then both count alike, as where ViT and LLM are stages of their own, and it pays, too.
     """
     per_pack = demand.num_samples / max(num_packs, 1)
