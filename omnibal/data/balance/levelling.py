@@ -107,7 +107,8 @@ def level_parts(window: Window, rules: Rules, part_packs: int, rounds: int, heav
                 if uneven:
                     tries += 1
                     done += exchange(window, rules, heavy, light, 0, GAIN, turn, LEVELLING)
-            if UNPRODUCTIVE * done < tries or tries == 0:
+            # The heaviest pack meets all others for the few that make it lighter; then another one is the heaviest.
+            if done == 0 or (UNPRODUCTIVE * done < tries and not heaviest_alone):
                 break
 
 
