@@ -42,6 +42,20 @@ def test_the_heaviest_pack_meets_all_others():
     assert window.packs[:, 3].max() <= before
 
 
+def test_the_next_heaviest_pack_meets_all_others_too():
+    """Three packs of 800 can become 750 with one of 700 each; the ten lightest, of one sample, help none of them."""
+    contents = [*[[400, 400]] * 3, *[[600]] * 10, *[[350, 350]] * 3, *[[375, 375]] * 16]
+    ends = np.cumsum([len(pack) for pack in contents])
+    members = [list(range(end - len(pack), end)) for pack, end in zip(contents, ends, strict=True)]
+    costs = [cost * PACK // 750 for pack in contents for cost in pack]
+    rules = make_rules(32)
+    targets = [(0, sum(costs) // 32)] * 32
+    window = make_window([(0, cost, 0) for cost in costs], members, rules, targets=targets)
+    level_parts(window, rules, 32, 4, True)
+    check_window(window, rules, targets)
+    assert max(sum(costs[sample] for sample in pack) for pack in members_of(window)) <= PACK
+
+
 def test_an_excess_finds_its_counterpart_in_another_step():
     """18 = 5 + 5 + 5 + 3 and 14 = 5 + 5 + 3 + 1 can become 16 only with the help of another step."""
     patterns = [[5, 5, 5, 1], [5, 5, 3, 3], [5, 3, 3, 3, 1, 1], [3] * 5 + [1]]
