@@ -81,7 +81,7 @@ def level_parts(window: Window, rules: Rules, part_packs: int, rounds: int, heav
         rules: What all windows have in common.
         part_packs: Packs in a part: those of a step, or of neighbouring ones.
         rounds: Rounds of meetings.
-        heaviest_alone: In place of that, in each round let the pack that costs most then meet all others: all ranks wait
+        heaviest_alone: In place of that, let the pack that costs most in each round meet all others: all ranks wait
             for it.
     """
     packs, order = window.packs, window.order
