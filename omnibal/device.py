@@ -65,7 +65,7 @@ class Device:
         nearest = get_close_matches(wanted, by_letters, n=1, cutoff=0.5)
         hint = f"did you mean {by_letters[nearest[0]]!r}? " if nearest else ""
         raise ConfigError(
-            f"device must be how one of {', '.join(DEVICES)} starts, got {name!r}; {hint}for another one give a record "
+            f"device must begin like one of {', '.join(DEVICES)}, got {name!r}; {hint}for another one give a record "
             'with "name", "memory_bytes" and "link_bytes_per_second", for several nodes "node_bytes_per_second", and '
             '"flops_per_second" and "memory_bytes_per_second" to count costs'
         )

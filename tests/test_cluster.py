@@ -33,7 +33,7 @@ def test_a_cluster_in_short_is_nodes_by_devices_by_name():
     [
         ("", "cluster must be such as '4x8xA100-80GB', '8xA100-80GB' or 'A100-80GB', got ''"),
         ("0x8xA100", "num_nodes must be positive, got 0"),
-        ("2x3x4xA100", "device must be how one of .* starts, got '4xA100'; did you mean 'A100-80GB'"),
+        ("2x3x4xA100", "device must begin like one of .*, got '4xA100'; did you mean 'A100-80GB'"),
         ("8xA1000", "got 'A1000'; did you mean 'A100-.*'.* a record with \"name\", \"memory_bytes\" and"),
         ("8xTPU", "got 'TPU'; for another one give a record"),
         ("99999x99999xA100", "a cluster must have at most 1000000 devices, got 9999800001"),
@@ -82,7 +82,7 @@ def test_a_cluster_comes_back_from_json(cluster):
         ({"devices_per_node": 2, "device": "A100"}, "cluster must have the key 'num_nodes', got none"),
         (RECORD | {"nodes": 2}, "cluster.nodes must be a known key, got 'nodes'; did you mean 'num_nodes'"),
         (RECORD | {"devices_per_node": 2.5}, "cluster.devices_per_node must be a valid integer, got 2.5"),
-        (RECORD | {"device": "B9"}, "cluster.device: device must be how one of .* starts, got 'B9'"),
+        (RECORD | {"device": "B9"}, "cluster.device must begin like one of .*, got 'B9'"),
         (RECORD | {"device": CARD | {"memory": 1}}, "cluster.device.memory must be a known key.* mean 'memory_bytes'"),
         (
             RECORD | {"num_nodes": 2, "device": CARD},

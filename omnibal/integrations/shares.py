@@ -47,7 +47,7 @@ class Epochs:
 
 
 class Stream:
-    """This rank's draws of a stream that is the same on all ranks: of its samples each rank gets every so manieth.
+    """This rank's draws of a stream that is the same on all ranks: of n ranks each gets every n-th sample.
 
     Without a size, single samples are drawn. Where a stream's shards can be dealt (``datasets.IterableDataset``), a
     rank reads its own ones alone. If it has ``state_dict`` and ``load_state_dict`` and no workers read it, this has

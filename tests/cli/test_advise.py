@@ -174,7 +174,7 @@ def test_even_samples_are_left_as_they_are(omnibal, tmp_path):
     ("arguments", "message"),
     [
         (("--model", "InternVL3-9B"), "a config.json, got 'InternVL3-9B'; did you mean InternVL3-"),
-        (("--cluster", "8xA1000"), "device must be how one of "),
+        (("--cluster", "8xA1000"), "device must begin like one of "),
         (("--cluster", "8xA1000"), 'for another one give a record with "name", "memory_bytes"'),
         (("--today", "zero4"), "today must be one of ddp, zero1, zero2, zero3, fsdp, or a file, got 'zero4'"),
         (("--model", "Qwen2.5-VL-7B"), "must be of Qwen2.5-VL-7B, with 4 patches for each image token, got sample"),

@@ -105,7 +105,7 @@ def test_doubtful_measurements_are_said(omnibal, model, tmp_path, monkeypatch):
     [
         ((), "costs must be counted for a --cluster or come from --measure, got neither"),
         (("--cluster", "a100", "--measure"), "for a --cluster or come from --measure, got both"),
-        (("--cluster", "tpu"), "device must be how one of A100-40GB, A100-80GB, H100-80GB,"),
+        (("--cluster", "tpu"), "device must begin like one of A100-40GB, A100-80GB, H100-80GB,"),
         (("--cluster", cluster_of(1)), "flops_per_second"),
         (("--cluster", "a100", "--frozen", "visoin"), "got 'visoin'; did you mean 'vision'"),
         (("--measure", "--tensor-parallel", 2), "--tensor-parallel must come with --cluster, got 2 with --measure"),

@@ -113,7 +113,7 @@ def test_a_measured_profile_stays_while_its_device_does(ds_config, demo, tmp_pat
     ("changes", "message"),
     [
         ({"packing": {"llm_token": 1}}, "omnibal.packing.llm_token must be a known key, got 'llm_token'"),
-        ({"cluster": "4xB100"}, "device must be how one of A100-40GB"),
+        ({"cluster": "4xB100"}, "device must begin like one of A100-40GB"),
         ({"cluster": {"nodes": 2}}, "cluster.nodes must be a known key"),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "zero_optimization.stage must be 0 or 1 with a pipeline"),
         ({"deepspeed": {"fp16": {"enabled": True}}}, "fp16.enabled must be false, got True"),
@@ -139,7 +139,7 @@ def test_a_wrong_ds_config_is_said_in_one_line(refusal, ds_config, changes, mess
     ("text", "message"),
     [
         ("0xA100", "devices_per_node must be positive, got 0"),
-        ("4x8xtpu", "device must be how one of A100-40GB, A100-80GB, H100-80GB,"),
+        ("4x8xtpu", "device must begin like one of A100-40GB, A100-80GB, H100-80GB,"),
         ("", "cluster must be such as '4x8xA100-80GB'"),
         ('{"num_nodes": 1', "--cluster must be JSON where it begins with a brace"),
         (

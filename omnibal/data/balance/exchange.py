@@ -167,7 +167,7 @@ def _list_subsets(
             table[MEMBER, members] = sample
             members += 1
             sample = samples[sample, NEXT]
-    else:  # every so many-th one, beginning elsewhere in every turn
+    else:  # every stride-th one, beginning elsewhere in every turn
         stride = (number + MOST_MEMBERS - 1) // MOST_MEMBERS
         for place in range(turn, turn + number):
             if place % stride == 0 and members < MOST_MEMBERS:

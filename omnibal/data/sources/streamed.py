@@ -37,7 +37,7 @@ class ConversationStream:
         model_format: Turns conversations and images into what the model reads.
         broken: What happens to items that cannot be used: an error, or a warning for each.
         workers: Processes that read; 0 for none beside this one.
-        share: Which lines are read: every so manieth, from which one on.
+        share: (rank, ranks): of n ranks each reads every n-th line.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class ShuffledItems:
 
 
 class EveryNth:
-    """A rank's part of a source that is the same on all ranks: of its items each rank gets every so manieth.
+    """A rank's part of a source that is the same on all ranks: of n ranks each gets every n-th item.
 
     Args:
         dataset: Iterated anew for each pass.
