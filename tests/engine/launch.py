@@ -175,6 +175,7 @@ def _work():
     bf16_optimizer.see_memory_usage = lambda *given, **options: None  # collects garbage: a second for each engine
     check_order()
     meet("gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl")
+    linear = torch.nn.functional.linear
     for line in sys.stdin:
         job = int(line)
         function, arguments, ends = torch.load(folder / f"job{job}.pt", weights_only=False)
@@ -184,6 +185,7 @@ def _work():
         torch.save(result, unfinished)
         unfinished.rename(folder / f"result{job}.{os.environ['RANK']}.pt")
         del arguments, result
+        torch.nn.functional.linear = linear  # ZeRO 3 puts one of its own there, which rounds otherwise, for good
         groups.mpu = None  # a pipeline's grid, which a later engine without a pipeline would take for its own
         gc.collect()
         sys.stdout.flush()
