@@ -299,7 +299,7 @@ def faults_end_all_ranks():
             for _ in loader_of(family, batches, **options):
                 pass
 
-    ends(DataError, "^rank 1: no such disk$", Broken() if rank else batches_of("internvl", rank))
+    ends(DataError, "^rank 1: no such disk$", Broken() if rank == 1 else batches_of("internvl", rank))
     batches, other_grids = batches_of("internvl", rank), batches_of("qwen3_vl", rank)
     if rank == 1:
         batches[1][0] = None
