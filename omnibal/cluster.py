@@ -27,6 +27,35 @@ two communicators that a rank moves most with, of its replicas and of its stages
 Precision = Literal["bfloat16", "float32"]
 
 
+def replicas_of(
+    num_stages: int, num_devices: int, *, num_layers: int, num_tensor: int = 1, devices: str = "devices"
+) -> int:
+    """How many replicas devices make.
+
+    Args:
+        num_stages: Of the pipeline.
+        num_devices: All that take part.
+        num_layers: Of the model.
+        num_tensor: Devices that share each layer.
+        devices: What they are, for messages.
+
+    Raises:
+        ConfigError: Devices would be left over, or stages without a layer.
+    """
+    num_ranks, left = divmod(num_devices, num_tensor)
+    if left:
+        raise ConfigError(f"{devices} must be a multiple of the {num_tensor} that share each layer, got {num_devices}")
+    if num_ranks % num_stages:
+        groups = "" if num_tensor == 1 else f"groups of {num_tensor} "
+        raise ConfigError(f"num_stages must divide the {num_ranks} {groups}{devices}, got {num_stages}")
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"num_stages must be at most the model's {num_layers} layers, got {num_stages}; "
+            "omnibal.pipeline.num_stages says it"
+        )
+    return num_ranks // num_stages
+
+
 def check_zero_stage(zero_stage: int) -> None:
     """Refuse what DeepSpeed's pipeline does not have.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from omnibal.cli.costs import devices_at_hand, measured_costs, read_cluster
 from omnibal.cli.inputs import UsableLengths, measure_dataset, read_lengths
 from omnibal.cli.output import say
-from omnibal.cluster import Cluster, Layout
+from omnibal.cluster import Cluster, Layout, replicas_of
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
@@ -176,22 +176,14 @@ class Run:
             ConfigError: The stages do not divide the devices, or are more than the layers.
         """
         tensor = self.profile.tensor_parallel
-        devices, left = divmod(self.cluster.num_devices, tensor)
         wanted = num_stages or self.section.pipeline.num_stages
         if wanted == "auto" and self.named_plan is not None:
             wanted = self.named_plan.num_stages
-        stages = devices if wanted == "auto" else wanted
-        if left or devices % stages:
-            raise ConfigError(
-                f"num_stages must divide the {self.cluster.num_devices} devices of the cluster {self.cluster}, "
-                f"got {stages}" + f" of {tensor} devices a layer" * (tensor > 1)
-            )
-        if stages > len(self.profile.layers):
-            raise ConfigError(
-                f"num_stages must be at most the model's {len(self.profile.layers)} layers, got {stages}"
-                + "; set omnibal.pipeline.num_stages" * (wanted == "auto")
-            )
-        return replace(layout_of(self.config, stages, devices // stages), num_tensor=tensor)
+        num_devices, devices = self.cluster.num_devices, f"devices of the cluster {self.cluster}"
+        stages = num_devices // tensor if wanted == "auto" else wanted
+        layers = len(self.profile.layers)
+        replicas = replicas_of(stages, num_devices, num_layers=layers, num_tensor=tensor, devices=devices)
+        return replace(layout_of(self.config, stages, replicas), num_tensor=tensor)
 
     @cached_property
     def profile(self) -> ModelProfile:

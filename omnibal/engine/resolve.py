@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnibal.cluster import Layout
+from omnibal.cluster import Layout, replicas_of
 from omnibal.config import (
     OmnibalSection,
     PipelineSection,
@@ -143,10 +143,7 @@ def stages_of(section: OmnibalSection, num_layers: int, num_processes: int) -> i
     num_stages, plan = section.pipeline.num_stages, section.pipeline.plan
     if num_stages == "auto":
         num_stages = num_processes if plan is None else Plan.load(plan).num_stages
-    if num_processes % num_stages:
-        raise ConfigError(f"num_stages must divide the {num_processes} processes, got {num_stages}")
-    if num_stages > num_layers:
-        raise ConfigError(f"num_stages must be at most the model's {num_layers} layers, got {num_stages}")
+    replicas_of(num_stages, num_processes, num_layers=num_layers, devices="processes")
     return num_stages
 
 

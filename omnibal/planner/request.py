@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from omnibal.cluster import Cluster, Layout, check_zero_stage
+from omnibal.cluster import Cluster, Layout, check_zero_stage, replicas_of
 from omnibal.data.limits import PackLimits
 from omnibal.data.policies import Method
 from omnibal.errors import ConfigError
@@ -69,13 +69,8 @@ class PlanRequest:
                 were asked for.
         """
         num_devices, degree, num_layers = self.cluster.num_devices, profile.tensor_parallel, len(profile.layers)
-        if num_devices % degree:
-            raise ConfigError(f"devices must be a multiple of the {degree} that share each layer, got {num_devices}")
+        replicas_of(self.num_stages or 1, num_devices, num_layers=num_layers, num_tensor=degree)
         ranks = num_devices // degree
-        if self.num_stages is not None and ranks % self.num_stages:
-            raise ConfigError(f"num_stages must divide the {ranks} devices, got {self.num_stages}")
-        if self.num_stages is not None and self.num_stages > num_layers:
-            raise ConfigError(f"num_stages must be at most the model's {num_layers} layers, got {self.num_stages}")
         counts = [count for count in range(1, min(ranks, num_layers) + 1) if ranks % count == 0]
         return [
             Layout(
