@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from omnibal.errors import ConfigError
-from omnibal.records import read_json
+from omnibal.records import parse_json, read_json
 
 Kind = Literal[
     "ds_config", "plan", "profile", "token lengths", "saved lengths", "dataset", "model", "checkpoint", "checkpoints",
@@ -75,8 +75,10 @@ def kind_of(name: str, path: Path) -> Kind:
     start = _head(name, path)
     if '"conversations"' in start:
         return "dataset"
-    if start.startswith("["):
+    if start.startswith("[") and ('"vit_num"' in start or start.rstrip() == "[]"):
         return "token lengths"
+    if _first_line(start) is not None:
+        return "something else"
     content = read_json(path, name)
     return kind_of_object(content) if isinstance(content, dict) else "something else"
 
@@ -107,12 +109,26 @@ def _head(name: str, path: Path) -> str:
     return start
 
 
+def _first_line(start: str) -> dict[str, Any] | None:
+    """The first object of JSON lines; None of other files."""
+    line, *others = start.splitlines()
+    if not others or not line.startswith("{"):
+        return None
+    try:
+        found: dict[str, Any] = parse_json(line)
+    except ValueError:
+        return None
+    return found
+
+
 def _described(kind: Kind, path: Path) -> str:
     if kind != "something else":
         return f"which is {NAMES[kind]}"
     if path.is_dir():
         return "a folder of something else"
-    return f"which has the keys {', '.join(json.loads(path.read_text(encoding='utf-8-sig')))}"
+    content = _first_line(_head("file", path)) or json.loads(path.read_text(encoding="utf-8-sig"))
+    entry = content[0] if isinstance(content, list) else content
+    return f"which has the keys {', '.join(entry)}" if isinstance(entry, dict) else f"a list with {entry!r:.80}"
 
 
 def refuse(options: Mapping[str, object], reason: str) -> None:

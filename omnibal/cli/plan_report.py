@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from shutil import copymode
 from typing import Any, Final
 
 import numpy as np
@@ -243,5 +244,16 @@ def enter(config: Path, plan: Plan, path: Path) -> None:
         values["omnibal", "pipeline", "num_stages"] = plan.num_stages
     if section.pipeline.schedule not in ("auto", plan.schedule):
         values["omnibal", "pipeline", "schedule"] = "auto"
-    config.write_text(set_keys(text, values))
+    _rewrite(config.resolve(), set_keys(text, values))
     read_config(config)
+
+
+def _rewrite(path: Path, text: str) -> None:
+    """Replace a file of the user's, which stays as it is if that fails: the disk may be full."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -79,7 +79,10 @@ def _family_in(folder: Path) -> Family:
     """Read here, since transformers would ask whether to run code that comes with a model it does not know."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model must be a Hugging Face folder or a configuration, got {folder} without config.json")
+        raise ConfigError(
+            f"model must be a Hugging Face folder or a configuration, got {folder.absolute()} without config.json; "
+            "`hf download NAME --local-dir FOLDER` fetches one"
+        )
     content = read_json(path, "model's config.json")
     if not isinstance(content, dict) or "model_type" not in content:
         raise ConfigError(f"model must have a config.json that is an object with a model_type, got {path}")

@@ -196,11 +196,17 @@ def _read_names(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
             if not (folder / file).is_file():
                 raise ConfigError(f"{folder / INDEX_FILE} must name files that exist, got {file}")
     else:
-        raise ConfigError(
-            f"{folder} must hold {SINGLE_FILE} or {INDEX_FILE}, got neither; "
-            "ask for random weights to train a model from scratch"
-        )
+        raise ConfigError(f"{folder} must hold {SINGLE_FILE} or {INDEX_FILE}, got neither; {_remedy(folder)}")
     return {model.disk_name(name): Stored(folder / file, name) for name, file in files.items()}
+
+
+def _remedy(folder: Path) -> str:
+    """What to do about a folder without safetensors."""
+    if (folder / "adapter_config.json").is_file():
+        return "these are adapters: `omnibal export --merged` adds them to their model"
+    if any(folder.glob("*.bin")):
+        return "save it anew with transformers, which writes safetensors"
+    return "ask for random weights to train a model from scratch"
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -158,7 +158,7 @@ def test_what_cannot_be_read_is_refused(refusal, packing, token_lengths, tmp_pat
         ([tmp_path / "text"], "source must be a folder, JSON or JSON lines, got 'hello'"),
         ([tmp_path], f'a folder of lengths or a JSON list of {{"vit_num", "token_num"}}, got {tmp_path}, a folder'),
         ([tmp_path / "none.json"], "lengths must hold at least one sample, got none in"),
-        ([tmp_path / "lines.jsonl"], "lines.jsonl, line 2: Extra data"),
+        ([tmp_path / "lines.jsonl"], "lines.jsonl, which has the keys vit_num, token_num; `omnibal lengths`"),
         ([tmp_path / "latin.json"], "source must be text in UTF-8, got"),
         (
             [tmp_path / "meta.json"],

@@ -1,6 +1,7 @@
 """`omnibal plan`: what it keeps, says and enters; its trials on the real engine and on a made-up one."""
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import torch
 
 import omnibal.trials as trials_module
 from omnibal import vlm
+from omnibal.cli.plan_report import enter
 from omnibal.cluster import Cluster
 from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
 from omnibal.engine.resolve import Given, resolve_plan
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
@@ -353,3 +357,19 @@ def test_trials_want_costs_that_were_measured_here(refusal, tried, engine, tmp_p
     assert "device 'test' where the run has" in refused
     assert f"version of torch '1.0' where the run has {torch.__version__!r}" in refused
     assert not ran
+
+
+def test_a_full_disk_costs_no_ds_config(ds_config, tmp_path):
+    config = ds_config()
+    before, limits = config.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    plan = Plan(PackLimits(9, 4096), 3, Partition((0, 1, 2)), ("none",) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            enter(config, plan, tmp_path / "plan.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert config.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == [config.name]
+    enter(config, plan, tmp_path / "plan.json")
+    assert json.loads(config.read_text())["gradient_accumulation_steps"] == 3

@@ -200,6 +200,14 @@ def test_files_in_each_others_place_are_told_apart_by_content(refusal, tmp_path,
     assert line == f"{wanted}, got {tmp_path / 'file.txt'}, which is {is_what}"
 
 
+@pytest.mark.parametrize("form", ["[{}]", "{}\n{}"])
+def test_conversations_in_another_form_are_told_by_their_keys(refusal, demo, tmp_path, form):
+    entry = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "images": []})
+    (tmp_path / "train.jsonl").write_text(form.replace("{}", entry))
+    line = refusal("lengths", tmp_path / "train.jsonl", tmp_path / "out", "--model", demo.model)
+    assert line.endswith("train.jsonl, which has the keys messages, images")
+
+
 def test_an_object_of_another_kind_is_said_with_its_keys(refusal, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "internvl", "hidden_size": 3}')
     line = refusal("plan", tmp_path / "config.json")

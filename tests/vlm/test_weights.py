@@ -233,6 +233,18 @@ def test_a_folder_without_weights_is_a_model_but_gives_none(tmp_path):
         load_layer(model, 0, model.build_layer(0, seed=None), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [("adapter_config.json", "`omnibal export --merged` adds them"), ("pytorch_model.bin", "save it anew with transf")],
+)
+def test_what_holds_weights_in_another_form_is_told_apart(tmp_path, file, remedy):
+    tiny_config().save_pretrained(tmp_path)
+    (tmp_path / file).write_text("{}")
+    model = load_model(tiny_config())
+    with pytest.raises(ConfigError, match=f"got neither; .*{remedy}"):
+        load_layer(model, 0, model.build_layer(0, seed=None), tmp_path)
+
+
 def test_a_model_in_memory_gives_its_weights():
     config = tiny_config()
     instance, model = plain(config), load_model(config)
