@@ -61,11 +61,13 @@ def compiled(function: Function) -> Function:
 
 
 def compiled_part(function: Function) -> Function:
-    """Compile a function that only compiled ones call: without what Python would call it by, and kept in their code.
+    """Compile a function that only compiled ones call, and that makes no array: without what Python would call it by.
 
-    Arguments that are many or nested take long to unpack from Python's objects, and to compile the code that does.
+    It is kept in their code. Arguments that are many or nested take long to unpack from Python's objects, and to
+    compile the code that does. Nor does it count who refers to its arrays (``_nrt``): its callers hold them, and
+    counters are atomic, which is slow where a call of many arrays does little.
     """
-    dispatcher = njit(**OPTIONS | {"no_cpython_wrapper": True})(function)
+    dispatcher = njit(**OPTIONS | {"no_cpython_wrapper": True, "_nrt": False})(function)
     if isinstance(dispatcher, Dispatcher):
         _compile_once_for_constants(dispatcher)
     return cast(Function, dispatcher)

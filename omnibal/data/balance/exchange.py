@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.compiled import compiled, compiled_part
+from omnibal.compiled import compiled_part
 from omnibal.data.balance.mixes import stays_random
 from omnibal.data.balance.rules import Rules
 from omnibal.data.balance.subsets import FAR, WITHIN, Excess, Goal, add_subsets, least_over, nearest
@@ -35,7 +35,7 @@ LEVELLING, CAREFULLY, FREELY, PARTLY, BY_ALL_MEANS = range(5)
 """What an exchange is for: see ``exchange``."""
 
 
-@compiled
+@compiled_part
 def exchange(
     window: Window, rules: Rules, pack: Integer, other: Integer, wish: Integer, gain: int, turn: int, mode: int
 ) -> bool:

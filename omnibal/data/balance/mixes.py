@@ -3,47 +3,61 @@
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from omnibal.compiled import compiled, compiled_part
 from omnibal.data.balance.rules import Rules
-from omnibal.data.balance.tables import COST, MEMBER, MIX, TOKENS, VISION, Int32Array, Int64Array, Window
-
-FloatArray = npt.NDArray[np.float64]
+from omnibal.data.balance.tables import (
+    COST,
+    MEMBER,
+    MIX,
+    TOKENS,
+    VISION,
+    FloatArray,
+    Int32Array,
+    Int64Array,
+    Mixes,
+    Window,
+)
 
 QUANTILES: Final = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 """Shares of the samples at which thresholds are set, the ends included: large samples are what packs compete for."""
 EVERY: Final = 8
 """Thresholds are set by every eighth sample; how many are below is counted exactly."""
+LEAST_VARIANCE: Final = 1e-9
+"""Of a threshold that all samples or none exceed."""
 
 
-def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> tuple[Int64Array, FloatArray]:
+def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> Mixes:
     """Set thresholds by size, and by what a sample costs beyond its vision units; count every step's samples below.
 
     Args:
         samples: Their bits are set.
         order: Samples, step after step.
         starts: Where steps begin in ``order``.
-
-    Returns:
-        The columns ``mix`` and ``usual`` of a window.
     """
     drawn = samples[::EVERY].astype(np.float64) if len(samples) else np.zeros((1, TOKENS + 1))
     vision, cost = drawn[:, VISION], drawn[:, COST]
     per_unit = cost.sum() / max(vision.sum(), 1.0)
-    thresholds = np.quantile([vision + cost, cost - vision * per_unit], QUANTILES, axis=1, method="lower")
-    mix = _count(samples, order, starts, np.ascontiguousarray(thresholds.T), per_unit)
-    return mix, mix[:, :-1].sum(axis=0) / max(len(order), 1)
+    thresholds = np.quantile([vision + cost, cost - vision * per_unit], QUANTILES, axis=1, method="lower").T
+    steps, columns = len(starts) - 1, thresholds.size
+    mixes = Mixes(
+        np.empty((steps, columns + 1)), np.empty(columns), np.empty(columns), np.empty(steps),
+        np.empty(columns + 1, dtype=np.int64),
+    )  # fmt: skip
+    _count(mixes, samples, order, starts, np.ascontiguousarray(thresholds), per_unit)
+    return mixes
 
 
 @compiled
-def _count(samples: Int32Array, order: Int64Array, starts: Int64Array, thresholds: FloatArray, per_unit: float) -> Any:
+def _count(
+    mixes: Mixes, samples: Int32Array, order: Int64Array, starts: Int64Array, thresholds: FloatArray, per_unit: float
+) -> None:
     """Set the bit of every threshold that a sample does not exceed, and one more; count bits by steps."""
     # Sizes are compared with thresholds here and never again: an exchange moves a sample's bits from the counts of one
     # step to those of another. The last bit is set in all samples: its column counts them.
-    half = thresholds.shape[1]
-    mix = np.zeros((len(starts) - 1, 2 * half + 1), dtype=np.int64)
-    for step in range(len(mix)):
+    half, counts = thresholds.shape[1], mixes.counts
+    counts[:] = 0
+    for step in range(len(counts)):
         for place in range(starts[step], starts[step + 1]):
             sample = order[place]
             vision, cost = np.float64(samples[sample, VISION]), np.float64(samples[sample, COST])
@@ -53,8 +67,29 @@ def _count(samples: Int32Array, order: Int64Array, starts: Int64Array, threshold
                 bits |= (cost - vision * per_unit <= thresholds[1, number]) << (half + number)
             samples[sample, MIX] = bits
             for column in range(2 * half + 1):
-                mix[step, column] += bits >> column & 1
-    return mix
+                counts[step, column] += bits >> column & 1
+    for column in range(2 * half):
+        usual = counts[:, column].sum() / max(len(order), 1)
+        mixes.usual[column], mixes.precision[column] = usual, 1 / max(usual * (1 - usual), LEAST_VARIANCE)
+    mixes.change[:] = 0
+    for step in range(len(counts)):
+        mixes.strangeness[step] = _strangeness(mixes, step, 0)
+
+
+@compiled_part
+def _strangeness(mixes: Mixes, step: int, sign: int) -> Any:
+    """How far a step's mix is from that of all samples, once it has changed (``sign`` 1 or −1; 0: as it is).
+
+    For every threshold of size, the samples below it are counted and compared with what is to be expected, in standard
+    deviations. This is the sum of the squares over thresholds, not yet divided by the samples: steps that are drawn at
+    random have thresholds × samples on average.
+    """
+    last = len(mixes.usual)
+    total, strangeness = mixes.counts[step, last] + sign * mixes.change[last], 0.0
+    for column in range(last):
+        away = mixes.counts[step, column] + sign * mixes.change[column] - total * mixes.usual[column]
+        strangeness += away * away * mixes.precision[column]
+    return strangeness
 
 
 @compiled_part
@@ -76,7 +111,7 @@ def stays_random(
         take: Mask of those that come to it.
         free: Count the swap, whatever becomes of the mixes.
     """
-    mix, change, scratch = window.mix, window.change, window.scratch
+    mixes, change, scratch = window.mixes, window.mixes.change, window.scratch
     for column in range(len(change)):
         change[column] = 0
     # What the first step gains below each threshold, and the second one loses.
@@ -86,33 +121,21 @@ def stays_random(
                 bits = window.samples[scratch[side, MEMBER, member], MIX]
                 for column in range(len(change)):
                     change[column] += (2 * side - 1) * (bits >> column & 1)
-    if not free and (_gets_stranger(window, rules, step, 1) or _gets_stranger(window, rules, other_step, -1)):
+    after, other_after = _strangeness(mixes, step, 1), _strangeness(mixes, other_step, -1)
+    stranger = _is_strange(mixes, rules, step, 1, after) or _is_strange(mixes, rules, other_step, -1, other_after)
+    if stranger and not free:
         return False
+    mixes.strangeness[step], mixes.strangeness[other_step] = after, other_after
     for column in range(len(change)):
-        mix[step, column] += change[column]
-        mix[other_step, column] -= change[column]
+        mixes.counts[step, column] += change[column]
+        mixes.counts[other_step, column] -= change[column]
     return True
 
 
 @compiled_part
-def _gets_stranger(window: Window, rules: Rules, step: int, sign: int) -> bool:
-    """Tell whether a change takes a step's mix farther from all samples' than it is, and farther than it may be.
-
-    For every threshold of size, the samples below it are counted and compared with what is to be expected, in standard
-    deviations; the measure is the mean of the squares, which is 1 on average for steps that are drawn at random.
-    """
-    thresholds = len(window.usual)
-    total = window.mix[step, thresholds]  # of samples; the last column counts them all
-    new_total = total + sign * window.change[thresholds]
-    before = after = 0.0
-    for column in range(thresholds):
-        usual = window.usual[column]
-        variance = max(usual * (1 - usual), 1e-9)  # of a single sample
-        away = window.mix[step, column] - total * usual
-        new_away = window.mix[step, column] + sign * window.change[column] - new_total * usual
-        before += away * away / variance
-        after += new_away * new_away / variance
-    # Sums over thresholds, not yet divided by the samples: on average a random step has thresholds × total.
-    effort = rules.effort
-    most = min(effort.strangeness * new_total + effort.strange_samples, effort.strangest * new_total)
-    return bool(after > max(before, thresholds * most))
+def _is_strange(mixes: Mixes, rules: Rules, step: int, sign: int, after: Any) -> bool:
+    """Tell whether a change takes a step's mix farther from all samples' than it is, and farther than it may be."""
+    last, effort = len(mixes.usual), rules.effort
+    total = mixes.counts[step, last] + sign * mixes.change[last]
+    most = min(effort.strangeness * total + effort.strange_samples, effort.strangest * total)
+    return bool(after > max(mixes.strangeness[step], last * most))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from omnibal.cost import CostModel
 from omnibal.data.balance.demand import CLOSING, RESERVE, survey
 from omnibal.data.balance.layout import BLOCK, WINDOW, Layout, blocks_of
-from omnibal.data.balance.rules import Effort, make_rules
+from omnibal.data.balance.rules import DEFAULT_EFFORT, Effort, Setting, make_rules
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window
 from omnibal.data.lengths import IntArray, SampleLengths
@@ -26,7 +26,6 @@ ATTEMPTS: Final = 32
 """Orders of a window's samples that are tried. Nearly always the first one fits."""
 BLOCKS_KEPT: Final = 4
 """Blocks whose windows are remembered."""
-DEFAULT_EFFORT: Final = Effort()
 
 
 class BalancedPacks:
@@ -58,13 +57,12 @@ class BalancedPacks:
         exchange_steps: int = EXCHANGE_STEPS,
         effort: Effort = DEFAULT_EFFORT,
     ) -> None:
-        self._columns, self._limits = columns_of(lengths), limits
-        self._num_replicas, self._step_packs = num_replicas, num_replicas * micro_batches
-        self._cost = DEFAULT_COST if cost is None else cost
-        self._seed, self._samples, self._exchange_steps, self._effort = seed, samples, exchange_steps, effort
+        cost = DEFAULT_COST if cost is None else cost
+        self._setting = Setting(limits, cost, num_replicas, micro_batches, exchange_steps, effort)
+        self._columns, self._seed, self._samples = columns_of(lengths), seed, samples
         self._num_samples = len(lengths) if samples is None else len(samples)
         drawn = None if self._num_samples <= BLOCK else self._draw(0, SURVEY, 0)
-        self._demand = survey(lengths, limits, self._cost, samples=samples, drawn=drawn)
+        self._demand = survey(lengths, limits, cost, samples=samples, drawn=drawn)
         self._tried: list[Packs] = []  # the first windows of epoch 0: planned already, and known to fit
         self._cuts: dict[tuple[int, int], IntArray] = {}
         self._size()
@@ -90,9 +88,9 @@ class BalancedPacks:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self._tried[0]))
             return self._tried[0].take(order)
         raise InfeasibleError(
-            f"window {index} of epoch {epoch} must fit into packs of {self._limits.vision_units} vision units and "
-            f"{self._limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of its samples some packs would hold too "
-            "much; choose other limits"
+            f"window {index} of epoch {epoch} must fit into packs of {self._setting.limits.vision_units} vision units "
+            f"and {self._setting.limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of its samples some packs "
+            "would hold too much; choose other limits"
         )
 
     def _size(self) -> None:
@@ -119,18 +117,10 @@ class BalancedPacks:
         second one must, too.
         """
         hard = repair_first or num_steps > self._steps_of(self._needed)
-        self._layout = Layout(self._num_samples, num_steps, self._step_packs)
-        self._rules, self._share_of = make_rules(
-            self._demand,
-            self._limits,
-            self._cost,
-            num_replicas=self._num_replicas,
-            micro_batches=self._step_packs // self._num_replicas,
-            group_steps=self._exchange_steps,
-            num_packs=num_steps * self._step_packs,
-            repair_first=repair_first,
-            effort=self._effort,
-        )
+        step_packs = self._setting.step_packs
+        self._layout = Layout(self._num_samples, num_steps, step_packs)
+        rules, self._share_of = make_rules(self._demand, self._setting, num_steps * step_packs)
+        self._rules = rules._replace(repair_first=repair_first)
         self._cuts.clear()
         self._tried.clear()
         for index in range(min(len(self._layout.window_starts) - 1, 1 + hard)):
@@ -143,11 +133,11 @@ class BalancedPacks:
     @property
     def _most_steps(self) -> int:
         """Steps with one sample in every pack."""
-        return -(-self._num_samples // self._step_packs)
+        return -(-self._num_samples // self._setting.step_packs)
 
     def _steps_of(self, num_packs: float) -> int:
         """Steps of so many packs."""
-        return min(max(math.ceil(num_packs / self._step_packs), 1), self._most_steps)
+        return min(max(math.ceil(num_packs / self._setting.step_packs), 1), self._most_steps)
 
     def _plan(self, epoch: int, index: int, attempt: int) -> Packs | None:
         """Plan a window; after the first attempt in another order, and with limits before all else."""

@@ -54,6 +54,31 @@ class Effort(NamedTuple):
     """How far they may take it at most, however small the step."""
 
 
+DEFAULT_EFFORT: Final = Effort()
+
+
+class Setting(NamedTuple):
+    """What packs are planned for, whatever the samples."""
+
+    limits: PackLimits
+    """The most a pack may hold."""
+    cost: CostModel
+    """What is made even besides vision units."""
+    num_replicas: int
+    """Data-parallel ranks."""
+    micro_batches: int
+    """Packs per rank and step."""
+    exchange_steps: int
+    """Consecutive steps that may exchange samples."""
+    effort: Effort = DEFAULT_EFFORT
+    """How much each part of the planner does."""
+
+    @property
+    def step_packs(self) -> int:
+        """Packs of a step."""
+        return self.num_replicas * self.micro_batches
+
+
 class Rules(NamedTuple):
     """What all windows of an epoch have in common."""
 
@@ -91,18 +116,7 @@ class Rules(NamedTuple):
     """How much each part of the planner does."""
 
 
-def make_rules(
-    demand: Demand,
-    limits: PackLimits,
-    cost: CostModel,
-    *,
-    num_replicas: int,
-    micro_batches: int,
-    group_steps: int,
-    num_packs: int,
-    repair_first: bool,
-    effort: Effort,
-) -> tuple[Rules, Int32Array]:
+def make_rules(demand: Demand, setting: Setting, num_packs: int) -> tuple[Rules, Int32Array]:
     """Work out the rules for epochs of ``num_packs`` packs, and the driving load of each size.
 
     Where packs have few vision units (tiles), those of a step are made a multiple of its ranks: else one rank has one
@@ -110,6 +124,7 @@ def make_rules(
     has figures). So it pays where the ViT makes up half of the cost or more. A cost model without vision units says
     nothing about the ViT; then both count alike, as where ViT and LLM are stages of their own, and it pays, too.
     """
+    limits, cost, num_replicas = setting.limits, setting.cost, setting.num_replicas
     per_pack = demand.num_samples / max(num_packs, 1)
     vision, mean_cost = per_pack * demand.mean_vision, per_pack * demand.mean_cost
     # A power of two: so samples weigh the same on machines whose mean costs differ in the last bit.
@@ -118,10 +133,12 @@ def make_rules(
     vision_pays = cost.vision_units == 0 or 2 * cost.vision_units * demand.mean_vision >= demand.mean_cost
     divides = FEW_UNITS.start <= vision < FEW_UNITS.stop and vision_pays
     drives = divides and demand.by_volume and not demand.by_tokens
+    # Packs that follow each other may differ by a vision unit, those of one micro-batch may not.
+    tolerance = 3 / 4 if setting.micro_batches == 1 else 7 / 8
     rules = Rules(
-        step_packs=num_replicas * micro_batches,
+        step_packs=setting.step_packs,
         num_replicas=num_replicas,
-        group_steps=group_steps,
+        group_steps=setting.exchange_steps,
         most_vision=limits.vision_units,
         most_tokens=limits.llm_tokens,
         vision_weight=vision_weight,
@@ -132,14 +149,13 @@ def make_rules(
             cost.llm_tokens_squared / unit,
             cost.vision_squared / unit,
         ),
-        # Packs that follow each other may differ by a vision unit, those of one micro-batch may not.
-        vision_tolerance=max(int((3 / 4 if micro_batches == 1 else 7 / 8) * vision_weight), VISION_PACKS * TOLERANCE),
+        vision_tolerance=max(int(tolerance * vision_weight), VISION_PACKS * TOLERANCE),
         by_tokens=demand.by_tokens,
         most_share=limits.vision_units if drives else FULL,
         share_unit=num_replicas if drives else 1,
         share_weight=vision_weight if drives else SHARE_PACKS * PACK // FULL,
         multiple_weight=vision_weight if divides and not drives else 0,
-        repair_first=repair_first,
-        effort=effort,
+        repair_first=False,
+        effort=setting.effort,
     )
     return rules, np.arange(limits.vision_units + 1, dtype=np.int32) if drives else demand.shares

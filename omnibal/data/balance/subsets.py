@@ -61,9 +61,10 @@ class Excess(NamedTuple):
 
 @compiled_part
 def add_subsets(samples: Int32Array, table: Int32Array, members: int, small: int) -> int:
-    """List subsets of the listed members, the empty one first, up to a multiple of ``LANES``; return how many.
+    """List subsets of the listed members, the empty one first, and return how many.
 
-    All subsets of up to ``small`` members; of more members single ones and pairs, neighbours in the chain first.
+    All subsets of up to ``small`` members; of more members single ones and pairs, neighbours in the chain first. Behind
+    them stand others, up to a multiple of ``LANES``, that move nothing or what one of them does.
     """
     if members <= small:
         return _add_all(samples, table, members)
@@ -79,13 +80,17 @@ def add_subsets(samples: Int32Array, table: Int32Array, members: int, small: int
                 for row in range(MASK, TOKEN_SUM + 1):  # the masks share no bit: their sum is their union
                     table[row, number] = table[row, first] + table[row, first + apart]
                 number += 1
-    while number % LANES:
-        for row in range(MASK, TOKEN_SUM + 1):
-            table[row, number] = 0
-        number += 1
     for row in range(MASK, TOKEN_SUM + 1):
         table[row, 0] = 0
+        for subset in range(number, _whole(number)):
+            table[row, subset] = 0
     return number
+
+
+@compiled_part
+def _whole(number: int) -> int:
+    """The next multiple of ``LANES``."""
+    return -(-number // LANES) * LANES
 
 
 @compiled_part
@@ -118,7 +123,7 @@ def _add_all(samples: Int32Array, table: Int32Array, members: int) -> int:
             more = samples[table[MEMBER, member], VISION + load]
             for subset in range(number):
                 table[VISION_SUM + load, number + subset] = table[VISION_SUM + load, subset] + more
-    return max(1 << members, LANES)
+    return 1 << members
 
 
 @compiled_part
@@ -140,7 +145,7 @@ def nearest(scratch: Int32Array, num_mine: int, num_theirs: int, goal: Goal, bou
         least = FAR
         # Only the least distance, not where it is, and nothing that branches: so compilers make vector instructions
         # of this loop, eight candidates at a time. Which candidate it was is looked up once, at the end.
-        for candidate in range(num_theirs):
+        for candidate in range(_whole(num_theirs)):
             least = min(least, _distance(scratch, subset, candidate, goal))
         if least < best:
             best, given = least, subset

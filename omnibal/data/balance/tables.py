@@ -13,6 +13,7 @@ from omnibal.compiled import compiled_part
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 Integer = Any
 """An integer of Python or NumPy: compiled code makes no difference."""
 
@@ -31,6 +32,21 @@ MOST_SUBSETS: Final = 64
 """Subsets of a pack that an exchange tries to give away: some microseconds for two packs."""
 
 
+class Mixes(NamedTuple):
+    """What sizes of samples the steps of a window hold; see ``mixes.py``."""
+
+    counts: FloatArray
+    """A row per step: how many of its samples do not exceed each threshold of size; in the last column all of them."""
+    usual: FloatArray
+    """The share of all samples that do not exceed each threshold."""
+    precision: FloatArray
+    """One over the variance of that for a single sample."""
+    strangeness: FloatArray
+    """How far each step's mix is from that of all samples, not divided by thresholds and samples."""
+    change: Int64Array
+    """Room for what an exchange changes in a row of ``counts``."""
+
+
 class Window(NamedTuple):
     """Consecutive steps that are planned together."""
 
@@ -38,12 +54,8 @@ class Window(NamedTuple):
     """A row per sample."""
     packs: Int64Array
     """A row per pack, step after step."""
-    mix: Int64Array
-    """A row per step: how many of its samples do not exceed each threshold of size; in the last column all of them."""
-    usual: npt.NDArray[np.float64]
-    """The share of all samples that do not exceed each threshold."""
-    change: Int64Array
-    """Room for what an exchange changes in a row of ``mix``."""
+    mixes: Mixes
+    """What sizes of samples each step holds."""
     order: Int64Array
     """Room for a list of packs."""
     scratch: Int32Array

@@ -8,8 +8,8 @@ import numpy as np
 from omnibal.cost import CostModel
 from omnibal.data.balance.demand import survey
 from omnibal.data.balance.layout import WINDOW, cut_evenly
-from omnibal.data.balance.planner import ATTEMPTS, DEFAULT_EFFORT, MARGINS
-from omnibal.data.balance.rules import Rules, make_rules
+from omnibal.data.balance.planner import ATTEMPTS, MARGINS
+from omnibal.data.balance.rules import Rules, Setting, make_rules
 from omnibal.data.balance.tables import Int32Array
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window
 from omnibal.data.lengths import IntArray, SampleLengths
@@ -84,10 +84,9 @@ class MixedPacks:
         exchange_steps: int,
         origin: Origin | None,
     ) -> None:
-        self._lengths, self._columns, self._limits = lengths, columns_of(lengths), limits
-        self._num_replicas, self._micro_batches = num_replicas, micro_batches
-        self._cost = DEFAULT_COST if cost is None else cost
-        self._seed, self._exchange_steps, self._mixture = seed, exchange_steps, mixture
+        cost = DEFAULT_COST if cost is None else cost
+        self._setting = Setting(limits, cost, num_replicas, micro_batches, exchange_steps)
+        self._lengths, self._columns, self._seed, self._mixture = lengths, columns_of(lengths), seed, mixture
         self._draws = Draws(lengths, mixture, seed=seed, samples=samples)
         self._rates = PackRates(lengths, limits, self._draws)
         self._stretch = lru_cache(KEPT)(self._draw_stretch)
@@ -116,9 +115,10 @@ class MixedPacks:
             if packs is not None:
                 return packs
         raise InfeasibleError(
-            f"step {step} of the mixture, and those behind it, must fit into packs of {self._limits.vision_units} "
-            f"vision units and {self._limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of their samples some "
-            "packs would hold too much; allow larger packs, or let shares change over more steps"
+            f"step {step} of the mixture, and those behind it, must fit into packs of "
+            f"{self._setting.limits.vision_units} vision units and {self._setting.limits.llm_tokens} LLM tokens, but "
+            f"in {ATTEMPTS} orders of their samples some packs would hold too much; allow larger packs, or let shares "
+            "change over more steps"
         )
 
     def shares_of(self, epoch: int, step: int, packs: Packs) -> tuple[FloatArray, FloatArray]:
@@ -127,8 +127,14 @@ class MixedPacks:
         return asked, self._draws.shares_given(packs.samples)
 
     def _course(self, margins: FloatArray, origin: Origin | None = None) -> Course:
-        step_packs = self._num_replicas * self._micro_batches
-        return Course(self._mixture, self._draws, self._rates, step_packs=step_packs, margins=margins, origin=origin)
+        return Course(
+            self._mixture,
+            self._draws,
+            self._rates,
+            step_packs=self._setting.step_packs,
+            margins=margins,
+            origin=origin,
+        )
 
     def _margins(self) -> FloatArray:
         """Find how many packs more the samples need than they ask for, at the first step and at each knot."""
@@ -143,8 +149,8 @@ class MixedPacks:
                     break
             else:
                 raise InfeasibleError(
-                    f"limits must let packs hold more than one sample on average for a mixture, got {self._limits}; "
-                    "choose larger ones"
+                    f"limits must let packs hold more than one sample on average for a mixture, got "
+                    f"{self._setting.limits}; choose larger ones"
                 )
         return margins
 
@@ -177,21 +183,12 @@ class MixedPacks:
         blocks = np.concatenate([np.repeat(numbers, given) for given in np.diff(cursors, axis=0).T])
         order = _shuffled_blocks(blocks, np.random.default_rng([self._seed, span.first]))
         samples, blocks = samples[order], blocks[order]
-        num_packs = span.steps * self._num_replicas * self._micro_batches
-        demand = survey(self._lengths, self._limits, self._cost, samples=samples, drawn=None)
-        rules, share_of = make_rules(
-            demand,
-            self._limits,
-            self._cost,
-            num_replicas=self._num_replicas,
-            micro_batches=self._micro_batches,
-            # Where samples do not combine to fill packs, steps that exchange them for balance sort the sources: on real
-            # lengths at 9 tiles and 4096 tokens χ² is 1.2 to 1.3 then, and 1.04 to 1.07 without.
-            group_steps=self._exchange_steps if demand.by_volume else 1,
-            num_packs=num_packs,
-            repair_first=self._repair_first,
-            effort=DEFAULT_EFFORT,
-        )
+        demand = survey(self._lengths, self._setting.limits, self._setting.cost, samples=samples, drawn=None)
+        # Where samples do not combine to fill packs, steps that exchange them for balance sort the sources: on real
+        # lengths at 9 tiles and 4096 tokens χ² is 1.2 to 1.3 then, and 1.04 to 1.07 without.
+        setting = self._setting if demand.by_volume else self._setting._replace(exchange_steps=1)
+        rules, share_of = make_rules(demand, setting, span.steps * setting.step_packs)
+        rules = rules._replace(repair_first=self._repair_first)
         starts = self._starts(course, span)
         loads = driving_loads(samples, self._columns, rules, share_of)
         return Stretch(samples, blocks, starts, cut_evenly(loads, starts, rules.step_packs), rules, share_of)

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.data.balance.demand import Demand, survey
-from omnibal.data.balance.planner import DEFAULT_EFFORT
-from omnibal.data.balance.rules import VISION_PACKS, make_rules
+from omnibal.data.balance.rules import VISION_PACKS, Setting, make_rules
 from omnibal.data.balance.window import columns_of, plan_window
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -194,17 +193,9 @@ def _packed(
     if not len(chosen):
         return Packs([], np.zeros(aim.num_packs + 1, dtype=np.int64))
     part = lengths.take(chosen)
-    rules, share_of = make_rules(
-        _survey(part, limits),
-        limits,
-        DEFAULT_COST,
-        num_replicas=1,
-        micro_batches=aim.num_packs,
-        group_steps=1,
-        num_packs=aim.num_packs,
-        repair_first=hard,
-        effort=DEFAULT_EFFORT,
-    )
+    setting = Setting(limits, DEFAULT_COST, num_replicas=1, micro_batches=aim.num_packs, exchange_steps=1)
+    rules, share_of = make_rules(_survey(part, limits), setting, aim.num_packs)
+    rules = rules._replace(repair_first=hard)
     packs = plan_window(chance.permutation(len(part)), columns_of(part), share_of, rules, 1, chance)
     # The planner runs packs of like load at the same time; here that would make steps of one kind of sample.
     return None if packs is None else Packs(chosen[packs.samples], packs.starts).take(chance.permutation(len(packs)))

@@ -20,6 +20,7 @@ from omnibal.data.balance.tables import (
     VISION,
     VISION_EXCESS,
     VISION_ROOM,
+    Mixes,
     Window,
 )  # fmt: skip
 
@@ -52,14 +53,21 @@ def make_window(loads, members, rules, *, targets=None, mixes=None):
     steps = [
         list(chain(*members[begin : begin + rules.step_packs])) for begin in range(0, len(members), rules.step_packs)
     ]
-    mix = np.array([bits[step].sum(axis=0) for step in steps])
+    counts, usual = np.array([bits[step].sum(axis=0, dtype=float) for step in steps]), bits[:, :-1].mean(axis=0)
+    precision = 1 / np.maximum(usual * (1 - usual), 1e-9)
     window = Window(
-        samples, packs, mix, bits[:, :-1].mean(axis=0), np.zeros(thresholds + 1, dtype=np.int64),
+        samples, packs,
+        Mixes(counts, usual, precision, strangeness_of(counts, usual, precision), np.zeros(thresholds + 1, np.int64)),
         np.empty(max(len(packs), rules.step_packs), dtype=np.int64),
         np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32),
     )  # fmt: skip
     packs[:, COUNT:] = rows_of(window, rules, targets)
     return window
+
+
+def strangeness_of(counts, usual, precision):
+    """Of every step: squared deviations of its counts from the usual ones, each over a sample's variance."""
+    return ((counts[:, :-1] - counts[:, -1:] * usual) ** 2 * precision).sum(axis=1)
 
 
 def rows_of(window, rules, targets=None):
@@ -91,8 +99,10 @@ def check_window(window, rules, targets=None):
     members = members_of(window)
     assert sorted(sample for pack in members for sample in pack) == list(range(len(window.samples)))
     assert window.packs[:, COUNT:].tolist() == rows_of(window, rules, targets).tolist()
-    columns = window.mix.shape[1]
-    for step, row in enumerate(window.mix):
+    counts, usual, precision, strangeness, _ = window.mixes
+    np.testing.assert_allclose(strangeness, strangeness_of(counts, usual, precision), rtol=1e-9, atol=1e-9)
+    columns = counts.shape[1]
+    for step, row in enumerate(counts):
         mine = list(chain(*members[step * rules.step_packs : (step + 1) * rules.step_packs]))
         bits = window.samples[mine][:, MIX].astype(np.int64)
         assert row.tolist() == [int((bits >> column & 1).sum()) for column in range(columns)]
