@@ -33,12 +33,19 @@ def complete_deepspeed_config(
     Raises:
         ConfigError: A micro-batch size other than 1; batch sizes that contradict each other; gradient clipping that
             DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then counts only the first stage; a
-            ds_config that does not mention clipping clips at 1.0); checkpoints written in the background; what cannot
-            be under a zero-bubble schedule.
+            ds_config that does not mention clipping clips at 1.0); checkpoints written in the background; parameters
+            kept elsewhere and master weights in 16 bits, which DeepSpeed would pass over; what cannot be under a
+            zero-bubble schedule.
     """
     micro_batches = micro_batches_of(config)
     _check_clipping(config, layout)
     _check_writer(config)
+    _check_offload(config, layout)
+    _check_precision(config)
+    if config.get("wall_clock_breakdown") and not config.get("steps_per_print"):
+        raise ConfigError(
+            "steps_per_print must be given with wall_clock_breakdown, got none; so often times are printed"
+        )
     if schedule != "1f1b":
         _check_deferral(config)
     derived = {
@@ -88,6 +95,7 @@ def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Lay
 
 
 _FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")
+_BFLOAT16_NAMES = ("bf16", "bfloat16", "torch.bfloat16")
 """DeepSpeed's names."""
 
 
@@ -162,6 +170,8 @@ def _check_zero(config: dict[str, Any]) -> None:
 
 def _check_clipping(config: dict[str, Any], layout: Layout) -> None:
     clipping, is_float32 = config.get("gradient_clipping", 1.0), layout.precision == "float32"
+    if isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0:
+        raise ConfigError(f"gradient_clipping must be a number of at least 0, got {clipping!r}")
     if layout.num_stages > 1 and is_float32 and layout.zero_stage == 0 and clipping != 0:
         given = repr(clipping) if "gradient_clipping" in config else "none (DeepSpeed then clips at 1.0)"
         raise ConfigError(
@@ -172,15 +182,37 @@ def _check_clipping(config: dict[str, Any], layout: Layout) -> None:
 
 
 def _check_writer(config: dict[str, Any]) -> None:
-    """Refuse checkpoints that are written behind a run's back: nobody would know when one is whole."""
-    writer = (config.get("checkpoint") or {}).get("writer") or {}
+    """Refuse checkpoints of other kinds: written behind a run's back, nobody would know when one is whole."""
+    checkpoint, whole = config.get("checkpoint", {}), "the ranks wait until a checkpoint is whole"
     given = {
-        "checkpoint.writer.decoupled": writer.get("decoupled", False),
-        "datastates_ckpt": config.get("datastates_ckpt", False),
+        "checkpoint.writer.decoupled": (checkpoint.get("writer", {}).get("decoupled", False), whole),
+        "datastates_ckpt": (config.get("datastates_ckpt", False), whole),
+        "checkpoint.use_node_local_storage": (checkpoint.get("use_node_local_storage", False), "all hosts share it"),
+        "checkpoint.load_universal": (checkpoint.get("load_universal", False), "export a model to go on otherwise"),
     }
-    for key, value in given.items():
+    for key, (value, reason) in given.items():
         if value is not False:
-            raise ConfigError(f"{key} must be left out, got {value!r}; the ranks wait until a checkpoint is whole")
+            raise ConfigError(f"{key} must be left out, got {value!r}; {reason}")
+
+
+def _check_offload(config: dict[str, Any], layout: Layout) -> None:
+    """Refuse to keep on the host, or on its disks, what DeepSpeed would leave on the device."""
+    for key, kept in (("offload_optimizer", ("cpu",) if layout.zero_stage == 1 else ()), ("offload_param", ())):
+        device = (config.get("zero_optimization", {}).get(key) or {}).get("device", "none")
+        if device not in ("none", "auto", *kept):
+            where = "'cpu', under ZeRO stage 1," if key == "offload_optimizer" else "'none'"
+            raise ConfigError(f"zero_optimization.{key}.device must be {where} with a pipeline, got {device!r}")
+
+
+def _check_precision(config: dict[str, Any]) -> None:
+    """Refuse numbers that gradients are not summed in, or the optimizer does not compute in."""
+    kinds = _FLOAT32_NAMES + (_BFLOAT16_NAMES if dtype_of(config) == "bfloat16" else ())
+    given = config.get("data_types", {}).get("grad_accum_dtype")
+    if given is not None and given not in kinds:
+        raise ConfigError(f"data_types.grad_accum_dtype must be one of {', '.join(kinds)}, got {given!r}")
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if config.get("bf16", {}).get(key, False):
+            raise ConfigError(f"bf16.{key} must be false, got true; under a pipeline the optimizer computes in float32")
 
 
 def _check_deferral(config: dict[str, Any]) -> None:

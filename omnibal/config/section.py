@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from omnibal import families
 from omnibal.cluster import ClusterValue
+from omnibal.config.deepspeed_keys import check_keys
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
@@ -15,9 +16,9 @@ from omnibal.pipeline.schedule import ScheduleName
 from omnibal.profile.levels import Level
 from omnibal.records import explain, read_json
 
-SECTIONS = ("bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "scheduler")
-"""Keys of a ds_config whose inner keys matter here."""
 Count = Annotated[int, Field(ge=1)]
+Place = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser()) if path.startswith("~") else path)]
+"""A path; a shell would replace ``~``, JSON does not."""
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -54,7 +55,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """Which model is trained."""
 
-    path: str | None = None
+    path: Place | None = None
     """Hugging Face folder (config.json, weights, tokenizer, preprocessor)."""
     family: str | None = None
     """Python module that registers the model's family, where it is none of omnibal's; see families.md."""
@@ -72,11 +73,11 @@ class ModelSection(Section):
 class DataSection(Section):
     """Which samples it is trained on: InternVL meta files, or annotations as LLaVA has them."""
 
-    train: str | None = None
+    train: Place | None = None
     """What is trained on: a meta file or annotations."""
-    held_out: str | None = None
+    held_out: Place | None = None
     """What is evaluated on, alike; left out, nothing."""
-    images: str | None = None
+    images: Place | None = None
     """Folder that images of annotations are in, by default the annotations' own; meta files name theirs."""
     max_tiles: Count | None = None
     """The most tiles an image is cut into (a thumbnail comes on top); left out, what the model's folder says."""
@@ -126,7 +127,7 @@ class PipelineSection(Section):
     """One level for all layers, or a list with one for each."""
     schedule: ScheduleName | Literal["auto"] = "auto"
     """``1f1b``, ``zero-bubble``, ``zero-bubble-lean``, or ``auto``: the plan's choice, ``1f1b`` without a plan."""
-    plan: str | None = None
+    plan: Place | None = None
     """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits."""
 
 
@@ -181,6 +182,11 @@ class RunFiles:
         return self.folder / "loss.png"
 
     @property
+    def lock(self) -> Path:
+        """Held while a run trains into the folder."""
+        return self.folder / "lock"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
         return self.folder / "checkpoints"
@@ -204,7 +210,7 @@ class RunFiles:
 class RunSection(Section):
     """How `omnibal.train` runs."""
 
-    output: str = "runs/train"
+    output: Place = "runs/train"
     """Folder of all that the run and commands about it keep; all hosts share it."""
     epochs: Count = 1
     """How often every sample is trained on; under a mixture, how many times as many samples as there are."""
@@ -247,14 +253,14 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
         The ds_config without the section, and the section (defaults where it is left out).
 
     Raises:
-        ConfigError: The file is missing or no JSON object, or a key or value of the section is wrong; the message
-            names the key and the nearest known one. Or the module of the model's family cannot be imported.
+        ConfigError: The file is missing or no JSON object, or a key or value is wrong; the message names the key and
+            the nearest known one. Or the module of the model's family cannot be imported.
     """
+    if not isinstance(config, str | Path | dict):
+        raise ConfigError(f"config must be the path or the content of a ds_config, got {config!r:.80}")
     content = config if isinstance(config, dict) else _read_json(Path(config))
     deepspeed_config = {key: value for key, value in content.items() if key != "omnibal"}
-    for key in SECTIONS:
-        if not isinstance(deepspeed_config.get(key, {}), dict):
-            raise ConfigError(f"{key} of a ds_config must be an object, got {deepspeed_config[key]!r:.80}")
+    check_keys(deepspeed_config)
     try:
         section = OmnibalSection.model_validate(content.get("omnibal", {}))
     except ValidationError as error:

@@ -21,7 +21,7 @@ from omnibal.engine.module import joined
 from omnibal.engine.optimizer import OnGradient, gradients
 from omnibal.engine.resolve import Given
 from omnibal.engine.table import floats_of
-from omnibal.errors import OmnibalError
+from omnibal.errors import ConfigError, OmnibalError
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
 from omnibal.vlm.payload import Payload, counts_of, note_counts
@@ -166,7 +166,19 @@ class OmnibalEngine(CheckpointedEngine):
         return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), lengths)
 
     def evaluate(self, loader: PackLoader) -> Evaluation:
-        """Measure loss and accuracy on one epoch of held-out packs, all ranks together."""
+        """Measure loss and accuracy on one epoch of held-out packs, all ranks together.
+
+        Args:
+            loader: What ``held_out_loader`` made.
+
+        Raises:
+            ConfigError: It is the loader of training, whose samples would be left out there.
+            OmnibalError: As of ``train_batch``.
+        """
+        if loader is self.loader:
+            raise ConfigError(
+                "loader must be of held-out samples, got that of training; engine.held_out_loader(dataset) makes one"
+            )
         training_iterator, totals = self.data_iterator, torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         self.module.eval()
         for _ in range(loader.steps_per_epoch):
@@ -204,6 +216,8 @@ class OmnibalEngine(CheckpointedEngine):
             where=self.where,
         )
         step, batches, targets = reading.next_step(loader, steps)
+        if targets == 0 and self.global_rank == 0:
+            LOG.warning("labels must name targets, got none in a whole step (%d of epoch %d)", step.index, step.epoch)
         # The engine averages over micro-batches and replicas; this weight makes that an average over tokens.
         weight = self.micro_batches * self.dp_world_size / max(targets, 1)
         return step, [self._micro_batch(batch, weight) for batch in batches]

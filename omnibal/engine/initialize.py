@@ -1,9 +1,9 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
 
-import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, together
+from omnibal.engine.doubts import warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.launch import explained_wait
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset, view_of
@@ -28,11 +29,10 @@ from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, O
 from omnibal.engine.resolve import Given, named, read, resolve_plan
 from omnibal.engine.stream_setup import is_stream, open_annotations, stream_loader
 from omnibal.engine.streams import Station
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, said
+from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.vlm.weights import spare_weights
-
-LOG: Final = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=OmnibalEngine)
 
@@ -95,7 +95,7 @@ def initialize(
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
     own = Own(optimizer, lr_scheduler, on_gradient)
-    given = together(lambda: own.checked(read(config, model, num_processes)), where=where)
+    given = together(lambda: _read(config, model, num_processes, own), where=where)
     samples: Any = _training_data(given.section, where=where) if dataset is None else dataset
     stage, replica = divmod(rank, given.layout.num_replicas)
     if rank == 0:
@@ -127,6 +127,27 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
+def _read(config: Any, model: Any, num_processes: int, own: Own) -> Given:
+    """What the arguments say, refused before samples are measured and weights are read."""
+    given = own.checked(read(config, model, num_processes))
+    _deepspeed_config(given, total_steps=1)
+    return given
+
+
+def _deepspeed_config(given: Given, *, total_steps: int, schedule: ScheduleName = "1f1b") -> DeepSpeedConfig:
+    """The ds_config as DeepSpeed reads it.
+
+    Raises:
+        ConfigError: It cannot be right under a pipeline, or DeepSpeed refuses it.
+    """
+    config = complete_deepspeed_config(given.config, given.layout, total_steps=total_steps, schedule=schedule)
+    replicas = SimpleNamespace(get_data_parallel_world_size=lambda: given.layout.num_replicas)
+    try:
+        return DeepSpeedConfig(config, replicas)
+    except Exception as error:  # pydantic's, assertions, and DeepSpeed's own
+        raise ConfigError(f"ds_config must be one that DeepSpeed takes, got: {said(error)}") from error
+
+
 def _refuse(others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if value is not None:
@@ -134,15 +155,6 @@ def _refuse(others: Mapping[str, object]) -> None:
                 "arguments of initialize must be config, model, dataset, optimizer, lr_scheduler and on_gradient, "
                 f"got {name}; {OTHERWISE.get(name, 'leave it out')}"
             )
-
-
-def warn_of_float32(device_name: str, dtype: str) -> None:
-    """Say what float32 costs on a GPU, whose kernel for packs takes 16 bits only."""
-    if device_name == "cuda" and dtype == "float32":
-        LOG.warning(
-            "bf16.enabled should be true on a GPU, got float32; it takes twice the memory, and attention runs sample "
-            'by sample: set "bf16": {"enabled": true}'
-        )
 
 
 def _training_data(section: OmnibalSection, *, where: str) -> Any:
@@ -161,7 +173,11 @@ def _arrange(
                 f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
             )
         mixture = samples.repeat_time()
-    plan = resolve_plan(given, typical_lengths(lengths, mixture))
+    typical = typical_lengths(lengths, mixture)
+    plan = resolve_plan(given, typical)
+    if dist.get_rank() == 0:
+        warn_of_other_data(plan, typical)
+        warn_of_long_samples(given.vlm.config, lengths, plan.limits)
     sampler = BalancedBatchSampler(
         lengths,
         plan.limits,
@@ -248,7 +264,7 @@ def build_engine(
     """
     own = (own or Own()).over(total_steps)
     config = together(
-        lambda: complete_deepspeed_config(given.config, given.layout, total_steps=total_steps, schedule=plan.schedule),
+        lambda: _deepspeed_config(given, total_steps=total_steps, schedule=plan.schedule),
         where=f"rank {dist.get_rank()}",
     )
     module = module_class(given, plan)
@@ -266,7 +282,7 @@ def build_engine(
             model=module,
             mpu=module.mpu(),
             dist_init_required=False,
-            config=config,
-            config_class=DeepSpeedConfig(config, module.mpu()),
+            config=config._param_dict,
+            config_class=config,
             **others,
         )

@@ -18,6 +18,7 @@ from omnibal.cost import Load
 from omnibal.data.collate import Positions, pack_samples
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sampler import BalancedBatchSampler
+from omnibal.errors import OmnibalError
 
 View = Literal["images", "text", "nothing"]
 Batch = dict[str, Tensor]
@@ -284,7 +285,11 @@ class PackLoader:
         if self.view != "nothing" and self._iterator is None:
             self._iterator = iter(self._packs)
         step, shares = self.sampler.step(self._steps_done), self.sampler.shares_of(self._steps_done)
-        batches = [] if self._iterator is None else [next(self._iterator) for _ in range(self.micro_batches)]
+        try:
+            batches = [] if self._iterator is None else [next(self._iterator) for _ in range(self.micro_batches)]
+        except OmnibalError as error:  # before what a worker says, torch puts its traceback
+            kind = f"\n{type(error).__module__}.{type(error).__name__}: "
+            raise type(error)(str(error).rpartition(kind)[2].strip()) from error
         self._steps_done += 1
         return Step(step.epoch, step.index, step.num_samples, step.load(self.sampler.lengths), shares), batches
 

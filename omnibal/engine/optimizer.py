@@ -33,7 +33,7 @@ class Own:
     on_gradient: OnGradient | None = None
 
     def checked(self, given: Given) -> Given:
-        """What else is given, if nothing of this is made already, or named there too.
+        """What else is given, if nothing of this is made already, or named there too, and there is an optimizer.
 
         Raises:
             ConfigError: Something is.
@@ -51,6 +51,11 @@ class Own:
                 raise ConfigError(f"{name} must be a callable, got an instance of {type(value).__name__}; {remedy}")
             if key in given.config:
                 raise ConfigError(f"{name} must be given once, got one beside the ds_config's {key}; leave one out")
+        if self.optimizer is None and given.config.get("optimizer", {}).get("type") is None:
+            raise ConfigError(
+                'optimizer must be given, got none; set "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}} in the '
+                "ds_config, or pass one to initialize"
+            )
         return given
 
     def over(self, total_steps: int) -> "Own":

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from omnibal.engine.explained import ExplainedEngine
 from omnibal.engine.hosts import hosts_of, unreachable
 from omnibal.engine.reduction import exchange_of
 from omnibal.engine.sums import sums_of
@@ -82,7 +82,7 @@ class BehindFrozenFront(deepspeed_schedule.PipeSchedule):
         return int(self._whole.num_pipe_buffers())
 
 
-class TableEngine(PipelineEngine):
+class TableEngine(ExplainedEngine):
     """Runs training steps by a table, or by DeepSpeed's own 1F1B where there is none.
 
     Where the first stages of ``module`` train nothing (``frozen_stages``), they run forward only, keep nothing, and
@@ -321,7 +321,7 @@ class TableEngine(PipelineEngine):
 
     # DeepSpeed looks for what an instruction runs in this mapping.
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **PipelineEngine._INSTRUCTION_MAP,
+        **ExplainedEngine._INSTRUCTION_MAP,
         RunEntry: _run_entry,
         deepspeed_schedule.RecvActivation: _exec_recv_activations,
         deepspeed_schedule.SendActivation: _exec_send_activations,

@@ -94,6 +94,73 @@ def test_wrong_keys_and_values_are_named(section, message):
         read_config({"omnibal": section})
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"gradient_cliping": 1.0},
+            "gradient_cliping of .* left out, got 1.0; did you mean 'gradient_clipping'",
+        ),
+        ({"lr": 1e-4}, "lr of a ds_config must be left out, got 0.0001; nothing in a pipeline heeds it"),
+        ({"seed": 42}, "seed of .* omnibal.packing.seed decides about data"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "omnibal.pipeline.recompute says which layers"),
+        ({"pipeline": {"stages": 4}}, "omnibal.pipeline says how the model is cut"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning of .* omnibal.data says what is trained on"),
+        ({"gradient_accumulation_dtype": "fp32"}, "data_types.grad_accum_dtype says it"),
+        ({"sequence_parallel_size": 2}, "a pack is on one device"),
+        ({"gradient_allreduce_op": "sum"}, "averaged over the target tokens"),
+        (
+            {"bf16": {"enabled": "auto"}},
+            "^bf16.enabled of .* must be a value, got 'auto', .* here only scheduler",
+        ),
+        (
+            {"gradient_accumulation_steps": "auto"},
+            "^gradient_accumulation_steps of .* a value, got 'auto'",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+            "^optimizer.params.lr of .* must be a value",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
+            "^scheduler.params.warmup_max",
+        ),
+        ({"bf16": {"enabled": "false"}}, "^bf16.enabled of a ds_config must be true or false, got 'false'"),
+        ({"optimizer": []}, r"^optimizer of a ds_config must be an object, got \[\]"),
+        ({"scheduler": {"type": "WarmupLR", "params": None}}, "^scheduler.params of a ds_config must be an object"),
+        ({"timers": {"throughput": True}}, "^timers.throughput of a ds_config must be an object, got True"),
+        ({"checkpoint": None}, "^checkpoint of a ds_config must be an object, got None"),
+    ],
+)
+def test_what_a_pipeline_would_pass_over_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(config)
+
+
+def test_what_asks_for_nothing_may_stay():
+    config = {
+        "train_batch_size": "auto",
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+        "flops_profiler": {"enabled": False, "profile_step": 1},
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+        "prescale_gradients": False,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
+    }
+    assert read_config(config)[0] == config
+
+
+def test_a_ds_config_is_a_path_or_its_content():
+    with pytest.raises(ConfigError, match="config must be the path or the content of a ds_config, got None"):
+        read_config(None)
+
+
+def test_paths_in_the_home_folder_are_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _, section = read_config({"omnibal": {"model": {"path": "~/model"}, "run": {"output": "~/runs/a"}}})
+    assert section.model.path == str(tmp_path / "model")
+    assert section.run.files.folder == tmp_path / "runs" / "a"
+
+
 def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"ds_config must be a readable file, got .*none\.json"):
         read_config(tmp_path / "none.json")
@@ -138,9 +205,40 @@ def test_no_timer_waits_for_the_device_unless_told_to():
             "checkpoint.writer.decoupled must be left out, got True",
         ),
         (
+            ZERO_1 | {"checkpoint": {"use_node_local_storage": True}},
+            "use_node_local_storage must be left out",
+        ),
+        (
+            ZERO_1 | {"checkpoint": {"load_universal": True}},
+            "load_universal must be left out, got True; exp",
+        ),
+        (
             ZERO_1 | {"datastates_ckpt": {"host_cache_size": 16}},
             "datastates_ckpt must be left out, got {'host_cache_size'",
         ),
+        (
+            ZERO_1 | {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param.device must be 'none' with a pipeline, got 'cpu'",
+        ),
+        (
+            ZERO_1 | {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.device must be 'cpu', under ZeRO stage 1, with a pipeline, got 'nvme'",
+        ),
+        (
+            {"gradient_clipping": 0, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer.device must be 'cpu', under ZeRO stage 1, with a pipeline, got 'cpu'",
+        ),
+        (
+            ZERO_1 | {"data_types": {"grad_accum_dtype": "bf16"}},
+            "data_types.grad_accum_dtype must be one of fp32, float32, float, torch.float32, got 'bf16'",
+        ),
+        (
+            ZERO_1 | {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+            "bf16_optimizer_states must be false, got true",
+        ),
+        (ZERO_1 | {"gradient_clipping": None}, "gradient_clipping must be a number of at least 0, got None"),
+        (ZERO_1 | {"gradient_clipping": -1.0}, "gradient_clipping must be a number of at least 0, got -1.0"),
+        (ZERO_1 | {"wall_clock_breakdown": True}, "steps_per_print must be given with wall_clock_breakdown, got none"),
         ({"gradient_clipping": 0.5}, "gradient_clipping must be 0 with fp32, ZeRO stage 0 and 2 pipeline stages"),
         ({}, r"got none \(DeepSpeed then clips at 1.0\)"),
     ],
@@ -179,6 +277,26 @@ def test_what_deferred_gradients_forbid_is_refused(change, schedule):
     complete(ZERO_1 | change)
     with pytest.raises(ConfigError, match=r"\w+\.\w+ must be false under zero-bubble, got true"):
         complete(ZERO_1 | change, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"wall_clock_breakdown": True, "steps_per_print": 10},
+        {
+            "zero_optimization": {
+                "stage": 1,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "none"},
+            }
+        },
+        BF16 | {"data_types": {"grad_accum_dtype": "torch.bfloat16"}},
+    ],
+)
+def test_what_deepspeed_does_as_it_says_is_left_to_it(config):
+    found = complete(ZERO_1 | config)
+    for key, value in config.items():
+        assert found[key] == value or found[key] == {"contiguous_gradients": False} | value
 
 
 @pytest.mark.parametrize("config", [ZERO_1, BF16, {"gradient_clipping": 0}])

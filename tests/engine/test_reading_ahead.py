@@ -2,16 +2,20 @@
 
 import logging
 import multiprocessing
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.engine import loader as loader_file
-from omnibal.engine.initialize import warn_of_float32
+from omnibal.engine.doubts import warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.loader import PackLoader, workers_for
 from omnibal.errors import DataError
+from omnibal.pipeline.partition import Partition
+from omnibal.plan import Plan
 from tests.engine.cases import SmallDataset
 from tests.engine.small import PIXEL_SHAPE
 
@@ -140,8 +144,9 @@ def test_a_broken_sample_is_told_in_the_step_that_has_it_and_not_before():
     broken = int(plan.step(1).pack(0, 0)[0])
     loader = loader_of(CountedDataset(broken=broken), workers=2)
     loader.next_step()
-    with pytest.raises(DataError, match=r"picture\.png"):
+    with pytest.raises(DataError) as caught:
         loader.next_step()
+    assert str(caught.value) == f"image must be decodable, got picture.png (sample {broken})"
 
 
 def test_pixels_come_in_the_dtype_of_the_model():
@@ -171,6 +176,22 @@ def test_workers_are_as_many_as_a_step_needs(monkeypatch, read, step, micro_batc
 def test_float32_on_a_gpu_is_warned_of(caplog, device, dtype, warns):
     warn_of_float32(device, dtype)
     assert ("bf16.enabled should be true on a GPU" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(("made_from", "warns"), [({"lengths": "f00"}, True), ({}, False), (None, False)])
+def test_a_plan_for_other_data_is_told(caplog, made_from, warns):
+    lengths = SmallDataset().lengths()
+    made_from = {"lengths": lengths.content_hash} if made_from is None else made_from
+    plan = Plan(PackLimits(4, 48), 2, Partition((0, 1)), ("none",), made_from=made_from)
+    warn_of_other_data(plan, lengths)
+    assert ("omnibal.pipeline.plan should be made for this run's data" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(("positions", "warns"), [(16, True), (17, False), (None, False)])
+def test_samples_beyond_the_models_positions_are_told(caplog, positions, warns):
+    config = SimpleNamespace(text_config=SimpleNamespace(max_position_embeddings=positions))
+    warn_of_long_samples(config, SampleLengths([1, 0], [17, 3]), PackLimits(4, 48))
+    assert ("at most the model's 16 positions, got one of 17 tokens" in caplog.text) == warns
 
 
 def test_workers_that_cannot_keep_up_are_told(caplog):

@@ -54,6 +54,23 @@ def test_configurations_that_cannot_work(model, tmp_path):
         (changed(good, "packing", llm_token=3), "did you mean 'llm_tokens'"),
         (changed(good, "packing", llm_tokens=10, oversized="error"), "DataError: rank 0.*samples must keep the limits"),
         (changed(good, "model", path=str(empty)), "without config.json"),
+        ({key: value for key, value in good.items() if key != "optimizer"}, "optimizer must be given, got none; set"),
+        (
+            good | {"optimizer": {"type": "adamw_torch", "params": {"lr": 0.1}}},
+            "ds_config must be one that DeepSpeed takes, got: AssertionError: adamw_torch is not a supported",
+        ),
+        (
+            good | {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "beta": 1, "torch_adam": True}}},
+            "optimizer of a ds_config must be one that .* unexpected keyword argument 'beta'",
+        ),
+        (
+            good | {"scheduler": {"type": "cosine", "params": {}}},
+            "scheduler of a ds_config must be one that DeepSpeed can make, got cosine with {}",
+        ),
+        (
+            good | {"zero_optimization": {"stage": 1, "overlap_com": True}},
+            "ds_config must be one that DeepSpeed takes, got: .*overlap_com",
+        ),
         (changed(good, "model", path=None), "model must be given, got none"),
         (changed(good, "model", path=str(misfit)), "rank 1, stage 1.*lm_head.* must have shape"),
         (good, None),
