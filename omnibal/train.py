@@ -7,13 +7,16 @@ Everything else is in the ds_config: its "omnibal" section names model, data, pa
 """
 
 import argparse
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 from omnibal.errors import require
 
@@ -35,10 +38,13 @@ from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, to
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize, open_together
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset
-from omnibal.engine.saved_files import latest_checkpoint
+from omnibal.engine.saved_files import choose, latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
 
+LOG_SECONDS: Final = 10.0
+"""Between two states of the progress bar where it goes into a file."""
+LOG: Final = logging.getLogger(__name__)
 OnEvaluation = Callable[[OmnibalEngine], object]
 
 
@@ -71,33 +77,66 @@ def train(
         The engine, behind the last step.
 
     Raises:
-        ConfigError: ``run.output`` has checkpoints and neither ``resume`` nor ``restart`` is asked for, or both are;
-            else as ``omnibal.initialize``.
+        ConfigError: ``run.output`` has checkpoints and neither ``resume`` nor ``restart`` is asked for, or both are; it
+            has none to go on from, or another run trains into it; else as ``omnibal.initialize``.
         OmnibalError: As ``engine.train_batch`` and ``engine.save_checkpoint``.
     """
     meet(get_accelerator().communication_backend_name())
     where = f"rank {dist.get_rank()}"
-    section = together(lambda: _read(config, resume=resume, restart=restart), where=where)
-    run, checkpoints = section.run, section.run.files.checkpoints
-    if not resume and not restart:
-        rank_zero_only(lambda: _check_no_checkpoints(run), doing="looks for checkpoints", where=where)
-    engine, _, loader, _ = initialize(config, model, dataset, **others)
-    del model  # its weights are copied
-    evaluated = _held_out_loader(engine, section, held_out)
-    if resume:
-        engine.load_checkpoint(checkpoints, resume if isinstance(resume, str) else None, fall_back=True)
-    if restart:
-        rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
-    log = rank_zero_first(lambda: _begin(engine, loader, run), doing="opens the log", where=engine.where)
-    _train(engine, loader, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation))
-    rank_zero_only(lambda: _finish(run), doing="exports the model", where=engine.where)
+    evaluates = held_out is not None or on_evaluation is not None
+    section = together(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates), where=where)
+    run, checkpoints, tag = section.run, section.run.files.checkpoints, resume if isinstance(resume, str) else None
+    with rank_zero_first(lambda: _claimed(run), doing="claims run.output", where=where):
+        rank_zero_only(
+            lambda: _check_checkpoints(run, tag, resume=bool(resume), restart=restart),
+            doing="looks for checkpoints",
+            where=where,
+        )
+        engine, _, loader, _ = initialize(config, model, dataset, **others)
+        del model  # its weights are copied
+        evaluated = _held_out_loader(engine, section, held_out)
+        if resume:
+            engine.load_checkpoint(checkpoints, tag, fall_back=True)
+        if restart:
+            rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
+        log = rank_zero_first(lambda: _begin(engine, loader, run), doing="opens the log", where=engine.where)
+        _train(engine, loader, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation))
+        rank_zero_only(lambda: _finish(run), doing="exports the model", where=engine.where)
     return engine
 
 
-def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: bool) -> OmnibalSection:
+def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: bool, evaluates: bool) -> OmnibalSection:
     if resume and restart:
         raise ConfigError(f"resume must be False with restart, got {resume!r}; go on from a checkpoint, or begin anew")
-    return read_config(config)[1]
+    section = read_config(config)[1]
+    if section.run.evaluate_every and not evaluates and not section.data.held_out:
+        raise ConfigError(
+            f"omnibal.run.evaluate_every must be 0 without held-out data, got {section.run.evaluate_every}; name some "
+            "in omnibal.data.held_out"
+        )
+    return section
+
+
+def _claimed(run: RunSection) -> AbstractContextManager[object]:
+    """On rank 0, keep other runs out of ``run.output`` for a while: they would delete each other's files."""
+    if dist.get_rank() != 0:
+        return nullcontext()
+    try:
+        run.files.folder.mkdir(parents=True, exist_ok=True)
+        lock = run.files.lock.open("w")
+    except OSError as error:
+        raise ConfigError(f"run.output must be a folder that can be written, got {error}") from error
+    try:
+        flock(lock, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(
+            f"run.output must be a folder that no other run trains into now, got {run.output}; name another one, or "
+            "wait for that run's end"
+        ) from None
+    except OSError as error:  # a file system without locks
+        LOG.warning("Nothing keeps other runs out of %s: %s", run.output, error)
+    return lock
 
 
 def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: VlmDataset | None) -> PackLoader | None:
@@ -106,8 +145,17 @@ def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: V
     return None if held_out is None else engine.held_out_loader(held_out)
 
 
-def _check_no_checkpoints(run: RunSection) -> None:
-    if run.files.checkpoints.exists():
+def _check_checkpoints(run: RunSection, tag: str | None, *, resume: bool, restart: bool) -> None:
+    """Refuse a run that could not begin as it is asked to, before anything that takes long."""
+    is_there = run.files.checkpoints.exists()
+    if resume and not is_there:
+        raise ConfigError(
+            f"run.output must hold checkpoints to go on from, got {run.output} without any; begin without resume "
+            "(--resume)"
+        )
+    if resume:
+        choose(run.files.checkpoints, tag, fall_back=True)
+    elif is_there and not restart:
         raise ConfigError(
             f"run.output must be a folder without checkpoints, got {run.output}; "
             "resume (--resume) goes on from the newest one, restart (--restart) deletes them and begins anew"
@@ -136,7 +184,14 @@ def _train(
     """
     second_step = engine.global_steps + 1
     last_step = run.max_steps or engine.global_steps + loader.steps_left(run.epochs)
-    bar = tqdm(total=last_step, initial=engine.global_steps, disable=log is None, unit="step", dynamic_ncols=True)
+    bar = tqdm(
+        total=last_step,
+        initial=engine.global_steps,
+        disable=log is None,
+        unit="step",
+        dynamic_ncols=True,
+        mininterval=0.1 if sys.stderr.isatty() else LOG_SECONDS,
+    )
     while engine.global_steps < last_step:
         started = perf_counter()
         if engine.global_steps == second_step:
@@ -164,10 +219,11 @@ def _train(
             )
             bar.update()
         is_last = engine.global_steps == last_step
-        if is_last or _due(engine.global_steps, run.evaluate_every):
-            evaluate(bar)
+        # before an evaluation, which runs a caller's code and reads other data: what fails there must cost no step
         if is_last or _due(engine.global_steps, run.save_every):
             engine.save_checkpoint(run.files.checkpoints, keep=run.keep)
+        if is_last or _due(engine.global_steps, run.evaluate_every):
+            evaluate(bar)
     bar.close()
 
 

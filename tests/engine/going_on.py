@@ -1,15 +1,19 @@
 """What the processes of the tests of going on run: past steps that are not finite, and from checkpoints."""
 
+from fcntl import LOCK_EX, flock
 from functools import partial
 from math import nan
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from transformers import InternVLForConditionalGeneration
 
+from omnibal.engine import engine as engine_file
 from omnibal.engine.initialize import initialize
+from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.report.training import read_metrics
 from omnibal.train import train
@@ -44,6 +48,12 @@ def whole_run(config):
             engine.train_batch(steps)
     with pytest.raises(ConfigError, match="data_iter must have a step left, got its end"):
         engine.train_batch(steps)
+    with pytest.raises(ConfigError, match="loader must be of held-out samples, got that of training"):
+        engine.evaluate(loader)
+    with pytest.raises(ConfigError, match=r"eval_batch must not be called; engine.evaluate"):
+        engine.eval_batch(steps)
+    with pytest.raises(ConfigError, match="train_batch_size must stay as it is, got 8"):
+        engine.set_train_batch_size(8)
     evaluated, seen = [], set()
     own = {
         "model": InternVLForConditionalGeneration.from_pretrained(config["omnibal"]["model"]["path"]),
@@ -59,13 +69,16 @@ def whole_run(config):
     bare = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
     trained = train(bare, **own)
     output = Path(config["omnibal"]["run"]["output"])
-    mixed = changed(config, "run", output=f"{output}_mixed", max_steps=3)
+    mixed = changed(config, "run", output=f"{output}_mixed", max_steps=3, evaluate_every=0)
     mixed = changed(mixed, "data", mixture={"0": 1, "1": 3})
     trained_mixed = train(changed(mixed, "packing", method="balanced"), dataset=SmallDataset())
     with pytest.raises(ConfigError, match=r"must be a folder without checkpoints, got .*; resume \(--resume\) goes on"):
         train(bare, **own)
     with pytest.raises(ConfigError, match="resume must be False with restart, got True"):
         train(bare, resume=True, restart=True, **own)
+    refused_before_anything(bare, output)
+    fails_behind_the_last_step(config, Path(f"{output}_failed"))
+    learns_nothing(config)
     return {
         "steps": (engine.global_steps, trained.global_steps, evaluated),
         "seen": seen == weights_of(trained).keys(),
@@ -75,6 +88,52 @@ def whole_run(config):
         "mixed": (trained_mixed.global_steps, trained_mixed.lr_scheduler.total_num_steps),
         "shares": [step["shares"] for step in read_metrics(Path(f"{output}_mixed") / "metrics.jsonl").steps],
     }
+
+
+def refused_before_anything(config, output):
+    """What ``train`` says without having read a sample."""
+    unread = {"dataset": object()}
+    with pytest.raises(ConfigError, match=r"must hold checkpoints to go on from, got .*_none without any; begin"):
+        train(changed(config, "run", output=f"{output}_none", evaluate_every=0), resume=True, **unread)
+    with pytest.raises(ConfigError, match=r"must be a folder that omnibal wrote completely, got .*step7"):
+        train(changed(config, "run", evaluate_every=0), resume="step7", **unread)
+    with pytest.raises(ConfigError, match="evaluate_every must be 0 without held-out data, got 3"):
+        train(config, resume=True, **unread)
+    with (output / "lock").open() as lock:
+        if dist.get_rank() == 0:
+            flock(lock, LOCK_EX)
+        with pytest.raises(ConfigError, match="must be a folder that no other run trains into now, got "):
+            train(changed(config, "run", evaluate_every=0), restart=True, **unread)
+
+
+def fails_behind_the_last_step(config, output):
+    """A caller's evaluation that fails costs no step."""
+    config = changed(config, "run", output=str(output), evaluate_every=0, max_steps=2)
+    with pytest.raises(ZeroDivisionError):
+        train(config, dataset=SmallDataset(), on_evaluation=lambda engine: 1 / 0)
+    assert latest_checkpoint(output / "checkpoints").name == "global_step2"
+
+
+class UntargetedDataset(SmallDataset):
+    """The small samples, of which no token is a target."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return sample | {"labels": torch.full_like(sample["labels"], -100)}
+
+    def text(self, index):
+        return self[index] | {"pixel_values": None}
+
+
+def learns_nothing(config):
+    """A step without targets is told."""
+    engine, *_ = initialize(config=config, dataset=UntargetedDataset())
+    with pytest.MonkeyPatch.context() as patch:
+        told = []
+        patch.setattr(engine_file.LOG, "warning", lambda message, *values: told.append(message % values))
+        assert engine.train_batch() == 0
+    expected = "labels must name targets, got none in a whole step (0 of epoch 0)"
+    assert told == ([expected] if engine.global_rank == 0 else [])
 
 
 def poisoned(config):
