@@ -14,7 +14,15 @@ from torch import Tensor
 
 from omnibal.config import RunFiles
 from omnibal.engine.resolve import Given
-from omnibal.engine.saved_files import MANIFEST, latest_checkpoint, offer, problem_of, read_manifest
+from omnibal.engine.saved_files import (
+    BASE_WEIGHTS,
+    MANIFEST,
+    fingerprint,
+    latest_checkpoint,
+    offer,
+    problem_of,
+    read_manifest,
+)
 from omnibal.errors import ConfigError, said
 from omnibal.records import load_json
 from omnibal.vlm import load_model
@@ -73,7 +81,7 @@ def write_model_files(checkpoint: Path, given: Given) -> list[Path]:
     given.vlm.config.save_pretrained(folder)
     if given.vlm.adapters is not None:
         # of random weights beside them there is no folder
-        base = given.vlm.config.name_or_path if given.folder is None else given.base
+        base = given.vlm.config.name_or_path if given.folder is None else given.base and given.base.absolute()
         replace(given.vlm.adapters, base_model_name_or_path=str(base) if base else None).save_pretrained(folder)
     if given.spare and given.base is None:
         save_file(dict(given.spare), folder / SPARE_FILE)
@@ -113,7 +121,18 @@ def export(checkpoint: Path, folder: Path, *, merged: bool = False) -> None:
         raise ConfigError(problem + offer(checkpoint.parent, without=checkpoint.name))
     if merged and not (checkpoint / MODEL_FOLDER / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"checkpoint must hold adapters to be merged, got {checkpoint} without any")
+    if merged:
+        _check_base(checkpoint)
     join_layers(checkpoint, folder, merged=merged)
+
+
+def _check_base(checkpoint: Path) -> None:
+    """Refuse to add adapters to other weights than those that they were trained beside."""
+    base, saved = base_of(load_adapters(checkpoint / MODEL_FOLDER)), read_manifest(checkpoint)
+    if BASE_WEIGHTS in saved and base is not None and has_weights(base) and fingerprint(base) != saved[BASE_WEIGHTS]:
+        raise ConfigError(
+            f"{base} must hold the weights that the adapters of {checkpoint} were trained beside, got others"
+        )
 
 
 def export_newest(files: RunFiles) -> Path:

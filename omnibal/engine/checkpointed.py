@@ -18,7 +18,7 @@ from omnibal.engine.distributed import gather, rank_zero_first, together
 from omnibal.engine.loader import Loader
 from omnibal.engine.optimizer import grouping
 from omnibal.engine.resolve import Given
-from omnibal.engine.saved_files import SavedFile
+from omnibal.engine.saved_files import BASE_WEIGHTS, SavedFile
 from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
@@ -240,6 +240,8 @@ class CheckpointedEngine(TableEngine):
             "dtype": str(self.given.dtype),
             # in which optimizer of DeepSpeed's the master weights are
             **({"grad_accum_dtype": str(self.get_data_types()[1])} if self.bfloat16_enabled() else {}),
+            # that adapters are trained beside
+            **({} if self.given.base is None else {BASE_WEIGHTS: saved_files.fingerprint(self.given.base)}),
         }
         # What is frozen comes first, since a partition may follow from it.
         return (optimizer if with_optimizer else {}) | (schedule if with_schedule else {}) | weights

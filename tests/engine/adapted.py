@@ -1,9 +1,13 @@
 """What the processes of the tests of LoRA run."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from omnibal.errors import ConfigError
 from tests.engine.cases import engine_of, weights_of
 
 
@@ -27,8 +31,20 @@ def _train_and_resume(case, folder):
     engine.save_checkpoint(folder, "end")
     engine.save_16bit_model(folder / "whole")
     found = {"losses": losses, "norms": norms, "gradients": list(gradients), "weights": weights_of(engine)}
-    again = engine_of(case)
+    moved = shutil.copytree(case.model, folder / f"moved{engine.global_rank}")
+    again = engine_of(replace(case, model=str(moved)))
     again.load_checkpoint(folder, "before")
     loss, weights = again.train_batch().item(), weights_of(again)
     same = [name for name, weight in weights.items() if torch.equal(weight, found["weights"][name])]
+    change(moved)
+    with pytest.raises(ConfigError, match=r"base_weights must be that of the checkpoint .*/end \(\w{8}\) to res"):
+        again.load_checkpoint(folder, "end")
     return found | {"resumed_loss": loss, "resumed_alike": len(same) == len(weights)}
+
+
+def change(model):
+    """Change one weight of a model's folder."""
+    (file,) = model.glob("model*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)

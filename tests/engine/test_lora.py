@@ -1,6 +1,7 @@
 """LoRA on the pipeline trains what peft trains on plain transformers, and exports what both can load."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from transformers import AutoModelForImageTextToText
 
 from omnibal.config import LoraSection
 from omnibal.engine.checkpoint import export
+from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
 from omnibal.vlm.lora import is_adapter
+from tests.engine.adapted import change
 from tests.engine.launch import launch
 from tests.engine.small import Case
 from tests.families.models import small_config
@@ -172,6 +175,12 @@ def test_a_checkpoint_is_exported_for_peft_and_merged(runs, family, tmp_path):
     export(folder / "end", tmp_path / "adapters")
     export(folder / "end", tmp_path / "merged", merged=True)
     assert not [*(tmp_path / "adapters").glob("model*.safetensors")]
+    whole = Path(case.model) / "model.safetensors"
+    content = whole.read_bytes()
+    change(Path(case.model))
+    with pytest.raises(ConfigError, match=r"must hold the weights that the adapters of .* were trained beside"):
+        export(folder / "end", tmp_path / "other", merged=True)
+    whole.write_bytes(content)
     original = AutoModelForImageTextToText.from_pretrained(case.model, attn_implementation="sdpa")
     loaded = peft.PeftModel.from_pretrained(original, tmp_path / "adapters")
     merged, report = AutoModelForImageTextToText.from_pretrained(
