@@ -11,8 +11,8 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from fcntl import LOCK_EX, LOCK_NB, flock
+from contextlib import ExitStack
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -117,26 +117,28 @@ def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: b
     return section
 
 
-def _claimed(run: RunSection) -> AbstractContextManager[object]:
-    """On rank 0, keep other runs out of ``run.output`` for a while: they would delete each other's files."""
+def _claimed(run: RunSection) -> ExitStack:
+    """On rank 0, keep other runs out of ``run.output`` until this is closed: they would delete each other's files."""
+    claim = ExitStack()
     if dist.get_rank() != 0:
-        return nullcontext()
+        return claim
     try:
         run.files.folder.mkdir(parents=True, exist_ok=True)
-        lock = run.files.lock.open("w")
+        lock = claim.enter_context(run.files.lock.open("w"))
     except OSError as error:
         raise ConfigError(f"run.output must be a folder that can be written, got {error}") from error
     try:
         flock(lock, LOCK_EX | LOCK_NB)
+        claim.callback(flock, lock, LOCK_UN)  # loader processes have the file open, too, and live longer
     except BlockingIOError:
-        lock.close()
+        claim.close()
         raise ConfigError(
             f"run.output must be a folder that no other run trains into now, got {run.output}; name another one, or "
             "wait for that run's end"
         ) from None
     except OSError as error:  # a file system without locks
         LOG.warning("Nothing keeps other runs out of %s: %s", run.output, error)
-    return lock
+    return claim
 
 
 def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: VlmDataset | None) -> PackLoader | None:

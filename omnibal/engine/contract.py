@@ -244,7 +244,7 @@ class SharedReading:
         failure: Exception | None = None
         batches: list[Batch] = []
         try:
-            step, batches = loader.next_step() if steps is None else next(steps)
+            step, batches = loader.next_step() if steps is None else _next_of(steps)
         except StopIteration:
             failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
         except Exception as error:  # any failure must reach the other ranks
@@ -264,6 +264,14 @@ class SharedReading:
         if any(differences):
             raise _disagreement(loader, step, batches)
         return step, batches, targets
+
+
+def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
+    """The next step, where it is one: DeepSpeed's own engine takes any iterator over batches."""
+    found: Any = next(steps)
+    if not isinstance(found, tuple) or not isinstance(found[0], Step):
+        raise ConfigError(f"data_iter must be iter(loader) of the loader, got an iterator over {type(found).__name__}")
+    return found
 
 
 def _disagreement(loader: Loader, step: Step, batches: list[Batch]) -> DataError:

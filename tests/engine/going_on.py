@@ -48,6 +48,8 @@ def whole_run(config):
             engine.train_batch(steps)
     with pytest.raises(ConfigError, match="data_iter must have a step left, got its end"):
         engine.train_batch(steps)
+    with pytest.raises(ConfigError, match=r"data_iter must be iter\(loader\) of the loader, got an iterator over dict"):
+        engine.train_batch(iter([{"input_ids": []}]))
     with pytest.raises(ConfigError, match="loader must be of held-out samples, got that of training"):
         engine.evaluate(loader)
     with pytest.raises(ConfigError, match=r"eval_batch must not be called; engine.evaluate"):
@@ -107,11 +109,13 @@ def refused_before_anything(config, output):
 
 
 def fails_behind_the_last_step(config, output):
-    """A caller's evaluation that fails costs no step."""
+    """A caller's evaluation that fails costs no step; the run can go on in the same process."""
     config = changed(config, "run", output=str(output), evaluate_every=0, max_steps=2)
+    config = changed(config, "data", workers=1)
     with pytest.raises(ZeroDivisionError):
         train(config, dataset=SmallDataset(), on_evaluation=lambda engine: 1 / 0)
     assert latest_checkpoint(output / "checkpoints").name == "global_step2"
+    assert train(config, dataset=SmallDataset(), resume=True).global_steps == 2
 
 
 class UntargetedDataset(SmallDataset):
