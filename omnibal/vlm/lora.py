@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from omnibal.config import LoraSection
 from omnibal.errors import ConfigError, require
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord
 from omnibal.vlm.layers import BASE_LAYER, VisionLanguageModel, adapter_name, is_adapter
-from omnibal.vlm.weights import has_weights, load_layer
+from omnibal.vlm.weights import has_weights, load_layer, save_tensors
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 
@@ -225,7 +224,7 @@ def save_adapters(model: VisionLanguageModel, state_of: StateOf, folder: Path) -
                 found[adapter_name(path)] = state[name].contiguous()
                 if path in copies:  # a copy in peft's model, which ties no module that it saves
                     found[adapter_name(copies[path])] = state[name].clone()
-    save_file(found, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    save_tensors(found, folder / ADAPTER_FILE)
     replace(model.adapters, inference_mode=True).save_pretrained(folder)
 
 

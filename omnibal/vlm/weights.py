@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, OmnibalError
 from omnibal.records import load_json
 from omnibal.vlm.layers import VisionLanguageModel, is_adapter
 
@@ -176,6 +176,18 @@ def save_model(
     config.save_pretrained(folder)
 
 
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file as transformers does.
+
+    Raises:
+        OmnibalError: It cannot be written (a full disk).
+    """
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OmnibalError(f"{path} must be written completely, got {error}") from error
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
@@ -329,7 +341,7 @@ class _ShardWriter:
             (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _flush(self) -> None:
-        save_file(self._pending, self._temporary(len(self._shards)), metadata={"format": "pt"})
+        save_tensors(self._pending, self._temporary(len(self._shards)))
         self._shards.append(list(self._pending))
         self._pending = {}
 

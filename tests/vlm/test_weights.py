@@ -1,6 +1,7 @@
 """Folders of weights, to and from plain transformers."""
 
 import json
+import resource
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import InternVLForConditionalGeneration
 
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, OmnibalError
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import load_layer, save_model
 from tests.vlm.models import build_layers, disk_state, make_pack, make_sample, plain_logits, run_layers, tiny_config
@@ -77,6 +78,17 @@ def test_files_are_as_transformers_would_write_them(tmp_path, tied):
     assert shards == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     assert {file for file in indices[1]["weight_map"].values()} == set(shards)
     assert all((tmp_path / "ours" / shard).stat().st_size < SHARD_BYTES + 10_000 for shard in shards)
+
+
+def test_a_full_disk_is_told(tmp_path):
+    model = load_model(tiny_config())
+    layers, limits = build_layers(model), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OmnibalError, match=r"shard0.partial must be written completely, got .*too large"):
+            save_model(model, lambda index: layers[index].state_dict(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_second_save_leaves_nothing_of_the_first(tmp_path):
