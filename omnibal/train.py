@@ -173,7 +173,7 @@ def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog
     """On rank 0, say what runs, and open the log."""
     if engine.global_rank != 0:
         return None
-    Console().print(run_table(engine.plan, engine.module.vlm.records, loader.summary()))
+    Console().print(run_table(engine.plan, engine.module.vlm.records, loader.summary()), markup=False)
     return MetricsLog(run.files.metrics, first_step=engine.global_steps)
 
 
@@ -254,7 +254,7 @@ def _finish(run: RunSection) -> None:
     metrics = read_metrics(files.metrics)
     plot_training(metrics, files.loss_curve)
     written = {"metrics": files.metrics, "loss curve": files.loss_curve, "checkpoint": checkpoint, "model": model}
-    Console().print(training_table(metrics, written))
+    Console().print(training_table(metrics, written), markup=False)
 
 
 def _due(step: int, every: int) -> bool:

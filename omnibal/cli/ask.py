@@ -56,7 +56,8 @@ def ask(
         (text.replace("<image>", "").strip(), " ".join(path.name for path in images), answer, right or "")
         for text, images, right, answer in answers
     )
-    Console().print(f"{model} answers", make_table(("question", "images", "answer", "right answer"), rows, words=4))
+    table = make_table(("question", "images", "answer", "right answer"), rows, words=4)
+    Console().print(f"{model} answers", table, markup=False)  # an answer may hold [/INST]
 
 
 def _held_out(source: Path) -> Path | None:

@@ -43,9 +43,7 @@ def complete_deepspeed_config(
     _check_offload(config, layout)
     _check_precision(config)
     if config.get("wall_clock_breakdown") and not config.get("steps_per_print"):
-        raise ConfigError(
-            "steps_per_print must be given with wall_clock_breakdown, got none; so often times are printed"
-        )
+        raise ConfigError("steps_per_print must be given with wall_clock_breakdown, got none; it says when to print")
     if schedule != "1f1b":
         _check_deferral(config)
     derived = {

@@ -8,6 +8,7 @@ from omnibal.config import RunFiles
 from omnibal.engine import checkpoint as checkpoints
 from omnibal.engine.checkpoint import _layer_state, export_newest
 from omnibal.errors import ConfigError
+from omnibal.vlm.answer import Answerer
 
 
 def test_what_is_no_checkpoint_is_named(refusal, tmp_path):
@@ -89,6 +90,11 @@ def test_a_model_answers_about_images_and_without(omnibal, demo):
     omnibal("ask", demo.model, "What is this?")
     output = omnibal("ask", demo.model, "--meta", demo.held_out_meta, "--count", 2).stdout
     assert "right answer" in output
+
+
+def test_an_answer_is_shown_as_it_is(omnibal, demo, monkeypatch):
+    monkeypatch.setattr(Answerer, "answer", lambda *_: "[/INST] a [red] cat")
+    assert "[/INST] a [red] cat" in omnibal("ask", demo.model, "What is this?").stdout
 
 
 def test_a_ds_configs_newest_model_answers_its_held_out_questions(omnibal, ds_config, demo, monkeypatch):
