@@ -15,7 +15,6 @@ _EXTRAS: Final = {
     "safetensors": "train",
     "accelerate": "trainer",
     "peft": "lora",
-    "PIL": "train",
 }
 """What setup.cfg's extras bring, by the names they are imported by."""
 

@@ -2,12 +2,14 @@
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import hjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -54,19 +56,54 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     return content
 
 
+def parse_relaxed(text: str | bytes) -> Any:
+    r"""The content of a ds_config: JSON, or Hjson as DeepSpeed reads it: with comments, say.
+
+    Args:
+        text: As of ``parse_json``.
+
+    Raises:
+        ValueError: It is neither, with the reason why it is no JSON; or a key stands twice in an object.
+
+    >>> parse_relaxed('{"stage": 3, # of ZeRO\n}')
+    {'stage': 3}
+    """
+    try:
+        return parse_json(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        string = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        try:
+            return hjson.loads(string, object_pairs_hook=_once)
+        except hjson.HjsonDecodeError:
+            raise error from None
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different."""
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"the key {twice[0]!r} stands twice")
+    return dict(pairs)
+
+
 def load_json(path: Path, **options: Any) -> Any:
     """The content of a JSON file; arguments and errors as of ``parse_json``, and ``OSError`` of a missing file."""
     return parse_json(path.read_bytes(), **options)
 
 
-def read_json(path: str | Path, name: str) -> Any:
+def read_json(path: str | Path, name: str, parse: Callable[[bytes], Any] = parse_json) -> Any:
     """The content of a JSON file that a user named as ``name``.
+
+    Args:
+        path: The file.
+        name: For messages.
+        parse: ``parse_relaxed`` where the file may be a ds_config.
 
     Raises:
         ConfigError: It cannot be read or is no JSON; the message names the file, and the line where there is one.
     """
     try:
-        return load_json(Path(path))
+        return parse(Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"{name} must be a readable file, got {path}: {error.strerror}") from error
     except json.JSONDecodeError as error:

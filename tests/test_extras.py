@@ -7,6 +7,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
@@ -55,9 +56,15 @@ def results(tmp_path_factory):
         (folder / name).write_text("{}")
     profile, plan, lengths, model = (str(folder / name) for name in ("profile.json", "plan.json", "lengths", "model"))
     cluster = ("--num-stages", "2", "--cluster", cluster_of(4))
+    Image.new("RGB", (300, 200)).save(folder / "a.png")
+    (folder / "train.jsonl").write_text('{"image": "a.png", "conversations": [{"from": "gpt", "value": "A cat."}]}')
+    (folder / "today.yaml").write_text("finetuning_type: lora\ndeepspeed: null\n")
+    advise = ["advise", str(folder / "train.jsonl"), "--model", "InternVL3-1B", "--cluster", "2xA100-80GB"]
     verbs = {
         "demo": ["demo", str(folder / "demo")],
         "lengths": ["lengths", str(folder / "meta.json"), str(folder / "out"), "--model", model],
+        "advise": [*advise, "--today", str(folder / "today.yaml")],
+        "advise, drawn": [*advise, "--plot", str(folder / "advice.png")],
         "pack": ["pack", lengths, "--num-replicas", "2"],
         "pack, drawn": ["pack", lengths, "--num-replicas", "2", "--plot", str(folder / "plots")],
         "profile": ["profile", model, str(folder / "p.json"), "--cluster", "a100"],
@@ -75,7 +82,7 @@ def results(tmp_path_factory):
 
 
 def test_planning_needs_nothing_but_the_base_install(results):
-    for verb in ("pack", "partition", "plan", "simulate"):
+    for verb in ("advise", "pack", "partition", "plan", "simulate"):
         assert results[verb][0] == 0, results[verb]
 
 
@@ -83,7 +90,7 @@ def test_planning_needs_nothing_but_the_base_install(results):
     ("verb", "extra"),
     [
         *((verb, "train") for verb in ("demo", "lengths", "profile", "emulate", "ask", "export")),
-        *((verb, "plots") for verb in ("pack, drawn", "partition, drawn", "report")),
+        *((verb, "plots") for verb in ("advise, drawn", "pack, drawn", "partition, drawn", "report")),
     ],
 )
 def test_a_command_without_its_extra_names_it_in_one_line(results, verb, extra):
@@ -117,4 +124,4 @@ def test_every_module_that_may_be_missing_is_in_an_extra():
     extras = setup["options.extras_require"]
     packages = {extra: {line.partition(">")[0] for line in lines.split()} for extra, lines in extras.items()}
     for module, extra in _EXTRAS.items():
-        assert {"PIL": "pillow"}.get(module, module) in packages[extra]
+        assert module in packages[extra]

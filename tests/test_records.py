@@ -1,7 +1,8 @@
+import hjson
 import pytest
 
 from omnibal.errors import ConfigError
-from omnibal.records import load_json, parse_json, read_json
+from omnibal.records import load_json, parse_json, parse_relaxed, read_json
 
 UNREADABLE = {
     "nested": (b"[" * 100_000, "brackets nest too deeply"),
@@ -30,3 +31,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 def test_whole_characters_and_marks_before_them_are_read():
     assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
     assert parse_json('"\\\\ud800"') == "\\ud800"
+
+
+def test_a_ds_config_is_read_as_deepspeed_reads_it():
+    text = '// ours\n{"zero_optimization": {"stage": 3, /* all */ "bucket": 5e8,}, # of ZeRO\n "lr": "auto"}'
+    expected = {"zero_optimization": {"stage": 3, "bucket": 5e8}, "lr": "auto"}
+    assert parse_relaxed(text) == parse_relaxed(b"\xef\xbb\xbf" + text.encode()) == hjson.loads(text) == expected
+    with pytest.raises(ValueError, match="Expecting ',' delimiter: line 1"):
+        parse_relaxed('{"a": [1 2]}')
+    for twice in ('{"a": 1, "a": 2}', '{"a": 1, "a": 2} # both'):
+        with pytest.raises(ValueError, match="the key 'a' stands twice"):
+            parse_relaxed(twice)

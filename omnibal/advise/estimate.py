@@ -41,6 +41,7 @@ class Way:
         recompute: At which level layers run.
         limits: Of packs at random.
         target_rows: Whether the head works on the rows that predict a target alone, as far as lengths tell them.
+        offloaded: What the host's memory holds, as far as ranks share it: "optimizer", "parameters".
     """
 
     trainer: Trainer = "zero3"
@@ -50,6 +51,7 @@ class Way:
     recompute: Level = "full"
     limits: PackLimits | None = None
     target_rows: bool = False
+    offloaded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +171,7 @@ class Estimate:
     def memory(self) -> RankMemory:
         """What ranks hold."""
         way, setting = self.way, self.setting
-        return RankMemory(setting.profile, way.trainer, setting.cluster, way.recompute, way.target_rows)
+        return RankMemory(setting.profile, way.trainer, setting.cluster, way.recompute, way.target_rows, way.offloaded)
 
     @cached_property
     def peaks(self) -> tuple[float, float]:

@@ -225,8 +225,11 @@ def _cut(found: Measured, cutoff: int) -> Measured:
     over = found.lengths.llm_tokens > cutoff
     if not over.any():
         return found
-    cut = np.minimum(found.lengths.llm_tokens, cutoff)
-    lengths = SampleLengths(**{**found.lengths.columns(), "llm_tokens": cut})
+    changed = {"llm_tokens": np.minimum(found.lengths.llm_tokens, cutoff)}
+    if found.lengths.target_tokens is not None:  # the answers, which stand behind the rest, are cut first
+        beyond = found.lengths.llm_tokens - changed["llm_tokens"]
+        changed["target_tokens"] = np.maximum(found.lengths.target_tokens - beyond, 0)
+    lengths = SampleLengths(**{**found.lengths.columns(), **changed})
     return replace(found, lengths=lengths, said=f"{found.said}; {over.mean():.1%} are cut at {cutoff:,} tokens")
 
 

@@ -25,6 +25,9 @@ SHARED: Final[dict[Trainer, tuple[str, ...]]] = {
     "fsdp": ("optimizer_bytes", "gradient_bytes", "parameter_bytes"),
 }
 """What ranks hold only their share of."""
+OFFLOADED_WITH: Final = {
+    "parameter_bytes": "parameters", "gradient_bytes": "optimizer", "optimizer_bytes": "optimizer",
+}  # fmt: skip
 LOGIT_BYTES: Final = 12
 """Per logit at the loss's peak, in its backward pass: float32 of the logarithmic softmax, its gradient, the logits'.
 
@@ -44,6 +47,8 @@ class RankMemory:
         cluster: All of its devices are ranks.
         recompute: At which level the layers run.
         target_rows: Whether the head works on the rows that predict a target alone.
+        offloaded: What the host's memory holds, as far as ranks share it: "optimizer" (gradients with it, which
+            DeepSpeed updates there), "parameters".
     """
 
     profile: ModelProfile
@@ -51,6 +56,7 @@ class RankMemory:
     cluster: Cluster
     recompute: Level
     target_rows: bool = False
+    offloaded: tuple[str, ...] = ()
 
     @property
     def budget_bytes(self) -> int:
@@ -62,9 +68,10 @@ class RankMemory:
     def state_bytes(self) -> int:
         """Weights, gradients, optimizer state and what the process holds beside the model."""
         ranks, total = self.cluster.num_devices, self.cluster.overhead_bytes
-        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        for name in OFFLOADED_WITH:
             held = sum(getattr(layer, name) for layer in _untied(self.profile))
-            total += -(-held // ranks) if name in SHARED[self.trainer] else held
+            share = 0 if OFFLOADED_WITH[name] in self.offloaded else -(-held // ranks)
+            total += share if name in SHARED[self.trainer] else held
         if "parameter_bytes" in SHARED[self.trainer]:
             total += 2 * max(layer.parameter_bytes for layer in self.profile.layers)
         return total

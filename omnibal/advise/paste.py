@@ -1,6 +1,7 @@
 """The lines that adopt an advice in the trainer that a run has, and what measures what they bring."""
 
 import json
+from shlex import quote
 from typing import Any, Final, Literal
 
 from omnibal.advise.changes import Advice
@@ -102,7 +103,7 @@ def lines_to_paste(
         f"then {after.samples_per_step:,.0f}"
     )
     if packs and kind in ("annotations", "lengths"):
-        first = "" if kind == "lengths" else f"omnibal lengths {data} lengths --model {model} && "
+        first = "" if kind == "lengths" else f"omnibal lengths {quote(data)} lengths --model {quote(model)} && "
         lines.append(
             f"packs of all samples: {first}omnibal pack {data if kind == 'lengths' else 'lengths'} --limits "
             f"{limits.vision_units},{limits.llm_tokens} --num-replicas {cluster.num_devices} "

@@ -22,6 +22,8 @@ Content = Mapping[str, Any]
 _SWIFT: Final = ("train_type", "tuner_type", "freeze_vit", "freeze_aligner", "padding_free", "sft_type")
 _FACTORY: Final = ("finetuning_type", "cutoff_len", "template", "freeze_vision_tower", "neat_packing")
 _ARGUMENTS: Final = ("per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "num_train_epochs")
+OFFLOADS: Final = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+"""Sections of DeepSpeed's ``zero_optimization`` that put something into the host's memory."""
 LARGEST_IMAGE: Final = 768 * 768
 """Pixels, by LLaMA-Factory's default."""
 
@@ -35,7 +37,9 @@ class Present:
         trainer: How ranks share their work.
         batch: Samples of a micro-batch.
         accumulation: Micro-batches per step and rank.
+        step: Samples of a step of all ranks, for what of the two above is not said.
         batching: What shares a micro-batch.
+        offloaded: What the host's memory holds: "optimizer", "parameters".
         cutoff: Most tokens of a sample, or of a pack under ``"packed"``.
         recompute: Whether layers recompute (gradient checkpointing).
         frozen: Modules that are not trained.
@@ -50,7 +54,9 @@ class Present:
     trainer: Trainer | None = None
     batch: int | None = None
     accumulation: int | None = None
+    step: int | None = None
     batching: Batching | None = None
+    offloaded: tuple[str, ...] | None = None
     cutoff: int | None = None
     recompute: bool | None = None
     frozen: tuple[str, ...] | None = None
@@ -96,19 +102,31 @@ def read_present(content: Content, load: Callable[[str], Content] | None = None)
 
 
 def _deepspeed(content: Content) -> Present:
-    stage = _section(content, "zero_optimization").get("stage", 0)
+    zero = _section(content, "zero_optimization")
+    stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3, "auto"):
         raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
     trainer: Trainer | None = None if stage == "auto" else ("ddp" if stage == 0 else f"zero{stage}")  # type: ignore[assignment]
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    batch, accumulation = (_count(content, key) for key in keys)
-    said = {"zero_optimization.stage": str(stage)} | _said(content, keys)
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    batch, accumulation, step = (_count(content, key) for key in keys)
+    if batch is not None and step is None and keys[1] not in content:
+        accumulation = 1  # DeepSpeed's default
+    offloaded = tuple(part for part, key in OFFLOADS.items() if _section(zero, key).get("device", "none") != "none")
+    said = (
+        {"zero_optimization.stage": str(stage)} | _said(content, keys) | {OFFLOADS[part]: "yes" for part in offloaded}
+    )
     asked = _section(_section(content, "omnibal"), "data").get("mixture")
     # A draw of the data has the shares that its repetitions make.
     mixture = None if asked in (None, "repeat_time") else Mixture.of(asked)
     return Present(
-        host="deepspeed", trainer=trainer, batch=batch, accumulation=accumulation, mixture=mixture, said=said
-    )
+        host="transformers" if _has_auto(content) else "deepspeed", trainer=trainer, batch=batch,
+        accumulation=accumulation, step=step, offloaded=offloaded or None, mixture=mixture, said=said,
+    )  # fmt: skip
+
+
+def _has_auto(value: Any) -> bool:
+    """Whether a value is left to transformers, which alone fills in ``"auto"``."""
+    return value == "auto" or (isinstance(value, Mapping) and any(map(_has_auto, value.values())))
 
 
 def _arguments(content: Content, load: Callable[[str], Content] | None, host: Host) -> Present:
@@ -141,7 +159,8 @@ def _beside(named: Any, load: Callable[[str], Content] | None) -> Present:
     name = str(named)
     for trainer in MEETINGS:
         if name == trainer or name.startswith(f"{trainer}_offload"):
-            return Present(trainer=trainer, said={"deepspeed": name})
+            parts = ("optimizer", "parameters") if trainer == "zero3" else ("optimizer",)
+            return Present(trainer=trainer, offloaded=None if name == trainer else parts, said={"deepspeed": name})
     if load is None:
         raise ConfigError(f"deepspeed must be a configuration here, got the file {name}")
     return _deepspeed(load(name))

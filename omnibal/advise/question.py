@@ -103,10 +103,24 @@ class Question:
         present = self.present
         packed = present.batching == "packed"
         return Way(
-            present.trainer or "ddp", present.batching or "random", present.batch or BATCH,
-            present.accumulation or ACCUMULATION, "none" if present.recompute is False else "full",
-            PackLimits(MOST, present.cutoff or MOST) if packed else None,
+            present.trainer or "ddp", present.batching or "random", *self._batches(),
+            "none" if present.recompute is False else "full",
+            PackLimits(MOST, present.cutoff or MOST) if packed else None, offloaded=present.offloaded or (),
         )  # fmt: skip
+
+    def _batches(self) -> tuple[int, int]:
+        """Samples of a micro-batch, and micro-batches of a rank's step; what is not said follows as in DeepSpeed."""
+        batch, accumulation, step = self.present.batch, self.present.accumulation, self.present.step
+        if step is None or (batch and accumulation):
+            return batch or BATCH, accumulation or ACCUMULATION
+        ranks = self.cluster.num_devices
+        known = batch or accumulation or 1
+        if step % (ranks * known):
+            raise ConfigError(
+                f"train_batch_size must be a multiple of {ranks} devices times {known}, got {step}; is --cluster right?"
+            )
+        other = step // (ranks * known)
+        return (other, known) if batch is None else (known, other)
 
     @cached_property
     def setting(self) -> Setting:

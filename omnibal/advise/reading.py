@@ -1,16 +1,17 @@
 """What people have, read: the file that they train with, and a model by its name, folder or ``config.json``."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
+
+import yaml
 
 from omnibal.advise.models import Model
 from omnibal.advise.present import Present, read_present
 from omnibal.advise.wait import MEETINGS
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
-from omnibal.records import read_json
+from omnibal.records import parse_relaxed, read_json
 
 PREPROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 
@@ -81,19 +82,9 @@ def _content(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"today must name readable files, got {path}: {said(error)}") from error
     try:
-        content = _yaml(path).safe_load(text) if path.suffix.lower() in (".yaml", ".yml") else json.loads(text)
-    except ConfigError:
-        raise
-    except Exception as error:  # PyYAML's errors are of no kind that could be named without it
+        content = yaml.safe_load(text) if path.suffix.lower() in (".yaml", ".yml") else parse_relaxed(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"today must be JSON or YAML, got {path}: {said(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"today must hold an object, got {path} with a {type(content).__name__}")
     return content
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"PyYAML must be installed to read {path}, got none; run pip install pyyaml") from error
-    return yaml

@@ -1,13 +1,12 @@
 """What a path on the command line holds, told by its content; and whether a path can be written, told at once."""
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from omnibal.errors import ConfigError
-from omnibal.records import parse_json, read_json
+from omnibal.records import parse_json, parse_relaxed, read_json
 
 Kind = Literal[
     "ds_config", "plan", "profile", "token lengths", "saved lengths", "dataset", "model", "checkpoint", "checkpoints",
@@ -79,7 +78,7 @@ def kind_of(name: str, path: Path) -> Kind:
         return "token lengths"
     if _first_line(start) is not None:
         return "something else"
-    content = read_json(path, name)
+    content = read_json(path, name, parse_relaxed)
     return kind_of_object(content) if isinstance(content, dict) else "something else"
 
 
@@ -104,7 +103,7 @@ def _head(name: str, path: Path) -> str:
         raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{name} must be text in UTF-8, got {path} ({error})") from error
-    if start[:1] not in ("[", "{"):
+    if start[:1] not in ("[", "{", "/", "#"):  # a ds_config may begin with a comment
         raise ConfigError(f"{name} must be a folder, JSON or JSON lines, got {start[:20]!r} in {path}")
     return start
 
@@ -126,7 +125,7 @@ def _described(kind: Kind, path: Path) -> str:
         return f"which is {NAMES[kind]}"
     if path.is_dir():
         return "a folder of something else"
-    content = _first_line(_head("file", path)) or json.loads(path.read_text(encoding="utf-8-sig"))
+    content = _first_line(_head("file", path)) or parse_relaxed(path.read_bytes())
     entry = content[0] if isinstance(content, list) else content
     return f"which has the keys {', '.join(entry)}" if isinstance(entry, dict) else f"a list with {entry!r:.80}"
 

@@ -1,5 +1,6 @@
 """What `omnibal plan` says and enters: the plan, what it gains over the present configuration, and why."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -230,7 +231,7 @@ def enter(config: Path, plan: Plan, path: Path) -> None:
         path: Its file.
 
     Raises:
-        ConfigError: The file has another form than JSON objects one within the other.
+        ConfigError: The file has another form than JSON objects one within the other, or comments.
     """
     text = config.read_text(encoding="utf-8-sig")
     content, section = read_config(config)
@@ -244,6 +245,13 @@ def enter(config: Path, plan: Plan, path: Path) -> None:
         values["omnibal", "pipeline", "num_stages"] = plan.num_stages
     if section.pipeline.schedule not in ("auto", plan.schedule):
         values["omnibal", "pipeline", "schedule"] = "auto"
+    try:
+        json.loads(text)
+    except ValueError as error:
+        wanted = ", ".join(f"{'.'.join(keys)} {json.dumps(value)}" for keys, value in values.items())
+        raise ConfigError(
+            f"ds_config must be JSON without comments for --write, got {config} ({error}); set {wanted}"
+        ) from error
     _rewrite(config.resolve(), set_keys(text, values))
     read_config(config)
 

@@ -14,7 +14,7 @@ from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.profile.levels import Level
-from omnibal.records import explain, read_json
+from omnibal.records import explain, parse_relaxed, read_json
 
 Count = Annotated[int, Field(ge=1)]
 Place = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser()) if path.startswith("~") else path)]
@@ -247,7 +247,7 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
     """Split a ds_config into what DeepSpeed reads and the validated "omnibal" section.
 
     Args:
-        config: Path of a JSON file, or its content.
+        config: Path of a JSON file, with comments as DeepSpeed allows them, or its content.
 
     Returns:
         The ds_config without the section, and the section (defaults where it is left out).
@@ -271,7 +271,7 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    content = read_json(path, "ds_config")
+    content = read_json(path, "ds_config", parse_relaxed)
     if not isinstance(content, dict):
         raise ConfigError(f"ds_config must be a JSON object, got {path} with a {type(content).__name__}")
     return content

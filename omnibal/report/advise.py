@@ -64,6 +64,7 @@ class Report:
             f"data: {asked.measured.said}",
             *([f"read: {read}"] if read else []),
             *([] if asked.costs is None else [f"costs: measured on {asked.costs.devices}"]),
+            *self._offloaded(),
             f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}",
         ]
         found += [f"{number}. {self._said(change)}" for number, change in enumerate(advice.changes, start=1)]
@@ -118,6 +119,10 @@ class Report:
         if present.lora:
             return f", LoRA of rank {present.lora},"
         return f", {' and '.join(present.frozen)} frozen," if present.frozen else ""
+
+    def _offloaded(self) -> list[str]:
+        parts = " and ".join(self.question.way.offloaded)
+        return [f"{parts} on the host: its transfers and updates are not counted"] if parts else []
 
     def _memory(self) -> list[str]:
         today, after = self.advice.today, self.advice.after

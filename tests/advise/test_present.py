@@ -1,8 +1,14 @@
 import pytest
 
+from omnibal.advise.measuring import Measured
+from omnibal.advise.models import Model
 from omnibal.advise.present import Present, read_present
+from omnibal.advise.question import Question
+from omnibal.cluster import Cluster
+from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError
 
+EIGHT = Cluster.parse("8xA100-80GB")
 ZERO_2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
 
 
@@ -11,11 +17,49 @@ def said(content, **files):
     return {name: value for name, value in vars(present).items() if name != "said" and value is not None}
 
 
+def asked(present):
+    return Question(Measured(SampleLengths([1], [400]), "one"), Model.known("InternVL3-1B"), EIGHT, present)
+
+
 def test_a_ds_config():
     assert said({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 8}) == {
         "host": "deepspeed", "trainer": "zero3", "accumulation": 8,
     }  # fmt: skip
     assert said({"bf16": {"enabled": True}})["trainer"] == "ddp"
+
+
+def test_a_ds_config_of_a_trainer_is_told_by_what_it_leaves_to_it():
+    found = said({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"})
+    assert found == {"host": "transformers", "trainer": "zero3"}
+
+
+def test_what_a_ds_config_leaves_out_follows_as_in_deepspeed():
+    zero = {"zero_optimization": {"stage": 1}}
+    assert said({**zero, "train_micro_batch_size_per_gpu": 4})["accumulation"] == 1
+    assert "accumulation" not in said({**zero, "train_micro_batch_size_per_gpu": 4, "train_batch_size": 64})
+    for given, batches in (
+        ({"train_batch_size": 64}, (8, 1)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, (2, 4)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, (4, 2)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, (2, 8)),
+    ):
+        way = asked(read_present({**zero, **given})).way
+        assert (way.batch, way.micro_batches) == batches
+    with pytest.raises(ConfigError, match="train_batch_size must be a multiple of 8 devices times 3, got 64"):
+        asked(read_present({**zero, "train_batch_size": 64, "gradient_accumulation_steps": 3})).way  # noqa: B018
+
+
+def test_what_the_host_holds_needs_no_memory_on_the_devices():
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    with_offload, without = (asked(read_present({"zero_optimization": each})) for each in (zero, {"stage": 3}))
+    held, all_held = (
+        question.setting.estimate(question.way).memory.state_bytes for question in (with_offload, without)
+    )
+    trained = sum(layer.optimizer_bytes + layer.gradient_bytes for layer in without.setting.profile.layers)
+    assert all_held - held == pytest.approx(trained / 8, rel=1e-6)
+    assert with_offload.present.said["offload_optimizer"] == "yes"
+    assert said({"train_type": "full", "deepspeed": "zero3_offload"})["offloaded"] == ("optimizer", "parameters")
+    assert said({"train_type": "full", "deepspeed": "zero2_offload"})["offloaded"] == ("optimizer",)
 
 
 def test_training_arguments_have_transformers_defaults():
@@ -52,7 +96,7 @@ def test_ms_swift_names_deepspeeds_stages():
     found = said({"train_type": "lora", "lora_rank": 16, "deepspeed": "zero3_offload", "padding_free": True})
     assert found == {
         "host": "ms-swift", "trainer": "zero3", "batch": 1, "accumulation": 1, "batching": "flattened",
-        "recompute": True, "frozen": ("vision", "projector"), "lora": 16,
+        "recompute": True, "frozen": ("vision", "projector"), "lora": 16, "offloaded": ("optimizer", "parameters"),
     }  # fmt: skip
 
 

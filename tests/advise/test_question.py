@@ -94,7 +94,9 @@ def test_wrong_names_are_refused(lists, tmp_path):
         read_model(str(tmp_path / "a.json"))
     with pytest.raises(ConfigError, match="today must be JSON or YAML, got"):
         read_today(__file__)
-    with pytest.raises(DataError, match="data must be a file, lengths, or a folder that datasets saved, got"):
+    with pytest.raises(
+        DataError, match=r"data must be a file, lengths, or a folder that datasets saved \(save_to_disk\), got"
+    ):
         measure([tmp_path], read_model(NAME), PRESENT)
     (tmp_path / "a.tar").touch()
     with pytest.raises(DataError, match=r"data must be shards alone where there are some, got .*one\.json beside them"):
@@ -120,3 +122,9 @@ def test_texts_alone_have_no_image_and_cut_samples_are_told(tmp_path):
     found = measure([tmp_path], read_model("Qwen2.5-VL-7B"), replace(PRESENT, cutoff=500))
     assert found.said == "10 samples of measured lengths; 50.0% are cut at 500 tokens"
     assert found.lengths.llm_tokens.max() == 500
+
+
+def test_answers_are_cut_first(tmp_path):
+    SampleLengths([0] * 3, [400, 600, 900], target_tokens=[300, 300, 300]).save(tmp_path)
+    found = measure([tmp_path], read_model("Qwen2.5-VL-7B"), replace(PRESENT, cutoff=500))
+    assert found.lengths.target_tokens.tolist() == [300, 200, 0]

@@ -103,7 +103,7 @@ def test_a_stream_is_piped_and_told_what_its_buffer_gives_up():
     assert 0 < over < 3
     assert 0 < of_all[1] <= vision < 15
     assert 0 < of_all[2] <= cost < 5
-    assert any(line.startswith("2. balance: ") and "takes a buffer on each rank" in line for line in lines)
+    assert any(line.startswith("3. balance: ") and "takes a buffer on each rank" in line for line in lines)
     assert any("balance(trainer, PackLimits(" in line and "max_steps" in line for line in lines)
     assert not any("packs of all samples" in line for line in lines)
 
@@ -122,6 +122,13 @@ def test_only_what_all_commands_read_is_measured_by_them(omnibal, tmp_path):
         answers.append(omnibal("advise", path, *RUN, "--batch", 2).stdout)
     assert f"omnibal lengths {tmp_path}/conversations.jsonl lengths --model FOLDER && omnibal pack" in answers[0]
     assert answers[1] == answers[0].split("packs of all samples:")[0]
+
+
+def test_a_ds_config_with_comments_says_how_somebody_trains(omnibal, lengths, tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text('// of ours\n{\n  "zero_optimization": {"stage": 2}, # not 3\n}')
+    record = json.loads(omnibal("advise", lengths, *RUN, "--today", path, "--json").stdout)
+    assert record["today"]["trainer"] == "zero2"
 
 
 def test_a_mixture_of_todays_ds_config_says_what_is_drawn(omnibal, annotations, tmp_path):

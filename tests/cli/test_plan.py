@@ -16,6 +16,7 @@ from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine.resolve import Given, resolve_plan
+from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
@@ -221,6 +222,16 @@ def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path)
     # planned again, the present configuration is the plan
     record = json.loads(omnibal("plan", config, "--num-stages", 4, "--json").stdout)
     assert record["gain"] == pytest.approx(1)
+
+
+def test_a_plan_is_not_entered_among_comments(ds_config, tmp_path):
+    config = ds_config()
+    config.write_text(f"// mine\n{config.read_text()}")
+    text, plan = config.read_text(), Plan(PackLimits(9, 4096), 4, Partition((0, 2, 3)), ("none",) * 3)
+    message = r"must be JSON without comments for --write, .*; set gradient_accumulation_steps 4, omnibal"
+    with pytest.raises(ConfigError, match=message):
+        enter(config, plan, tmp_path / "plan.json")
+    assert config.read_text() == text
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"ds_config must be a readable file, got .*none\.json"):
         read_config(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
-    broken.write_text('{\n"a": 1,\n}')
+    broken.write_text('{\n"a": 1,\n"b": [')
     with pytest.raises(ConfigError, match=r"broken\.json, line 3"):
         read_config(broken)
     broken.write_text("[]")

@@ -26,6 +26,8 @@ MOST_UNREAD: Final = 0.1
 """Share of items that may be unreadable."""
 TURN_TOKENS: Final = 5
 """What ChatML adds to a turn."""
+END_TOKENS: Final = 2
+"""Of these, those that end a turn: of an answer they are targets."""
 IMAGE_TOKENS: Final = 2
 """What stands before and behind an image."""
 TOKENS_OF: Final = {"word": 1.2, "digit": 1.0, "marks": 0.9, "ideograph": 0.6, "other": 0.5}
@@ -37,9 +39,16 @@ paragraph by itself 10 % (standard deviation).
 ESTIMATE_ERROR: Final = 0.1
 """Share by which a text's estimated tokens may be off."""
 MARKS: Final = re.compile(r"<image>|<\|?image_pad\|?>|<img>|</img>")
-TEXT_KEYS: Final = ("system", "instruction", "input", "prompt", "query", "question", "output", "response", "answer")
+NAMED_IMAGE: Final = re.compile(r"<img>([^<>]+)</img>")
+"""Qwen-VL's way to name an image within the text."""
+ASKED_KEYS: Final = ("system", "instruction", "input", "prompt", "query", "question")
+ANSWER_KEYS: Final = ("output", "response", "answer")
+ASKERS: Final = ("system", "user", "human", "tool", "observation", "tool_response", "function_response")
+"""Whose turns carry no loss; all others' do."""
 TURN_KEYS: Final = ("conversations", "messages", "conversation")
 IMAGE_KEYS: Final = ("images", "image", "image_path", "img")
+SAVED: Final = ("dataset_dict.json", "dataset_info.json", "state.json")
+"""One of these lies where Hugging Face ``datasets`` saved something."""
 VIDEO_KEYS: Final = ("videos", "video")
 Image = str | Mapping[str, Any]
 Count = Callable[[str], int]
@@ -59,13 +68,18 @@ def estimated_tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """A sample: how many turns it has, what is said, and its images (paths, or records of bytes or sizes)."""
+    """A sample: its turns that ask, its answers, and its images (paths, or records of bytes or sizes)."""
 
-    turns: int
-    text: str
+    asked: tuple[str, ...]
+    answers: tuple[str, ...]
     images: tuple[Image, ...]
     sizes: tuple[Size, ...] | None
     root: Path
+
+    @property
+    def turns(self) -> int:
+        """How many."""
+        return len(self.asked) + len(self.answers)
 
 
 Drawn = tuple[str, Callable[[], Item]]
@@ -138,10 +152,11 @@ def measure_items(opened: Opened, rule: ImageRule, count_tokens: Count, named: s
         except ValueError as error:
             problems.append(f"{place}: {error}")
             continue
-        tokens = count_tokens(item.text) + TURN_TOKENS * item.turns + IMAGE_TOKENS * len(loads)
+        asked, answered = (count_tokens(MARKS.sub("", "\n".join(turns))) for turns in (item.asked, item.answers))
+        tokens = asked + answered + TURN_TOKENS * item.turns + IMAGE_TOKENS * len(loads)
         text += tokens
         sums = np.array(loads, dtype=np.int64).reshape(-1, 3).sum(axis=0).tolist()
-        measured.append((sums[0], sums[1] + tokens, sums[2]))
+        measured.append((sums[0], sums[1] + tokens, sums[2], answered + END_TOKENS * len(item.answers)))
         usable.append(number)
     num_items = len(problems) + len(measured)
     if not measured or len(problems) > MOST_UNREAD * num_items:  # the others may be of another kind: texts, say
@@ -152,10 +167,11 @@ def measure_items(opened: Opened, rule: ImageRule, count_tokens: Count, named: s
             f"data must have items whose lengths can be told, got {len(problems):,} of {num_items:,} that have none in "
             f"{named}; {first}{hint}"
         )
-    units, all_tokens, squared = np.array(measured, dtype=np.int64).T
+    units, all_tokens, squared, targets = np.array(measured, dtype=np.int64).T
     lengths = SampleLengths(
         units,
         all_tokens,
+        target_tokens=targets,
         vision_squared=squared if squared.any() else None,
         source=None if opened.source is None else opened.source[usable],
         source_names=opened.names,
@@ -168,6 +184,8 @@ def _open(path: Path, count: int, of_each_source: bool, seed: int, image_folder:
     """Items drawn at random."""
     generator = np.random.default_rng(seed)
     if path.is_dir():
+        if not any((path / name).is_file() for name in SAVED):
+            raise DataError(f"data must be a file, lengths, or a folder that datasets saved (save_to_disk), got {path}")
         table = _saved_dataset(path)
         chosen = np.sort(generator.permutation(len(table))[:count]).tolist()
         root = image_folder or path
@@ -203,9 +221,7 @@ def _saved_dataset(path: Path) -> Any:
     try:
         table = load_from_disk(str(path))
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"data must be a file, lengths, or a folder that datasets saved, got {path}: {said(error)}"
-        ) from error
+        raise DataError(f"data must be a folder that datasets can load, got {path}: {said(error)}") from error
     if isinstance(table, DatasetDict):
         table = table["train"] if "train" in table else next(iter(table.values()))
     plain = Features({name: _undecoded(feature, Image) for name, feature in table.features.items()})
@@ -236,8 +252,8 @@ def parse_item(record: Mapping[str, Any], root: Path) -> Item:
     """What lengths need of a record, whatever its form.
 
     >>> item = parse_item({"messages": [{"role": "user", "content": "<image>What?"}], "images": ["a.jpg"]}, Path("."))
-    >>> item.turns, item.text, item.images
-    (1, 'What?', ('a.jpg',))
+    >>> item.asked, item.answers, item.images
+    (('<image>What?',), (), ('a.jpg',))
 
     Raises:
         DataError: It holds no conversation, or a video.
@@ -245,29 +261,44 @@ def parse_item(record: Mapping[str, Any], root: Path) -> Item:
     if any(record.get(key) for key in VIDEO_KEYS):
         raise DataError("samples must hold images and text, got a video, which is not supported")
     turns = next((record[key] for key in TURN_KEYS if isinstance(record.get(key), list)), None)
-    texts: list[str] = []
     images = [image for key in IMAGE_KEYS for image in _listed(record.get(key))]
-    if turns is None:
-        texts = [str(record[key]) for key in TEXT_KEYS if record.get(key)]
-    else:
-        texts += [str(record["system"])] if record.get("system") else []
-        for turn in turns:
-            content = turn.get("value", turn.get("content", "")) if isinstance(turn, Mapping) else turn
-            text, more = _content(content)
-            texts.append(text)
-            images += more
-    if not texts:
+    said = _pairs(record) if turns is None else [("system", record.get("system")), *map(_turn, turns)]
+    asked, answers = list[str](), list[str]()
+    for role, content in said:
+        text, more = _content(content)
+        images += more
+        if text or more:
+            (asked if role in ASKERS else answers).append(text)
+    if not asked and not answers:
         raise DataError(
-            f"samples must hold a conversation ({', '.join(TURN_KEYS[:2])}) or {TEXT_KEYS[4]} and {TEXT_KEYS[7]}, "
+            f"samples must hold a conversation ({', '.join(TURN_KEYS[:2])}) or {ASKED_KEYS[4]} and {ANSWER_KEYS[1]}, "
             f"got the keys {', '.join(record)}"
         )
-    return Item(len(texts), MARKS.sub("", "\n".join(texts)), tuple(images), _stated_sizes(record, len(images)), root)
+    return Item(tuple(asked), tuple(answers), tuple(images), _stated_sizes(record, len(images)), root)
+
+
+def _pairs(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Who says what in a record of a question and its answer, and of those before them in ``history``."""
+    before = [
+        turn for pair in _listed(record.get("history")) for turn in zip(("user", "assistant"), pair, strict=False)
+    ]
+    asked = [("user", record[key]) for key in ASKED_KEYS if record.get(key)]
+    return before + asked + [("assistant", record[key]) for key in ANSWER_KEYS if record.get(key)]
+
+
+def _turn(turn: Any) -> tuple[str, Any]:
+    """Who says what in a turn."""
+    if not isinstance(turn, Mapping):
+        return "", turn
+    return str(turn.get("from", turn.get("role"))), turn.get("value", turn.get("content", ""))
 
 
 def _content(content: Any) -> tuple[str, list[Image]]:
-    """Text and images of a turn, which may be a list of parts."""
+    """Text and images of a turn, which may be a list of parts, or name images within the text."""
+    if content is None:
+        return "", []
     if not isinstance(content, list):
-        return str(content), []
+        return NAMED_IMAGE.sub("", str(content)), NAMED_IMAGE.findall(str(content))
     texts, images = [], []
     for part in content:
         if not isinstance(part, Mapping):

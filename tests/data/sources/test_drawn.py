@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,12 +7,20 @@ from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Picture
 
 from omnibal.advise.models import Model
-from omnibal.data.sources.drawn import IMAGE_TOKENS, TURN_TOKENS, draw_lengths, estimated_tokens, parse_item
+from omnibal.data.sources.drawn import (
+    END_TOKENS,
+    IMAGE_TOKENS,
+    TURN_TOKENS,
+    draw_lengths,
+    estimated_tokens,
+    parse_item,
+)
 from omnibal.errors import DataError
 
 RULE = Model.known("Qwen2.5-VL-7B").image_rule()
 ASKED, SAID = "What is shown in this picture?", "A cat that sleeps on a red sofa, and a book beside it."
-TEXT = estimated_tokens(f"{ASKED}\n{SAID}") + 2 * TURN_TOKENS
+TEXT = estimated_tokens(ASKED) + estimated_tokens(SAID) + 2 * TURN_TOKENS
+TARGETS = estimated_tokens(SAID) + END_TOKENS
 SHAREGPT = {"conversations": [{"from": "human", "value": f"<image>{ASKED}"}, {"from": "gpt", "value": SAID}]}
 MESSAGES = [{"role": "user", "content": f"<image>{ASKED}"}, {"role": "assistant", "content": SAID}]
 PARTS = [
@@ -22,6 +31,9 @@ FORMS = {
     "llava": SHAREGPT | {"image": "a.jpg"},
     "sharegpt": {"messages": MESSAGES, "images": ["a.jpg"]},
     "qwen": {"messages": PARTS},
+    "qwen_vl": {
+        "conversations": [{"from": "user", "value": f"<img>a.jpg</img>\n{ASKED}"}, SHAREGPT["conversations"][1]]
+    },
     "question": {"query": f"<image>{ASKED}", "response": SAID, "images": ["a.jpg"]},
     "stated": SHAREGPT | {"image": "nowhere.jpg", "width": 280, "height": 140},
 }
@@ -50,7 +62,15 @@ def test_every_form_has_the_same_lengths(folder, form, as_array):
     assert drawn.lengths.vision_units.tolist() == [200, 200]
     assert drawn.lengths.vision_squared.tolist() == [40_000, 40_000]
     assert drawn.lengths.llm_tokens.tolist() == [50 + TEXT + IMAGE_TOKENS] * 2
+    assert drawn.lengths.target_tokens.tolist() == [TARGETS] * 2
     assert drawn.text_tokens == TEXT + IMAGE_TOKENS
+
+
+def test_earlier_questions_and_turns_of_nobody_count():
+    item = parse_item({"history": [["a", "b"]], "query": "c", "response": "d"}, Path())
+    assert (item.asked, item.answers) == (("a", "c"), ("b", "d"))
+    item = parse_item({"conversations": ["a", {"from": "system", "value": "b"}, {"from": "gpt", "value": "c"}]}, Path())
+    assert (item.asked, item.answers) == (("b",), ("a", "c"))
 
 
 def test_a_saved_dataset_keeps_its_images_closed(folder):
