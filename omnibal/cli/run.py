@@ -287,12 +287,25 @@ class Run:
             "ZeRO stage": (plan.layout.zero_stage, now.zero_stage),
             "sums of gradients": (plan.layout.sums_float32, now.sums_float32),
             "cluster": (plan.cluster, self._cluster or plan.cluster),
+            **self._asked_again(plan),
         }
         changed = [name for name, (was, is_now) in pairs.items() if was != is_now]
         if changed:
             say(f"{self.files.plan} is made anew: {', '.join(changed)} changed")
             return None
         return plan
+
+    def _asked_again(self, plan: Plan) -> dict[str, tuple[Any, Any]]:
+        """What a plan is, or was asked for, and what the ds_config says now, where it says anything."""
+        packing, pipeline, asked = self.section.packing, self.section.pipeline, plan.made_from.get("request", {})
+        was_and_is = {
+            "number of stages": (plan.num_stages, pipeline.num_stages),
+            "schedule": (plan.schedule, pipeline.schedule),
+            "samples of a step": (asked.get("global_batch"), packing.samples_per_step or "auto"),
+            "method of packing": (asked.get("method", packing.method), packing.method),
+            "seed of packing": (asked.get("seed", packing.seed), packing.seed),
+        }
+        return {name: (was, was if now == "auto" else now) for name, (was, now) in was_and_is.items()}
 
 
 def _kept_hash(folder: Path) -> str | None:

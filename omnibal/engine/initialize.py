@@ -177,7 +177,8 @@ def _arrange(
     plan = resolve_plan(given, typical)
     if dist.get_rank() == 0:
         warn_of_other_data(plan, typical)
-        warn_of_long_samples(given.vlm.config, lengths, plan.limits)
+        if packing.oversized != "drop":
+            warn_of_long_samples(given.vlm.config, lengths, plan.limits)
     sampler = BalancedBatchSampler(
         lengths,
         plan.limits,

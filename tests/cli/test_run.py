@@ -68,6 +68,22 @@ def test_what_was_made_from_something_else_is_made_anew(omnibal, demo, ds_config
     assert omnibal("simulate", ds_config(**changed)).stderr == ""
 
 
+def test_a_plan_that_is_not_what_the_ds_config_asks_for_is_made_anew(omnibal, ds_config):
+    changes = {"pipeline": {"num_stages": 2}, "packing": {}}
+    omnibal("simulate", ds_config(**changes))
+    for part, change, name in (
+        ("pipeline", {"num_stages": 4}, "number of stages"),
+        ("pipeline", {"schedule": "1f1b"}, "schedule"),
+        ("packing", {"samples_per_step": 11}, "samples of a step"),
+        ("packing", {"method": "random"}, "method of packing"),
+    ):
+        changes[part] |= change
+        assert f"plan.json is made anew: {name} changed" in omnibal("simulate", ds_config(**changes)).stderr
+        assert omnibal("simulate", ds_config(**changes)).stderr == ""
+    changes["pipeline"] |= {"num_stages": "auto", "schedule": "auto"}
+    assert omnibal("simulate", ds_config(**changes)).stderr == ""
+
+
 def test_a_command_may_name_what_it_takes_instead(omnibal, ds_config, token_lengths, tmp_path):
     config = ds_config()
     omnibal("profile", config, tmp_path / "mine.json")
