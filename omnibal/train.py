@@ -252,6 +252,8 @@ def _finish(run: RunSection) -> None:
     checkpoint = latest_checkpoint(files.checkpoints)
     model = export_newest(files)
     metrics = read_metrics(files.metrics)
+    if not metrics.steps:  # the log is gone, and the checkpoint is of the last step
+        return
     plot_training(metrics, files.loss_curve)
     written = {"metrics": files.metrics, "loss curve": files.loss_curve, "checkpoint": checkpoint, "model": model}
     Console().print(training_table(metrics, written), markup=False)

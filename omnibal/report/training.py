@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import NotRequired  # pydantic needs it before Python 3.12
 
@@ -140,6 +141,8 @@ class MetricsLog:
 
     def _smooth(self, name: str, value: float) -> float:
         before = self._rates.get(name, value)
+        if not isfinite(value):  # of a step that was skipped; it would stay in all means to come
+            return before
         self._rates[name] = SMOOTHING * before + (1 - SMOOTHING) * value
         return self._rates[name]
 
@@ -272,9 +275,12 @@ def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float,
 
 
 def _moving_mean(values: FloatArray, window: int = 20) -> FloatArray:
-    """Mean of up to ``window`` values that end at each position."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
+    """Mean of up to ``window`` values that end at each position, without those that are not finite."""
+    finite = np.isfinite(values)
+    sums = np.cumsum(np.concatenate([[0.0], np.where(finite, values, 0.0)]))
+    counts = np.cumsum(np.concatenate([[0], finite]))
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - window, 0)
-    means: FloatArray = (sums[ends] - sums[begins]) / (ends - begins)
+    with np.errstate(invalid="ignore"):  # of none, there is no mean
+        means: FloatArray = (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])
     return means

@@ -115,7 +115,11 @@ def fails_behind_the_last_step(config, output):
     with pytest.raises(ZeroDivisionError):
         train(config, dataset=SmallDataset(), on_evaluation=lambda engine: 1 / 0)
     assert latest_checkpoint(output / "checkpoints").name == "global_step2"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (output / "metrics.jsonl").unlink()
     assert train(config, dataset=SmallDataset(), resume=True).global_steps == 2
+    assert (output / "model" / "config.json").is_file()
 
 
 class UntargetedDataset(SmallDataset):

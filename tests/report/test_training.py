@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 
@@ -8,7 +9,7 @@ from omnibal.errors import DataError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
-from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, training_table
+from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, training_rows, training_table
 from tests.report.printed import text_of
 
 MIB = 2**20
@@ -44,6 +45,24 @@ def test_what_is_logged_is_read(tmp_path):
     metrics = read_metrics(path)
     assert [record["loss"] for record in metrics.steps] == [4, 2, pytest.approx(4 / 3)]
     assert metrics.evaluations == [{"step": 3, "held_out_loss": 0.5, "held_out_accuracy": 0.25, "held_out_samples": 40}]
+
+
+def test_a_step_that_is_not_finite_stays_out_of_means(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", first_step=0)
+    figures = {"epoch": 0, "learning_rate": 0.1, "seconds": 2.0, "samples": 8, "llm_tokens": 600, "balance": BALANCE}
+    lines = [
+        log.training_step(step=step, loss=loss, **figures) for step, loss in enumerate((nan, 3.0, inf, 2.0, 1.0), 1)
+    ]
+    assert [line.split(",")[0] for line in lines] == [
+        "loss nan",
+        "loss 3.000",
+        "loss 3.000",
+        "loss 2.900",
+        "loss 2.710",
+    ]
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert training_rows(metrics)["loss"] == "nan → 2.000 (mean of the last steps)"
+    plot_training(metrics, tmp_path / "loss.png")
 
 
 def test_a_resumed_run_drops_what_it_trains_again(tmp_path):
