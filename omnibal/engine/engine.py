@@ -257,6 +257,9 @@ class OmnibalEngine(CheckpointedEngine):
             root = joined(floats, self.grad_layer)
             self.pipe_buffers["outputs"][buffer_id], self.grad_layer = (root,), (torch.ones_like(root),)
         super()._exec_backward_pass(buffer_id)
+        # On the last stage DeepSpeed keeps these, and with their graph a micro-batch's input and its gradient.
+        self.pipe_buffers["outputs"][buffer_id] = None
+        self.loss = self.loss.detach()
 
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> Tensor:
         # DeepSpeed reuses buffers by size alone, across dtypes and between activations and gradients, which breaks

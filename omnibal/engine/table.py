@@ -197,6 +197,7 @@ class TableEngine(ExplainedEngine):
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         super()._exec_recv_activations(buffer_id)
+        self.pipe_recv_buf = None  # DeepSpeed has cloned it
         received = self.pipe_buffers["inputs"][buffer_id]
         for tensor in floats_of(received):
             tensor.requires_grad_(self._sends_gradients)

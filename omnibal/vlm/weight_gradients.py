@@ -132,6 +132,7 @@ def _defer(layer: DeferringLinear, kept: list[Tensor], gradient: Tensor) -> None
     # Popped, or what it saved would be kept as long as the graph.
     keep = kept.pop()
     (rows,) = cast(Any, keep.grad_fn).saved_tensors
+    rows = rows.detach()  # without the graph before it, which holds the stage's input and its gradient
     layer.weight_gradients.defer(partial(_run, layer, rows, gradient), keeps=(rows, gradient))
 
 

@@ -121,6 +121,11 @@ def test_the_host_asks_for_values_once_a_micro_batch_at_most(two):
     assert [result["reads"] for result in by_rank] == [[0, 0], [1, 1]]
 
 
+def test_the_last_stage_holds_the_input_of_one_micro_batch(two):
+    _, (_, last) = two
+    assert last["inputs"] == [1, 1]
+
+
 def test_an_evaluation_between_steps_changes_nothing(two):
     _, by_rank = two
     for result in by_rank:
