@@ -1,10 +1,9 @@
 """Slow, obvious solvers of recompute problems."""
 
-from dataclasses import replace
 from itertools import product
 
 from omnibal.memory.frontier import NOT_OFFERED
-from omnibal.pipeline.schedule import Operation, one_f_one_b
+from omnibal.pipeline.schedule import Operation
 from omnibal.profile.levels import LEVELS
 
 
@@ -34,10 +33,10 @@ def total_seconds(seconds, layers, levels):
 
 def run_table(footprint, stage, layers, levels):
     """The most that a stage holds of activations and gradients, by running its table layer by layer."""
-    plain = replace(footprint, schedule=one_f_one_b(1, 1))
     rows = [(layer, LEVELS.index(levels[layer])) for layer in layers]
     kept = [int(footprint.kept_bytes[row]) for row in rows]
-    transient = [int(plain.transient_bytes(0, layers.stop)[row]) for row in rows]
+    splits = any(operation == Operation.B for operation, _ in footprint.schedule.stages[stage])
+    transient = [int((footprint._split_transient if splits else footprint._transient)[row]) for row in rows]
     pending = [int(footprint.profile.layers[layer].pending_bytes(footprint.load)) for layer in layers]
     alive = peak = 0
     for operation, _ in footprint.schedule.stages[stage]:

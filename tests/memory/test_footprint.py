@@ -35,8 +35,8 @@ def test_each_term_by_hand():
     # one gradient of the output comes back. The first layer brings back 84 bytes when the second has freed 100;
     # the gradients within the second are a third of that.
     first = StageMemory(40, gradients, 120, 2 * (16 + 100), 0, 2 * (16 + 8) + 8, 33, 0, 7)
-    # Stage 1 holds one: its input three times (kept, arriving, as a gradient).
-    last = StageMemory(40, gradients, 120, 2 * 100, 0, 3 * 8, 33, 0, 7)
+    # Stage 1 holds one: its input twice (kept, and as a gradient).
+    last = StageMemory(40, gradients, 120, 2 * 100, 0, 2 * 8, 33, 0, 7)
     assert found == (first, last)
     assert first.total == 40 + 240 + 120 + 232 + 56 + 33 + 7
 
@@ -55,9 +55,9 @@ def test_postponed_weight_gradients_hold_on_to_what_they_need():
     first, last = memory.stages(Partition((0, 2, 4)), ["none", "none", "full", "none"])
     # stage 0 runs unsplit; in its buffers the next gradient of its output comes beside the one in use
     assert (first.activations, first.pending, first.transient, first.buffers) == (400, 0, 33, 2 * (10 + 8) + 2 * 8)
-    # stage 1 lags by one micro-batch; recomputing its first layer brings back 90 and needs gradients of a third of 100,
+    # stage 1 lags by one micro-batch; recomputing its first layer brings back 90 and needs gradients of 0.6 times 100,
     # when the other one has freed 100 and left 70; its gradients to stage 0 may wait for two micro-batches there
-    assert (last.activations, last.pending, last.transient, last.buffers) == (110, 140, 90 + 33 - 30, 3 * 8)
+    assert (last.activations, last.pending, last.transient, last.buffers) == (110, 140, 90 + 60 - 30, 3 * 8)
     assert memory.pending_bytes(1)[2, 4] == 2 * 140
 
 

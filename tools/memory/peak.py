@@ -139,6 +139,7 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
     plan = Plan.load(plan_path)
     given = Given(config, section, None, model(), layout_of(config, 2, 1))
     engine = build_engine(given, plan, SamePack(), 2)
+    engine._on_device = lambda tensors: tuple(tensor.clone() for tensor in tensors)  # a copy, as on a GPU
     engine.train_batch()
     before = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
     with PeakMeter() as meter:
