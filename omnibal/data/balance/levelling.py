@@ -96,7 +96,7 @@ def level_parts(window: Window, rules: Rules, part_packs: int, rounds: int, heav
             # Vision units decide in every other round while they are uneven: they come in few sizes, and are soon
             # even or never.
             by_vision = wrong > 0 and turn % 2 == 0 and not heaviest_alone
-            sort_packs(packs, order, number, by_vision, wrong == 0 or not by_vision)
+            sort_packs(packs, order, window.weights, number, by_vision, wrong == 0 or not by_vision)
             tries = done = 0
             for place in range(number - 1 if heaviest_alone else number // 2):
                 if heaviest_alone:
@@ -236,22 +236,23 @@ def _is_uneven(packs: Int64Array, pack: Integer, rules: Rules) -> bool:
 
 
 @compiled_part
-def sort_packs(packs: Int64Array, order: Int64Array, number: int, by_vision: bool, by_cost: bool) -> None:
+def sort_packs(
+    packs: Int64Array, order: Int64Array, weights: Int64Array, number: int, by_vision: bool, by_cost: bool
+) -> None:
     """Sort packs from light to heavy by one load or by their sum: Shell's sort, quick on what is nearly sorted."""
     vision, cost = np.int64(by_vision), np.int64(by_cost)
+    for place in range(number):
+        pack = order[place]
+        weights[place] = vision * packs[pack, VISION_EXCESS] + cost * packs[pack, COST_EXCESS]
     # Insertion sort of every gap-th pack, then of nearer ones: gaps of 1, 4, 13, 40, …
     gap = 1
     while gap < number // 3:
         gap = 3 * gap + 1
     while gap:
         for place in range(gap, number):
-            pack, hole = order[place], place
-            weight = vision * packs[pack, VISION_EXCESS] + cost * packs[pack, COST_EXCESS]
-            while hole >= gap:
-                before = order[hole - gap]
-                if vision * packs[before, VISION_EXCESS] + cost * packs[before, COST_EXCESS] <= weight:
-                    break
-                order[hole] = before
+            pack, weight, hole = order[place], weights[place], place
+            while hole >= gap and weights[hole - gap] > weight:
+                order[hole], weights[hole] = order[hole - gap], weights[hole - gap]
                 hole -= gap
-            order[hole] = pack
+            order[hole], weights[hole] = pack, weight
         gap //= 3

@@ -150,7 +150,13 @@ def _trim(
 
 @compiled
 def deal_samples(
-    samples: Int32Array, packs: Int64Array, by_size: Int64Array, starts: Int64Array, rules: Rules, order: Int64Array
+    samples: Int32Array,
+    packs: Int64Array,
+    by_size: Int64Array,
+    starts: Int64Array,
+    rules: Rules,
+    order: Int64Array,
+    weights: Int64Array,
 ) -> None:
     """Deal each step's samples to its packs in rounds: the largest of a round to the pack that holds least so far.
 
@@ -161,6 +167,7 @@ def deal_samples(
         starts: Where steps begin in ``by_size``.
         rules: What all steps have in common.
         order: Room for the packs of a step.
+        weights: Room for what each of them weighs.
     """
     for step in range(len(starts) - 1):
         begin = step * rules.step_packs
@@ -169,7 +176,7 @@ def deal_samples(
         for place in range(starts[step], starts[step + 1]):
             turn = (place - starts[step]) % rules.step_packs
             if turn == 0 and place > starts[step]:  # a new round: the lightest packs come first
-                sort_packs(packs, order, rules.step_packs, True, True)
+                sort_packs(packs, order, weights, rules.step_packs, True, True)
             sample, pack = by_size[place], order[turn]
             prepend(samples, packs, pack, sample)
             packs[pack, COUNT] += 1

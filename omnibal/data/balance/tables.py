@@ -58,6 +58,8 @@ class Window(NamedTuple):
     """What sizes of samples each step holds."""
     order: Int64Array
     """Room for a list of packs."""
+    weights: Int64Array
+    """Room for what each of them weighs."""
     scratch: Int32Array
     """Room for the samples and subsets of two packs."""
 

@@ -131,12 +131,13 @@ def _make_window(
     packs[:, FIRST] = NOWHERE
     packs[:, VISION_ROOM] = rules.most_vision * rules.vision_weight
     packs[:, TOKEN_ROOM] = rules.most_tokens * rules.token_weight
-    mixes, room = count_mixes(samples, order, starts), np.empty(len(packs), dtype=np.int64)
+    mixes = count_mixes(samples, order, starts)
+    room, weights = np.empty(len(packs), dtype=np.int64), np.empty(len(packs), dtype=np.int64)
     step, sizes = np.repeat(np.arange(num_steps), np.diff(starts)), samples[order, VISION] + samples[order, COST]
     # Step, size, place in one number each: no two are equal, so that every machine sorts them alike.
     keys = ((step << 26) - sizes << 20) + np.arange(len(order))
-    deal_samples(samples, packs, order[np.argsort(keys)], starts, rules, room)
-    return Window(samples, packs, mixes, room, scratch)
+    deal_samples(samples, packs, order[np.argsort(keys)], starts, rules, room, weights)
+    return Window(samples, packs, mixes, room, weights, scratch)
 
 
 def _running_order(packs: Int64Array, rules: Rules, chance: np.random.Generator) -> Int64Array:
