@@ -52,6 +52,20 @@ def test_a_window_whose_first_orders_do_not_fit_is_planned_yet(monkeypatch, leng
     check([packs.window(0, 0), packs.window(0, 1)], lengths, LIMITS, 128)
 
 
+def test_limits_come_first_at_once_where_samples_do_not_combine(monkeypatch):
+    """Each sample of five tiles asks for a pack of nine: a trial without limits first would be in vain."""
+    plan, limits_first = planner.plan_window, []
+
+    def note(*arguments):
+        limits_first.append(arguments[3].repair_first)
+        return plan(*arguments)
+
+    monkeypatch.setattr(planner, "plan_window", note)
+    tiles = np.repeat([5, 1], [4_000, 2_000])
+    assert len(planned(SampleLengths(tiles, 256 * tiles), PackLimits(9, 4096), num_replicas=8)) == 4_016
+    assert all(limits_first)
+
+
 def test_few_packs_beyond_the_bound_in_every_window():
     """The paper's mix fills packs of 9 tiles within half a percent of the bound, in all windows of several epochs."""
     mix, limits = tiled_lengths(100_000, seed=7), PackLimits(9, 4096)

@@ -105,7 +105,9 @@ class BalancedPacks:
         tried = 0
         for margin in MARGINS:
             steps = self._steps_of(needed * (1 + margin))
-            if steps != tried and (self._try(steps) or self._try(steps, repair_first=True)):
+            # Samples that do not combine to fill packs hardly fit unless limits come first: no trial need show it.
+            easy = self._demand.by_volume
+            if steps != tried and ((easy and self._try(steps)) or self._try(steps, repair_first=True)):
                 return
             tried = steps
         self._try(self._most_steps)  # every sample has a pack of its own
