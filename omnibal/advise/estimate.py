@@ -1,7 +1,7 @@
 """Where the time of the devices goes under one way to train, and how much ranks hold: estimated on drawn steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -95,10 +95,9 @@ class Setting:
         )
 
     @cached_property
-    def added(self) -> tuple[FloatArray, ...]:
-        """Of each draw, seconds that every sample adds to a pack in vision and in language, shape (samples, 2)."""
-        # a pack's fixed cost is no sample's: else packs of many samples would pass for slower than they are
-        costs = {phase: replace(cost, fixed=0.0) for phase, cost in phase_costs(self.profile).items()}
+    def alone(self) -> tuple[FloatArray, ...]:
+        """Of each draw, seconds that every sample takes alone in vision and in language, shape (samples, 2)."""
+        costs = phase_costs(self.profile)
         vision = costs["vision forward"] + costs["vision backward"]
         language = costs["language forward"] + costs["language backward"]
         # as if every token were a target, as the planner has it
@@ -110,7 +109,7 @@ class Setting:
         samples, shape = self.draws[draw], {"num_ranks": self.cluster.num_devices, "micro_batches": way.micro_batches}
         samples = samples if way.target_rows else samples.all_rows
         if way.batching == "even":
-            return even_packs(samples, self.added[draw], samples_per_step=self.samples_per_step, **shape)
+            return even_packs(samples, self.alone[draw], samples_per_step=self.samples_per_step, **shape)
         if way.batching == "packed":
             assert way.limits is not None, "packs at random have limits"
             return random_packs(samples, way.limits, **shape)

@@ -10,7 +10,7 @@ from omnibal.advise.estimate import CAUSES, Setting, Way
 from omnibal.advise.memory import LOGIT_BYTES, RankMemory
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster, Layout
-from omnibal.cost import CostModel, Load
+from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
@@ -90,16 +90,6 @@ def test_a_head_on_target_rows_takes_the_time_of_those_and_never_all_logits():
     logits = LOGIT_BYTES * 4000 * RECORDS[-1].sizes["vocab"]
     assert advice.today.peaks[0] - head.after.peaks[0] > 0.9 * logits
     assert advise(setting(few), advice.today.way).adopted == ()
-
-
-def test_what_a_pack_takes_whatever_it_holds_is_no_samples():
-    fixed = CostModel(fixed=0.1)
-    layers = tuple(replace(layer, forward_seconds=layer.forward_seconds + fixed) for layer in WHOLE.layers)
-    way = Way("zero2", "even", 4, 8)
-    plain, slow = (
-        setting(profile=profile).estimate(way).batches[0].loads for profile in (WHOLE, replace(WHOLE, layers=layers))
-    )
-    assert plain == slow
 
 
 def test_leave_it_as_it_is_is_an_answer():
