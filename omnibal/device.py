@@ -67,7 +67,8 @@ class Device:
         raise ConfigError(
             f"device must begin like one of {', '.join(DEVICES)}, got {name!r}; {hint}for another one give a record "
             'with "name", "memory_bytes" and "link_bytes_per_second", for several nodes "node_bytes_per_second", and '
-            '"flops_per_second" and "memory_bytes_per_second" to count costs'
+            '"flops_per_second" and "memory_bytes_per_second" to count costs; it is the "device" of a cluster\'s '
+            'record, beside "num_nodes" and "devices_per_node"'
         )
 
 

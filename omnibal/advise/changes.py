@@ -142,7 +142,7 @@ def _ladder(setting: Setting, now: Estimate) -> tuple[list[Change], Estimate]:
         balanced = _balanced(setting, spared.way)
         if now.way.batching in ("random", "group_by_length"):
             packed = _packed(balanced)
-            changes.append(_change("packing", "random packs in place of padded batches", current, packed))
+            changes.append(_change("packing", _packing_of(packed, now.way.batch), current, packed))
             current = packed
         changes.append(_change("balance", "the same samples in packs that take equally long", current, balanced))
         current = balanced if any(change.brings for change in changes) and fits(balanced) else now
@@ -164,6 +164,11 @@ def _ladder(setting: Setting, now: Estimate) -> tuple[list[Change], Estimate]:
         changes.append(change)
         current = change.after if change.brings and change.after is not None else current
     return changes, current
+
+
+def _packing_of(packed: Estimate, batch: int) -> str:
+    before = f"padded batches of {batch}" if batch > 1 else "single ones"
+    return f"packs of {packed.samples_per_pack:.1f} random samples in place of {before}"
 
 
 def _balanced(setting: Setting, way: Way) -> Estimate:

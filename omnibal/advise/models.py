@@ -62,7 +62,9 @@ class Model:
         preprocessor, family = dict(self.preprocessor), family_of(self.config)
         if max_pixels is not None:
             if "longest_edge" not in preprocessor["size"]:
-                raise ConfigError(f"max_pixels must be left out for {self.name}, got {max_pixels}; give max_tiles")
+                raise ConfigError(
+                    f"max_image must be left out for {self.name}, which has no such limit, got {max_pixels}"
+                )
             preprocessor["size"] = {**preprocessor["size"], "longest_edge": max_pixels}
         return family.images(self.config, preprocessor, max_tiles=max_tiles)[1]
 

@@ -237,4 +237,4 @@ def _count(content: Content, key: str) -> int | None:
 
 
 def _said(content: Content, keys: Any) -> dict[str, str]:
-    return {key: str(content[key]) for key in keys if content.get(key) not in (None, "auto")}
+    return {key: str(content[key]) for key in keys if content.get(key) not in (None, "auto", "", [])}

@@ -70,9 +70,17 @@ def read_today(today: str) -> Present:
 
 
 def _beside(path: Path, name: str) -> Path:
-    """A file that another one names: relative to where it lies, or to where the command runs."""
-    near = path.parent / name
-    return near if near.is_file() else Path(name)
+    """A file that another one names: relative to where it lies, or to where the command runs.
+
+    Raises:
+        ConfigError: It lies in neither.
+    """
+    found = next((near for near in (path.parent / name, Path(name)) if near.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"deepspeed in {path} must name a file beside it or here, got {name!r}; copy it, or write zero2 or zero3"
+        )
+    return found
 
 
 def _content(path: Path) -> dict[str, Any]:

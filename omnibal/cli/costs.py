@@ -13,6 +13,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.profile.records import ModelProfile
+from omnibal.records import read_json
 
 if TYPE_CHECKING:
     from omnibal.families.base import LayerRecord
@@ -41,11 +42,13 @@ def one_sample(limits: tuple[int, int]) -> Load:
 
 
 def read_cluster(text: str) -> Cluster:
-    """A cluster as the command line gives it: nodes x devices x device, or a JSON record.
+    """A cluster as the command line gives it: nodes x devices x device, or a JSON record or its file.
 
     Raises:
         ConfigError: It is neither.
     """
+    if text.endswith(".json"):
+        return Cluster.of(read_json(text, "--cluster"))
     if not text.lstrip().startswith("{"):
         return Cluster.parse(text)
     try:

@@ -13,8 +13,8 @@ MOST_DIGITS: Final = 20
 ClusterOption = Annotated[
     str | None,
     typer.Option(
-        help="The machines, such as 4x8xA100-80GB, or a JSON record; by default those that a ds_config or plan names, "
-        "or this machine's CUDA devices."
+        help="The machines, such as 4x8xA100-80GB, or a JSON record or its file; by default those that a ds_config or "
+        "plan names, or this machine's CUDA devices."
     ),
 ]
 LengthsOption = Annotated[

@@ -71,5 +71,7 @@ def test_pixels_of_a_preprocessor_may_stand_at_the_top():
 def test_a_name_that_is_not_known_gets_the_nearest_one():
     with pytest.raises(ConfigError, match=r"got 'Qwen2.5-VL-8B'; did you mean Qwen2.5-VL-7B\? of another model give"):
         Model.known("Qwen2.5-VL-8B")
-    with pytest.raises(ConfigError, match=r"max_pixels must be left out for LLaVA-1\.5-7B, got 9; give max_tiles"):
+    with pytest.raises(
+        ConfigError, match=r"max_image must be left out for LLaVA-1\.5-7B, which has no such limit, got 9"
+    ):
         Model.known("llava-1.5-7b-hf").image_rule(max_pixels=9)

@@ -92,6 +92,11 @@ def test_wrong_names_are_refused(lists, tmp_path):
     (tmp_path / "a.json").write_text('{"loss": 1}')
     with pytest.raises(ConfigError, match=r"config\.json with a model_type, got"):
         read_model(str(tmp_path / "a.json"))
+    (tmp_path / "b.yaml").write_text("finetuning_type: full\ndeepspeed: examples/z3.json\n")
+    with pytest.raises(
+        ConfigError, match=r"deepspeed in .*b\.yaml must name a file .*, got 'examples/z3\.json'; copy it"
+    ):
+        read_today(str(tmp_path / "b.yaml"))
     with pytest.raises(ConfigError, match="today must be JSON or YAML, got"):
         read_today(__file__)
     with pytest.raises(

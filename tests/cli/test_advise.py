@@ -124,6 +124,15 @@ def test_only_what_all_commands_read_is_measured_by_them(omnibal, tmp_path):
     assert answers[1] == answers[0].split("packs of all samples:")[0]
 
 
+def test_machines_may_be_a_file(omnibal, refusal, lengths, tmp_path):
+    path = tmp_path / "machines.json"
+    path.write_text('{"num_nodes": 1, "devices_per_node": 2, "device": "H100-80GB"}')
+    record = json.loads(omnibal("advise", lengths, "--model", "InternVL3-1B", "--cluster", path, "--json").stdout)
+    assert record["cluster"] == "2xH100-80GB"
+    line = refusal("advise", lengths, *RUN, "--cluster", tmp_path / "none.json")
+    assert line.startswith(f"--cluster must be a readable file, got {tmp_path / 'none.json'}")
+
+
 def test_a_ds_config_with_comments_says_how_somebody_trains(omnibal, lengths, tmp_path):
     path = tmp_path / "zero.json"
     path.write_text('// of ours\n{\n  "zero_optimization": {"stage": 2}, # not 3\n}')
@@ -183,6 +192,7 @@ def test_even_samples_are_left_as_they_are(omnibal, tmp_path):
         (("--model", "InternVL3-9B"), "a config.json, got 'InternVL3-9B'; did you mean InternVL3-"),
         (("--cluster", "8xA1000"), "device must begin like one of "),
         (("--cluster", "8xA1000"), 'for another one give a record with "name", "memory_bytes"'),
+        (("--cluster", "8xA1000"), 'it is the "device" of a cluster\'s record, beside "num_nodes" and "devices_per'),
         (("--today", "zero4"), "today must be one of ddp, zero1, zero2, zero3, fsdp, or a file, got 'zero4'"),
         (("--model", "Qwen2.5-VL-7B"), "must be of Qwen2.5-VL-7B, with 4 patches for each image token, got sample"),
         (("--model", "LLaVA-1.5-7B"), "must be of LLaVA-1.5-7B, with 576 LLM tokens for each tile, got sample"),
