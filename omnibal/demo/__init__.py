@@ -2,7 +2,7 @@
 
 from omnibal.errors import require
 
-require("tokenizers", "transformers", "PIL")
+require("tokenizers", "transformers")
 
 from omnibal.demo.write import DemoPaths, majority_accuracy, write_demo
 

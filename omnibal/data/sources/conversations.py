@@ -3,7 +3,7 @@
 # ruff: noqa: E402
 from omnibal.errors import require
 
-require("torch", "PIL")  # what is missing is said before it is missed
+require("torch")  # what is missing is said before it is missed
 
 from collections.abc import Sequence
 from dataclasses import replace
