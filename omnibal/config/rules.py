@@ -195,11 +195,15 @@ def _check_writer(config: dict[str, Any]) -> None:
 
 def _check_offload(config: dict[str, Any], layout: Layout) -> None:
     """Refuse to keep on the host, or on its disks, what DeepSpeed would leave on the device."""
-    for key, kept in (("offload_optimizer", ("cpu",) if layout.zero_stage == 1 else ()), ("offload_param", ())):
-        device = (config.get("zero_optimization", {}).get(key) or {}).get("device", "none")
-        if device not in ("none", "auto", *kept):
-            where = "'cpu', under ZeRO stage 1," if key == "offload_optimizer" else "'none'"
-            raise ConfigError(f"zero_optimization.{key}.device must be {where} with a pipeline, got {device!r}")
+    zero = config.get("zero_optimization", {})
+    for key, kept in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device not in (*kept, "auto"):
+            raise ConfigError(
+                f"zero_optimization.{key}.device must be {' or '.join(kept)} with a pipeline, got {device!r}"
+            )
+        if device == "cpu" and layout.zero_stage != 1:
+            raise ConfigError(f"zero_optimization.stage must be 1 with {key}, got {layout.zero_stage}")
 
 
 def _check_precision(config: dict[str, Any]) -> None:
