@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from omnibal.config import OmnibalSection, RunSection, read_config
 from omnibal.engine.checkpoint import export_newest
-from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, together
+from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize, open_together
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset
@@ -84,7 +84,7 @@ def train(
     meet(get_accelerator().communication_backend_name())
     where = f"rank {dist.get_rank()}"
     evaluates = held_out is not None or on_evaluation is not None
-    section = together(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates), where=where)
+    section = run_on_all_ranks(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates), where=where)
     run, checkpoints, tag = section.run, section.run.files.checkpoints, resume if isinstance(resume, str) else None
     with rank_zero_first(lambda: _claimed(run), doing="claims run.output", where=where):
         rank_zero_only(

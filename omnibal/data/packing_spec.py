@@ -129,8 +129,8 @@ class PackingSpec:
         arrangement = self._arrange(steps.streams[0].arranged_for, steps.origin)[0].arrangement
         if not isinstance(arrangement, MixedPacks):
             return None
-        course = arrangement.course
-        return course.after(steps.epoch, step=course.first_step(steps.epoch) + steps.last_step)
+        schedule = arrangement.schedule
+        return schedule.after(steps.epoch, step=schedule.first_step(steps.epoch) + steps.last_step)
 
     def steps_of(self, epoch: int, ranks: Ranks) -> int:
         """Steps of a whole epoch."""

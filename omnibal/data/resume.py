@@ -29,7 +29,7 @@ class OriginRecord(_Record):
         return Origin(self.epoch, self.step, tuple(self.units))
 
 
-class CourseRecord(_Record):
+class EpochStepsRecord(_Record):
     """What it takes to make the steps of an epoch again: see ``EpochSteps.record``."""
 
     arranged_for: Shape
@@ -45,20 +45,20 @@ class State(_Record):
     version: int
     epoch: NonNegativeInt
     steps_done: NonNegativeInt
-    course: CourseRecord
+    epoch_steps: EpochStepsRecord
     next_packs: list[list[int]]
-    recipe: dict[str, Any]
+    made_from: dict[str, Any]
 
 
-def read_state(state: Any, recipe: Mapping[str, Any]) -> State:
+def read_state(state: Any, made_from: Mapping[str, Any]) -> State:
     """Check a state.
 
     Args:
         state: What was saved.
-        recipe: What it must have been saved with.
+        made_from: What it must have been made from.
 
     Raises:
-        ConfigError: It is no state of this version, or was saved with another recipe.
+        ConfigError: It is no state of this version, or was made from something else.
     """
     found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
     if found != VERSION:
@@ -69,8 +69,8 @@ def read_state(state: Any, recipe: Mapping[str, Any]) -> State:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
         raise ConfigError(f"state must be as state_dict() gave it, got {key} that is not: {wrong['msg']}") from error
-    for name, value in recipe.items():
-        saved = read.recipe.get(name)
+    for name, value in made_from.items():
+        saved = read.made_from.get(name)
         if saved != value:
             raise ConfigError(f"{name} must be as in the saved state, {saved!r}, got {value!r}")
     return read

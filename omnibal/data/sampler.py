@@ -202,9 +202,9 @@ class BalancedBatchSampler:
             "version": VERSION,
             "epoch": self.epoch,
             "steps_done": done,
-            "course": self._steps.record(),
+            "epoch_steps": self._steps.record(),
             "next_packs": _next_packs(self._steps, done),
-            "recipe": self._spec.fingerprint(),
+            "made_from": self._spec.fingerprint(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,14 +219,18 @@ class BalancedBatchSampler:
                 arranges epochs differently.
         """
         saved = read_state(state, self._spec.fingerprint())
-        origin = None if saved.course.origin is None else saved.course.origin.origin()
-        done, arranged_for, ranks = saved.steps_done, Ranks(*saved.course.arranged_for), Ranks(*saved.course.ranks)
+        origin = None if saved.epoch_steps.origin is None else saved.epoch_steps.origin.origin()
+        done, arranged_for, ranks = (
+            saved.steps_done,
+            Ranks(*saved.epoch_steps.arranged_for),
+            Ranks(*saved.epoch_steps.ranks),
+        )
         steps = self._spec.epoch_steps(
             saved.epoch,
             ranks,
             arranged_for=arranged_for,
-            packs_done=saved.course.packs_done,
-            first_step=saved.course.first_step,
+            packs_done=saved.epoch_steps.packs_done,
+            first_step=saved.epoch_steps.first_step,
             origin=origin,
         )
         if ranks != self._ranks:
@@ -269,7 +273,7 @@ class BalancedBatchSampler:
             **self._spec.fingerprint(),
             "epoch": self.epoch,
             "steps_done": self.steps_done,
-            "course": self._steps.record(),
+            "epoch_steps": self._steps.record(),
         }
         check_agreement(gather(record), num_replicas=self.num_replicas)
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
-from omnibal.engine.distributed import gather, rank_zero_first, together
+from omnibal.engine.distributed import gather, rank_zero_first, run_on_all_ranks
 from omnibal.engine.loader import Loader
 from omnibal.engine.optimizer import grouping
 from omnibal.engine.resolve import Given
@@ -104,7 +104,7 @@ class CheckpointedEngine(TableEngine):
                 saved_files.flush(path)
             return {path.name: SavedFile.of(path, self.global_rank) for path in paths}
 
-        return together(lambda: _explained(write, unfinished), where=self.where)
+        return run_on_all_ranks(lambda: _explained(write, unfinished), where=self.where)
 
     def _write(self, unfinished: Path, state: dict[str, Any], exclude_frozen: bool) -> None:
         """What DeepSpeed's save_checkpoint does on each rank, without its barriers and its file ``latest``."""
@@ -169,7 +169,7 @@ class CheckpointedEngine(TableEngine):
         with_schedule = load_lr_scheduler_states and not load_module_only
         layout = self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule)
         # DeepSpeed communicates while it loads: what can fail on one rank only has to fail before.
-        together(
+        run_on_all_ranks(
             lambda: self._check_readable(folder / name, layout, with_optimizer, strict=load_module_strict),
             where=self.where,
         )
@@ -188,7 +188,7 @@ class CheckpointedEngine(TableEngine):
         elif apart:
             self.optimizer.refresh_fp32_params()
         state.pop("optimizer", None)
-        together(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
+        run_on_all_ranks(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
         return path, state
 
     def save_16bit_model(
@@ -214,7 +214,7 @@ class CheckpointedEngine(TableEngine):
         self.settle_weights()
         folder, layers = Path(save_dir), Path(save_dir) / "layers"
         write = partial(self.module.save_state_dict, layers, self.checkpoint_engine)
-        together(write, where=self.where)
+        run_on_all_ranks(write, where=self.where)
         self._on_rank_zero(lambda: self._join_layers(layers, folder), f"joins the layers of {folder}")
         return True
 

@@ -91,7 +91,7 @@ def _release_shared_memory() -> None:
         path.unlink(missing_ok=True)
 
 
-def together(work: Callable[[], T], *, where: str) -> T:
+def run_on_all_ranks(work: Callable[[], T], *, where: str) -> T:
     """Run ``work`` on this rank, as every other rank does, and raise on all of them if it fails on one.
 
     Args:
@@ -127,7 +127,7 @@ def rank_zero_first(work: Callable[[], T], *, doing: str, where: str) -> T:
     if dist.get_rank() != 0:
         _await(store(), turn, doing)
         raise_on_all(None, where=where)
-        return together(work, where=where)
+        return run_on_all_ranks(work, where=where)
     try:
         result, failure = work(), None
     except Exception as error:  # any failure must reach the other ranks

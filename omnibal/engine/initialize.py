@@ -19,7 +19,7 @@ from omnibal.data.mixing import typical_lengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
-from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, together
+from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, run_on_all_ranks
 from omnibal.engine.doubts import warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.launch import explained_wait
@@ -95,7 +95,7 @@ def initialize(
     rank, num_processes = dist.get_rank(), dist.get_world_size()
     where = f"rank {rank}"
     own = Own(optimizer, lr_scheduler, on_gradient)
-    given = together(lambda: _read(config, model, num_processes, own), where=where)
+    given = run_on_all_ranks(lambda: _read(config, model, num_processes, own), where=where)
     samples: Any = _training_data(given.section, where=where) if dataset is None else dataset
     stage, replica = divmod(rank, given.layout.num_replicas)
     if rank == 0:
@@ -113,10 +113,10 @@ def initialize(
     loader: Loader
     if is_stream(samples):
         station = Station(stage, given.layout.num_stages, replica, given.layout.num_replicas)
-        plan, loader = together(lambda: stream_loader(given, samples, station, make_loader), where=where)
+        plan, loader = run_on_all_ranks(lambda: stream_loader(given, samples, station, make_loader), where=where)
     else:
         lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
-        plan, sampler = together(lambda: _arrange(given, samples, lengths, replica), where=where)
+        plan, sampler = run_on_all_ranks(lambda: _arrange(given, samples, lengths, replica), where=where)
         sampler.verify(gather)
         checked = CheckedSamples(samples, lengths, SampleRules.of(given.vlm))
         step_seconds = None if plan.predicted is None else plan.predicted.step_seconds
@@ -159,7 +159,7 @@ def _refuse(others: Mapping[str, object]) -> None:
 
 def _training_data(section: OmnibalSection, *, where: str) -> Any:
     if section.data.streaming:
-        return together(lambda: open_annotations(section), where=where)
+        return run_on_all_ranks(lambda: open_annotations(section), where=where)
     return open_together(section, "train", where=where)
 
 
@@ -264,12 +264,12 @@ def build_engine(
         ConfigError: The ds_config cannot be right under a pipeline, or weights do not fit.
     """
     own = (own or Own()).over(total_steps)
-    config = together(
+    config = run_on_all_ranks(
         lambda: _deepspeed_config(given, total_steps=total_steps, schedule=plan.schedule),
         where=f"rank {dist.get_rank()}",
     )
     module = module_class(given, plan)
-    together(lambda: _keep_spare(given), where=f"rank {dist.get_rank()}")
+    run_on_all_ranks(lambda: _keep_spare(given), where=f"rank {dist.get_rank()}")
     with explained_wait():  # for an optimizer that is compiled
         return engine_class(
             given=given,

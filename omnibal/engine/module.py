@@ -11,7 +11,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
-from omnibal.engine.distributed import gather, together
+from omnibal.engine.distributed import gather, run_on_all_ranks
 from omnibal.engine.resolve import Given
 from omnibal.plan import Plan
 from omnibal.vlm.attention import sample_lengths
@@ -73,7 +73,7 @@ class VlmPipelineModule(PipelineModule):
 
     def _build(self) -> None:
         # Weights that do not fit are found on one stage only; the others are told, or they would wait for it.
-        together(super()._build, where=f"rank {self.global_rank}, stage {self.stage_id}")
+        run_on_all_ranks(super()._build, where=f"rank {self.global_rank}, stage {self.stage_id}")
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run this stage's layers on one micro-batch, from what a cut before them sends to what one behind sends."""

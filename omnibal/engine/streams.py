@@ -96,7 +96,7 @@ class StreamLoader:
             seed=seed,
         )
         names = draws().names  # refuses what is wrong with the arguments
-        self._recipe: dict[str, Any] = {
+        self._made_from: dict[str, Any] = {
             "sources": names,
             "mixture": None if mixture is None else mixture.record(names),
             "limits": [limits.vision_units, limits.llm_tokens],
@@ -146,7 +146,7 @@ class StreamLoader:
 
     def summary(self) -> dict[str, str]:
         """What is trained on, in words."""
-        names = ", ".join(self._recipe["sources"])
+        names = ", ".join(self._made_from["sources"])
         return {
             "samples": f"drawn from {names}; {buffer_of(self.micro_batches)} of each replica planned at a time",
             "a step": step_in_words(self._station.num_replicas, self.micro_batches),
@@ -155,7 +155,7 @@ class StreamLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last step that ``next_step`` gave, on all replicas; all ranks together."""
         replicas = gather(self._position)[: self._station.num_replicas]
-        return {"recipe": self._recipe, "steps_done": self._steps_done, "replicas": replicas}
+        return {"made_from": self._made_from, "steps_done": self._steps_done, "replicas": replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position.
@@ -163,18 +163,18 @@ class StreamLoader:
         Raises:
             ConfigError: It is one in other data, or of other packs.
         """
-        if "recipe" not in state:
+        if "made_from" not in state:
             raise ConfigError("data of the checkpoint must be streams as they are here, got samples with an index")
-        for name, value in self._recipe.items():
-            if state["recipe"][name] != value:
+        for name, value in self._made_from.items():
+            if state["made_from"][name] != value:
                 raise ConfigError(
-                    f"{name} of streams must be that of the checkpoint, {state['recipe'][name]}, got {value}; every "
+                    f"{name} of streams must be that of the checkpoint, {state['made_from'][name]}, got {value}; every "
                     "replica goes on in its own sources and buffer"
                 )
         self._position, self._steps_done = state["replicas"][self._station.replica], state["steps_done"]
         self._iterator = None
         if dist.get_rank() == 0:
-            warn_of_reading_again(self._recipe["sources"], self._position)
+            warn_of_reading_again(self._made_from["sources"], self._position)
 
     def over(self, dataset: VlmDataset, lengths: SampleLengths) -> PackLoader:
         """As of ``PackLoader``."""

@@ -41,7 +41,7 @@ class Epochs:
         """Let the next iteration be of this epoch, from this draw on."""
         self._epoch, self._start = epoch, start
 
-    def recipe(self) -> dict[str, int]:
+    def made_from(self) -> dict[str, int]:
         """What the order depends on."""
         return {"samples": len(self._dataset), "seed": self._seed}
 
@@ -74,7 +74,7 @@ class Stream:
         if hasattr(self._share.dataset, "set_epoch"):
             self._share.dataset.set_epoch(epoch)
 
-    def recipe(self) -> dict[str, int]:
+    def made_from(self) -> dict[str, int]:
         """A stream keeps its own."""
         return {}
 

@@ -63,10 +63,10 @@ class StreamLoader:
             seed=integer("seed", seed, 0),
         )
         self._mixture, names = mixture, draws().names  # refuses what is wrong with the arguments, too
-        self._recipe: dict[str, Any] = {"sources": names, "buffer": buffer, "seed": seed}
-        self._recipe |= {"limits": [limits.vision_units, limits.llm_tokens]}
-        self._recipe["mixture"] = None if mixture is None else mixture.record(names)
-        self._recipe |= {"num_ranks": self._num_ranks, "micro_batches": self._micro_batches}
+        self._made_from: dict[str, Any] = {"sources": names, "buffer": buffer, "seed": seed}
+        self._made_from |= {"limits": [limits.vision_units, limits.llm_tokens]}
+        self._made_from["mixture"] = None if mixture is None else mixture.record(names)
+        self._made_from |= {"num_ranks": self._num_ranks, "micro_batches": self._micro_batches}
         self._windows = Windows(
             draws,
             limits,
@@ -103,7 +103,7 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank, between two steps: what goes on from here, on as many ranks."""
-        return {"recipe": self._recipe, **self._position}
+        return {"made_from": self._made_from, **self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where this rank's state was taken.
@@ -111,15 +111,15 @@ class StreamLoader:
         Raises:
             ConfigError: It was taken on another number of ranks, or of other packs.
         """
-        for name, value in self._recipe.items():
-            if state["recipe"][name] != value:
+        for name, value in self._made_from.items():
+            if state["made_from"][name] != value:
                 raise ConfigError(
-                    f"{name} must be that of the state, {state['recipe'][name]}, got {value}; "
+                    f"{name} must be that of the state, {state['made_from'][name]}, got {value}; "
                     "every rank goes on in its own sources and buffer"
                 )
-        self._position = {name: value for name, value in state.items() if name != "recipe"}
+        self._position = {name: value for name, value in state.items() if name != "made_from"}
         if self._rank == 0:
-            warn_of_reading_again(self._recipe["sources"], self._position)
+            warn_of_reading_again(self._made_from["sources"], self._position)
 
     def _read(self, item: Any) -> Sample:
         held = self._collator.sample(item)

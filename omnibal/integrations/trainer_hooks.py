@@ -31,7 +31,7 @@ class Trained(NamedTuple):
 class RecipeCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps in Trainer's checkpoints what batches depend on, goes on from no other one, and checks the model."""
 
-    def recipe(self) -> dict[str, Any]:
+    def made_from(self) -> dict[str, Any]:
         """What must be the same to go on, as JSON keeps it."""
         raise NotImplementedError
 
@@ -46,7 +46,7 @@ class RecipeCallback(TrainerCallback):  # type: ignore[misc]
             ConfigError: The checkpoint has other batches, or as of ``check``.
         """
         # Under a name that is no callback's: Trainer makes callbacks anew of what it finds under theirs.
-        own, name = self.recipe(), f"omnibal.{type(self).__name__}"
+        own, name = self.made_from(), f"omnibal.{type(self).__name__}"
         kept: Any = state.stateful_callbacks
         if state.global_step and not args.ignore_data_skip:
             if name not in kept:
@@ -83,11 +83,11 @@ class PacksCallback(RecipeCallback):
         self._began, self._steps, self._unlogged = 0.0, list[Trained](), list[Trained]()
         self._peaks: list[float] = []
 
-    def recipe(self) -> dict[str, Any]:
+    def made_from(self) -> dict[str, Any]:
         """The packs', and who trains them."""
         sampler = self._sampler
         ranks = {"num_replicas": sampler.num_replicas, "gradient_accumulation_steps": sampler.micro_batches}
-        kept: dict[str, Any] = sampler.state_dict(0)["recipe"]
+        kept: dict[str, Any] = sampler.state_dict(0)["made_from"]
         return kept | ranks | {"padded": isinstance(sampler, PaddedSampler)}
 
     def check(self) -> None:

@@ -74,14 +74,14 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     batches = _Batches(loader, source, trainer)
     vars(trainer)["get_train_dataloader"] = lambda: StepLoader(batches, batch_size=None, collate_fn=as_it_is)
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
-    recipe = {
+    made_from = {
         "samples_a_draw": trainer.args.per_device_train_batch_size,
         "num_replicas": num_ranks,
         "gradient_accumulation_steps": micro_batches,
         "padded": padded,
-        **source.recipe(),
+        **source.made_from(),
     }
-    callback = RearrangingCallback(trainer, recipe, batches)
+    callback = RearrangingCallback(trainer, made_from, batches)
     trainer.add_callback(callback)
     log_figures(trainer, callback.logged)
     load_by_names_on_disk(trainer)
@@ -214,17 +214,17 @@ def keep_place(trainer: Trainer, batches: Placed) -> None:
 class RearrangingCallback(RecipeCallback):
     """Refuses checkpoints of other batches, and tells how even each phase was drawn and is."""
 
-    def __init__(self, trainer: Trainer, recipe: Mapping[str, Any], batches: _Batches) -> None:
-        self._trainer, self._recipe, self._batches = trainer, recipe, batches
+    def __init__(self, trainer: Trainer, made_from: Mapping[str, Any], batches: _Batches) -> None:
+        self._trainer, self._made_from, self._batches = trainer, made_from, batches
         self._sum, self._count = np.zeros((2, 2)), 0
 
-    def recipe(self) -> dict[str, Any]:
+    def made_from(self) -> dict[str, Any]:
         """What must be the same to go on."""
-        return dict(self._recipe)
+        return dict(self._made_from)
 
     def check(self) -> None:
         """See whether the model as it is trained keeps samples of a pack apart."""
-        if not self._recipe["padded"]:
+        if not self._made_from["padded"]:
             check_model(self._trainer, *two_texts(self._trainer.accelerator.unwrap_model(self._trainer.model).config))
 
     def logged(self) -> dict[str, float]:

@@ -129,10 +129,10 @@ class StreamCallback(PacksCallback):
         super().__init__(trainer, sampler, costs, layout_of(trainer), lambda: check_model(trainer, *texts))
         self._loader = loader
 
-    def recipe(self) -> dict[str, Any]:
+    def made_from(self) -> dict[str, Any]:
         """What packs depend on."""
-        recipe: dict[str, Any] = self._loader.state_dict()["recipe"]
-        return recipe
+        made_from: dict[str, Any] = self._loader.state_dict()["made_from"]
+        return made_from
 
     def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
         """As of ``PacksCallback``."""

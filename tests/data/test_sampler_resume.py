@@ -187,9 +187,9 @@ def test_what_is_no_state_is_refused(state, message):
     [
         ({"epoch": -1}, "epoch"),
         ({"steps_done": "1"}, "steps_done"),
-        ({"course": None}, "course"),
-        ({"course": {}}, "course.arranged_for"),
-        ({"recipe": None}, "recipe"),
+        ({"epoch_steps": None}, "epoch_steps"),
+        ({"epoch_steps": {}}, "epoch_steps.arranged_for"),
+        ({"made_from": None}, "made_from"),
         ({"more": 1}, "more"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from omnibal.engine import distributed
-from omnibal.engine.distributed import check_shared, gather, rank_zero_first, rank_zero_only, together
+from omnibal.engine.distributed import check_shared, gather, rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.engine.hosts import store
 from omnibal.errors import DataError, OmnibalError
 
@@ -24,7 +24,7 @@ def work_of_all_kinds(folder):
 def _work_of_all_kinds(rank, folder):
     return {
         "gathered": gather({"rank": rank}),
-        "one fails": _said(lambda: together(lambda: _fail_on(1), where=f"rank {rank}")),
+        "one fails": _said(lambda: run_on_all_ranks(lambda: _fail_on(1), where=f"rank {rank}")),
         "rank 0 fails first": _said(lambda: rank_zero_first(lambda: _fail_on(0), doing="fails", where=f"rank {rank}")),
         "another fails later": _said(lambda: rank_zero_first(lambda: _fail_on(2), doing="fails", where=f"rank {rank}")),
         "rank 0 alone fails": _said(lambda: rank_zero_only(lambda: _fail_on(0), doing="fails", where=f"rank {rank}")),

@@ -14,7 +14,7 @@ from omnibal.data.balance.tables import Int32Array
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixing.course import Course, Origin, Span
+from omnibal.data.mixing.draw_schedule import DrawSchedule, Origin, Span
 from omnibal.data.mixing.draws import Draws, Int64Array
 from omnibal.data.mixing.rates import PackRates
 from omnibal.data.mixture import FloatArray, Mixture
@@ -49,8 +49,8 @@ class MixedPacks:
     """Arranges steps that hold the sources' shares, balanced as ``BalancedPacks`` does it.
 
     Steps come without end; an epoch is a part of them. They are cut into stretches that get a fixed number of draws of
-    each source (``Course``). A stretch is cut into windows where these have their share of the load, and each window
-    is planned alone, without those before it.
+    each source (``DrawSchedule``). A stretch is cut into windows where these have their share of the load, and each
+    window is planned alone, without those before it.
 
     Args:
         lengths: Loads of every sample.
@@ -92,13 +92,13 @@ class MixedPacks:
         self._stretch = lru_cache(KEPT)(self._draw_stretch)
         self.window_starts = lru_cache(KEPT)(self._window_starts)
         self._repair_first = False
-        self.course = self._course(self._margins(), origin)
+        self.schedule = self._draw_schedule(self._margins(), origin)
 
     def _window_starts(self, epoch: int) -> IntArray:
         """First step of every window of an epoch, and the number of steps behind them."""
-        spans, first = self.course.epoch(epoch), self.course.first_step(epoch)
-        starts = [span.first - first + self._starts(self.course, span)[:-1] for span in spans]
-        return np.concatenate([*starts, [self.course.epoch_steps]])
+        spans, first = self.schedule.epoch(epoch), self.schedule.first_step(epoch)
+        starts = [span.first - first + self._starts(self.schedule, span)[:-1] for span in spans]
+        return np.concatenate([*starts, [self.schedule.epoch_steps]])
 
     def window(self, epoch: int, index: int) -> Packs:
         """Plan one window: the packs of its steps in running order.
@@ -106,8 +106,8 @@ class MixedPacks:
         Raises:
             InfeasibleError: Its samples do not fit into its packs in any order that is tried.
         """
-        step = self.course.first_step(epoch) + int(self.window_starts(epoch)[index])
-        span = next(span for span in self.course.epoch(epoch) if span.first <= step < span.last)
+        step = self.schedule.first_step(epoch) + int(self.window_starts(epoch)[index])
+        span = next(span for span in self.schedule.epoch(epoch) if span.first <= step < span.last)
         stretch = self._stretch(epoch, span)
         place = int(np.searchsorted(stretch.starts, step - span.first))
         for attempt in range(ATTEMPTS):
@@ -123,11 +123,11 @@ class MixedPacks:
 
     def shares_of(self, epoch: int, step: int, packs: Packs) -> tuple[FloatArray, FloatArray]:
         """Shares that a step of an epoch was to hold of each source, and those that its packs hold."""
-        asked = self._draws.shares_at(self.course.first_step(epoch) + step + 0.5)
+        asked = self._draws.shares_at(self.schedule.first_step(epoch) + step + 0.5)
         return asked, self._draws.shares_given(packs.samples)
 
-    def _course(self, margins: FloatArray, origin: Origin | None = None) -> Course:
-        return Course(
+    def _draw_schedule(self, margins: FloatArray, origin: Origin | None = None) -> DrawSchedule:
+        return DrawSchedule(
             self._mixture,
             self._draws,
             self._rates,
@@ -143,9 +143,11 @@ class MixedPacks:
         for number, step in enumerate(steps):
             for margin in MARGINS:
                 margins[number] = margin
-                course = self._course(margins)
+                schedule = self._draw_schedule(margins)
                 # Samples that hardly fit may do so by luck: then those behind them must, too.
-                if self._fits(course, step, 0) and (not (margin or self._repair_first) or self._fits(course, step, 1)):
+                if self._fits(schedule, step, 0) and (
+                    not (margin or self._repair_first) or self._fits(schedule, step, 1)
+                ):
                     break
             else:
                 raise InfeasibleError(
@@ -154,18 +156,18 @@ class MixedPacks:
                 )
         return margins
 
-    def _fits(self, course: Course, step: int, trial: int) -> bool:
+    def _fits(self, schedule: DrawSchedule, step: int, trial: int) -> bool:
         """Whether windows of a mix can be planned: as many draws as an epoch's, up to those of two windows.
 
         Where they can only with limits before all else, all are planned so: steps are more random then than where this
         is done late.
         """
-        draws = min(TRIED * WINDOW, course.epoch_steps * course.samples_per_step(Span(step, step), WINDOW))
-        per_step = course.samples_per_step(Span(step, step), draws)
+        draws = min(TRIED * WINDOW, schedule.epoch_steps * schedule.samples_per_step(Span(step, step), WINDOW))
+        per_step = schedule.samples_per_step(Span(step, step), draws)
         steps = max(round(draws / per_step), 1)
         mix = self._draws.sample_shares_at(step)
         numbers = np.floor(np.outer([trial * steps, (trial + 1) * steps], mix) * per_step + 0.5)
-        stretch = self._make_stretch(course, Span(step, step + steps), numbers.astype(np.int64))
+        stretch = self._make_stretch(schedule, Span(step, step + steps), numbers.astype(np.int64))
         for attempt in range(self._repair_first, 2):
             if all(self._plan(stretch, place, [step, attempt]) is not None for place in range(len(stretch.cuts) - 1)):
                 self._repair_first = attempt > 0
@@ -173,9 +175,9 @@ class MixedPacks:
         return False
 
     def _draw_stretch(self, epoch: int, span: Span) -> Stretch:
-        return self._make_stretch(self.course, span, self.course.cursors(epoch, span))
+        return self._make_stretch(self.schedule, span, self.schedule.cursors(epoch, span))
 
-    def _make_stretch(self, course: Course, span: Span, cursors: Int64Array) -> Stretch:
+    def _make_stretch(self, schedule: DrawSchedule, span: Span, cursors: Int64Array) -> Stretch:
         """Draw what cursors say, shape (blocks + 1, sources), and find how to plan it."""
         numbers = np.arange(len(cursors) - 1)
         drawn = [self._draws.samples(source, *ends) for source, ends in enumerate(cursors[[0, -1]].T.tolist())]
@@ -189,13 +191,13 @@ class MixedPacks:
         setting = self._setting if demand.by_volume else self._setting._replace(exchange_steps=1)
         rules, share_of = make_rules(demand, setting, span.steps * setting.step_packs)
         rules = rules._replace(repair_first=self._repair_first)
-        starts = self._starts(course, span)
+        starts = self._starts(schedule, span)
         loads = driving_loads(samples, self._columns, rules, share_of)
         return Stretch(samples, blocks, starts, cut_evenly(loads, starts, rules.step_packs), rules, share_of)
 
-    def _starts(self, course: Course, span: Span) -> Int64Array:
+    def _starts(self, schedule: DrawSchedule, span: Span) -> Int64Array:
         """First step of every window of a stretch, from 0, and the number of steps behind them."""
-        windows = int(min(max(round(course.num_draws(span) / WINDOW), -(-span.steps // WINDOW_STEPS)), span.steps))
+        windows = int(min(max(round(schedule.num_draws(span) / WINDOW), -(-span.steps // WINDOW_STEPS)), span.steps))
         return np.arange(windows + 1) * span.steps // windows
 
     def _plan(self, stretch: Stretch, place: int, chance_of: list[int]) -> Packs | None:

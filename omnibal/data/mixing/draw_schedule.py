@@ -1,4 +1,4 @@
-"""Course: how many draws of each source every stretch of a mixture's steps gets, without those before it."""
+"""How many draws of each source every stretch of a mixture's steps gets, without those before it."""
 
 import math
 from bisect import bisect_right
@@ -56,7 +56,7 @@ class Span(NamedTuple):
         return self.last - self.first
 
 
-class Course:
+class DrawSchedule:
     """Cuts a mixture's steps into epochs, these into stretches, and says what each source gives in every one.
 
     A stretch gets as many draws as fill its packs on average, less a reserve for what chance makes of them: so a step
