@@ -22,7 +22,6 @@ PRECISIONS = {
     "bf16, ZeRO 0": {"zero_stage": 0, "extra": BFLOAT16},
     "bf16, ZeRO 1": {"zero_stage": 1, "extra": BFLOAT16 | summed("bf16")},
     "bf16, ZeRO 1, summed in fp32": {"zero_stage": 1, "extra": BFLOAT16},  # by default
-    "fp32, ZeRO 1, summed in bf16": {"zero_stage": 1, "extra": summed("bf16")},  # sums of ZeRO's own
 }
 ONE_REPLICA = [[[0, 1], [2], [4, 7], [3, 5, 6], [], [1, 2]]]
 LANGUAGE = ("text_embedding", "decoder_block", "final_norm", "head")
