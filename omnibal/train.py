@@ -34,12 +34,13 @@ from tqdm import tqdm
 
 from omnibal.config import OmnibalSection, RunSection, read_config
 from omnibal.engine.checkpoint import export_newest
-from omnibal.engine.distributed import meet, rank_zero_first, rank_zero_only, run_on_all_ranks
+from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize, open_together
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset
 from omnibal.engine.saved_files import choose, latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
+from omnibal.ranks import rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
 
 LOG_SECONDS: Final = 10.0
@@ -82,15 +83,13 @@ def train(
         OmnibalError: As ``engine.train_batch`` and ``engine.save_checkpoint``.
     """
     meet(get_accelerator().communication_backend_name())
-    where = f"rank {dist.get_rank()}"
     evaluates = held_out is not None or on_evaluation is not None
-    section = run_on_all_ranks(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates), where=where)
+    section = run_on_all_ranks(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates))
     run, checkpoints, tag = section.run, section.run.files.checkpoints, resume if isinstance(resume, str) else None
-    with rank_zero_first(lambda: _claimed(run), doing="claims run.output", where=where):
+    with rank_zero_first(lambda: _claimed(run), doing="claims run.output"):
         rank_zero_only(
             lambda: _check_checkpoints(run, tag, resume=bool(resume), restart=restart),
             doing="looks for checkpoints",
-            where=where,
         )
         engine, _, loader, _ = initialize(config, model, dataset, **others)
         del model  # its weights are copied
@@ -143,7 +142,7 @@ def _claimed(run: RunSection) -> ExitStack:
 
 def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: VlmDataset | None) -> PackLoader | None:
     if held_out is None and section.data.held_out:
-        held_out = open_together(section, "held_out", where=engine.where)
+        held_out = open_together(section, "held_out")
     return None if held_out is None else engine.held_out_loader(held_out)
 
 

@@ -14,7 +14,6 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
-from omnibal.engine.distributed import gather, rank_zero_first, run_on_all_ranks
 from omnibal.engine.loader import Loader
 from omnibal.engine.optimizer import grouping
 from omnibal.engine.resolve import Given
@@ -23,6 +22,7 @@ from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
 from omnibal.plan import Plan
+from omnibal.ranks import gather, rank_zero_first, run_on_all_ranks
 from omnibal.vlm.weights import SINGLE_FILE
 
 LOG: Final = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from omnibal.data.collate import IGNORED, Positions
 from omnibal.data.lengths import SampleLengths
-from omnibal.engine.distributed import gather, raise_on_all
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
 from omnibal.errors import ConfigError, DataError, OmnibalError
+from omnibal.ranks import gather
 from omnibal.vlm.layer_run import image_tokens_per_tile
 from omnibal.vlm.layers import VisionLanguageModel
 
@@ -260,7 +260,7 @@ class SharedReading:
         dist.all_reduce(counts)
         targets, failures, *differences = counts.tolist()
         if failures:
-            raise_on_all(failure, where=self.where)
+            gather(failure, where=self.where)
         if any(differences):
             raise _disagreement(loader, step, batches)
         return step, batches, targets

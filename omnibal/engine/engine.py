@@ -15,7 +15,6 @@ from torch import Tensor
 
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, checked_lengths
-from omnibal.engine.distributed import gather, rank_zero_first
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
 from omnibal.engine.module import joined
 from omnibal.engine.optimizer import OnGradient, gradients
@@ -24,6 +23,7 @@ from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
+from omnibal.ranks import gather, rank_zero_first
 from omnibal.vlm.payload import Payload, counts_of, note_counts
 from omnibal.vlm.storages import DevicePeak, overhead_bytes
 

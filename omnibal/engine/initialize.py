@@ -19,7 +19,7 @@ from omnibal.data.mixing import typical_lengths
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
-from omnibal.engine.distributed import check_shared, gather, meet, rank_zero_first, run_on_all_ranks
+from omnibal.engine.distributed import meet
 from omnibal.engine.doubts import warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.launch import explained_wait
@@ -32,6 +32,7 @@ from omnibal.engine.streams import Station
 from omnibal.errors import ConfigError, said
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
+from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
 from omnibal.vlm.weights import spare_weights
 
 E = TypeVar("E", bound=OmnibalEngine)
@@ -93,10 +94,9 @@ def initialize(
     _refuse(others)
     meet(get_accelerator().communication_backend_name())
     rank, num_processes = dist.get_rank(), dist.get_world_size()
-    where = f"rank {rank}"
     own = Own(optimizer, lr_scheduler, on_gradient)
-    given = run_on_all_ranks(lambda: _read(config, model, num_processes, own), where=where)
-    samples: Any = _training_data(given.section, where=where) if dataset is None else dataset
+    given = run_on_all_ranks(lambda: _read(config, model, num_processes, own))
+    samples: Any = _training_data(given.section) if dataset is None else dataset
     stage, replica = divmod(rank, given.layout.num_replicas)
     if rank == 0:
         warn_of_float32(get_accelerator().device_name(), given.layout.precision)
@@ -113,10 +113,10 @@ def initialize(
     loader: Loader
     if is_stream(samples):
         station = Station(stage, given.layout.num_stages, replica, given.layout.num_replicas)
-        plan, loader = run_on_all_ranks(lambda: stream_loader(given, samples, station, make_loader), where=where)
+        plan, loader = run_on_all_ranks(lambda: stream_loader(given, samples, station, make_loader))
     else:
-        lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES, where=where)
-        plan, sampler = run_on_all_ranks(lambda: _arrange(given, samples, lengths, replica), where=where)
+        lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
+        plan, sampler = run_on_all_ranks(lambda: _arrange(given, samples, lengths, replica))
         sampler.verify(gather)
         checked = CheckedSamples(samples, lengths, SampleRules.of(given.vlm))
         step_seconds = None if plan.predicted is None else plan.predicted.step_seconds
@@ -157,10 +157,10 @@ def _refuse(others: Mapping[str, object]) -> None:
             )
 
 
-def _training_data(section: OmnibalSection, *, where: str) -> Any:
+def _training_data(section: OmnibalSection) -> Any:
     if section.data.streaming:
-        return run_on_all_ranks(lambda: open_annotations(section), where=where)
-    return open_together(section, "train", where=where)
+        return run_on_all_ranks(lambda: open_annotations(section))
+    return open_together(section, "train")
 
 
 def _arrange(
@@ -194,7 +194,7 @@ def _arrange(
     return plan, sampler
 
 
-def open_together(section: OmnibalSection, part: str, *, where: str) -> ConversationDataset:
+def open_together(section: OmnibalSection, part: str) -> ConversationDataset:
     """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
 
     Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
@@ -211,8 +211,8 @@ def open_together(section: OmnibalSection, part: str, *, where: str) -> Conversa
         dataset.lengths()
         return dataset
 
-    check_shared(Path(section.run.output), name="run.output", where=where)
-    return rank_zero_first(open_and_measure, doing=MEASURES, where=where)
+    check_shared(Path(section.run.output), name="run.output")
+    return rank_zero_first(open_and_measure, doing=MEASURES)
 
 
 def _open(section: OmnibalSection, part: str, *, measured: bool) -> ConversationDataset:
@@ -266,10 +266,9 @@ def build_engine(
     own = (own or Own()).over(total_steps)
     config = run_on_all_ranks(
         lambda: _deepspeed_config(given, total_steps=total_steps, schedule=plan.schedule),
-        where=f"rank {dist.get_rank()}",
     )
     module = module_class(given, plan)
-    run_on_all_ranks(lambda: _keep_spare(given), where=f"rank {dist.get_rank()}")
+    run_on_all_ranks(lambda: _keep_spare(given))
     with explained_wait():  # for an optimizer that is compiled
         return engine_class(
             given=given,

@@ -11,9 +11,9 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
-from omnibal.engine.distributed import gather, run_on_all_ranks
 from omnibal.engine.resolve import Given
 from omnibal.plan import Plan
+from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from omnibal.config import OptimizerSection
-from omnibal.engine.distributed import gather
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import Given
 from omnibal.errors import ConfigError
 from omnibal.families.base import Module
+from omnibal.ranks import gather
 
 ParameterGroup = dict[str, Any]
 """As torch's optimizers take it: ``params``, and what differs from the optimizer's own settings."""

@@ -23,10 +23,10 @@ from omnibal.data.streaming.buffer import buffer_of
 from omnibal.data.streaming.draws import Draws, Sample
 from omnibal.data.streaming.sources import part_of
 from omnibal.data.streaming.windows import PER_PACK, Window, Windows, beginning, shares_of, warn_of_reading_again
-from omnibal.engine.distributed import gather, set_device
-from omnibal.engine.hosts import WORK_TIMEOUT
+from omnibal.engine.distributed import set_device
 from omnibal.engine.loader import Batch, PackLoader, Step, VlmDataset, step_in_words
 from omnibal.errors import ConfigError
+from omnibal.ranks import gather, new_gloo_group
 
 Collate = Callable[[list[dict[str, Tensor]]], Batch]
 MakeLoader = Callable[[VlmDataset, BalancedBatchSampler], PackLoader]
@@ -108,7 +108,7 @@ class StreamLoader:
             draws if station.stage == 0 else None,
             limits,
             self._pack,
-            self._tell,
+            lambda told: gather(told, group=self._group),
             rank=replica,
             micro_batches=micro_batches,
             seed=seed,
@@ -129,7 +129,7 @@ class StreamLoader:
             raise ConfigError(f"omnibal.run.max_steps must be all steps of a run on streams, got {self._num_steps}")
         if self._iterator is None:
             if self._group is None:  # of its own: it is used in a thread
-                self._group = dist.new_group(backend="gloo", timeout=WORK_TIMEOUT)
+                self._group = new_gloo_group()
             self._iterator = self._following()
         step, batches, self._position = next(self._iterator)
         self._steps_done += 1
@@ -225,11 +225,6 @@ class StreamLoader:
 
     def _pinned(self, batch: Batch) -> Batch:
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pins else batch
-
-    def _tell(self, told: Any) -> list[Any]:
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, told, group=self._group)
-        return of_ranks
 
     def _handed_over(self, window: Window) -> list[Batch]:
         """This rank's packs of a window; the last stage gets their labels from the first one."""

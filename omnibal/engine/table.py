@@ -14,12 +14,12 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from torch import Tensor
 
 from omnibal.engine.explained import ExplainedEngine
-from omnibal.engine.hosts import hosts_of, unreachable
 from omnibal.engine.reduction import exchange_of
 from omnibal.engine.sums import sums_of
 from omnibal.engine.transfers import DESCRIPTION, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
+from omnibal.ranks.hosts import hosts_of, unreachable
 from omnibal.vlm.payload import PackCounts, note_counts
 from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 

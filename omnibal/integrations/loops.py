@@ -19,11 +19,9 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.streaming.sources import is_indexed
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.agreement import (
+from omnibal.integrations.lengths import (
     LENGTHS,
-    gathered,
     kept_lengths,
-    place,
     refuse_other_lengths,
     refuse_unlike_sizes,
     two_samples,
@@ -33,6 +31,7 @@ from omnibal.integrations.loading import Dataset, Drawn, Loads, PackedView, Pack
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import Collator, PackCollator, check_packed, positions_of
 from omnibal.integrations.padded import PaddedSampler
+from omnibal.ranks import gather, place
 
 if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
     from torch.distributed.device_mesh import DeviceMesh
@@ -249,7 +248,7 @@ def balanced_loader(
         image_in_every_pack=True,
         mixture=mixture,
     )
-    sampler.verify(gathered)
+    sampler.verify(gather)
     collator: Any = collator_of(lengths, absorb=absorb_other_lengths)
     if model is not None:
         check_packed(model, collator, [dataset[sample] for sample in two_samples(lengths)])

@@ -21,9 +21,9 @@ from omnibal.data.collate import IGNORED
 from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
-from omnibal.integrations.failures import failures_reach_all_ranks
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import as_one_row
+from omnibal.ranks import failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]
 

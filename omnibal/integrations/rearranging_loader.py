@@ -16,10 +16,10 @@ from omnibal.data.collate import IGNORED
 from omnibal.data.streaming.ahead import ahead
 from omnibal.dispatch.step_plan import COLUMNS, Costs, StepPlan, plan_step
 from omnibal.errors import ConfigError, DataError, said
-from omnibal.integrations.agreement import told_by_all
 from omnibal.integrations.packing import PER_IMAGE, PackCollator
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn
+from omnibal.ranks import gather, new_gloo_group
 
 AHEAD: Final = 2
 """Steps that are drawn and planned before they are wanted."""
@@ -73,7 +73,7 @@ class RearrangingLoader:
         self._source, self._collator, self._image_token_id = source, collator, image_token_id
         self._costs = replace(costs or Costs(), padded=isinstance(collator, RowCollator))
         self._micro_batches = micro_batches
-        self._group = dist.new_group(backend="gloo")
+        self._group = new_gloo_group()
         self._prints = prints and dist.get_rank() == 0
         self._steps_done, self._state = 0, None
 
@@ -126,8 +126,8 @@ class RearrangingLoader:
             state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
             told: Any = [self._sizes(batch) for batch in read], _image_shapes(read), self._settings()
         except Exception as error:
-            told = said(error)
-        of_ranks = told_by_all(told, self._group)
+            told = DataError(said(error))
+        of_ranks = gather(told, group=self._group)
         shapes = _agreed(of_ranks)
         of_ranks = [sizes for sizes, *_ in of_ranks]
         if not any(of_ranks):

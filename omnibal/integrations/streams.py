@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from omnibal.cost import IntArray, Load
 from omnibal.data.checks import integer, kind, ranks
@@ -18,10 +17,10 @@ from omnibal.data.streaming.ahead import ahead
 from omnibal.data.streaming.draws import Draws, Sample
 from omnibal.data.streaming.windows import PER_PACK, Windows, beginning, shares_of, warn_of_reading_again
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.agreement import gathered, place
 from omnibal.integrations.loading import Loads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.integrations.packing import Collator, PackCollator, check_packed, positions_of, two_texts
+from omnibal.ranks import gather, new_gloo_group, place
 
 
 class StreamLoader:
@@ -71,7 +70,7 @@ class StreamLoader:
             draws,
             limits,
             self._batch,
-            partial(gathered, group=dist.new_group(backend="gloo") if dist.is_initialized() else None),
+            partial(gather, group=new_gloo_group()),
             rank=self._rank,
             micro_batches=self._micro_batches,
             seed=seed,

@@ -17,7 +17,6 @@ from transformers.trainer_utils import seed_worker
 from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, said
-from omnibal.integrations.agreement import gathered, place
 from omnibal.integrations.exchange_costs import counted_costs
 from omnibal.integrations.packing import PackCollator, positions_of, two_texts
 from omnibal.integrations.padded import RowCollator
@@ -26,6 +25,7 @@ from omnibal.integrations.rearranging_loader import RearrangingLoader
 from omnibal.integrations.shares import Epochs, Stream, as_it_is
 from omnibal.integrations.trainer_hooks import RecipeCallback, check_model, load_by_names_on_disk, log_figures
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
+from omnibal.ranks import gather, place
 
 STREAM: Final = "omnibal_stream_{rank}.pt"
 """Of a checkpoint: where the rank stands in its stream."""
@@ -173,14 +173,15 @@ def read_place(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: On all ranks alike; the message names the file.
     """
-    path, problem, found_place = folder / STREAM.format(rank=place()[0]), None, {}
+    path, found_place = folder / STREAM.format(rank=place()[0]), {}
+    problem: ConfigError | None = None
     try:
         found_place = torch.load(path, weights_only=False)  # a stream's state may be anything
     except Exception as error:
-        problem = f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
-    for found in gathered(problem):
-        if found is not None:
-            raise ConfigError(found)
+        problem = ConfigError(
+            f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
+        )
+    gather(problem)
     return found_place
 
 

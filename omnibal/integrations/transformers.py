@@ -17,16 +17,15 @@ from omnibal.data.mixing import typical_lengths
 from omnibal.data.mixture import Mixture
 from omnibal.data.resume import check_agreement
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.agreement import (
+from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
+from omnibal.integrations.lengths import (
     LENGTHS,
-    gathered,
     kept_lengths,
     refuse_other_lengths,
     refuse_unlike_sizes,
     two_samples,
     with_sources,
 )
-from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
 from omnibal.integrations.loading import PackedView, PackSampler
 from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.losses import Reduction, StepLoss
@@ -45,6 +44,7 @@ from omnibal.integrations.trainer_settings import (
 )
 from omnibal.integrations.trainer_streams import pack_stream
 from omnibal.profile.records import ModelProfile
+from omnibal.ranks import gather
 
 Packing = PackCollator | PaddedCollator
 
@@ -172,7 +172,7 @@ def balance(
         lengths = kept_lengths(collator_of(), dataset, Path(str(args.output_dir)) / LENGTHS, **options)
     if mixture is not None:
         lengths = with_sources(lengths, dataset)
-    hashes = [{"rank": rank, "lengths": found} for rank, found in enumerate(gathered(lengths.content_hash))]
+    hashes = [{"rank": rank, "lengths": found} for rank, found in enumerate(gather(lengths.content_hash))]
     check_agreement(hashes, num_replicas=args.world_size)  # before what may fail on one rank alone
     rank, num_replicas = replicas_of(trainer)
     profile = _profile(trainer)
@@ -196,7 +196,7 @@ def balance(
         image_in_every_pack=wants_all_gradients(trainer),
         mixture=mixture,
     )
-    sampler.verify(gathered)
+    sampler.verify(gather)
     if check_lengths:
         refuse_other_lengths(collator_of(), dataset, lengths)
     costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))

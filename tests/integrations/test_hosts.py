@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, PreTra
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.agreement import two_samples
+from omnibal.integrations.lengths import two_samples
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.loops import balanced_loader, item_loads
 from omnibal.vlm.attention import packed_attention

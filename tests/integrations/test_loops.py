@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations import agreement
+from omnibal.integrations import lengths as lengths_module
 from omnibal.integrations.loading import Drawn, PlannedLoads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, balanced_loader, item_loads, pack_loss
 from omnibal.integrations.padded import PaddedSampler
@@ -106,7 +106,7 @@ def test_workers_count_lengths_and_a_folder_keeps_them(tmp_path, monkeypatch):
     assert items.read == 2 * len(items)  # counted, and compared
     counted = start(num_workers=1, lengths=tmp_path / "lengths").pack_sampler.lengths
     assert items.read == 3 * len(items)
-    monkeypatch.setattr(agreement, "measured", None)
+    monkeypatch.setattr(lengths_module, "measured", None)
     kept = start(lengths=tmp_path / "lengths").pack_sampler.lengths
     assert serial.content_hash == counted.content_hash == kept.content_hash
     assert torch.equal(torch.get_rng_state(), torch_state)
@@ -120,8 +120,8 @@ def test_workers_are_forked_before_a_bar_starts_its_thread(monkeypatch):
             happened.append("workers")
             return super().__iter__()
 
-    monkeypatch.setattr(agreement, "DataLoader", Loader)
-    monkeypatch.setattr(agreement, "tqdm", lambda **options: happened.append("bar") or MagicMock())
+    monkeypatch.setattr(lengths_module, "DataLoader", Loader)
+    monkeypatch.setattr(lengths_module, "tqdm", lambda **options: happened.append("bar") or MagicMock())
     balanced_loader(items_of("internvl"), list, LIMITS, weigh_tokens=False)
     assert happened == ["workers", "bar"]
 

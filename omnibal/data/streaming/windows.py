@@ -90,7 +90,8 @@ class Windows:
         draws: Makes this rank's buffer; gets ``first_pass``. None where it draws nothing.
         limits: The most a pack may hold.
         pack: Makes what is trained of a pack's samples.
-        tell: Brings what all ranks tell, in their order; called as often on all of them.
+        tell: Returns what all ranks pass, by rank, and raises on all of them where one passes an exception; called as
+            often on every rank.
         rank: Of this process among those that draw; they are the first ones.
         micro_batches: Packs of each rank and step.
         seed: What chance decides by.
@@ -148,31 +149,23 @@ class Windows:
                     has_image = any(rank.has_image for rank in of_ranks)
                     batches = [self._pack(samples, filler, has_image) for samples in taken]
                 except Exception as error:  # the other ranks wait for an answer
-                    told = said(error)
+                    told = _failure(error)
             yield Window(position, batches, np.stack(self._heard(told)))
             number, step = number + 1, step + aim.num_packs // self._micro_batches
 
     def _heard(self, told: Any) -> list[Any]:
-        """What all ranks that draw tell; a string says what went wrong on one of them.
-
-        Raises:
-            DataError: Something went wrong: on all ranks alike, with the rank named.
-        """
-        of_ranks = [theirs for theirs in self._tell(told) if theirs is not None]
-        wrong = [f"rank {rank}: {what}" for rank, what in enumerate(of_ranks) if isinstance(what, str)]
-        if wrong:
-            raise DataError("; ".join(wrong))
-        return of_ranks
+        """What all ranks that draw tell; raises on all ranks where one of them tells a failure."""
+        return [theirs for theirs in self._tell(told) if theirs is not None]
 
     def _filled(self, draws: Draws | None, step: int, filler: Sample | None, *, is_first: bool) -> list[_Full]:
         """Fill all ranks' buffers; whoever is waited for is named on all of them, and not waited for without end."""
-        failures: list[str] = []
+        failures: list[DataError] = []
 
         def fill(draws: Draws) -> None:
             try:
                 draws.fill(step)
             except Exception as error:
-                failures.append(said(error))
+                failures.append(_failure(error))
 
         thread = threading.Thread(target=fill, args=(draws,), daemon=True, name="omnibal-draws")
         heard, since = 0 if draws is None else draws.heard, time.monotonic()
@@ -195,7 +188,7 @@ class Windows:
                 return of_ranks
             self._name(waiting)
 
-    def _full(self, draws: Draws, filler: Sample | None, is_first: bool) -> _Full | str:
+    def _full(self, draws: Draws, filler: Sample | None, is_first: bool) -> _Full | DataError:
         try:
             samples = draws.samples.values()
             has_image = any(sample.loads[0] for sample in (*samples, filler) if sample is not None)
@@ -205,7 +198,7 @@ class Windows:
             counted = asked(draws.lengths(), self._limits, ended=draws.ended)
             return _Full(counted, has_image, repr(first) if is_first else "")
         except Exception as error:  # such as lengths that are none
-            return said(error)
+            return _failure(error)
 
     def _name(self, waiting: Mapping[int, _Waiting]) -> None:
         for rank, (source, idle) in waiting.items():
@@ -213,6 +206,10 @@ class Windows:
                 raise DataError(f"source {source!r} must bring samples, got none for {idle:.0f} s on rank {rank}")
         told = [f"source {source!r} of rank {rank}, idle for {idle:.0f} s" for rank, (source, idle) in waiting.items()]
         warnings.warn(f"all ranks wait for {'; '.join(told)}", stacklevel=2)
+
+
+def _failure(error: Exception) -> DataError:
+    return DataError(said(error))
 
 
 def _stand(draws: Draws | None, filler: Sample | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""The network between the hosts of a run, tested when the processes meet: who they are, and their gloo group."""
+"""The network between the hosts of a run, tested when the processes meet, and the gloo groups of all ranks."""
 
+import atexit
 import ipaddress
 import json
 import os
@@ -9,15 +10,13 @@ from datetime import timedelta
 from functools import cache
 from typing import Final, NamedTuple
 
-import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store, _set_pg_timeout
 
 from omnibal.errors import ConfigError
 
 CONNECT_TIMEOUT: Final = timedelta(minutes=1)  # gloo tries for some of these
-WORK_TIMEOUT: Final = timedelta(hours=2)
-"""How long a process may make the others of a gloo group wait: one that reads tens of gigabytes of weights, say."""
+WORK_TIMEOUT: Final = timedelta(hours=2)  # a process may read tens of gigabytes of weights meanwhile
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 
 
@@ -35,12 +34,26 @@ def store() -> Store:
 
 @cache
 def gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of all processes of a world, for objects and for tensors on the CPU; they connect at once.
+    """The gloo group of a world that all who exchange objects from the main thread share."""
+    # A process whose gloo threads outlive the interpreter aborts, and this cache would keep them.
+    atexit.register(gloo_group.cache_clear)
+    group = new_gloo_group()
+    assert group is not None, "a world is a process group"
+    return group
+
+
+def new_gloo_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks, for objects and for tensors on the CPU; the processes connect at once.
+
+    Without a process group there is nobody to connect to, and the result is None. A thread that communicates needs a
+    group of its own, since the members of a group must enter its collectives in the same order.
 
     Raises:
         ConfigError: A process cannot be reached; the message names its host.
     """
-    hosts = hosts_of(world)
+    if not dist.is_initialized():
+        return None
+    hosts = hosts_of(dist.group.WORLD)
     try:
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=CONNECT_TIMEOUT)
     except RuntimeError as error:
@@ -106,6 +119,8 @@ def _this_host() -> Host:
     """As gloo finds the address: that of the interface it was told, or what the host's name leads to."""
     name, interface = socket.gethostname(), os.environ.get(INTERFACE, "").partition(",")[0]
     if interface:
+        import psutil
+
         families = (socket.AF_INET, socket.AF_INET6)
         found = [entry.address for entry in psutil.net_if_addrs().get(interface, []) if entry.family in families]
         return Host(name, found[0] if found else interface)

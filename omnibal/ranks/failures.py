@@ -1,4 +1,4 @@
-"""A rank that fails tells the others, which would wait for it in their next exchange: all say why, and end."""
+"""A rank that fails between two exchanges tells the others, which would wait for it: all say why, and end."""
 
 import os
 import sys
@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from omnibal.errors import said
+from omnibal.ranks.hosts import store
 
 POLL_SECONDS: Final = 1.0
 GRACE_SECONDS: Final = 3.0
@@ -47,10 +47,10 @@ class _Watch:
 
     def __init__(self) -> None:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        store: Any = _get_default_store()
-        while hasattr(store, "underlying_store"):  # prefixes before it
-            store = store.underlying_store
-        self._store = store.clone()  # a connection of its own: the other one may be waiting for a peer
+        shared: Any = store()
+        while hasattr(shared, "underlying_store"):  # prefixes before it
+            shared = shared.underlying_store
+        self._store = shared.clone()  # a connection of its own: the other one may be waiting for a peer
         self._has_failed = Event()
         self._show = sys.excepthook
         sys.excepthook = self._at_the_end

@@ -1,23 +1,24 @@
-"""What the processes of test_distributed.py run; each function returns plain data."""
+"""What the processes of test_agreement.py run; each function returns plain data."""
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from omnibal.engine import distributed
-from omnibal.engine.distributed import check_shared, gather, rank_zero_first, rank_zero_only, run_on_all_ranks
-from omnibal.engine.hosts import store
 from omnibal.errors import DataError, OmnibalError
+from omnibal.integrations.lengths import kept_lengths
+from omnibal.ranks import agreement, check_shared, gather, rank_zero_first, rank_zero_only, run_on_all_ranks
+from omnibal.ranks.hosts import store
 
 
 def work_of_all_kinds(folder):
     """What each kind of common work gives or says on this rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "LATEST_SIGHT_SECONDS", 0)
-        patch.setattr(distributed, "SILENT_SECONDS", 0)
+        patch.setattr(agreement, "LATEST_SIGHT_SECONDS", 0)
+        patch.setattr(agreement, "SILENT_SECONDS", 0)
         return _work_of_all_kinds(dist.get_rank(), Path(folder))
 
 
@@ -33,7 +34,41 @@ def _work_of_all_kinds(rank, folder):
         "each its own": _said(lambda: check_shared(folder / str(rank), name="run.output", where=f"rank {rank}")),
         "not a folder": _said(lambda: check_shared(Path(os.devnull) / "x", name="run.output", where=f"rank {rank}")),
         "left": sorted(path.name for path in folder.rglob("*")),
+        **lengths_that_ranks_keep(folder / "kept"),
         "said": long_work_of_rank_zero(),
+    }
+
+
+def lengths_that_ranks_keep(folder):
+    """How many samples all ranks measure where a folder is missing, whole, half written, or damaged on rank 1."""
+    rank, counted = dist.get_rank(), {}
+
+    class Collator:
+        def measure(self, _, numbers):
+            self.read = getattr(self, "read", 0) + len(numbers)
+            return [(0, 10 + number, 5) for number in numbers]
+
+    def count(case, path):
+        collator = Collator()
+        lengths = kept_lengths(collator, range(6), path, saves=rank == 0, num_workers=0)
+        assert lengths.llm_tokens.tolist() == [10, 11, 12, 13, 14, 15]
+        whole = sum(gather(collator.read))  # each rank reads all six to check lengths that it has found
+        counted[case] = whole - 6 * dist.get_world_size() if whole > 6 else whole
+
+    count("nothing", folder)
+    count("kept", folder)
+    rank_zero_only((folder / "lengths.json").unlink, doing="removes the summary")
+    count("without a summary", folder)
+    own = folder.parent / f"own-{rank}"  # as on hosts without a common file system
+    shutil.copytree(folder, own)
+    if rank == 1:
+        (own / "lengths.json").write_text('{"format":')
+    count("damaged on rank 1", own)
+    return {
+        "measured anew": counted,
+        "cannot be kept": _said(
+            lambda: kept_lengths(Collator(), range(6), Path(os.devnull) / "x", saves=rank == 0, num_workers=0)
+        ),
     }
 
 
@@ -42,9 +77,9 @@ def long_work_of_rank_zero():
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: (said.append(record.getMessage()), store().set("said", record.getMessage()))
-    logging.getLogger(distributed.__name__).addHandler(handler)
+    logging.getLogger(agreement.__name__).addHandler(handler)
     rank_zero_only(lambda: store().wait(["said"]), doing="measures the samples", where=f"rank {dist.get_rank()}")
-    logging.getLogger(distributed.__name__).removeHandler(handler)
+    logging.getLogger(agreement.__name__).removeHandler(handler)
     return said
 
 

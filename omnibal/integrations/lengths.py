@@ -1,4 +1,4 @@
-"""What ranks must agree on before they train: what is wrong on one of them ends all, and none waits for another."""
+"""Lengths of a dataset that the ranks measure together, keep on disk and compare with the data at the next start."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
@@ -14,13 +13,11 @@ from tqdm import tqdm
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import DataError, said
 from omnibal.integrations.loading import Dataset, Loads, PlannedLoads
+from omnibal.ranks import gather, place, run_on_all_ranks
 
-CHECKED_SAMPLES: Final = 16
-"""That every rank reads before training, to see whether they are as they were measured."""
-READ_AT_ONCE: Final = 16
-"""By a process that measures, before it hands on what it found."""
-LENGTHS: Final = "omnibal_lengths"
-"""Of a trainer's ``output_dir``: the folder of lengths that were measured."""
+CHECKED_SAMPLES: Final = 16  # that each rank reads again before training, to check the stored lengths
+READ_AT_ONCE: Final = 16  # samples that a measuring process hands on together
+LENGTHS: Final = "omnibal_lengths"  # the folder of measured lengths within a trainer's output_dir
 
 
 def two_samples(lengths: SampleLengths) -> list[int]:
@@ -32,7 +29,7 @@ def two_samples(lengths: SampleLengths) -> list[int]:
 
 def refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:
     """Refuse lengths of another dataset, on all ranks alike: none may wait for one that has stopped."""
-    for rank, (theirs, their_lengths) in enumerate(gathered((samples, num_lengths))):
+    for rank, (theirs, their_lengths) in enumerate(gather((samples, num_lengths))):
         if theirs != samples:
             raise DataError(f"train_dataset must have as many samples on all ranks, got {theirs} on rank {rank}")
         if their_lengths not in (None, theirs):
@@ -54,15 +51,10 @@ class _Reader(TorchDataset[Loads | str]):
 
 
 def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLengths:
-    """Every sample is read by one of the ranks; what one of them cannot read ends all.
-
-    Args:
-        collator: Its ``measure`` gives loads.
-        dataset: The same on all ranks.
-        num_workers: Processes of each rank that read.
+    """Measure a dataset with all ranks, each of which reads every ``num_ranks``-th sample in ``num_workers`` processes.
 
     Raises:
-        DataError: The message names the rank and the sample, and says what it met.
+        DataError: On all ranks alike: a sample could not be read; the message names its rank and number.
     """
     rank, num_ranks = place()
     own = range(rank, len(dataset), num_ranks)
@@ -85,9 +77,8 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
     except RuntimeError as error:  # a worker was killed, as where memory does not suffice
         problem = said(error)
     loads = np.zeros((len(dataset), 3), dtype=np.int64)
-    for number, theirs in enumerate(gathered(np.reshape(found, (-1, 3)) if problem is None else problem)):
-        if isinstance(theirs, str):
-            raise DataError(f"rank {number}: {theirs}")
+    own_loads = np.reshape(found, (-1, 3)) if problem is None else DataError(problem)
+    for number, theirs in enumerate(gather(own_loads)):
         loads[number::num_ranks] = theirs
     vision_units, llm_tokens, target_tokens = loads.T
     return SampleLengths(vision_units, llm_tokens, target_tokens=target_tokens)
@@ -98,36 +89,41 @@ def kept_lengths(
 ) -> SampleLengths:
     """Lengths as they were measured before, or measured now; all ranks together.
 
+    Lengths that are damaged, missing on some rank, or of other data (as far as a few samples tell) are measured again.
+
     Args:
-        collator: Its ``measure`` gives loads.
+        collator: Measures samples.
         dataset: The same on all ranks.
-        folder: Where lengths are kept, if they are. Those of other data, as far as a few samples tell, are measured
-            again.
-        saves: Whether this rank writes them.
-        num_workers: As of ``measured``.
+        folder: Where lengths are kept; None to keep none.
+        saves: Whether this rank writes to the folder.
+        num_workers: Processes of each rank that read.
 
     Raises:
-        DataError: As of ``measured``.
+        DataError: On all ranks alike: a sample could not be read, or a rank could not write the folder.
     """
-    found = SampleLengths.load(folder) if folder is not None and folder.exists() else None
-    hashes = gathered(None if found is None or len(found) != len(dataset) else found.content_hash)
+    found = None
+    if folder is not None:
+        with suppress(DataError):  # there are none, or a killed or damaged write left them incomplete
+            found = SampleLengths.load(folder)
+    hashes = gather(None if found is None or len(found) != len(dataset) else found.content_hash)
     if found is not None and hashes[0] is not None and len(set(hashes)) == 1:
         with suppress(DataError):
             refuse_other_lengths(collator, dataset, found)
             return found
     found = measured(collator, dataset, num_workers)
-    if folder is not None and saves:
-        found.save(folder)
+    run_on_all_ranks(lambda: _save(found, folder) if folder is not None and saves else None)
     return found
+
+
+def _save(lengths: SampleLengths, folder: Path) -> None:
+    try:
+        lengths.save(folder)
+    except OSError as error:
+        raise DataError(f"{folder} must be a folder that lengths can be written to, got {error}") from error
 
 
 def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths) -> None:
     """Refuse a dataset that is not alike on all ranks, or not the one that was measured: a few samples tell.
-
-    Args:
-        collator: Its ``measure`` gives loads.
-        dataset: Of this rank; a few samples are read.
-        lengths: The same on all ranks.
 
     Raises:
         DataError: On all ranks alike; the message names the rank and the sample.
@@ -137,10 +133,8 @@ def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths
     try:
         PlannedLoads(lengths).check(numbers, collator.measure(dataset, numbers))
     except Exception as error:  # as in ``_Reader``
-        problem = f"rank {place()[0]}: {said(error)}"
-    for found in gathered(problem):
-        if found is not None:
-            raise DataError(found)
+        problem = DataError(said(error))
+    gather(problem)
 
 
 def with_sources(lengths: SampleLengths, dataset: Any) -> SampleLengths:
@@ -149,30 +143,3 @@ def with_sources(lengths: SampleLengths, dataset: Any) -> SampleLengths:
         return lengths
     parts = np.searchsorted(dataset.cumulative_sizes, np.arange(len(lengths)), side="right")
     return SampleLengths(**lengths.columns(), source=parts)
-
-
-def gathered(record: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What all ranks passed; over a group of all of them, where a thread must not get in the way of others."""
-    if not dist.is_initialized():
-        return [record]
-    records: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(records, record, group=group)
-    return records
-
-
-def told_by_all(told: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What all ranks tell; a string says what went wrong on one of them.
-
-    Raises:
-        DataError: Something went wrong: on all ranks alike, with the rank named.
-    """
-    of_ranks = gathered(told, group)
-    wrong = [f"rank {rank}: {what}" for rank, what in enumerate(of_ranks) if isinstance(what, str)]
-    if wrong:
-        raise DataError("; ".join(wrong))
-    return of_ranks
-
-
-def place() -> tuple[int, int]:
-    """This process's rank, of how many."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

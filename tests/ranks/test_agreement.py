@@ -1,0 +1,74 @@
+"""What ranks do together fails on all of them, and nobody sits in a collective while rank 0 works."""
+
+import pytest
+
+from omnibal.errors import ConfigError, DataError, OmnibalError
+from omnibal.ranks import gather, new_gloo_group, rank_zero_first, run_on_all_ranks
+from omnibal.ranks.hosts import Host, check_addresses, unreachable
+from tests.engine.launch import launch
+
+BROKEN = "line 5 must be JSON, got nothing"
+
+
+@pytest.mark.distributed
+def test_work_together(tmp_path):
+    by_rank = launch(3, "tests.ranks.waiting:work_of_all_kinds", str(tmp_path))
+    assert [result.pop("said") for result in by_rank] == [
+        [],
+        ["All ranks wait for rank 0, which measures the samples"],
+        [],
+    ]
+    for result in by_rank:
+        message = "ConfigError: run.output must be a folder that all hosts share, got "
+        assert result.pop("each its own").startswith(message)
+    first = by_rank[0]
+    assert by_rank == [first] * 3
+    assert first["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert first["one fails"] == f"DataError: rank 1: {BROKEN}"
+    assert first["rank 0 fails first"] == first["rank 0 alone fails"] == f"DataError: rank 0: {BROKEN}"
+    assert first["another fails later"] == f"DataError: rank 2: {BROKEN}"
+    assert first["only rank 0 works"] is None
+    assert first["shared"] is None
+    assert first["not a folder"].startswith(
+        "ConfigError: rank 0: /dev/null/x must be a folder that can be written, got "
+    )
+    assert first["left"] == ["0", "shared"]
+    assert first["measured anew"] == {"nothing": 6, "kept": 0, "without a summary": 6, "damaged on rank 1": 6}
+    assert first["cannot be kept"].startswith("DataError: rank 0: ")
+    assert "must be a folder that lengths can be written to, got " in first["cannot be kept"]
+
+
+HOSTS = [Host("node1", "10.0.0.1"), Host("node1", "10.0.0.1"), Host("node2", "10.0.0.2"), Host("node3", "10.0.0.3")]
+
+
+def test_a_process_alone_agrees_with_itself():
+    assert gather(3) == [3]
+    assert rank_zero_first(lambda: 4, doing="works") == 4
+    assert new_gloo_group() is None
+    with pytest.raises(DataError, match=f"^rank 0: {BROKEN}$") as raised:
+        gather(DataError(BROKEN))
+    assert str(raised.value.__cause__) == BROKEN
+    with pytest.raises(OmnibalError, match=r"^rank 5, stage 1: ValueError: invalid literal .*$"):
+        run_on_all_ranks(lambda: int("x"), where="rank 5, stage 1")
+
+
+def test_a_host_whose_name_leads_to_itself_is_refused():
+    check_addresses(HOSTS)
+    check_addresses([Host("laptop", "127.0.1.1")] * 4)
+    with pytest.raises(
+        ConfigError,
+        match=r"rank 2: the name of host node2 must lead to an address that node1 can .*"
+        r"got 127\.0\.1\.1; set GLOO_SOCKET_IFNAME",
+    ):
+        check_addresses([*HOSTS[:2], Host("node2", "127.0.1.1"), HOSTS[3]])
+
+
+def test_a_host_that_cannot_be_reached_is_named():
+    reason = "Gloo connectFullMesh failed with timed out connecting: Connection refused, remote=[10.0.0.3]:48016"
+    assert unreachable(0, range(4), HOSTS, reason) == (
+        f"rank 0: host node1 must reach the processes on node3, got {reason}; "
+        "set GLOO_SOCKET_IFNAME on every host to the network interface that leads to the others"
+    )
+    assert "host node1 must reach the processes on node2, got " in unreachable(
+        1, [1, 2], HOSTS, "Connect timeout [none]"
+    )
