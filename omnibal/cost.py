@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from omnibal.errors import ConfigError
 
@@ -224,6 +223,8 @@ class CostModel:
             raise ConfigError(f"values must be one per load and at least one, got {len(costs)} for {len(matrix)} loads")
         if not (np.isfinite(costs) & (costs >= 0)).all():
             raise ConfigError(f"values must be finite and not negative, got {costs.tolist()}")
+        from scipy.optimize import nnls  # a third of a second that most commands need not wait
+
         if not costs.any():
             return cls()
         weights = 1 / np.where(costs > 0, costs, costs[costs > 0].min())

@@ -7,16 +7,23 @@ import pytest
 import omnibal
 
 HEAVY = ("torch", "deepspeed", "transformers", "matplotlib", "PIL")
+SLOW = ("numba", "scipy", "pydantic", "omnibal.cli.run")
 
 
-def loaded_by(statements: str) -> set[str]:
-    code = f"{statements}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
+def loaded_by(statements: str, among: tuple[str, ...] = HEAVY) -> set[str]:
+    code = f"{statements}\nimport sys\nprint(*(name for name in {among} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
 def test_importing_the_package_loads_nothing_heavy():
     assert loaded_by("import omnibal") == set()
+
+
+def test_help_and_version_load_no_verb():
+    call = "import contextlib, io\nfrom omnibal.cli.main import app\nwith contextlib.redirect_stdout(io.StringIO()):"
+    for option in ("--help", "-h", "--version"):
+        assert loaded_by(f"{call}\n    app(['{option}'], standalone_mode=False)", HEAVY + SLOW) == set()
 
 
 def test_using_the_sampler_loads_nothing_heavy():

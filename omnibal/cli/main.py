@@ -1,30 +1,53 @@
 """The ``omnibal`` command."""
 
-from typing import Any
+import ast
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from omnibal.cli.advise import advise
-from omnibal.cli.ask import ask
-from omnibal.cli.demo import demo
-from omnibal.cli.emulate import emulate
-from omnibal.cli.export import export
-from omnibal.cli.lengths import lengths
-from omnibal.cli.pack import pack
-from omnibal.cli.partition import partition
-from omnibal.cli.plan import plan
-from omnibal.cli.profile import profile
-from omnibal.cli.report import report
-from omnibal.cli.simulate import simulate
 from omnibal.errors import OmnibalError, explain_import, require
 
+VERBS: Final = (
+    "advise", "demo", "lengths", "pack", "profile", "partition", "plan", "simulate", "emulate", "report", "ask",
+    "export",
+)  # fmt: skip
+"""Each is a function in the module of that name."""
 
-class _FriendlyGroup(TyperGroup):
-    """Turns omnibal's own errors, and those of files, into one line: they say what to do; a traceback would hide it."""
+
+class _LazyGroup(TyperGroup):
+    """Imports a verb's module when that verb runs: numba and scipy are half of the time that ``--help`` would take.
+
+    omnibal's own errors, and those of files, become one line: they say what to do; a traceback would hide it.
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(VERBS)  # type: ignore[assignment]  # suggestions look at the names alone
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A verb with its options; None where there is none of that name."""
+        if cmd_name not in self.commands:
+            return None
+        verb = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
+        verb.command(cmd_name)(getattr(import_module(f"omnibal.cli.{cmd_name}"), cmd_name))
+        return get_command(verb)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Show what each verb does by the docstrings in the modules' sources, which are not imported."""
+        commands: dict[str, Any] = {name: TyperCommand(name, help=_docstring_of(name)) for name in VERBS}
+        listing = TyperGroup(
+            name=self.name, commands=commands, help=self.help, params=self.params,
+            rich_markup_mode=self.rich_markup_mode,
+        )  # fmt: skip
+        listing.format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the verb."""
         try:
             if any(argument.partition("=")[0] == "--plot" for argument in ctx.args):
                 require("matplotlib")  # not after all has been computed
@@ -48,12 +71,34 @@ class _FriendlyGroup(TyperGroup):
             raise typer.Exit(2) from None
 
 
+def _docstring_of(verb: str) -> str | None:
+    spec = find_spec(f"omnibal.cli.{verb}")
+    assert spec is not None and spec.origin is not None
+    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    return next(ast.get_docstring(node) for node in body if isinstance(node, ast.FunctionDef) and node.name == verb)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"omnibal {version('omnibal')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
-    cls=_FriendlyGroup,
+    cls=_LazyGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Balanced training of vision-language models on DeepSpeed: data, pipeline and memory.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (advise, demo, lengths, pack, profile, partition, plan, simulate, emulate, report, ask, export):
-    app.command()(command)
+
+
+@app.callback()
+def omnibal(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Say which version is installed.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Balanced training of vision-language models on DeepSpeed: data, pipeline and memory."""
