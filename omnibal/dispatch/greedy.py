@@ -33,8 +33,8 @@ def longest_first(costs: FloatArray, num_ranks: int) -> IntArray:
     Returns:
         The rank of each sample, (samples,).
     """
-    keys, sample_bits, *_ = _sorted(costs, num_ranks)
-    return _deal(keys, sample_bits, len(costs), num_ranks)
+    keys, sample_bits, *_ = sorted_keys(costs, num_ranks)
+    return deal(keys, sample_bits, len(costs), num_ranks)
 
 
 def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float = 0.01) -> IntArray:
@@ -52,7 +52,7 @@ def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float 
     Returns:
         The rank of each sample, (samples,).
     """
-    keys, sample_bits, largest, total = _sorted(costs, num_ranks)
+    keys, sample_bits, largest, total = sorted_keys(costs, num_ranks)
     # A power of two, so that counting loads in tolerances is a shift.
     coarse = max(int(tolerance * total / num_ranks), 1).bit_length() - 1
     # A rank that gets a sample has at most a tolerance more than the mean; squares sum to at most load times largest.
@@ -62,7 +62,7 @@ def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float 
     return _deal_by_squares(keys, sample_bits, len(costs), num_ranks, coarse, square_bits, max((excess + 1) // 2, 0))
 
 
-def _sorted(costs: FloatArray, num_ranks: int) -> tuple[IntArray, int, float, float]:
+def sorted_keys(costs: FloatArray, num_ranks: int) -> tuple[IntArray, int, float, float]:
     """Costs as integers with their sample in the lower bits, ascending; those bits; and the integers' largest and sum.
 
     Equal costs come in falling order of their samples: they are read from the end.
@@ -87,10 +87,10 @@ def _keys(costs: FloatArray, scale: float, sample_bits: int) -> IntArray:
 
 
 @compiled
-def _deal(keys: IntArray, sample_bits: int, num_samples: int, num_ranks: int) -> IntArray:
+def deal(keys: IntArray, sample_bits: int, num_samples: int, num_ranks: int) -> IntArray:
     """Deal samples out of ``keys``, the last first, to whoever has least."""
-    rank_bits = _bits(num_ranks)
-    losers = _first_round(num_ranks)
+    rank_bits = bits_of(num_ranks)
+    losers = first_round(np.arange(num_ranks))
     destination = np.empty(num_samples, dtype=np.int64)
     best = losers[0]
     for position in range(num_samples - 1, -1, -1):
@@ -98,7 +98,7 @@ def _deal(keys: IntArray, sample_bits: int, num_samples: int, num_ranks: int) ->
         rank = best & ((1 << rank_bits) - 1)
         destination[num_samples - 1 - (key & ((1 << sample_bits) - 1))] = rank
         best += (key >> sample_bits) << rank_bits
-        best = _replay(losers, (num_ranks + rank) >> 1, best)
+        best = replay(losers, (num_ranks + rank) >> 1, best)
     return destination
 
 
@@ -113,8 +113,8 @@ def _deal_by_squares(
     square_shift: int,
 ) -> IntArray:
     """Deal samples out of ``keys``: loads in whole tolerances above squares above ranks in one integer."""
-    rank_bits = _bits(num_ranks)
-    losers = _first_round(num_ranks)
+    rank_bits = bits_of(num_ranks)
+    losers = first_round(np.arange(num_ranks))
     loads = np.zeros(num_ranks, dtype=np.int64)
     squares = (1 << square_bits) - 1
     destination = np.empty(num_samples, dtype=np.int64)
@@ -128,12 +128,12 @@ def _deal_by_squares(
         loads[rank] = load
         square = ((best >> rank_bits) & squares) + (cost >> square_shift) ** 2
         place = ((load >> coarse) << square_bits) | square
-        best = _replay(losers, (num_ranks + rank) >> 1, (place << rank_bits) | rank)
+        best = replay(losers, (num_ranks + rank) >> 1, (place << rank_bits) | rank)
     return destination
 
 
 @compiled
-def _bits(num_ranks: int) -> int:
+def bits_of(num_ranks: int) -> int:
     """Of a number that tells ranks apart."""
     bits = 0
     while 1 << bits < num_ranks:
@@ -142,15 +142,15 @@ def _bits(num_ranks: int) -> int:
 
 
 @compiled
-def _first_round(num_ranks: int) -> IntArray:
-    """The tournament of ranks that have nothing: the loser of each node, the winner at 0.
+def first_round(ranks: IntArray) -> IntArray:
+    """The first tournament of ranks, each below its load in one integer: the loser of each node, the winner at 0.
 
     Node n plays the winners of nodes 2n and 2n + 1; rank r is leaf ``num_ranks + r``. So every leaf lies below node 1,
     also where ranks are no power of two.
     """
+    num_ranks = len(ranks)
     winners = np.empty(2 * num_ranks, dtype=np.int64)
-    for rank in range(num_ranks):
-        winners[num_ranks + rank] = rank
+    winners[num_ranks:] = ranks
     losers = np.empty(num_ranks, dtype=np.int64)
     for node in range(num_ranks - 1, 0, -1):
         left, right = winners[2 * node], winners[2 * node + 1]
@@ -160,7 +160,7 @@ def _first_round(num_ranks: int) -> IntArray:
 
 
 @compiled
-def _replay(losers: IntArray, node: int, best: int) -> int:
+def replay(losers: IntArray, node: int, best: int) -> int:
     """Play the matches from ``node`` up to the top, and return who wins there."""
     while node > 0:
         other = losers[node]

@@ -4,7 +4,7 @@ import numpy as np
 
 from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray
-from omnibal.dispatch.greedy import longest_first
+from omnibal.dispatch.greedy import bits_of, deal, first_round, replay, sorted_keys
 from omnibal.errors import ConfigError
 
 
@@ -57,9 +57,9 @@ def padded_attention(lengths: FloatArray, num_ranks: int) -> IntArray:
     Returns:
         The rank of each sample, (samples,).
     """
-    sums = np.bincount(longest_first(lengths, num_ranks), lengths, num_ranks)
-    order = np.argsort(-lengths, kind="stable")
-    return _open_then_level(order, lengths, sums.max(initial=0.0), num_ranks)
+    keys, sample_bits, *_ = sorted_keys(lengths, num_ranks)
+    evenly = deal(keys, sample_bits, len(lengths), num_ranks)
+    return _open_then_level(keys, sample_bits, evenly, num_ranks)
 
 
 @compiled
@@ -75,23 +75,30 @@ def _fill(ascending: IntArray, bound: int) -> IntArray:
 
 
 @compiled
-def _open_then_level(order: IntArray, lengths: FloatArray, bound: float, num_ranks: int) -> IntArray:
-    destination = np.empty(len(order), dtype=np.int64)
-    sums = np.zeros(num_ranks)
-    rank, size, longest = -1, 0, 0.0
-    position = 0
-    while position < len(order):
-        length = lengths[order[position]]
+def _open_then_level(keys: IntArray, sample_bits: int, evenly: IntArray, num_ranks: int) -> IntArray:
+    """Deal samples out of ``keys``, the last first; ``evenly`` is what Algorithm 1 makes of them."""
+    num_samples, rank_bits, lowest = len(keys), bits_of(num_ranks), (1 << sample_bits) - 1
+    destination = np.empty(num_samples, dtype=np.int64)
+    sums = np.zeros(num_ranks, dtype=np.int64)
+    for key in keys:
+        sums[evenly[num_samples - 1 - (key & lowest)]] += key >> sample_bits
+    bound = sums.max()
+    sums[:] = 0
+    position, rank, size, longest = num_samples - 1, -1, 0, 0
+    while position >= 0:
+        length = keys[position] >> sample_bits
         if rank < 0 or (size + 1) * longest > bound:
             if rank + 1 == num_ranks:
                 break
             rank, size, longest = rank + 1, 0, length
-        destination[order[position]] = rank
+        destination[num_samples - 1 - (keys[position] & lowest)] = rank
         sums[rank] += length
         size += 1
-        position += 1
-    for rest in order[position:]:
-        rank = int(np.argmin(sums))
-        destination[rest] = rank
-        sums[rank] += lengths[rest]
+        position -= 1
+    losers = first_round((sums << rank_bits) | np.arange(num_ranks))
+    best = losers[0]
+    for rest in range(position, -1, -1):
+        least = best & ((1 << rank_bits) - 1)
+        destination[num_samples - 1 - (keys[rest] & lowest)] = least
+        best = replay(losers, (num_ranks + least) >> 1, best + ((keys[rest] >> sample_bits) << rank_bits))
     return destination

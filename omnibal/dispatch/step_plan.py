@@ -220,7 +220,7 @@ def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) ->
     else:
         destination = divide(phase.costs, num_ranks, sizes=phase.volumes, limits=[phase.limit])
     if ranks_per_node is not None:
-        volumes = Rearrangement(drawn.source, destination, num_ranks).volumes(phase.volumes)
+        volumes = Rearrangement(drawn.source, destination, num_ranks).sparse_volumes(phase.volumes)
         destination = keep_in_nodes(volumes, ranks_per_node).rank_of[destination]
     return Rearrangement(drawn.source, np.where(phase.volumes == 0, drawn.source, destination), num_ranks)
 

@@ -188,3 +188,22 @@ def test_rollouts_are_dealt_into_as_many_micro_batches_on_every_rank():
         assert example["excess"](dealt, cost) < 1.03
     with pytest.raises(InfeasibleError, match="of at most 5000 "):
         example["deal"](tiles, tokens, num_ranks=4, most_tokens=5000)
+
+
+def test_padded_attention_is_that_of_a_plain_list():
+    generator = np.random.default_rng(4)
+    for num_ranks in (1, 2, 3, 8, 37):
+        lengths = generator.choice([1.0, 2.5, 7.0, 7.0, 40.25], 200)
+        bound = largest(divide(lengths, num_ranks, method="longest_first"), lengths, num_ranks)
+        order = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+        loads, plain, held = [0.0] * num_ranks, np.zeros(len(lengths), dtype=int), [[]]
+        for sample in order:
+            if len(held) <= num_ranks and held[-1] and (len(held[-1]) + 1) * lengths[held[-1][0]] > bound:
+                held.append([])
+            if len(held) <= num_ranks:
+                held[-1].append(sample)
+                plain[sample] = len(held) - 1
+            else:
+                plain[sample] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+            loads[plain[sample]] += lengths[sample]
+        np.testing.assert_array_equal(divide(lengths, num_ranks, method="padded_attention"), plain)

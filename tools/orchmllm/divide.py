@@ -9,6 +9,7 @@ import numpy as np
 from omnibal.dispatch.divide import METHODS, divide
 
 REPEATS = 25
+ROWS = ("longest_first", "least_squares_within", "padded", "padded_attention")
 
 
 def seconds(run: Callable[[np.ndarray], object], draws: Sequence[np.ndarray]) -> float:
@@ -31,7 +32,7 @@ def main() -> None:
         for each in (4, 16, 60):
             draws = np.ceil(generator.lognormal(6, 0.7, (REPEATS, num_ranks * each)))
             sort, argsort, costs = seconds(np.sort, draws), seconds(np.argsort, draws), draws[0]
-            for method in ("longest_first", "least_squares_within", "even", "differencing"):
+            for method in (*ROWS, "even", "differencing"):
                 if method == "differencing" and len(costs) > 10_000:
                     continue
                 sums = np.bincount(divide(costs, num_ranks, method=method), costs, num_ranks)  # compiles, too

@@ -142,13 +142,14 @@ def traffic(setting: Setting, num_ranks: int) -> None:
     }
     step = step_seconds(costs, (ranks[0], ranks[1]), num_ranks)
     for name, (move, size) in moves.items():
-        volumes = move.volumes(size)
+        volumes = move.sparse_volumes(size)
+        keep_in_nodes(volumes, RANKS_PER_NODE)  # compiles
         begun = time.process_time()
-        plan = keep_in_nodes(volumes, RANKS_PER_NODE) if num_ranks > RANKS_PER_NODE else None
+        plan = keep_in_nodes(volumes, RANKS_PER_NODE)
         node_seconds = time.process_time() - begun
-        between = np.where(node[:, None] != node, volumes, 0).sum(axis=1).max()
+        between = np.bincount(move.source, np.where(node[move.source] != node[move.destination], size, 0)).max()
         gathered = size.sum() - np.bincount(node[source], size).min()
-        left = "-" if plan is None else f"{plan.after / plan.before:.2f} ({node_seconds:.2f} s)"
+        left = f"{plan.after / plan.before:.2f} ({node_seconds * 1e3:.0f} ms)" if num_ranks > RANKS_PER_NODE else "-"
         print(f"| {num_ranks} | {name} | {between / 2**20:.0f} | {left} | {between / BETWEEN_NODES / step:.1%} "
               f"| {gathered / BETWEEN_NODES / step:.0%} | {planned * 1e3:.2f} |", flush=True)  # fmt: skip
 
