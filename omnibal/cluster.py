@@ -3,9 +3,12 @@
 import json
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Final, Literal, get_args
+from functools import cached_property
+from itertools import accumulate
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -66,26 +69,55 @@ def check_zero_stage(zero_stage: int) -> None:
         raise ConfigError(f"zero_stage must be 0 or 1 under a pipeline, got {zero_stage}")
 
 
+class PipelinePosition(NamedTuple):
+    """Where a rank stands in a `Layout`."""
+
+    stage: int
+    replica: int
+    tensor: int = 0
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The first stages of a run, where the encoder has replicas and tensor ranks of its own.
+
+    Source: Zhang et al., DistTrain, SIGCOMM 2025, section 4.
+    """
+
+    num_stages: int
+    num_replicas: int
+    num_tensor: int = 1
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a run is spread over devices: stages × replicas × tensor ranks, what replicas share, and in which numbers.
 
+    Only this class knows which rank is which: `rank` and `place` are each other's inverse. As in DeepSpeed's
+    topologies, a rank's tensor rank runs fastest, and its stage slowest.
+
     Raises:
-        ConfigError: A number is not positive, DeepSpeed's pipeline has no such ZeRO stage, or cannot sum gradients so.
+        ConfigError: A number is not positive, the encoder leaves no stage to the language model, DeepSpeed's pipeline
+            has no such ZeRO stage, or cannot sum gradients so.
 
     Example:
         >>> layout = Layout(num_stages=4, num_replicas=2)
-        >>> layout.num_devices, layout.rank(stage=1, replica=0), str(layout)
-        (8, 2, '4 stages × 2 replicas')
+        >>> layout.num_devices, layout.rank(stage=1, replica=0), layout.place(3), str(layout)
+        (8, 2, PipelinePosition(stage=1, replica=1, tensor=0), '4 stages × 2 replicas')
+        >>> apart = Layout(num_stages=3, num_replicas=2, num_tensor=2, encoder=Encoder(num_stages=1, num_replicas=3))
+        >>> apart.num_devices, apart.place(2), apart.place(3)  # ranks 0, 1 and 2 hold the encoder
+        (11, PipelinePosition(stage=0, replica=2, tensor=0), PipelinePosition(stage=1, replica=0, tensor=0))
     """
 
     num_stages: int = 1
-    """Of the pipeline."""
+    """Of the pipeline, those of the encoder among them."""
     num_replicas: int = 1
     """Data-parallel ranks of each stage."""
     _: KW_ONLY
     num_tensor: int = 1
     """Devices that share each layer (tensor parallelism)."""
+    encoder: Encoder | None = None
+    """Replicas and tensor ranks of the first stages where they differ from those of all others; None: they do not."""
     zero_stage: int = 1
     """0, or 1: each replica holds and updates its share of the optimizer's state. In 16 bits DeepSpeed shares it under
     0 too, and keeps a second copy of the gradients."""
@@ -100,6 +132,14 @@ class Layout:
         for name in ("num_stages", "num_replicas", "num_tensor"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.encoder is not None:
+            for name in ("num_stages", "num_replicas", "num_tensor"):
+                if getattr(self.encoder, name) < 1:
+                    raise ConfigError(f"{name} of the encoder must be positive, got {getattr(self.encoder, name)}")
+            if self.encoder.num_stages >= self.num_stages:
+                raise ConfigError(
+                    f"num_stages of the encoder must be less than all {self.num_stages}, got {self.encoder.num_stages}"
+                )
         if self.precision not in get_args(Precision):
             raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
         check_zero_stage(self.zero_stage)
@@ -107,14 +147,32 @@ class Layout:
             raise ConfigError("zero_stage must be 1 where 16-bit gradients are summed in float32, got 0")
 
     def __str__(self) -> str:
-        counts = {"stage": self.num_stages, "replica": self.num_replicas, "tensor rank": self.num_tensor}
-        named = {name: count for name, count in counts.items() if name != "tensor rank" or count > 1}
-        return " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in named.items())
+        part, encoder = _in_words, self.encoder
+        if encoder is None:
+            return part(self.num_stages, self.num_replicas, self.num_tensor)
+        first = part(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
+        return f"{first}, then {part(self.num_stages - encoder.num_stages, self.num_replicas, self.num_tensor)}"
 
     @property
     def num_devices(self) -> int:
         """All that take part."""
-        return self.num_stages * self.num_replicas * self.num_tensor
+        return self._first_ranks[-1]
+
+    def shape(self, stage: int) -> tuple[int, int]:
+        """Replicas and tensor ranks of a stage."""
+        if self.encoder is not None and stage < self.encoder.num_stages:
+            return self.encoder.num_replicas, self.encoder.num_tensor
+        return self.num_replicas, self.num_tensor
+
+    def ranks(self, stage: int) -> range:
+        """The global ranks of a stage."""
+        return range(*self._first_ranks[stage : stage + 2])
+
+    @cached_property
+    def _first_ranks(self) -> list[int]:
+        """The first rank of each stage; last, the number of devices."""
+        sizes = (math.prod(self.shape(stage)) for stage in range(self.num_stages))
+        return list(accumulate(sizes, initial=0))
 
     @property
     def sums_float32(self) -> bool:
@@ -124,8 +182,26 @@ class Layout:
         return self.zero_stage == 1 if self.accumulate_float32 is None else self.accumulate_float32
 
     def rank(self, stage: int, replica: int, tensor: int = 0) -> int:
-        """DeepSpeed's global rank: its axes are pipe, data, model, the last one running fastest."""
-        return (stage * self.num_replicas + replica) * self.num_tensor + tensor
+        """The global rank of a position."""
+        return self._first_ranks[stage] + replica * self.shape(stage)[1] + tensor
+
+    def place(self, rank: int) -> PipelinePosition:
+        """The position of a global rank.
+
+        Raises:
+            ConfigError: The layout has no such rank.
+        """
+        if not 0 <= rank < self.num_devices:
+            raise ConfigError(f"rank must be below the layout's {self.num_devices} devices, got {rank}")
+        first_ranks = self._first_ranks
+        stage = bisect_right(first_ranks, rank) - 1
+        return PipelinePosition(stage, *divmod(rank - first_ranks[stage], self.shape(stage)[1]))
+
+
+def _in_words(num_stages: int, num_replicas: int, num_tensor: int) -> str:
+    counts = {"stage": num_stages, "replica": num_replicas, "tensor rank": num_tensor}
+    named = {name: count for name, count in counts.items() if name != "tensor rank" or count > 1}
+    return " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in named.items())
 
 
 @dataclass(frozen=True)
@@ -292,11 +368,7 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
             ConfigError: The cluster has fewer devices than the layout.
         """
         self.check(layout)
-        size = layout.num_replicas * layout.num_tensor
-        return tuple(
-            min(self._memory_of(rank) for rank in range(start, start + size))
-            for start in range(0, layout.num_devices, size)
-        )
+        return tuple(min(map(self._memory_of, layout.ranks(stage))) for stage in range(layout.num_stages))
 
     def allocatable_bytes(self, layout: Layout) -> tuple[int, ...]:
         """What tensors may take of it; the same."""

@@ -103,6 +103,10 @@ class Plan:
             object.__setattr__(self, "layout", Layout(self.num_stages))
         if self.layout.num_stages != self.num_stages:
             raise ConfigError(f"layout must be of the plan's {self.num_stages} stages, got {self.layout.num_stages}")
+        if self.layout.encoder is not None:
+            raise ConfigError(
+                "encoder of the layout must be None, got one: no schedule runs stages with unequal replicas yet"
+            )
         if self.cluster is not None:
             self.cluster.check(self.layout)
 
@@ -168,7 +172,7 @@ class Plan:
         return {
             "version": VERSION,
             "cluster": None if self.cluster is None else asdict(self.cluster),
-            "layout": asdict(self.layout),
+            "layout": {name: value for name, value in asdict(self.layout).items() if name != "encoder"},
             "limits": asdict(self.limits),
             "micro_batches": self.micro_batches,
             "partition": list(self.partition.boundaries),

@@ -1,13 +1,22 @@
 import json
 import math
 from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from omnibal.cluster import OVERHEAD_BYTES, Cluster, ClusterValue, Layout, Links
+from omnibal.cluster import (
+    OVERHEAD_BYTES,
+    Cluster,
+    ClusterValue,
+    Encoder,
+    Layout,
+    Links,
+    PipelinePosition,
+)
 from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 
@@ -52,6 +61,45 @@ def test_what_is_no_cluster_is_refused(text, message):
 )  # fmt: skip
 def test_devices_go_by_the_names_that_people_give_them(said, name):
     assert Cluster.parse(f"8x{said}").device == DEVICES[name]
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(4, 2),
+    Layout(2, 3, num_tensor=2),
+    Layout(3, 2, encoder=Encoder(1, 4)),
+    Layout(4, 1, num_tensor=4, encoder=Encoder(2, 3)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_has_one_place(layout):
+    places = [
+        PipelinePosition(stage, replica, tensor)
+        for stage in range(layout.num_stages)
+        for replica, tensor in product(*map(range, layout.shape(stage)))
+    ]
+    assert [layout.place(rank) for rank in range(layout.num_devices)] == places
+    assert [layout.rank(*place) for place in places] == [*range(layout.num_devices)]
+    assert [rank for stage in range(layout.num_stages) for rank in layout.ranks(stage)] == [*range(layout.num_devices)]
+    with pytest.raises(ConfigError, match=f"rank must be below the layout's {layout.num_devices} devices, got "):
+        layout.place(layout.num_devices)
+
+
+def test_a_layout_agrees_with_deepspeeds_topology():
+    topology = pytest.importorskip("deepspeed.runtime.pipe.topology").PipeModelDataParallelTopology(2, 4, 3)
+    layout = Layout(num_stages=2, num_replicas=3, num_tensor=4)
+    for rank in range(layout.num_devices):
+        place = topology.get_coord(rank)
+        assert layout.place(rank) == (place.pipe, place.data, place.model)
+
+
+def test_an_encoder_of_its_own_is_said_and_checked():
+    assert str(Layout(3, 2, encoder=Encoder(1, 4))) == "1 stage × 4 replicas, then 2 stages × 2 replicas"
+    with pytest.raises(ConfigError, match="num_replicas of the encoder must be positive, got 0"):
+        Layout(2, encoder=Encoder(1, 0))
+    with pytest.raises(ConfigError, match="num_stages of the encoder must be less than all 2, got 2"):
+        Layout(2, encoder=Encoder(2, 1))
 
 
 def test_a_record_gives_numbers_of_ones_own():

@@ -71,7 +71,7 @@ def record_of(profile: ModelProfile, plan: Plan, packing: Packing) -> dict[str, 
     return {
         "profile": {"hash": profile.content_hash, "device": profile.devices, "dtype": profile.dtype},
         "cluster": str(plan.known_cluster),
-        "layout": asdict(plan.layout),
+        "layout": plan.to_record()["layout"],
         "links": asdict(plan.links),
         "schedule": plan.schedule,
         "limits": {"vision_units": limits.vision_units, "llm_tokens": limits.llm_tokens},

@@ -150,7 +150,7 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
 
 def _emulate(task: EmulationTask, rank: int, started: float, clocks: Clocks) -> DeviceReport:
     """One device: build the engine, run the steps."""
-    stage, replica = divmod(rank, task.plan.layout.num_replicas)
+    stage, replica, _ = task.ranks.place(rank)
     device = Device(task, stage, replica, f"rank {rank}, stage {stage}", clocks)
     engine = _build(task, device)
     engine.train_batch()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.emulator.device import DeviceReport, StepLog
 from omnibal.engine.launch import reason_of
@@ -71,9 +72,14 @@ class EmulationTask:
             raise ConfigError(f"time_scale must be positive and finite, got {self.time_scale}")
 
     @property
+    def ranks(self) -> Layout:
+        """The processes: one stands for all tensor ranks of a replica."""
+        return replace(self.plan.layout, num_tensor=1)
+
+    @property
     def num_processes(self) -> int:
         """Stages × replicas."""
-        return self.plan.num_stages * self.plan.layout.num_replicas
+        return self.ranks.num_devices
 
     @property
     def budget_bytes(self) -> tuple[int, ...]:
@@ -163,10 +169,11 @@ def report_file(folder: Path, rank: int) -> Path:
 
 
 def _gather(task: EmulationTask, reports: Sequence[DeviceReport]) -> Emulation:
-    """Put the processes' logs together; ranks count replicas first, as DeepSpeed's pipelines do."""
+    """Put the processes' logs together."""
+    ranks = task.ranks
     stages = [
-        reports[start : start + task.plan.layout.num_replicas]
-        for start in range(0, len(reports), task.plan.layout.num_replicas)
+        [reports[ranks.rank(stage, replica)] for replica in range(ranks.num_replicas)]
+        for stage in range(ranks.num_stages)
     ]
     steps = []
     for number in range(len(task.steps)):

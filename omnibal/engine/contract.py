@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from omnibal.cluster import Layout, PipelinePosition
 from omnibal.data.collate import IGNORED, Positions
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
@@ -209,18 +210,14 @@ class SharedReading:
     """One rank's part in reading steps, which all ranks do together.
 
     Attributes:
-        is_first: Whether this rank is in the first stage.
-        is_last: Whether it is in the last one.
-        replica: Its data-parallel rank.
-        num_replicas: Data-parallel ranks.
+        layout: How the run lies on its ranks.
+        position: Where this rank stands in the layout.
         device: Where tensors are communicated from.
-        where: Its place in error messages.
+        where: The place of this rank in error messages.
     """
 
-    is_first: bool
-    is_last: bool
-    replica: int
-    num_replicas: int
+    layout: Layout
+    position: PipelinePosition
     device: torch.device
     where: str
 
@@ -249,13 +246,14 @@ class SharedReading:
             failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
         except Exception as error:  # any failure must reach the other ranks
             failure = error
-        counts = torch.zeros(2 + self.num_replicas, dtype=torch.int64)
-        if self.is_last:
+        is_first, is_last = self.position.stage == 0, self.position.stage == self.layout.num_stages - 1
+        counts = torch.zeros(2 + self.layout.num_replicas, dtype=torch.int64)
+        if is_last:
             counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
         counts[1] = failure is not None
         # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
-        sign = self.is_first - self.is_last
-        counts[2 + self.replica] = sign * _digest_of(batches) if sign else 0
+        sign = is_first - is_last
+        counts[2 + self.position.replica] = sign * _digest_of(batches) if sign else 0
         counts = counts.to(self.device)
         dist.all_reduce(counts)
         targets, failures, *differences = counts.tolist()

@@ -208,10 +208,8 @@ class OmnibalEngine(CheckpointedEngine):
     def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
         """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""
         reading = SharedReading(
-            is_first=self.is_first_stage(),
-            is_last=self.is_last_stage(),
-            replica=self.grid.data_parallel_id,
-            num_replicas=self.dp_world_size,
+            layout=self.given.layout,
+            position=self.given.layout.place(self.global_rank),
             device=self.device,
             where=self.where,
         )

@@ -28,7 +28,6 @@ from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, Own, parameter_groups
 from omnibal.engine.resolve import Given, named, read, resolve_plan
 from omnibal.engine.stream_setup import is_stream, open_annotations, stream_loader
-from omnibal.engine.streams import Station
 from omnibal.errors import ConfigError, said
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
@@ -97,12 +96,12 @@ def initialize(
     own = Own(optimizer, lr_scheduler, on_gradient)
     given = run_on_all_ranks(lambda: _read(config, model, num_processes, own))
     samples: Any = _training_data(given.section) if dataset is None else dataset
-    stage, replica = divmod(rank, given.layout.num_replicas)
+    place = given.layout.place(rank)
     if rank == 0:
         warn_of_float32(get_accelerator().device_name(), given.layout.precision)
     make_loader = partial(
         PackLoader,
-        view=view_of(stage, given.layout.num_stages),
+        view=view_of(place.stage, given.layout.num_stages),
         pixel_shape=given.vlm.pixel_shape,
         pixel_dtype=given.dtype,
         image_integers=given.vlm.image_integers,
@@ -112,11 +111,10 @@ def initialize(
     )
     loader: Loader
     if is_stream(samples):
-        station = Station(stage, given.layout.num_stages, replica, given.layout.num_replicas)
-        plan, loader = run_on_all_ranks(lambda: stream_loader(given, samples, station, make_loader))
+        plan, loader = run_on_all_ranks(lambda: stream_loader(given, samples, place, make_loader))
     else:
         lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
-        plan, sampler = run_on_all_ranks(lambda: _arrange(given, samples, lengths, replica))
+        plan, sampler = run_on_all_ranks(lambda: _arrange(given, samples, lengths, place.replica))
         sampler.verify(gather)
         checked = CheckedSamples(samples, lengths, SampleRules.of(given.vlm))
         step_seconds = None if plan.predicted is None else plan.predicted.step_seconds

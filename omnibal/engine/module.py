@@ -35,6 +35,7 @@ class VlmPipelineModule(PipelineModule):
         # DeepSpeed's constructor calls _partition_layers, when self is not yet an initialised nn.Module.
         self.__dict__["vlm"] = given.vlm
         self.__dict__["plan"] = plan
+        self.__dict__["layout"] = given.layout
         super().__init__(
             layers=[_layer_spec(given, index) for index in range(len(given.vlm.records))],
             topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=given.layout.num_replicas),
@@ -58,7 +59,7 @@ class VlmPipelineModule(PipelineModule):
 
     def _partition_layers(self, method: str = "explicit") -> None:
         self.parts = list(self.plan.partition.boundaries)
-        stage = self._topo.get_coord(self.global_rank).pipe
+        stage = self.layout.place(self.global_rank).stage
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
@@ -213,7 +214,7 @@ def _build(given: Given, index: int) -> nn.Module:
     module = given.vlm.build_layer(index, seed=settings.seed if source is None else None, dtype=given.dtype)
     if source is not None:
         given.vlm.begin_adapters(index, module, seed=settings.seed)
-    if source is not None and dist.get_rank() % given.layout.num_replicas == 0:
+    if source is not None and given.layout.place(dist.get_rank()).replica == 0:
         load_layer(given.vlm, index, module, source)
     assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
     record, names = given.vlm.records[index], given.vlm.weight_names(index)

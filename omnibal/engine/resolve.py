@@ -83,13 +83,13 @@ def read(config: Any, model: Any, num_processes: int) -> Given:
     vlm = load_model(described, section.model.lora, frozen)
     if isinstance(source, PreTrainedModel):
         _check_frozen_alike(source, vlm, frozen)
-    num_stages = stages_of(section, len(vlm.records), num_processes)
+    num_stages, num_replicas = shape_of(section, len(vlm.records), num_processes)
     return Given(
         config=deepspeed_config,
         section=section,
         folder=folder,
         vlm=vlm,
-        layout=layout_of(deepspeed_config, num_stages, num_processes // num_stages),
+        layout=layout_of(deepspeed_config, num_stages, num_replicas),
         weights=dict(source.state_dict()) if isinstance(source, PreTrainedModel) else {},
     )
 
@@ -134,17 +134,17 @@ def named(argument: Any, setting: Any, name: str, key: str) -> Any:
     return setting if argument is None else argument
 
 
-def stages_of(section: OmnibalSection, num_layers: int, num_processes: int) -> int:
-    """Number of pipeline stages.
+def shape_of(section: OmnibalSection, num_layers: int, num_processes: int) -> tuple[int, int]:
+    """Pipeline stages and replicas.
 
     Raises:
-        ConfigError: It does not divide the processes, or exceeds the layers; or the plan cannot be read.
+        ConfigError: The number of stages does not divide the processes or exceeds the layers, or the plan cannot be
+            read.
     """
     num_stages, plan = section.pipeline.num_stages, section.pipeline.plan
     if num_stages == "auto":
         num_stages = num_processes if plan is None else Plan.load(plan).num_stages
-    replicas_of(num_stages, num_processes, num_layers=num_layers, devices="processes")
-    return num_stages
+    return num_stages, replicas_of(num_stages, num_processes, num_layers=num_layers, devices="processes")
 
 
 def resolve_plan(given: Given, lengths: SampleLengths | None) -> Plan:
@@ -200,7 +200,7 @@ def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> 
 
 def _check_layout(planned: Layout, run: Layout) -> None:
     """Refuse a plan whose predictions, of memory above all, are of another layout."""
-    names = ("num_replicas", "num_tensor", "zero_stage", "precision", "sums_float32")
+    names = ("num_replicas", "num_tensor", "encoder", "zero_stage", "precision", "sums_float32")
     differing = [name for name in names if getattr(planned, name) != getattr(run, name)]
     if differing:
         ours, theirs = (", ".join(f"{name} {getattr(layout, name)}" for name in differing) for layout in (run, planned))

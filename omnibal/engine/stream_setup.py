@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omnibal.cluster import PipelinePosition
 from omnibal.config import OmnibalSection
 from omnibal.data.collate import IGNORED, pack_samples
 from omnibal.data.limits import PackLimits
@@ -16,7 +17,7 @@ from omnibal.data.streaming.draws import Sample
 from omnibal.engine.contract import SampleRules
 from omnibal.engine.loader import PAD_TOKEN_ID, PackLoader, cores_of_process
 from omnibal.engine.resolve import Given, named, resolve_plan
-from omnibal.engine.streams import Station, StreamLoader
+from omnibal.engine.streams import StreamLoader
 from omnibal.errors import ConfigError, DataError
 from omnibal.plan import Plan
 
@@ -44,14 +45,14 @@ def open_annotations(section: OmnibalSection) -> dict[str, ConversationStream]:
 
 
 def stream_loader(
-    given: Given, sources: Any, station: Station, make_loader: partial[PackLoader]
+    given: Given, sources: Any, place: PipelinePosition, make_loader: partial[PackLoader]
 ) -> tuple[Plan, StreamLoader]:
     """The plan of a run on streams, and this rank's packs.
 
     Args:
         given: What is trained, and how.
         sources: As ``initialize`` takes a stream.
-        station: Where this rank stands.
+        place: Where this rank stands.
         make_loader: Makes a loader of held-out samples for this rank, from them and a sampler.
 
     Raises:
@@ -64,7 +65,8 @@ def stream_loader(
         sources if isinstance(sources, Mapping) else {"data": sources},
         mixture,
         plan.limits,
-        station=station,
+        layout=given.layout,
+        place=place,
         micro_batches=plan.micro_batches,
         num_steps=num_steps,
         seed=section.packing.seed,

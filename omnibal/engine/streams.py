@@ -5,7 +5,6 @@ need not be the same when it is read again. All ranks hear what all packs hold, 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from omnibal.cluster import Layout, PipelinePosition
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -32,21 +32,6 @@ Collate = Callable[[list[dict[str, Tensor]]], Batch]
 MakeLoader = Callable[[VlmDataset, BalancedBatchSampler], PackLoader]
 
 
-@dataclass(frozen=True)
-class Station:
-    """Where a rank stands among the stages and replicas of a run."""
-
-    stage: int
-    num_stages: int
-    replica: int
-    num_replicas: int
-
-    @property
-    def last(self) -> int:
-        """The rank of the last stage of this replica."""
-        return (self.num_stages - 1) * self.num_replicas + self.replica
-
-
 class StreamLoader:
     """The packs of one rank, step after step, to the run's last step: behind the end of a source it is read again.
 
@@ -54,7 +39,8 @@ class StreamLoader:
         sources: By name; each is the same on all ranks, and divided over the replicas.
         mixture: What share each one gets; none for a single source.
         limits: The most a pack may hold.
-        station: Where this rank stands.
+        layout: How the run lies on its ranks.
+        place: Where this rank stands in the layout.
         micro_batches: Packs of each replica and step.
         num_steps: Of the whole run: nothing is drawn beyond.
         seed: What chance decides by.
@@ -73,7 +59,8 @@ class StreamLoader:
         mixture: Mixture | None,
         limits: PackLimits,
         *,
-        station: Station,
+        layout: Layout,
+        place: PipelinePosition,
         micro_batches: int,
         num_steps: int,
         seed: int,
@@ -82,9 +69,10 @@ class StreamLoader:
         make_loader: MakeLoader,
         pin_memory: bool,
     ) -> None:
-        self.micro_batches, self._limits, self._mixture, self._station = micro_batches, limits, mixture, station
+        self.micro_batches, self._limits, self._mixture = micro_batches, limits, mixture
+        self._layout, self._place = layout, place
         self._num_steps, self._collate, self._pins, self._make_loader = num_steps, collate, pin_memory, make_loader
-        replica, num_replicas = station.replica, station.num_replicas
+        replica, num_replicas = place.replica, layout.num_replicas
         draws = partial(
             Draws,
             {name: part_of(name, items, replica, num_replicas) for name, items in sources.items()},
@@ -105,7 +93,7 @@ class StreamLoader:
             "seed": seed,
         }
         self._windows = Windows(
-            draws if station.stage == 0 else None,
+            draws if place.stage == 0 else None,
             limits,
             self._pack,
             lambda told: gather(told, group=self._group),
@@ -149,12 +137,12 @@ class StreamLoader:
         names = ", ".join(self._made_from["sources"])
         return {
             "samples": f"drawn from {names}; {buffer_of(self.micro_batches)} of each replica planned at a time",
-            "a step": step_in_words(self._station.num_replicas, self.micro_batches),
+            "a step": step_in_words(self._layout.num_replicas, self.micro_batches),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last step that ``next_step`` gave, on all replicas; all ranks together."""
-        replicas = gather(self._position)[: self._station.num_replicas]
+        replicas = gather(self._position)[: self._layout.num_replicas]
         return {"made_from": self._made_from, "steps_done": self._steps_done, "replicas": replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,7 +159,7 @@ class StreamLoader:
                     f"{name} of streams must be that of the checkpoint, {state['made_from'][name]}, got {value}; every "
                     "replica goes on in its own sources and buffer"
                 )
-        self._position, self._steps_done = state["replicas"][self._station.replica], state["steps_done"]
+        self._position, self._steps_done = state["replicas"][self._place.replica], state["steps_done"]
         self._iterator = None
         if dist.get_rank() == 0:
             warn_of_reading_again(self._made_from["sources"], self._position)
@@ -181,8 +169,8 @@ class StreamLoader:
         sampler = BalancedBatchSampler(
             lengths,
             self._limits,
-            num_replicas=self._station.num_replicas,
-            rank=self._station.replica,
+            num_replicas=self._layout.num_replicas,
+            rank=self._place.replica,
             micro_batches=self.micro_batches,
         )
         return self._make_loader(dataset, sampler)
@@ -228,13 +216,14 @@ class StreamLoader:
 
     def _handed_over(self, window: Window) -> list[Batch]:
         """This rank's packs of a window; the last stage gets their labels from the first one."""
-        station = self._station
-        if station.num_stages == 1 or 0 < station.stage < station.num_stages - 1:
+        stage, last, replica = self._place.stage, self._layout.num_stages - 1, self._place.replica
+        if last == 0 or 0 < stage < last:
             return window.batches
-        if station.stage == 0:
-            dist.send(torch.cat([batch["labels"][0] for batch in window.batches]), station.last, self._group)
+        if stage == 0:
+            labels = torch.cat([batch["labels"][0] for batch in window.batches])
+            dist.send(labels, self._layout.rank(last, replica), self._group)
             return window.batches
-        tokens = window.loads[station.replica, :, 1].clip(min=1).tolist()  # an empty pack has one
+        tokens = window.loads[replica, :, 1].clip(min=1).tolist()  # an empty pack has one
         labels = torch.empty(sum(tokens), dtype=torch.int64)
-        dist.recv(labels, station.replica, self._group)
+        dist.recv(labels, self._layout.rank(0, replica), self._group)
         return [self._pinned({"labels": part[None]}) for part in labels.split(tokens)]

@@ -230,9 +230,9 @@ class TableEngine(ExplainedEngine):
 
     def _pairs_below(self, stage: int) -> list[tuple[int, int]]:
         """The processes of a stage in all replicas, each with that of the next stage."""
-        rank_of = self.grid.topology().get_rank
+        layout = self.module.layout
         return [
-            (rank_of(pipe=stage, data=data), rank_of(pipe=stage + 1, data=data)) for data in range(self.dp_world_size)
+            (layout.rank(stage, replica), layout.rank(stage + 1, replica)) for replica in range(layout.num_replicas)
         ]
 
     def _try_links(self) -> None:

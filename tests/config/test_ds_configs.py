@@ -7,7 +7,7 @@ import pytest
 
 from omnibal.config import dtype_of, layout_of, read_config
 from omnibal.data.limits import largest_load
-from omnibal.engine.resolve import Given, resolve_plan, stages_of
+from omnibal.engine.resolve import Given, resolve_plan, shape_of
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model
@@ -42,7 +42,7 @@ def test_a_configuration_has_a_plan_that_fits(name, in_repository):
     assert Path(section.pipeline.plan).stem == name
     assert name.endswith(f"-{section.cluster.num_devices}gpu")
     assert plan.cluster == section.cluster
-    num_stages = stages_of(section, len(model.records), section.cluster.num_devices)
+    num_stages, _ = shape_of(section, len(model.records), section.cluster.num_devices)
     layout = layout_of(config, num_stages, section.cluster.num_devices // num_stages)
     assert resolve_plan(Given(config, section, Path(section.model.path), model, layout), lengths) == plan
     assert plan.made_from["lengths"] == lengths.content_hash

@@ -10,7 +10,7 @@ from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.data.sources.conversations import open_dataset
 from omnibal.demo import write_demo
 from omnibal.engine.initialize import _open
-from omnibal.engine.resolve import Given, resolve_plan, stages_of
+from omnibal.engine.resolve import Given, resolve_plan, shape_of
 from omnibal.errors import ConfigError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
@@ -36,21 +36,21 @@ def plan_of(vlm, num_stages=2, **parts):
 
 
 def test_number_of_stages():
-    assert stages_of(section(), 10, 8) == 8
-    assert stages_of(section(pipeline={"num_stages": 4}), 10, 8) == 4
+    assert shape_of(section(), 10, 8) == (8, 1)
+    assert shape_of(section(pipeline={"num_stages": 4}), 10, 8) == (4, 2)
     with pytest.raises(ConfigError, match="num_stages must divide the 8 processes, got 3"):
-        stages_of(section(pipeline={"num_stages": 3}), 10, 8)
+        shape_of(section(pipeline={"num_stages": 3}), 10, 8)
     with pytest.raises(ConfigError, match="num_stages must be at most the model's 10 layers, got 16"):
-        stages_of(section(), 10, 16)
+        shape_of(section(), 10, 16)
 
 
 def test_a_plan_knows_its_number_of_stages(tmp_path):
     path = str(tmp_path / "plan.json")
     Plan(PackLimits(5, 2000), 4, Partition((0, 4, NUM_LAYERS)), ("none",) * NUM_LAYERS).save(path)
-    assert stages_of(section(pipeline={"plan": path}), NUM_LAYERS, 8) == 2
-    assert stages_of(section(pipeline={"plan": path, "num_stages": 4}), NUM_LAYERS, 8) == 4  # refused with the plan
+    assert shape_of(section(pipeline={"plan": path}), NUM_LAYERS, 8) == (2, 4)
+    assert shape_of(section(pipeline={"plan": path, "num_stages": 4}), NUM_LAYERS, 8) == (4, 2)  # refused with the plan
     with pytest.raises(ConfigError, match="num_stages must divide the 3 processes, got 2"):
-        stages_of(section(pipeline={"plan": path}), NUM_LAYERS, 3)
+        shape_of(section(pipeline={"plan": path}), NUM_LAYERS, 3)
 
 
 def test_limits_are_given_or_ruled(vlm):

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from omnibal.cluster import Layout
 from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.engine import streams
 from omnibal.engine.contract import SampleRules
 from omnibal.engine.stream_setup import checked_sample
-from omnibal.engine.streams import Station, StreamLoader
+from omnibal.engine.streams import StreamLoader
 from omnibal.errors import DataError
 from omnibal.vlm import load_model
 from tests.engine.small import PIXEL_SHAPE, small_config
@@ -24,6 +25,7 @@ from tests.engine.streaming import Counting, Finite, sample, sources
 
 LIMITS, STEPS, STAGES, REPLICAS = PackLimits(4, 48), 12, 3, 2
 RULES = SampleRules.of(load_model(small_config()))
+LAYOUT = Layout(STAGES, REPLICAS)
 MIXTURE = Mixture({"stateful": 0.5, "indexed": 0.2, "stateless": 0.3})
 
 
@@ -49,18 +51,22 @@ class Ranks:
 
     def __init__(self, monkeypatch):
         self._local, self._between_steps = threading.local(), Group(self.size)
-        found = {name: getattr(self, name) for name in ("all_gather_object", "send", "recv", "get_rank")}
-        monkeypatch.setattr(streams, "dist", SimpleNamespace(get_world_size=lambda: self.size, **found))
-        monkeypatch.setattr(streams, "gather", lambda told: self._between_steps.tell(self.get_rank(), told))
+        found = {name: getattr(self, name) for name in ("send", "recv", "get_rank")}
+        monkeypatch.setattr(streams, "dist", SimpleNamespace(**found))
+        monkeypatch.setattr(streams, "gather", self.gather)
         monkeypatch.setattr(streams, "set_device", lambda: None)
         monkeypatch.setattr(streams, "buffer_of", lambda micro_batches: 24)
 
     def get_rank(self):
         return self._local.rank
 
-    def all_gather_object(self, found, told, group):
-        rank, group = group
-        found[:] = group.tell(rank, told)
+    def gather(self, told, group=None):
+        rank, group = group or (self.get_rank(), self._between_steps)
+        heard = group.tell(rank, told)
+        for number, value in enumerate(heard):
+            if isinstance(value, Exception):
+                raise type(value)(f"rank {number}: {value}")
+        return heard
 
     def send(self, tensor, to, group):
         rank, group = group
@@ -88,12 +94,12 @@ def ranks(monkeypatch):
 
 
 def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS):
-    stage, replica = divmod(place[0], REPLICAS)
     loader = StreamLoader(
         sources() if found is None else found,
         mixture,
         LIMITS,
-        station=Station(stage, STAGES, replica, REPLICAS),
+        layout=LAYOUT,
+        place=LAYOUT.place(place[0]),
         micro_batches=2,
         num_steps=steps,
         seed=0,
