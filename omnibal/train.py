@@ -8,7 +8,6 @@ Everything else is in the ds_config: its "omnibal" section names model, data, pa
 
 import argparse
 import logging
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -33,12 +32,13 @@ from rich.console import Console
 from tqdm import tqdm
 
 from omnibal.config import OmnibalSection, RunSection, read_config
+from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize, open_together
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset
-from omnibal.engine.saved_files import choose, latest_checkpoint
+from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.ranks import rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
@@ -148,15 +148,17 @@ def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: V
 
 def _check_checkpoints(run: RunSection, tag: str | None, *, resume: bool, restart: bool) -> None:
     """Refuse a run that could not begin as it is asked to, before anything that takes long."""
-    is_there = run.files.checkpoints.exists()
-    if resume and not is_there:
+    checkpoints = run.files.checkpoints
+    found = {path.name for path in checkpoints.iterdir()} if checkpoints.is_dir() else set()
+    found = {name for name in found if not name.endswith(saved_files.UNFINISHED)}
+    if resume and not found:
         raise ConfigError(
             f"run.output must hold checkpoints to go on from, got {run.output} without any; begin without resume "
             "(--resume)"
         )
     if resume:
-        choose(run.files.checkpoints, tag, fall_back=True)
-    elif is_there and not restart:
+        saved_files.choose(checkpoints, tag, fall_back=True, check=saved_files.has_all_files)
+    elif found and not restart:
         raise ConfigError(
             f"run.output must be a folder without checkpoints, got {run.output}; "
             "resume (--resume) goes on from the newest one, restart (--restart) deletes them and begins anew"
@@ -164,8 +166,10 @@ def _check_checkpoints(run: RunSection, tag: str | None, *, resume: bool, restar
 
 
 def _delete(checkpoints: Path) -> None:
-    if checkpoints.exists():
-        shutil.rmtree(checkpoints)
+    left = saved_files.delete_all(checkpoints)
+    if left:
+        names = ", ".join(path.name for path in left)
+        LOG.warning("restart leaves in %s what omnibal did not write: %.500s", checkpoints, names)
 
 
 def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog | None:

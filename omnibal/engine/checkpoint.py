@@ -116,7 +116,7 @@ def export(checkpoint: Path, folder: Path, *, merged: bool = False) -> None:
     Raises:
         ConfigError: A file that it needs is not whole, or there is nothing to merge.
     """
-    problem = problem_of(checkpoint, lambda name: name.startswith(("layer_", f"{MODEL_FOLDER}/")))
+    problem = problem_of(checkpoint, lambda name, saved: name.startswith(("layer_", f"{MODEL_FOLDER}/")))
     if problem is not None:
         raise ConfigError(problem + offer(checkpoint.parent, without=checkpoint.name))
     if merged and not (checkpoint / MODEL_FOLDER / ADAPTER_CONFIG).is_file():

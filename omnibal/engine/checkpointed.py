@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Final, TypeVar
 from zipfile import is_zipfile
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
 from omnibal.engine import saved_files
@@ -97,12 +99,18 @@ class CheckpointedEngine(TableEngine):
     def _written(self, unfinished: Path, state: dict[str, Any], exclude_frozen: bool) -> dict[str, SavedFile]:
         """Let every rank write its files; those of this one, by name."""
 
+        def look(path: Path) -> SavedFile:
+            saved_files.flush(path)
+            return SavedFile.of(path, self.global_rank)
+
         def write() -> dict[str, SavedFile]:
-            with _saves_of(self.checkpoint_engine) as paths:
+            # A file is read for its checksum while DeepSpeed writes the next, and while the system has it in memory.
+            with (
+                ThreadPoolExecutor(saved_files.READERS) as pool,
+                _saves_of(self.checkpoint_engine, pool, look) as saves,
+            ):
                 self._write(unfinished, state, exclude_frozen)
-            for path in paths:
-                saved_files.flush(path)
-            return {path.name: SavedFile.of(path, self.global_rank) for path in paths}
+            return {path.name: saved.result() for path, saved in saves.items()}
 
         return run_on_all_ranks(lambda: _explained(write, unfinished), where=self.where)
 
@@ -158,13 +166,8 @@ class CheckpointedEngine(TableEngine):
                 schedule than the one that is to go on.
         """
         self.settle_weights()
-        folder, named = Path(load_dir), None if tag is None else str(tag)
-        chosen = self._on_rank_zero(
-            lambda: saved_files.choose(folder, named, fall_back=fall_back), "looks for a whole checkpoint"
-        )
-        name, remark = next(found for found in gather(chosen) if found is not None)
-        if remark and self.global_rank == 0:
-            LOG.warning(remark)
+        folder = Path(load_dir)
+        name = self._choose(folder, None if tag is None else str(tag), fall_back=fall_back)
         with_optimizer = load_optimizer_states and not load_module_only
         with_schedule = load_lr_scheduler_states and not load_module_only
         layout = self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule)
@@ -190,6 +193,32 @@ class CheckpointedEngine(TableEngine):
         state.pop("optimizer", None)
         run_on_all_ranks(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
         return path, state
+
+    def _choose(self, folder: Path, tag: str | None, *, fall_back: bool) -> str:
+        """The checkpoint to go on from: rank 0 looks which one, and all ranks read its files, each what it wrote."""
+        damaged: dict[str, str] = {}
+
+        def check(checkpoint: Path) -> str | None:
+            return damaged.get(checkpoint.name) or saved_files.has_all_files(checkpoint)
+
+        while True:
+            chosen = self._on_rank_zero(
+                lambda: saved_files.choose(folder, tag, fall_back=fall_back, check=check),
+                "looks for a whole checkpoint",
+            )
+            name, remark = next(found for found in gather(chosen) if found is not None)
+            own = partial(
+                saved_files.problem_of,
+                folder / name,
+                lambda _, saved: saved.rank % dist.get_world_size() == self.global_rank,
+            )
+            problems = gather(run_on_all_ranks(own, where=self.where))
+            problem = next((found for found in problems if found is not None), None)
+            if problem is None:
+                if remark and self.global_rank == 0:
+                    LOG.warning(remark)
+                return name
+            damaged[name] = problem
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = SINGLE_FILE, exclude_frozen_parameters: bool = False
@@ -277,18 +306,20 @@ class CheckpointedEngine(TableEngine):
 
 
 @contextmanager
-def _saves_of(checkpoint_engine: Any) -> Iterator[list[Path]]:
-    """The paths that DeepSpeed writes meanwhile."""
-    paths: list[Path] = []
+def _saves_of(
+    checkpoint_engine: Any, pool: ThreadPoolExecutor, look: Callable[[Path], T]
+) -> Iterator[dict[Path, "Future[T]"]]:
+    """The paths that DeepSpeed writes meanwhile, and what a thread finds when it looks at each."""
+    looks: dict[Path, Future[T]] = {}
     save = checkpoint_engine.save
 
     def recorded(state_dict: Any, path: str) -> None:
         save(state_dict, path)
-        paths.append(Path(path))
+        looks[Path(path)] = pool.submit(look, Path(path))
 
     checkpoint_engine.save = recorded
     try:
-        yield paths
+        yield looks
     finally:
         del checkpoint_engine.save
 
@@ -317,7 +348,7 @@ def _opened(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=False, mmap=is_zipfile(path))
     except Exception as error:
-        others = saved_files.offer(path.parent.parent, without=path.parent.name)
+        others = saved_files.offer(path.parent.parent, path.parent.name, saved_files.has_all_files)
         raise ConfigError(
             f"checkpoint must be readable, got {path}: {type(error).__name__}: {error}{others}"
         ) from error

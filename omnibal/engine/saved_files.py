@@ -2,47 +2,59 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, said
 from omnibal.records import load_json
 
 MANIFEST: Final = "omnibal.json"
 BASE_WEIGHTS: Final = "base_weights"
 """Of the manifest: the ``fingerprint`` of what adapters are trained beside."""
 LATEST: Final = "latest"
+_BESIDE: Final = (LATEST, f".{LATEST}", "zero_to_fp32.py", "zero_to_torch.py")
+"""Files beside checkpoints: the scripts DeepSpeed lays there with each save."""
 UNFINISHED: Final = ".unfinished"
 REPLACED: Final = ".replaced"
-_TAIL_BYTES: Final = 2**20
+READERS: Final = 4
+"""Threads of a process that read files to check them."""
+_MANIFEST_VERSION: Final = 2
+_OLD_TAIL_BYTES: Final = 2**20
+"""Manifests of version 1, which had no number, covered a file's last MiB only."""
+_BLOCK_BYTES: Final = 2**20
 _PARTS: Final = 256
 _PART_BYTES: Final = 2**12
 
 
 class SavedFile(NamedTuple):
-    """What a file was when it was written.
+    """A file as it was when it was written.
 
     Attributes:
-        size_bytes: Its length.
-        tail: CRC-32 of its last MiB. Torch's files end in the checksums of all they hold, so this tells a file from
-            that of another save without reading it.
-        rank: Who wrote it.
+        size_bytes: Length of the file.
+        checksum: CRC-32 of every byte. Any flipped bit changes it, any other damage but one in four billion, and zlib
+            computes it faster than disks read.
+        rank: The rank that wrote the file.
     """
 
     size_bytes: int
-    tail: int
+    checksum: int
     rank: int
 
     @classmethod
-    def of(cls, path: Path, rank: int) -> "SavedFile":
-        """A file as it is now."""
-        with path.open("rb") as file:
+    def of(cls, path: Path, rank: int, *, last_bytes: int | None = None) -> "SavedFile":
+        """A file as it is now; the checksum of its last bytes only, where a number of them is given."""
+        checksum, block = 0, memoryview(bytearray(_BLOCK_BYTES))
+        with path.open("rb", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            return cls(size, crc32(file.read()), rank)
+            file.seek(0 if last_bytes is None else max(0, size - last_bytes))
+            while count := file.readinto(block):
+                checksum = crc32(block[:count], checksum)
+        return cls(size, checksum, rank)
 
 
 def flush(path: Path) -> None:
@@ -79,19 +91,30 @@ def write_manifest(checkpoint: Path, layout: Mapping[str, Any], files: Mapping[s
                 f"save_dir must be a folder that all ranks share, got {checkpoint.parent}, where rank 0 does not find "
                 f"what rank {saved.rank} wrote to {checkpoint.name}/{name}"
             )
-    (checkpoint / MANIFEST).write_text(json.dumps({**layout, "files": files}) + "\n")
+    number = 1 + max((_age(path)[0] for path in newest_first(checkpoint.parent)), default=0)
+    content = {**layout, "files": files, "version": _MANIFEST_VERSION, "number": number}
+    content = json.loads(json.dumps(content))  # the checksum is of what will be read
+    (checkpoint / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum(content)}) + "\n")
     flush(checkpoint / MANIFEST)
     flush(checkpoint)
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    return crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """How a checkpoint's model was cut, and under ``files`` the files it must have.
 
     Raises:
-        ConfigError: It has none, or none that can be read.
+        ConfigError: It has none, or none that can be read, or it is damaged.
     """
     try:
         manifest: dict[str, Any] = load_json(checkpoint / MANIFEST)
+        checksum, version = manifest.pop("checksum", None), manifest.get("version", 1)
+        # a flipped bit may hit the version, too: a manifest with a checksum has to match it
+        if checksum != (None if version == 1 else _checksum(manifest)):
+            raise ValueError(f"{MANIFEST} is damaged: its checksum is another one")
         files = {name: SavedFile(*saved) for name, saved in manifest["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -101,110 +124,190 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return {**manifest, "files": files}
 
 
-def problem_of(checkpoint: Path, wanted: Callable[[str], bool] = lambda name: True) -> str | None:
+def problem_of(
+    checkpoint: Path, wanted: Callable[[str, SavedFile], bool] = lambda name, saved: True, *, every_byte: bool = True
+) -> str | None:
     """Why a checkpoint is not whole; None if it is.
 
     Args:
         checkpoint: Its folder.
         wanted: Which files matter, by their names in the folder.
+        every_byte: Whether to read the files, and not only to look at their sizes.
     """
     try:
-        files = read_manifest(checkpoint)["files"]
+        manifest = read_manifest(checkpoint)
     except ConfigError as error:
         return str(error)
-    for name, saved in files.items():
-        if wanted(name) and (problem := _file_problem(checkpoint / name, saved)) is not None:
-            return f"checkpoint must be whole, got {checkpoint}, where {name} (written by rank {saved.rank}) {problem}"
+    last_bytes = None if "version" in manifest else _OLD_TAIL_BYTES
+    files = [(name, saved) for name, saved in manifest["files"].items() if wanted(name, saved)]
+
+    def check(file: tuple[str, SavedFile]) -> str | None:
+        return _file_problem(checkpoint / file[0], file[1], every_byte=every_byte, last_bytes=last_bytes)
+
+    with ThreadPoolExecutor(READERS) as pool:  # reading and zlib both leave Python's lock
+        for (name, saved), problem in zip(files, pool.map(check, files), strict=True):
+            if problem is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+                return (
+                    f"checkpoint must be whole, got {checkpoint}, where {name} (written by rank {saved.rank}) {problem}"
+                )
     return None
 
 
-def _file_problem(path: Path, saved: SavedFile) -> str | None:
+def has_all_files(checkpoint: Path) -> str | None:
+    """As ``problem_of``, but look at no more than the files' sizes."""
+    return problem_of(checkpoint, every_byte=False)
+
+
+def _file_problem(path: Path, saved: SavedFile, *, every_byte: bool, last_bytes: int | None) -> str | None:
     try:
-        found = SavedFile.of(path, saved.rank)
+        size = path.stat().st_size
+        if size != saved.size_bytes:
+            return f"has {size} bytes instead of {saved.size_bytes}"
+        if every_byte and SavedFile.of(path, saved.rank, last_bytes=last_bytes) != saved:
+            return "is not what was saved: its content is that of another save, or damaged"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if found.size_bytes != saved.size_bytes:
-        return f"has {found.size_bytes} bytes instead of {saved.size_bytes}"
-    return None if found == saved else "is not what was saved: its content is that of another save, or damaged"
+    return None
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Checkpoints of a folder, whole or not, by the time they were completed."""
+    """Checkpoints of a folder, whole or not, in the order in which they were saved."""
     found = [path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.suffix != UNFINISHED]
-    return sorted(found, key=lambda path: (path / MANIFEST).stat().st_mtime_ns, reverse=True)
+    return sorted(found, key=_age, reverse=True)
+
+
+def _age(checkpoint: Path) -> tuple[int, int, int]:
+    """What grows from save to save, whatever clocks say and whichever step a run goes back to.
+
+    Manifests of version 1 have no number: there the step in the name decides, then the time.
+    """
+    manifest = checkpoint / MANIFEST
+    try:
+        number = load_json(manifest).get("number", 0)
+    except (OSError, ValueError, AttributeError):
+        number = 0
+    step = re.search(r"\d{1,18}$", checkpoint.name)
+    return number if type(number) is int else 0, int(step[0]) if step else -1, manifest.stat().st_mtime_ns
 
 
 def latest_checkpoint(folder: Path) -> Path:
     """The checkpoint that was completed last.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or the file that names it is damaged.
     """
     try:
-        return folder / (folder / LATEST).read_text().strip()
-    except OSError as error:
+        return folder / _latest(folder)
+    except ConfigError as error:
+        raise ConfigError(str(error) + offer(folder, without="")) from error
+
+
+def _latest(folder: Path) -> str:
+    try:
+        name = (folder / LATEST).read_text().strip()
+    except (OSError, ValueError) as error:
+        found = "none" if isinstance(error, FileNotFoundError) else f"one that cannot be read ({said(error)})"
         raise ConfigError(
-            f"checkpoints must hold a file '{LATEST}' that names the newest one, got none in {folder}"
+            f"checkpoints must hold a file '{LATEST}' that names the newest one, got {found} in {folder}"
         ) from error
+    if not _can_be_tag(name):
+        raise ConfigError(f"{folder / LATEST} must name a folder beside it, got {name!r:.80}")
+    return name
 
 
-def offer(folder: Path, without: str) -> str:
+def _can_be_tag(name: str) -> bool:
+    return (
+        Path(name).name == name
+        and name.isprintable()
+        and name not in ("", "..", LATEST)
+        and not name.endswith((UNFINISHED, REPLACED))
+    )
+
+
+Check = Callable[[Path], str | None]
+"""Why a checkpoint is not whole; None if it is."""
+
+
+def offer(folder: Path, without: str, check: Check = problem_of) -> str:
     """What else there is to go on from, as the end of an error message."""
-    other = _newest_whole(folder, without)
+    other = _newest_whole(folder, without, check)
     return (
         "; no other checkpoint is whole" if other is None else f"; the newest whole one is {other}: name it to use it"
     )
 
 
-def _newest_whole(folder: Path, without: str) -> str | None:
-    return next((path.name for path in newest_first(folder) if path.name != without and problem_of(path) is None), None)
+def _newest_whole(folder: Path, without: str, check: Check) -> str | None:
+    return next((path.name for path in newest_first(folder) if path.name != without and check(path) is None), None)
 
 
-def choose(folder: Path, tag: str | None, *, fall_back: bool = False) -> tuple[str, str]:
+def choose(folder: Path, tag: str | None, *, fall_back: bool = False, check: Check = problem_of) -> tuple[str, str]:
     """The checkpoint to go on from.
 
     Args:
         folder: Of checkpoints.
         tag: Which one; None for the one that ``latest`` names.
         fall_back: Take the newest whole one where that one, not chosen by its name, is not whole.
+        check: What tells whether one is whole.
 
     Returns:
-        The name, and a remark for the user where it is not the one asked for.
+        The name, and a remark for the user where it is not the one asked for, or cannot be checked byte by byte.
 
     Raises:
         ConfigError: It is not whole; the message names a file of it, who wrote that, and the newest whole checkpoint.
     """
     name, problem = tag or "", None
     try:
-        name = name or latest_checkpoint(folder).name
-        problem = problem_of(folder / name)
+        name = name or _latest(folder)
+        problem = check(folder / name)
     except ConfigError as error:
         problem = str(error)
     if problem is None:
-        return name, ""
-    other = _newest_whole(folder, without=name) if fall_back and tag is None else None
+        return name, _remark(folder / name)
+    other = _newest_whole(folder, name, check) if fall_back and tag is None else None
     if other is None:
-        raise ConfigError(problem + (offer(folder, without=name) if folder.is_dir() else ""))
-    return other, f"going on from {other}, the newest whole checkpoint: {problem}"
+        raise ConfigError(problem + (offer(folder, name, check) if folder.is_dir() else ""))
+    remark = f"going on from {other}, the newest whole checkpoint: {problem}"
+    return other, "; ".join(filter(None, (remark, _remark(folder / other))))
+
+
+def _remark(checkpoint: Path) -> str:
+    if "version" in read_manifest(checkpoint):
+        return ""
+    return f"{checkpoint} was saved by an older omnibal: of each file the size and the last MiB are checked, not more"
 
 
 def begin(folder: Path, tag: str) -> Path:
-    """An empty folder for the files of a new checkpoint; what unfinished saves left is deleted.
+    """An empty folder for the files of a new checkpoint; what unfinished saves and deletions left is deleted.
 
     Raises:
-        ConfigError: The tag cannot be the name of a checkpoint.
+        ConfigError: The tag cannot be the name of a checkpoint, or is that of something else.
     """
-    if Path(tag).name != tag or tag in ("", "..", LATEST) or tag.endswith((UNFINISHED, REPLACED)):
+    if not _can_be_tag(tag):
         raise ConfigError(
             f"tag must be a name for a folder, not '{LATEST}', '…{UNFINISHED}' or '…{REPLACED}', got {tag!r}"
         )
+    check_replaceable(folder / tag)
     for left in folder.glob(f"*{UNFINISHED}"):
-        shutil.rmtree(left)
+        _remove(left)
     unfinished = folder / f"{tag}{UNFINISHED}"
     unfinished.mkdir(parents=True)
     return unfinished
+
+
+def check_replaceable(checkpoint: Path) -> None:
+    """Refuse to save a checkpoint in the place of what is none.
+
+    Raises:
+        ConfigError: Something without a manifest has its name.
+    """
+    if os.path.lexists(checkpoint) and not (checkpoint / MANIFEST).is_file():
+        raise ConfigError(
+            f"tag must be a new name or that of a checkpoint, got {checkpoint}, which is there without a {MANIFEST}; "
+            "move it elsewhere"
+        )
 
 
 def finish(unfinished: Path, *, is_latest: bool) -> None:
@@ -215,8 +318,7 @@ def finish(unfinished: Path, *, is_latest: bool) -> None:
     checkpoint = unfinished.with_suffix("")
     replaced = checkpoint.parent / f"{checkpoint.name}{REPLACED}"
     if checkpoint.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        delete(replaced)
         checkpoint.rename(replaced)
     unfinished.rename(checkpoint)
     flush(checkpoint.parent)
@@ -226,13 +328,52 @@ def finish(unfinished: Path, *, is_latest: bool) -> None:
         flush(named)
         named.replace(checkpoint.parent / LATEST)
         flush(checkpoint.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    delete(replaced)
+
+
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint, if it is there, or the link to it.
+
+    It loses its name first: what a kill leaves of it has that of an unfinished save, which the next one deletes.
+    """
+    if os.path.lexists(checkpoint):
+        nameless = checkpoint.with_name(checkpoint.name + UNFINISHED)
+        _remove(nameless)
+        checkpoint.rename(nameless)
+        _remove(nameless)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def keep_newest(folder: Path, count: int) -> None:
     """Delete all but the newest ``count`` checkpoints of a folder; never the one that ``latest`` names."""
-    named = latest_checkpoint(folder) if (folder / LATEST).is_file() else None
+    try:
+        named = _latest(folder)
+    except ConfigError:  # whatever the file holds, it names none of them
+        named = ""
     for path in newest_first(folder)[count:]:
-        if path != named:
-            shutil.rmtree(path)
+        if path.name != named:
+            delete(path)
+
+
+def delete_all(folder: Path) -> list[Path]:
+    """Delete what omnibal wrote into a folder of checkpoints, which may be a link; the folder, too, if that is all.
+
+    Returns:
+        What is left: nobody knows whose it is.
+    """
+    for name in _BESIDE:  # first: what `latest` names is about to go
+        (folder / name).unlink(missing_ok=True)
+    for path in newest_first(folder):
+        delete(path)
+    for path in folder.glob(f"*{UNFINISHED}"):
+        _remove(path)
+    left = sorted(folder.iterdir()) if folder.exists() else []
+    if not left and folder.is_dir() and not folder.is_symlink():
+        folder.rmdir()
+    return left

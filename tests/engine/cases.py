@@ -16,7 +16,6 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
-from omnibal.engine import saved_files
 from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.loader import Step
 from omnibal.engine.optimizer import Own
@@ -274,13 +273,7 @@ def _epoch(config, dataset):
 
 def checkpoint_troubles(config, other_configs, folder):
     """What this rank hears when checkpoints cannot be saved or loaded, and whether it then goes on from a whole one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_files, "_TAIL_BYTES", 1000)  # the files are small
-        return _checkpoint_troubles(config, other_configs, Path(folder))
-
-
-def _checkpoint_troubles(config, other_configs, folder):
-    rank, said = dist.get_rank(), {}
+    rank, said, folder = dist.get_rank(), {}, Path(folder)
     engine, *_ = initialize(config=config, dataset=SmallDataset())
     engine.train_batch()
     engine.save_checkpoint(folder, "a")
@@ -297,9 +290,9 @@ def _checkpoint_troubles(config, other_configs, folder):
         foreign, *_ = initialize(config=other, dataset=SmallDataset())
         said[name] = _refusal(lambda foreign=foreign: foreign.load_checkpoint(folder))
     said["nothing"] = _refusal(lambda: engine.load_checkpoint(folder / "no"))
-    if rank == 1:  # neither a file's length nor its end tell
-        with Path(engine.module.ckpt_layer_path_list(folder / "b", 0)[0]).open("r+b") as file:
-            file.write(bytes(100))
+    layer = Path(engine.module.ckpt_layer_path_list(folder / "b", 0)[0])
+    if rank == 1:
+        flip(layer, layer.stat().st_size // 2)
     dist.barrier()
     said["damaged"] = _refusal(lambda: engine.load_checkpoint(folder))
     if rank == 1:
@@ -353,3 +346,12 @@ def _refusal(work):
     except OmnibalError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def flip(path, place):
+    """Another lowest bit of one byte; a negative place counts from the end."""
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_SET if place >= 0 else os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))

@@ -120,6 +120,22 @@ def fails_behind_the_last_step(config, output):
         (output / "metrics.jsonl").unlink()
     assert train(config, dataset=SmallDataset(), resume=True).global_steps == 2
     assert (output / "model" / "config.json").is_file()
+    begins_anew_behind_a_link(config, output / "checkpoints")
+
+
+def begins_anew_behind_a_link(config, checkpoints):
+    """``restart`` deletes what a linked folder holds of the run, and nothing else."""
+    elsewhere = checkpoints.with_name("elsewhere")
+    if dist.get_rank() == 0:
+        checkpoints.rename(elsewhere)
+        checkpoints.symlink_to(elsewhere)
+        (elsewhere / "notes.txt").write_text("mine")
+    dist.barrier()
+    train(changed(config, "run", max_steps=1), dataset=SmallDataset(), restart=True)
+    assert sorted(path.name for path in elsewhere.iterdir()) == SAVED
+
+
+SAVED = ["global_step1", "latest", "notes.txt", "zero_to_fp32.py", "zero_to_torch.py"]
 
 
 class UntargetedDataset(SmallDataset):

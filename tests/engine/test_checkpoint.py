@@ -1,5 +1,6 @@
 """Checkpoints on disk: what goes into one, when one is whole, and which one a run goes on from."""
 
+import json
 import os
 from pathlib import Path
 
@@ -11,9 +12,21 @@ from omnibal.config import OmnibalSection
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export, write_model_files
 from omnibal.engine.resolve import Given
-from omnibal.engine.saved_files import SavedFile, begin, choose, finish, keep_newest, problem_of, write_manifest
+from omnibal.engine.saved_files import (
+    SavedFile,
+    begin,
+    choose,
+    delete_all,
+    finish,
+    has_all_files,
+    keep_newest,
+    latest_checkpoint,
+    problem_of,
+    write_manifest,
+)
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
+from tests.engine.cases import flip
 from tests.engine.small import small_config
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "merges.txt", "chat_template.jinja")
@@ -37,11 +50,11 @@ def test_only_known_files_of_the_model_go_into_a_checkpoint(tmp_path):
     assert all((folder / name).read_text() == name for name in (*TOKENIZER, *OTHERS))
 
 
-def save(folder, tag, value, *, is_latest=True):
+def save(folder, tag, value, *, is_latest=True, numbers=99):
     """A checkpoint of two files, as two ranks would have written it."""
     unfinished = begin(folder, tag)
     torch.save(torch.full((50,), float(value)), unfinished / "layer_00.pt")
-    torch.save(torch.full((99,), float(value)), unfinished / "optimizer.pt")
+    torch.save(torch.full((numbers,), float(value)), unfinished / "optimizer.pt")
     files = {"layer_00.pt": SavedFile.of(unfinished / "layer_00.pt", 0)}
     files["optimizer.pt"] = SavedFile.of(unfinished / "optimizer.pt", 1)
     write_manifest(unfinished, {}, files)
@@ -72,8 +85,8 @@ def mix(folder):
     (folder / "two" / "optimizer.pt").write_bytes((folder / "one" / "optimizer.pt").read_bytes())
 
 
-def cut_off_manifest(folder):
-    os.truncate(folder / "two" / "omnibal.json", 20)
+def cut_off_manifest(folder, tag="two"):
+    os.truncate(folder / tag / "omnibal.json", 20)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +125,21 @@ def test_without_the_file_latest_there_is_still_a_newest_one(folder):
     assert choose(folder, None, fall_back=True)[0] == "two"
 
 
-@pytest.mark.parametrize("kill_at", ["checkpoint to its side", "new one to its name", "latest", None])
-def test_a_save_under_an_old_name_leaves_a_whole_checkpoint_whenever_it_is_killed(folder, monkeypatch, kill_at):
-    class Kill(BaseException):
-        pass
+class Kill(BaseException):
+    """A process ends here."""
 
+
+RENAMED = {
+    "two": "checkpoint to its side",
+    "two.unfinished": "new one to its name",
+    "two.replaced": "replaced one out of its name",
+}
+
+
+@pytest.mark.parametrize("kill_at", [*RENAMED.values(), "latest", "deletion", None])
+def test_a_save_under_an_old_name_leaves_a_whole_checkpoint_whenever_it_is_killed(folder, monkeypatch, kill_at):
     def rename(path, target, rename=Path.rename):
-        moves = {"two": "checkpoint to its side", "two.unfinished": "new one to its name"}
-        if moves.get(path.name) == kill_at:
+        if RENAMED[path.name] == kill_at:
             raise Kill
         return rename(path, target)
 
@@ -131,17 +151,34 @@ def test_a_save_under_an_old_name_leaves_a_whole_checkpoint_whenever_it_is_kille
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", rename)
         patched.setattr(Path, "replace", replace)
+        if kill_at == "deletion":
+            patched.setattr(saved_files.shutil, "rmtree", delete_one_file)
         if kill_at is None:
             save(folder, "two", 3)
         else:
             with pytest.raises(Kill):
                 save(folder, "two", 3)
     name, _ = choose(folder, None, fall_back=True)
-    assert value_of(folder, name) == (3 if kill_at in ("latest", None) else 2)
+    assert value_of(folder, name) == (2 if kill_at in (RENAMED["two"], RENAMED["two.unfinished"]) else 3)
     save(folder, "two", 4)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "one", "two"]
     assert choose(folder, None) == ("two", "")
     assert value_of(folder, "two") == 4
+
+
+def delete_one_file(folder):
+    """As far as a deletion comes before its process is killed: the manifest is gone, what takes memory stays."""
+    (folder / "omnibal.json").unlink()
+    raise Kill
+
+
+def test_what_a_killed_deletion_leaves_goes_with_the_next_save(folder, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(Kill):
+        patched.setattr(saved_files.shutil, "rmtree", delete_one_file)
+        keep_newest(folder, 1)
+    assert choose(folder, None, fall_back=True) == ("two", "")
+    save(folder, "three", 3)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "three", "two"]
 
 
 def test_what_unfinished_saves_left_is_deleted_and_never_chosen(folder):
@@ -175,13 +212,108 @@ def test_only_the_newest_are_kept_and_the_latest(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "three", "two"]
 
 
-def test_a_large_file_is_told_by_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_files, "_TAIL_BYTES", 1000)
-    for number in range(2):
-        torch.save(torch.full((9999,), float(number)), tmp_path / f"{number}.pt")
-    first, second = (SavedFile.of(tmp_path / f"{number}.pt", 0) for number in range(2))
-    assert first.size_bytes == second.size_bytes
-    assert first != second
+def test_the_newest_is_what_was_saved_last_whatever_clocks_say(folder):
+    save(folder, "global_step9", 3)
+    save(folder, "global_step10", 4)
+    for age, name in enumerate(("global_step10", "global_step9", "two", "one")):
+        os.utime(folder / name / "omnibal.json", ns=(age, age))  # a clock that goes back
+    keep_newest(folder, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step10", "global_step9", "latest"]
+    cut_off_manifest(folder, "global_step10")
+    assert choose(folder, None, fall_back=True)[0] == "global_step9"
+    # a run that goes back to an earlier step and on from there
+    save(folder, "global_step5", 5)
+    assert saved_files.newest_first(folder)[0].name == "global_step5"
+
+
+def test_checkpoints_of_an_older_version_come_before_by_their_step(folder):
+    for step in (9, 10):
+        save(folder, f"global_step{step}", step)
+        (folder / f"global_step{step}" / "omnibal.json").write_text('{"files": {}}')
+    os.utime(folder / "global_step10" / "omnibal.json", (0, 0))
+    names = [path.name for path in saved_files.newest_first(folder)]
+    assert names == ["two", "one", "global_step10", "global_step9"]
+
+
+ODD = [b"\xff\xfe\x00", b"", b"../two", b"two\x00", b"..", b"a" * 5000]
+
+
+@pytest.mark.parametrize("content", ODD)
+def test_whole_checkpoints_beside_a_damaged_latest_are_used(folder, content):
+    (folder / "latest").write_bytes(content)
+    with pytest.raises(ConfigError, match="the newest whole one is two: name it to use it"):
+        choose(folder, None)
+    name, remark = choose(folder, None, fall_back=True)
+    assert name == "two"
+    assert remark.startswith("going on from two, the newest whole checkpoint: ")
+    if content != ODD[-1]:
+        with pytest.raises(ConfigError, match=r"latest.*; the newest whole one is two"):
+            latest_checkpoint(folder)
+    keep_newest(folder, 1)
+    save(folder, "three", 3)
+    assert choose(folder, None) == ("three", "")
+
+
+def test_only_what_omnibal_wrote_is_deleted_behind_a_link_too(folder, tmp_path_factory):
+    begin(folder, "three")
+    notes = tmp_path_factory.mktemp("notes")
+    (notes / "omnibal.json").write_text("{}")
+    (folder / "linked").symlink_to(notes)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "zero_to_fp32.py").touch()
+    (folder / "hf").mkdir()
+    link = tmp_path_factory.mktemp("run") / "checkpoints"
+    link.symlink_to(folder)
+    assert delete_all(link) == [link / "hf", link / "notes.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["hf", "notes.txt"]
+    assert (notes / "omnibal.json").is_file()
+    with pytest.raises(ConfigError, match=r"got .*checkpoints/hf, which is there without a omnibal.json; move it"):
+        begin(link, "hf")
+    save(link, "one", 1)
+    (folder / "notes.txt").unlink()
+    (folder / "hf").rmdir()
+    assert delete_all(link) == []
+    assert link.is_symlink()
+    assert delete_all(folder) == []
+    assert not folder.exists()
+    assert delete_all(folder) == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 2**20 - 1, 2**20, -(2**20) - 1, -1])
+def test_any_flipped_bit_is_seen(tmp_path, place):
+    save(tmp_path, "one", 1, numbers=10**6)
+    save(tmp_path, "two", 2, numbers=10**6)
+    path = tmp_path / "two" / "optimizer.pt"
+    flip(path, place)
+    problem = r"where optimizer.pt \(written by rank 1\) is not what was saved: its content is that of another save"
+    with pytest.raises(ConfigError, match=problem + ", or damaged; the newest whole one is one"):
+        choose(tmp_path, None)
+    assert choose(tmp_path, None, fall_back=True)[0] == "one"
+    assert has_all_files(tmp_path / "two") is None  # sizes tell nothing
+    flip(path, place)
+    assert choose(tmp_path, None) == ("two", "")
+
+
+def test_any_flipped_bit_of_a_manifest_is_seen(folder):
+    manifest = folder / "two" / "omnibal.json"
+    for place in range(manifest.stat().st_size - 1):  # the last byte is a line's end
+        flip(manifest, place)
+        assert problem_of(folder / "two") is not None, place
+        flip(manifest, place)
+    assert problem_of(folder / "two") is None
+
+
+def test_a_checkpoint_of_an_older_version_is_checked_as_far_as_it_can_be_and_that_is_said(folder):
+    manifest = folder / "two" / "omnibal.json"
+    files = {path.name: SavedFile.of(path, 0, last_bytes=2**20) for path in (folder / "two").glob("*.pt")}
+    manifest.write_text(json.dumps({"files": files}))
+    name, remark = choose(folder, None)
+    assert name == "two"
+    assert remark.endswith(
+        "was saved by an older omnibal: of each file the size and the last MiB are checked, not more"
+    )
+    mix(folder)
+    assert choose(folder, None, fall_back=True)[0] == "one"
 
 
 def test_export_names_the_weights_that_are_not_whole(folder, tmp_path):
