@@ -46,8 +46,7 @@ class LoraSection(Section):
     """Of an adapter's input. Above 0 each adapter keeps a copy of its own of that input for the backward pass."""
     targets: Annotated[list[str], Field(min_length=1)] = ["language"]
     """Which linear layers get an adapter: modules (``language``: all but the head), kinds of layers
-    (``decoder_block``; ``vision_block`` is every block of the ViT), or names and ends of names in the Hugging Face
-    model (``q_proj``). Frozen ones get none."""
+    (``decoder_block``), or names and ends of names in the Hugging Face model (``q_proj``). Frozen ones get none."""
     modules_to_save: list[str] = []
     """What is trained whole beside the adapters: modules (``projector``), kinds of layers (``final_norm``), or names
     and ends of names in the Hugging Face model (``embed_tokens``)."""
@@ -65,9 +64,8 @@ class ModelSection(Section):
     seed: int = 0
     """Seed of random initial weights and of dropout."""
     frozen: list[str] = []
-    """What is not trained: modules (``vision``, ``projector``, ``language``), kinds of layers (``vision_block``: every
-    block of the ViT; ``only:window_block``: Qwen2.5-VL's windowed ones alone), or patterns of weights' names on disk
-    (``*.layers.[0-3].*``). See models.md for where modules end."""
+    """What is not trained: modules (``vision``, ``projector``, ``language``), kinds of layers (``vision_block``), or
+    patterns of weights' names on disk (``*.layers.[0-3].*``)."""
     lora: LoraSection | None = None
     """Train adapters, and leave the model's weights as they are; ``{}`` takes the defaults."""
 
@@ -107,7 +105,8 @@ class PackingSection(Section):
     method: Literal["balanced", "isf", "random"] = "balanced"
     """``balanced``; ``isf``, the OmniBal paper's packing; or ``random``, samples as they are drawn."""
     oversized: Literal["alone", "error", "drop"] = "alone"
-    """Samples that exceed a limit on their own: each in a pack of its own, refused, or left out and counted."""
+    """Samples that exceed a limit on their own: each in a pack of its own, refused, or left out and counted. Of streams
+    they are left out where this is not given: the log names the first one, metrics and report count them."""
     exchange_steps: Count = EXCHANGE_STEPS
     """Consecutive steps that may exchange samples for balance; 1 keeps every step exactly as it was drawn."""
     samples_per_step: Count | None = None
@@ -137,9 +136,9 @@ class LearningRates(Section):
     """Learning rates of single modules; left out, that of the ds_config's "optimizer"."""
 
     vision: Rate | None = None
-    """Of the ViT: patch embedding, blocks (Qwen3-VL's with their deep-stack mergers) and last norm."""
+    """Of the patch embedding and the ViT's blocks."""
     projector: Rate | None = None
-    """Of what takes the ViT's last output to the language model."""
+    """Of what takes the ViT's output to the language model."""
     language: Rate | None = None
     """Of the language model, its embedding and its head."""
 

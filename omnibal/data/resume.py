@@ -11,6 +11,7 @@ from omnibal.errors import ConfigError
 VERSION: Final = 1
 Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 """Ranks, and micro-batches of each."""
+OTHER_DATA: Final = "; other samples or shares make other draws: keep the weights, and begin anew without the state"
 
 
 class _Record(BaseModel):
@@ -72,7 +73,8 @@ def read_state(state: Any, made_from: Mapping[str, Any]) -> State:
     for name, value in made_from.items():
         saved = read.made_from.get(name)
         if saved != value:
-            raise ConfigError(f"{name} must be as in the saved state, {saved!r}, got {value!r}")
+            remedy = OTHER_DATA if name in ("num_samples", "content_hash", "mixture") else ""
+            raise ConfigError(f"{name} must be as in the saved state, {saved!r:.200}, got {value!r:.200}{remedy}")
     return read
 
 

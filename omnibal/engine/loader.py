@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from omnibal.cost import Load
 from omnibal.data.collate import Positions, pack_samples
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.policies import Oversized
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.errors import OmnibalError
 
@@ -63,6 +64,7 @@ class Step:
         num_samples: In all packs of the step.
         load: Vision units and LLM tokens of every pack, in arrays of shape (num_replicas, micro_batches).
         shares: Of a mixture's sources: the share that was asked for, and the one that the step holds.
+        oversized: Of a stream: what becomes of samples over a limit, and how many the run has met of them so far.
     """
 
     epoch: int
@@ -70,6 +72,7 @@ class Step:
     num_samples: int
     load: Load
     shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    oversized: Mapping[Oversized, int] = field(default_factory=dict)
 
     @property
     def llm_tokens(self) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 from omnibal.cluster import PipelinePosition
 from omnibal.config import OmnibalSection
 from omnibal.data.collate import IGNORED, pack_samples
-from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.sources.streamed import ConversationStream, open_streams
 from omnibal.data.streaming.draws import Sample
@@ -60,6 +59,8 @@ def stream_loader(
     """
     section, rules = given.section, SampleRules.of(given.vlm)
     num_steps, mixture = _checked(section)
+    # A sample far beyond the limits would end a run, for lack of memory, when nobody looks any more.
+    oversized = section.packing.oversized if "oversized" in section.packing.model_fields_set else "drop"
     plan = resolve_plan(given, None)
     loader = StreamLoader(
         sources if isinstance(sources, Mapping) else {"data": sources},
@@ -70,13 +71,8 @@ def stream_loader(
         micro_batches=plan.micro_batches,
         num_steps=num_steps,
         seed=section.packing.seed,
-        read=partial(
-            checked_sample,
-            rules=rules,
-            limits=plan.limits,
-            dtype=given.dtype,
-            refuses=section.packing.oversized == "error",
-        ),
+        oversized=oversized,
+        read=partial(checked_sample, rules=rules, dtype=given.dtype),
         collate=partial(
             pack_samples,
             pad_token_id=PAD_TOKEN_ID,
@@ -100,24 +96,18 @@ def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:
         )
     if mixture == "repeat_time":
         raise ConfigError("omnibal.data.mixture must be shares by source for streams, got 'repeat_time'")
-    for key, value, refused, rule in (
-        ("method", packing.method, ("isf", "random"), "'balanced'"),
-        ("oversized", packing.oversized, ("drop",), "'alone' or 'error'"),
-    ):
-        if value in refused:
-            raise ConfigError(f"omnibal.packing.{key} must be {rule} for a stream, got {value!r}")
+    if packing.method != "balanced":
+        raise ConfigError(f"omnibal.packing.method must be 'balanced' for a stream, got {packing.method!r}")
     return steps, mixture
 
 
-def checked_sample(item: Any, rules: SampleRules, limits: PackLimits, dtype: torch.dtype, *, refuses: bool) -> Sample:
+def checked_sample(item: Any, rules: SampleRules, dtype: torch.dtype) -> Sample:
     """A sample as the buffer holds it: pixels in the dtype that the model computes in.
 
     Args:
         item: What a source yields.
         rules: What the model asks of it.
-        limits: The most a pack may hold.
         dtype: Of the model.
-        refuses: Whether a sample over a limit is an error.
 
     Raises:
         DataError: It breaks a rule.
@@ -127,11 +117,6 @@ def checked_sample(item: Any, rules: SampleRules, limits: PackLimits, dtype: tor
     problem = rules.problem(item, tiles=tiles, tokens=tokens, decoded=True)
     if problem is not None:
         raise DataError(f"a sample must {problem}")
-    if refuses and (tiles > limits.vision_units or tokens > limits.llm_tokens):
-        raise DataError(
-            f"a sample must be within the limits of {limits.vision_units} vision units and {limits.llm_tokens} LLM "
-            f"tokens, got {tiles} and {tokens}; omnibal.packing.oversized 'alone' gives it a pack of its own"
-        )
     held = {name: item[name] for name in ("input_ids", "labels", *rules.image_integers) if item.get(name) is not None}
     held["pixel_values"] = item["pixel_values"].to(dtype) if tiles else None
     return Sample(held, (tiles, tokens, int((item["labels"][1:] != IGNORED).sum())))

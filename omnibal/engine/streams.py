@@ -17,12 +17,20 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
+from omnibal.data.policies import Oversized
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.streaming.ahead import ahead
 from omnibal.data.streaming.buffer import buffer_of
 from omnibal.data.streaming.draws import Draws, Sample
 from omnibal.data.streaming.sources import part_of
-from omnibal.data.streaming.windows import PER_PACK, Window, Windows, beginning, shares_of, warn_of_reading_again
+from omnibal.data.streaming.windows import (
+    PER_PACK,
+    Window,
+    Windows,
+    beginning,
+    go_on,
+    shares_of,
+)
 from omnibal.engine.distributed import set_device
 from omnibal.engine.loader import Batch, PackLoader, Step, VlmDataset, step_in_words
 from omnibal.errors import ConfigError
@@ -44,6 +52,7 @@ class StreamLoader:
         micro_batches: Packs of each replica and step.
         num_steps: Of the whole run: nothing is drawn beyond.
         seed: What chance decides by.
+        oversized: What becomes of a sample that exceeds a limit on its own.
         read: Checks an item; gives what the buffer holds.
         collate: Makes a pack of samples.
         make_loader: A loader of held-out samples for this rank.
@@ -64,6 +73,7 @@ class StreamLoader:
         micro_batches: int,
         num_steps: int,
         seed: int,
+        oversized: Oversized,
         read: Callable[[Any], Sample],
         collate: Collate,
         make_loader: MakeLoader,
@@ -77,6 +87,8 @@ class StreamLoader:
             Draws,
             {name: part_of(name, items, replica, num_replicas) for name, items in sources.items()},
             read,
+            limits=limits,
+            oversized=oversized,
             most_samples=buffer_of(micro_batches),
             mixture=mixture,
             rank=replica,
@@ -91,6 +103,7 @@ class StreamLoader:
             "num_replicas": num_replicas,
             "micro_batches": micro_batches,
             "seed": seed,
+            "oversized": oversized,
         }
         self._windows = Windows(
             draws if place.stage == 0 else None,
@@ -100,6 +113,7 @@ class StreamLoader:
             rank=replica,
             micro_batches=micro_batches,
             seed=seed,
+            oversized=oversized,
             fills=False,
         )
         self._group: dist.ProcessGroup | None = None
@@ -146,23 +160,16 @@ class StreamLoader:
         return {"made_from": self._made_from, "steps_done": self._steps_done, "replicas": replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position.
+        """Go on from a position; sources go on by their names, and a new one begins at its start.
 
         Raises:
-            ConfigError: It is one in other data, or of other packs.
+            ConfigError: It is one in samples with an index, or of other packs.
         """
         if "made_from" not in state:
             raise ConfigError("data of the checkpoint must be streams as they are here, got samples with an index")
-        for name, value in self._made_from.items():
-            if state["made_from"][name] != value:
-                raise ConfigError(
-                    f"{name} of streams must be that of the checkpoint, {state['made_from'][name]}, got {value}; every "
-                    "replica goes on in its own sources and buffer"
-                )
-        self._position, self._steps_done = state["replicas"][self._place.replica], state["steps_done"]
-        self._iterator = None
-        if dist.get_rank() == 0:
-            warn_of_reading_again(self._made_from["sources"], self._position)
+        position, is_first = state["replicas"][self._place.replica], dist.get_rank() == 0
+        self._position = go_on(self._made_from, state["made_from"], position, tells=is_first)
+        self._steps_done, self._iterator = state["steps_done"], None
 
     def over(self, dataset: VlmDataset, lengths: SampleLengths) -> PackLoader:
         """As of ``PackLoader``."""
@@ -184,7 +191,7 @@ class StreamLoader:
             for index in range(begun["steps_done"] if is_first else 0, window.loads.shape[1] // size):
                 part = slice(index * size, (index + 1) * size)
                 batches, window.batches[part] = window.batches[part], [None] * len(window.batches[part])
-                yield self._step(window, index), batches, {**window.position, "steps_done": index + 1}
+                yield self._step(window, index), batches, window.position_behind(index + 1)
 
     def _step(self, window: Window, index: int) -> Step:
         number = window.position["first_step"] + index
@@ -195,6 +202,7 @@ class StreamLoader:
             int(loads[..., PER_PACK - 1].sum()),
             Load(loads[..., 0], loads[..., 1]),
             shares_of(self._mixture, number, loads[..., PER_PACK:].sum(axis=(0, 1))),
+            {self._made_from["oversized"]: window.oversized},
         )
 
     def _all_windows(self, begun: Mapping[str, Any], steps: int) -> Iterator[Window]:
@@ -202,11 +210,11 @@ class StreamLoader:
         set_device()  # where memory is pinned; each thread has its own
         while True:
             for window in self._windows.following(begun):
-                yield Window(window.position, self._handed_over(window), window.loads)
+                yield window._replace(batches=self._handed_over(window))
                 steps += window.loads.shape[1] // self.micro_batches
                 if steps >= self._num_steps:
                     return
-            begun = beginning(begun["epoch"] + 1)
+            begun = beginning(begun["epoch"] + 1, window.oversized)
 
     def _pack(self, samples: list[Sample], _filler: Any, _wants_image: bool) -> Batch:
         return self._pinned(self._collate([sample.held for sample in samples]))

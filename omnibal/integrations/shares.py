@@ -60,6 +60,7 @@ class Stream:
 
             dataset, rank, num_ranks = split_dataset_by_node(dataset, rank, num_ranks), 0, 1
         self._share = _Share(dataset, rank, num_ranks)
+        self.num_workers = options.get("num_workers", 0)
         # A generator of its own, since this is drawn in a thread beside the model's.
         generator = torch.Generator()
         self._loader = DataLoader(self._share, batch_size=size, collate_fn=as_it_is, generator=generator, **options)

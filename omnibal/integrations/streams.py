@@ -13,10 +13,17 @@ from omnibal.cost import IntArray, Load
 from omnibal.data.checks import integer, kind, ranks
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
+from omnibal.data.policies import Oversized
 from omnibal.data.streaming.ahead import ahead
 from omnibal.data.streaming.draws import Draws, Sample
-from omnibal.data.streaming.windows import PER_PACK, Windows, beginning, shares_of, warn_of_reading_again
-from omnibal.errors import ConfigError, DataError
+from omnibal.data.streaming.windows import (
+    PER_PACK,
+    Windows,
+    beginning,
+    go_on,
+    shares_of,
+)
+from omnibal.errors import DataError
 from omnibal.integrations.loading import Loads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.integrations.packing import Collator, PackCollator, check_packed, positions_of, two_texts
@@ -30,6 +37,8 @@ class StreamLoader:
     """What the packs of the step hold that was yielded last, (ranks, micro-batches, PER_PACK)."""
     step_shares: Mapping[str, tuple[float, float]]
     """Of each source of a mixture, in the same step: the share that was asked for, and that of its packs."""
+    oversized: int = 0
+    """Samples over a limit that all ranks met since the run began, up to the step that was yielded last."""
 
     def __init__(
         self,
@@ -42,6 +51,7 @@ class StreamLoader:
         mixture: Mixture | None = None,
         micro_batches: int = 1,
         seed: int = 0,
+        oversized: Oversized = "drop",
         warn_seconds: float = 60,
         wait_seconds: float = 1800,
         weigh_tokens: bool = True,
@@ -54,6 +64,8 @@ class StreamLoader:
             Draws,
             sources,
             self._read,
+            limits=limits,
+            oversized=oversized,
             most_samples=buffer,
             most_bytes=buffer_bytes,
             mixture=mixture,
@@ -63,7 +75,7 @@ class StreamLoader:
         )
         self._mixture, names = mixture, draws().names  # refuses what is wrong with the arguments, too
         self._made_from: dict[str, Any] = {"sources": names, "buffer": buffer, "seed": seed}
-        self._made_from |= {"limits": [limits.vision_units, limits.llm_tokens]}
+        self._made_from |= {"limits": [limits.vision_units, limits.llm_tokens], "oversized": oversized}
         self._made_from["mixture"] = None if mixture is None else mixture.record(names)
         self._made_from |= {"num_ranks": self._num_ranks, "micro_batches": self._micro_batches}
         self._windows = Windows(
@@ -74,6 +86,7 @@ class StreamLoader:
             rank=self._rank,
             micro_batches=self._micro_batches,
             seed=seed,
+            oversized=oversized,
             warn_seconds=warn_seconds,
             wait_seconds=wait_seconds,
         )
@@ -88,13 +101,14 @@ class StreamLoader:
                 of_step = window.loads[:, step * size : (step + 1) * size]
                 self.step_loads, given = of_step[..., :PER_PACK], of_step[..., PER_PACK:].sum(axis=(0, 1))
                 self.step_shares = shares_of(self._mixture, window.position["first_step"] + step, given)
+                self.oversized = window.oversized
                 if micro_batch == size - 1:  # who saves after the last one's backward pass has trained it
-                    self._position = {**window.position, "steps_done": step + 1}
+                    self._position = window.position_behind(step + 1)
                 batch, window.batches[number] = window.batches[number], None
                 targets = int(self.step_loads[..., 3].sum())
                 weight = {TOKEN_WEIGHT: torch.tensor(self._num_ranks / max(targets, 1))} if self._weigh_tokens else {}
                 yield batch | weight if weight else batch
-        self._position = beginning(begun["epoch"] + 1)
+        self._position = beginning(begun["epoch"] + 1, self.oversized)
 
     def step_load(self) -> Load:
         """What the packs of the step hold that was yielded last, in arrays of shape (ranks, micro-batches)."""
@@ -107,18 +121,14 @@ class StreamLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where this rank's state was taken.
 
+        Sources go on by their names: a new one begins at its start, what was drawn of one that is gone is left out.
+
         Raises:
             ConfigError: It was taken on another number of ranks, or of other packs.
         """
-        for name, value in self._made_from.items():
-            if state["made_from"][name] != value:
-                raise ConfigError(
-                    f"{name} must be that of the state, {state['made_from'][name]}, got {value}; "
-                    "every rank goes on in its own sources and buffer"
-                )
-        self._position = {name: value for name, value in state.items() if name != "made_from"}
-        if self._rank == 0:
-            warn_of_reading_again(self._made_from["sources"], self._position)
+        position = {name: value for name, value in state.items() if name != "made_from"}
+        self._position = go_on(self._made_from, state["made_from"], position, tells=self._rank == 0)
+        self.oversized = self._position["oversized"]
 
     def _read(self, item: Any) -> Sample:
         held = self._collator.sample(item)
@@ -150,6 +160,7 @@ def balanced_stream(
     buffer_bytes: int | None = None,
     micro_batches: int = 1,
     seed: int = 0,
+    oversized: Oversized = "drop",
     warn_seconds: float = 60,
     wait_seconds: float = 1800,
     weigh_tokens: bool = True,
@@ -170,9 +181,12 @@ def balanced_stream(
         measure: Vision units, LLM tokens and target tokens of an item, for ``collate`` without ``model``.
         mixture: What share each source gets, as a ``Mixture`` takes it; sources are then iterated anew when they end.
         buffer: Samples that a rank plans at a time. With those that are being trained it holds at most twice as many.
-        buffer_bytes: The most bytes that they may take, likewise.
+            Where samples are so short that they do not fill a step, it grows until they do.
+        buffer_bytes: The most bytes that they may take, likewise: a buffer does not grow beyond, and packs get emptier.
         micro_batches: Packs of each rank and step.
         seed: The same seed and sources give the same packs.
+        oversized: What becomes of a sample that exceeds a limit on its own: it is left out (``"drop"``), gets a pack of
+            its own (``"alone"``), or ends the run (``"error"``). The first one is named; ``loader.oversized`` counts.
         warn_seconds: After how long a source that is waited for is named, on all ranks.
         wait_seconds: After how long without a sample it ends the run, on all ranks.
         weigh_tokens: Whether batches hold what ``pack_loss`` needs.
@@ -194,6 +208,7 @@ def balanced_stream(
         mixture=None if mixture is None else Mixture.of(mixture),
         micro_batches=micro_batches,
         seed=seed,
+        oversized=oversized,
         warn_seconds=warn_seconds,
         wait_seconds=wait_seconds,
         weigh_tokens=weigh_tokens,

@@ -16,6 +16,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.streaming.buffer import buffer_of
 from omnibal.data.streaming.sources import is_indexed
+from omnibal.data.streaming.windows import FREE
 from omnibal.errors import ConfigError
 from omnibal.integrations.expected import Costs
 from omnibal.integrations.packing import PackCollator, positions_of, two_texts
@@ -130,9 +131,19 @@ class StreamCallback(PacksCallback):
         self._loader = loader
 
     def made_from(self) -> dict[str, Any]:
-        """What packs depend on."""
+        """What packs depend on; a change of the rest is told where the rank's place is loaded."""
         made_from: dict[str, Any] = self._loader.state_dict()["made_from"]
-        return made_from
+        return {name: value for name, value in made_from.items() if name not in FREE}
+
+    def logged(self) -> dict[str, float]:
+        """As of ``PacksCallback``, and how many samples were left out so far."""
+        return super().logged() | {"left_out": self._loader.oversized}
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """As of ``PacksCallback``."""
+        super().on_train_end(args, state, control, **others)
+        if self._loader.oversized and state.is_world_process_zero:
+            print(f"omnibal: {self._loader.oversized:,} samples exceeded a limit on their own and were left out")
 
     def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
         """As of ``PacksCallback``."""

@@ -16,6 +16,7 @@ from rich.table import Table
 from typing_extensions import TypedDict, Unpack
 
 from omnibal.cost import FloatArray
+from omnibal.data.policies import Oversized
 from omnibal.errors import DataError, bytes_in_words
 from omnibal.families.base import LayerRecord
 from omnibal.memory.footprint import StageMemory
@@ -48,6 +49,8 @@ class StepRecord(TypedDict):
     """Mean load over largest load, for each kind of load."""
     shares: NotRequired[dict[str, tuple[float, float]]]
     """Of a mixture's sources: the share that was asked for, and the one that the step holds."""
+    oversized: NotRequired[dict[Oversized, int]]
+    """Of a stream: what becomes of samples over a limit, and how many the run has met of them so far."""
 
 
 class EvaluationRecord(TypedDict):
@@ -216,6 +219,11 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
     }
     for name in last["balance"]:
         rows[f"balance, {name}"] = f"{np.mean([record['balance'][name] for record in metrics.steps]):.3f}"
+    for fate, count in last.get("oversized", {}).items():
+        if count:
+            rows["over the limits"] = (
+                f"{count:,} samples, {'left out' if fate == 'drop' else 'each in a pack of its own'}"
+            )
     if metrics.evaluations:
         result = metrics.evaluations[-1]
         rows["held-out answers right"] = f"{result['held_out_accuracy']:.1%} of {result['held_out_samples']:,}"

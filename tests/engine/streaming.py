@@ -147,7 +147,6 @@ def refused(config):
         "epochs": (changed(config, "run", max_steps=None), Counting(0)),
         "limits": (changed(config, "packing", llm_tokens=None), Counting(0)),
         "method": (changed(config, "packing", method="isf"), Counting(0)),
-        "drop": (changed(config, "packing", oversized="drop"), Counting(0)),
         "repeat": (changed(config, "data", mixture="repeat_time"), Counting(0)),
         "name": (config, {"statefull": Counting(0), "indexed": [], "stateless": []}),
         "several": (changed(config, "data", mixture=None), {"a": Counting(0), "b": Counting(0)}),
@@ -190,6 +189,7 @@ def failed(config):
         "gone": (one, Broken(some)),
         "bad": (one, Finite([bad] * 4)),
         "long": (changed(one, "packing", oversized="error"), Finite([long] * 4)),
+        "all": (one, Finite([long] * 4)),
         "stuck": (one, Stuck(some)),
     }
     told = {name: _said(lambda case=case: _trained(*case)) for name, case in cases.items()}

@@ -93,7 +93,7 @@ def ranks(monkeypatch):
     return Ranks(monkeypatch)
 
 
-def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS):
+def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS, oversized="alone"):
     loader = StreamLoader(
         sources() if found is None else found,
         mixture,
@@ -103,7 +103,8 @@ def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS):
         micro_batches=2,
         num_steps=steps,
         seed=0,
-        read=partial(checked_sample, rules=RULES, limits=LIMITS, dtype=torch.float32, refuses=False),
+        oversized=oversized,
+        read=partial(checked_sample, rules=RULES, dtype=torch.float32),
         collate=partial(pack_samples, pad_token_id=0, pixel_shape=PIXEL_SHAPE),
         make_loader=None,
         pin_memory=False,
@@ -182,3 +183,19 @@ def test_what_fails_on_one_rank_is_heard_on_all(ranks):
         return str(caught.value)
 
     assert ranks.run(heard) == ["rank 1: source 'data': shard 7 is gone"] * ranks.size
+
+
+@pytest.mark.filterwarnings("ignore:source 'data', sample")
+def test_all_ranks_count_the_samples_over_a_limit_that_the_first_stages_leave_out(ranks):
+    long = sample(1) | {name: sample(1)[name].repeat(30) for name in ("input_ids", "labels")}
+    long["pixel_values"] = None if long["pixel_values"] is None else long["pixel_values"].repeat(30, 1, 1, 1)
+    samples = [long if number % 20 == 0 else sample(number) for number in range(100)]
+
+    def work(place):
+        loader = loader_of(place, {"data": Finite(samples)}, None, oversized="drop")
+        return [(step.epoch, dict(step.oversized)) for step, _ in itertools.islice(loader, STEPS)]
+
+    first, *others = ranks.run(work)
+    assert all(found == first for found in others)
+    assert [count for epoch, found in first if epoch == 0 for count in found.values()][-1] == 5
+    assert [*first[0][1]] == ["drop"]

@@ -54,7 +54,7 @@ def test_a_resumed_run_trains_on_the_samples_that_would_have_followed_bit_for_bi
             assert whole["seen"][len(whole["seen"]) * SAVED_AT // LAST_STEP :] == again["seen"]
             assert whole["weights"].keys() == again["weights"].keys()
             assert all(torch.equal(weight, again["weights"][name]) for name, weight in whole["weights"].items())
-            assert "seed of streams must be that of the checkpoint, 0, got 7; every replica goes on" in run["other"]
+            assert "seed must be that of the state of the streams, 0, got 7; every rank goes on" in run["other"]
 
 
 def test_stages_see_the_same_packs_and_replicas_their_own(by_rank):
@@ -107,7 +107,6 @@ def test_streams_that_cannot_work_are_refused_in_a_line(by_rank):
         "epochs": "omnibal.run.max_steps must say how long to train on a stream, got none; without lengths",
         "limits": "omnibal.packing must give vision_units and llm_tokens for a stream, .* got 4 and None",
         "method": "omnibal.packing.method must be 'balanced' for a stream, got 'isf'",
-        "drop": "omnibal.packing.oversized must be 'alone' or 'error' for a stream, got 'drop'",
         "repeat": "omnibal.data.mixture must be shares by source for streams, got 'repeat_time'",
         "name": "must name .*sources of the data, got .*; did you mean .*stateful",
         "several": "mixture must say what share each source gets, got none for a, b",
@@ -123,8 +122,9 @@ def test_sources_that_fail_end_all_ranks_and_are_named(by_rank):
     expected = {
         "empty": "rank 0: source 'data' must yield samples in every pass, got none",
         "gone": "rank 1: source 'data': shard 7 is gone",
-        "bad": "source 'data': a sample must have as many labels as input_ids",
-        "long": "source 'data': a sample must be within the limits of 4 vision units and 48 LLM tokens, got",
+        "bad": "source 'data', sample 0: a sample must have as many labels as input_ids",
+        "long": "source 'data', sample 0 must be within the limits of 4 vision units and 48 LLM tokens, got .*; over",
+        "all": "limits must allow a sample of the sources, got none; source 'data', sample 0 must be within the limits",
         "stuck": "source 'data' must bring samples, got none for .* s on rank 1",
     }
     for results in by_rank:

@@ -1,7 +1,9 @@
 """Sources that are drawn one by one and may never end: what ranks train on, and what they do not wait for."""
 
 import itertools
+import os
 import pickle
+import signal
 import threading
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import IterableDataset
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import IterableDataset as TorchStream
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
@@ -24,11 +28,11 @@ from tests.vlm.families import plain_backward, plain_family_model
 LIMITS = PackLimits(8, 64)
 
 
-def item(number, *, images=True):
+def item(number, *, images=True, tokens=None):
     """A sample that can be told from all others: with images, or a text."""
     chance = np.random.default_rng(number)
-    tiles = int(chance.integers(0, 4)) if images else 0
-    ids = torch.full((int(chance.integers(4, 16)) + 4 * tiles,), number)
+    tiles = int(chance.integers(0, 4)) if images and tokens is None else 0
+    ids = torch.full((int(chance.integers(4, 16)) + 4 * tiles if tokens is None else tokens,), number)
     return {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(tiles, 1) if tiles else None}
 
 
@@ -159,20 +163,15 @@ def test_shares_over_any_thousand_steps_are_those_that_were_asked_for(by):
 
 
 def test_a_buffer_is_bounded_in_samples_and_bytes():
+    options = {"limits": LIMITS, "oversized": "drop", "rank": 0, "num_ranks": 1}
     draws = Draws(
-        {"data": Counting()},
-        lambda found: Sample(found, (1, 2, 3)),
-        most_samples=30,
-        most_bytes=None,
-        rank=0,
-        num_ranks=1,
+        {"data": Counting()}, lambda found: Sample(found, (1, 3, 2)), most_samples=30, most_bytes=None, **options
     )
     draws.fill(0)
     assert len(draws.samples) == 30
-    few = Draws(
-        {"data": Counting()}, lambda _: Sample(b"1234", (1, 2, 3)), most_samples=30, most_bytes=40, rank=0, num_ranks=1
-    )
+    few = Draws({"data": Counting()}, lambda _: Sample(b"1234", (1, 3, 2)), most_samples=30, most_bytes=40, **options)
     few.fill(0)
+    few.fill_up(50)
     assert len(few.samples) == 10
 
 
@@ -219,8 +218,17 @@ def broken():
             "source 'b' must yield samples in every pass, got",
         ),
         (broken(), {}, "rank 0: source 'data': shard 7 is gone"),
-        (map(int, "12"), {}, "rank 0: source 'data': "),
-        (Counting(), {"buffer": 2}, "a buffer must hold a step of 2 packs on every rank, got 0.*; let it hold more"),
+        (map(int, "12"), {}, "rank 0: source 'data', sample 0: "),
+        (
+            (item(number, tokens=number % 9) for number in range(1, 40)),
+            {},
+            "source 'data', sample 8: a sample must have at least 1 token, got 0",
+        ),
+        (
+            Counting(),
+            {"measure": lambda found: (0, 4, 5)},
+            "sample 0: a sample must have 0 vision units or more, .* got 0, 5 and 4",
+        ),
     ],
 )
 def test_bad_data_is_refused_in_a_line(sources, options, message):
@@ -265,9 +273,235 @@ def test_a_mixture_by_target_tokens_wants_target_tokens():
 def test_a_state_of_other_packs_is_refused():
     state = stream_of(Counting()).state_dict()
     with pytest.raises(
-        ConfigError, match="buffer must be that of the state, 24, got 25; every rank goes on in its own"
+        ConfigError, match="buffer must be that of the state of the streams, 24, got 25; every rank goes on in its"
     ):
         stream_of(Counting(), buffer=25).load_state_dict(state)
+
+
+def becoming_short(count=2000, step=1):
+    """Samples that fill half a pack at first, then a sixteenth of one."""
+    return (item(number, tokens=32 if number < count // 4 else 4) for number in range(1, count, step))
+
+
+def tokens_of(batch):
+    return sum(len(sample["input_ids"]) for sample in batch if (sample["labels"] >= 0).any())
+
+
+@pytest.mark.parametrize("buffer_bytes", [None, 2000])
+def test_samples_that_become_short_end_no_run(buffer_bytes):
+    """A buffer grows until it fills a step; where its bytes do not allow that, packs get emptier."""
+    batches = list(stream_of(becoming_short(), buffer=24, buffer_bytes=buffer_bytes, micro_batches=4))
+    assert sorted(number for batch in batches for number in numbers(batch)) == [*range(1, 2000)]
+    assert len(batches) % 4 == 0
+    short = [tokens_of(batch) for batch in batches[-80:-20]]
+    assert min(short) > (0.9 * 64 if buffer_bytes is None else 0)
+    assert buffer_bytes is None or max(short) < 0.8 * 64
+
+
+def test_a_resumed_run_whose_buffer_has_grown_sees_the_samples_that_would_have_followed():
+    def loader():
+        return stream_of(Numbered(lambda number: item(number, tokens=32 if number < 500 else 4)), micro_batches=4)
+
+    whole, begun, again = taken(loader(), 400), loader(), loader()
+    first = taken(begun, 320)
+    again.load_state_dict(begun.state_dict())
+    assert first + taken(again, 80) == whole
+
+
+class Numbered(Counting):
+    """Samples by their numbers, to an end if there is one."""
+
+    def __init__(self, make, end=10**6):
+        super().__init__(1)
+        self.make, self.end = make, end
+
+    def __iter__(self):
+        while self.next < self.end:
+            number, self.next = self.next, self.next + 1
+            yield self.make(number)
+
+
+def long_ones(number):
+    return item(number, tokens=64 * 39 if number % 50 == 0 else 10)
+
+
+def test_samples_over_a_limit_are_left_out_named_and_counted():
+    loader = stream_of(Numbered(long_ones, 1000))
+    with pytest.warns(UserWarning, match="must be within the limits") as told:
+        seen = [number for batch in loader for number in numbers(batch)]
+    assert sorted(seen) == [number for number in range(1, 1000) if number % 50]
+    assert loader.oversized == 19
+    assert next(str(warning.message) for warning in told) == (
+        "source 'data', sample 49 must be within the limits of 8 vision units and 64 LLM tokens, got 0 and 2496; it is "
+        "left out, as all such ones (1 so far)"
+    )
+    assert len(told) == 2  # and the tenth
+    with pytest.warns(UserWarning, match="it gets a pack of its own"):
+        batches = list(stream_of(Numbered(long_ones, 1000), oversized="alone"))
+    assert sorted(number for batch in batches for number in numbers(batch)) == [*range(1, 1000)]
+    assert all(len(batch) == 1 for batch in batches if tokens_of(batch) > 64)
+
+
+@pytest.mark.filterwarnings("ignore:source 'data', sample")
+def test_samples_that_were_left_out_are_counted_once_by_a_resumed_run():
+    begun, again = stream_of(Numbered(long_ones, 1000)), stream_of(Numbered(long_ones, 1000))
+    first = taken(begun, 80)
+    again.load_state_dict(begun.state_dict())
+    assert 0 < again.oversized <= begun.oversized < 19
+    assert first + taken(again, 1000) == taken(stream_of(Numbered(long_ones, 1000)), 1000)
+    assert again.oversized == 19
+
+
+@pytest.mark.parametrize(
+    ("options", "sources", "message"),
+    [
+        (
+            {"oversized": "error"},
+            Numbered(long_ones),
+            "rank 0: source 'data', sample 49 must be within .*; oversized 'alone' gives",
+        ),
+        (
+            {},
+            [item(number, tokens=65) for number in range(9)],
+            "limits must allow a sample of the sources, got none; sou",
+        ),
+        (
+            {"mixture": {"a": 1, "b": 1}},
+            {"a": Counting(), "b": Numbered(lambda number: item(number, tokens=65))},
+            "source 'b', sample 1023 must be within .*, as none of the first 1024 of this source is; raise the limits",
+        ),
+    ],
+)
+def test_samples_over_a_limit_are_refused_where_nothing_else_can_be_trained(options, sources, message):
+    with pytest.raises(DataError, match=message):
+        taken(stream_of(sources, **options), 1000)
+
+
+def test_oversized_is_one_of_three():
+    with pytest.raises(ConfigError, match=r"oversized must be one of \('alone', 'error', 'drop'\), got 'cut'"):
+        stream_of(Counting(), oversized="cut")
+
+
+def going_on(before, after, batches=80, **options):
+    """What follows in other sources than those that a state is of."""
+    begun = stream_of(before, **options)
+    taken(begun, batches)
+    again = stream_of(after, **options)
+    again.load_state_dict(begun.state_dict())
+    return taken(again, 40)
+
+
+def shifted(by):
+    return lambda number: item(number + by, tokens=4 + number % 9)
+
+
+@pytest.mark.filterwarnings("ignore:sources without state_dict")
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            Numbered(shifted(0)),
+            Numbered(shifted(5000)),
+            "source 'data' must bring the samples again that the state was",
+        ),
+        (Numbered(shifted(0)), Numbered(shifted(0), 100), "source 'data' must bring the samples again .* got its end"),
+        (
+            map(shifted(0), range(1000)),
+            map(shifted(0), range(100)),
+            "source 'data': the .* samples that were drawn before must come again, got 100",
+        ),
+        (
+            [item(number) for number in range(900)],
+            [item(number) for number in range(899)],
+            "source 'data': the dataset must have the 900 samples that its order was made for, got 899; under another",
+        ),
+    ],
+)
+def test_a_state_of_another_stream_is_refused(before, after, message):
+    with pytest.raises(DataError, match=message):
+        going_on(before, after)
+
+
+def test_samples_that_change_at_random_are_told_and_go_on():
+    chance = np.random.default_rng(0)
+
+    def some_change(number):
+        return item(number, tokens=10 + int(chance.integers(0, 2)))
+
+    with pytest.warns(
+        UserWarning, match="source 'data' must bring the samples again .*, got .* others of .*, as where"
+    ):
+        assert len(going_on(Numbered(some_change), Numbered(some_change))) == 40
+
+
+def test_sources_go_on_by_name_where_one_is_added_and_one_is_gone():
+    def some(names):
+        numbers_from = {"a": 1, "b": 10_000, "c": 20_000}
+        return {name: Counting(numbers_from[name]) for name in names}
+
+    begun, others = stream_of(some("ab"), mixture={"a": 1, "b": 1}), {"mixture": {"c": 1, "a": 3}}
+    before = {number for batch in taken(begun, 60) for number in batch}
+    again = stream_of(some("ca"), **others)
+    with pytest.warns(UserWarning) as told:
+        again.load_state_dict(begun.state_dict())
+    assert [str(warning.message) for warning in told] == [
+        "source 'c' is new and begins at its start",
+        "source 'b' is gone; what was drawn of it is left out",
+    ]
+    after = [number for batch in taken(again, 120) for number in batch]
+    assert len(after) == len(set(after)) == len(set(after) - before)
+    of_a = sorted(number for number in {*before, *after} if number < 10_000)
+    assert len(of_a) > of_a[-1] - 30  # none is left out: the others are in the buffer
+    assert min(number for number in after if number >= 10_000) == 20_000
+    assert np.mean([number < 10_000 for number in after[-100:]]) == pytest.approx(0.75, abs=0.1)
+    # And once more from there.
+    last = stream_of(some("ca"), **others)
+    last.load_state_dict(again.state_dict())
+    assert taken(last, 40) == taken(again, 40)
+
+
+def test_another_mixture_is_told_and_holds():
+    begun = stream_of({"a": Counting(), "b": Counting(10_000)}, mixture={"a": 1, "b": 1})
+    taken(begun, 60)
+    again = stream_of({"a": Counting(), "b": Counting(10_000)}, mixture={"a": 1, "b": 0})
+    with pytest.warns(UserWarning, match="mixture is another one from here on"):
+        again.load_state_dict(begun.state_dict())
+    assert all(number < 10_000 for batch in taken(again, 100)[-40:] for number in batch)
+
+
+class Undivided(TorchStream):
+    """Yields some samples, in each worker; fails at one of them if asked to."""
+
+    def __init__(self, count, fails_at=None, divides=False):
+        super().__init__()
+        self.count, self.fails_at, self.divides = count, fails_at, divides
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if self.divides else (0, 1)
+        for number in range(first, self.count, step):
+            if number == self.fails_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item(number)
+
+
+def test_workers_that_read_the_same_are_noticed():
+    undivided, few, divided = Undivided(100), Undivided(3), Undivided(100, divides=True)
+    for dataset in (undivided, few):
+        with pytest.raises(
+            DataError, match="samples must be divided over 2 worker processes, got each one 2 times; let"
+        ):
+            list(stream_of(DataLoader(dataset, batch_size=None, num_workers=2)))
+    loader = stream_of(DataLoader(divided, batch_size=None, num_workers=2))
+    assert sorted(number for batch in loader for number in numbers(batch)) == [*range(100)]
+
+
+def test_a_worker_that_is_killed_is_named_with_its_signal():
+    dataset = Undivided(400, fails_at=201, divides=True)
+    with pytest.raises(
+        DataError, match=r"source 'data': .*; its worker process \d+ was ended by signal 9; as a rule mem"
+    ):
+        list(stream_of(DataLoader(dataset, batch_size=None, num_workers=2)))
 
 
 # On two ranks
@@ -278,7 +512,9 @@ def losses():
     items, rank = items_of("internvl"), dist.get_rank()
     model = plain_family_model(small_config("internvl"))
     own = [items[number] for number in range(rank, len(items), 2)]
-    loader = balanced_stream(iter(own), Collate("internvl"), PackLimits(9, 90), model=model, buffer=40, micro_batches=6)
+    loader = balanced_stream(
+        iter(own), Collate("internvl"), PackLimits(9, 90), model=model, buffer=40, micro_batches=6, oversized="alone"
+    )
     batches = list(loader)  # one step
     loss = torch.stack([pack_loss(model, batch).detach() for batch in batches]).sum()
     dist.all_reduce(loss)
@@ -325,6 +561,14 @@ def resumed():
     return first + taken(again, 14) == taken(loader(), 38)
 
 
+def shortened():
+    """Rank 1's samples become short: how many batches each rank ran, and its own samples."""
+    rank = dist.get_rank()
+    source = becoming_short() if rank else iter([item(number, tokens=32) for number in range(2000, 2400)])
+    batches = [*stream_of(source, micro_batches=4)]
+    return len(batches), sorted(number for batch in batches for number in numbers(batch))
+
+
 def work():
     dead, warned = Stuck(20), {"warn_seconds": 0.05, "wait_seconds": 0.2}
     told = [
@@ -334,13 +578,13 @@ def work():
         refused(lambda rank: Counting(1000 * rank, images=rank == 0)),
     ]
     dead.released.set()
-    return losses(), even(), ends(), told, resumed()
+    return losses(), even(), ends(), told, resumed(), shortened()
 
 
 @pytest.mark.distributed
 def test_two_ranks_that_draw_for_themselves():
     results = launch(2, "tests.integrations.test_streams:work")
-    losses_, even_, ends_, told, resumed_ = zip(*results, strict=True)
+    losses_, even_, ends_, told, resumed_, shortened_ = zip(*results, strict=True)
     # The loss is that of all samples, one by one.
     plain = plain_family_model(small_config("internvl"))
     plain.load_state_dict(losses_[0][2])
@@ -363,3 +607,5 @@ def test_two_ranks_that_draw_for_themselves():
     assert told[0][2].startswith("ranks must draw samples of their own, got the same first ones on ranks 0 and 1")
     assert told[0][3].startswith("rank 1: a rank must have drawn an image where others have, got texts alone")
     assert resumed_ == (True, True)
+    assert shortened_[0][0] == shortened_[1][0]
+    assert [numbers for _, numbers in shortened_] == [[*range(2000, 2400)], [*range(1, 2000)]]

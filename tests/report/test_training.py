@@ -65,6 +65,17 @@ def test_a_step_that_is_not_finite_stays_out_of_means(tmp_path):
     plot_training(metrics, tmp_path / "loss.png")
 
 
+def test_samples_over_the_limits_of_a_stream_are_counted(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    logged(path, 2)
+    log = MetricsLog(path, first_step=2)
+    figures = {"epoch": 0, "learning_rate": 0.1, "seconds": 2.0, "samples": 8, "llm_tokens": 600, "balance": BALANCE}
+    assert "over the limits" not in training_rows(read_metrics(path))
+    for fate, words in (("drop", "1,200 samples, left out"), ("alone", "1,200 samples, each in a pack of its own")):
+        log.training_step(step=3, loss=2.0, oversized={fate: 1200}, **figures)
+        assert training_rows(read_metrics(path))["over the limits"] == words
+
+
 def test_a_resumed_run_drops_what_it_trains_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     logged(path, 6)

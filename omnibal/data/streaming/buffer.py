@@ -20,10 +20,11 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.errors import DataError
 
 PART: Final = 0.75
 """The part of the emptiest buffer that a window takes: the rest is there to choose from."""
+MOST_GROWTH: Final = 2.0
+"""Times as many samples that a buffer which does not fill a step grows to before ranks look again."""
 RESERVE: Final = 0.005
 """Share of packs beyond what samples ask for: room to move them."""
 BUFFER: Final = 256
@@ -52,6 +53,8 @@ class Asked(NamedTuple):
     cost: float
     ended: bool
     """Whether nothing more will come."""
+    bounded: bool = False
+    """Whether its bytes allow no more samples."""
 
 
 class Aim(NamedTuple):
@@ -65,43 +68,68 @@ class Aim(NamedTuple):
     """Of a pack."""
 
 
-def asked(lengths: SampleLengths, limits: PackLimits, *, ended: bool) -> Asked:
+def asked(lengths: SampleLengths, limits: PackLimits, *, ended: bool, bounded: bool = False) -> Asked:
     """Count what a buffer holds; a sample over a limit counts as if it were at both.
 
     Args:
         lengths: Of its samples.
         limits: The most a pack may hold.
         ended: Whether nothing more will come.
+        bounded: Whether its bytes allow no more samples.
 
     >>> asked(SampleLengths([4, 4], [50, 50]), PackLimits(4, 200), ended=False).packs
     2.0
     """
     demand = _survey(lengths, limits)
     count = demand.num_samples
-    return Asked(max(demand.driver, demand.other) * count, demand.mean_vision * count, demand.mean_cost * count, ended)
+    packs = max(demand.driver, demand.other) * count
+    return Asked(packs, demand.mean_vision * count, demand.mean_cost * count, ended, bounded)
+
+
+def growth(of_ranks: Sequence[Asked], micro_batches: int) -> list[float]:
+    """How many times as many samples each rank must hold before packs are planned; 1 where it need not or cannot.
+
+    A buffer of short samples may not fill a step. It then grows until it does, but never beyond the bytes that it may
+    take: a rank that has come to these ends the others' growth, too.
+    """
+    _, cost = _mean_pack(of_ranks)
+    held = [rank.cost / max(cost, 1e-9) for rank in of_ranks]
+    wanted = min([micro_batches, *(packs for packs, rank in zip(held, of_ranks, strict=True) if rank.bounded)])
+    return [
+        1.0
+        if rank.ended or rank.bounded or packs >= wanted
+        # A little at a time, as the next samples may be longer; to PART, to have some to choose from.
+        else min(micro_batches / (PART * max(packs, 1e-9)), MOST_GROWTH)
+        for packs, rank in zip(held, of_ranks, strict=True)
+    ]
+
+
+def grown(num_samples: int, times: float) -> int:
+    """How many samples a buffer holds that grows so many times; at least one more where it grows."""
+    return num_samples if times == 1 else max(math.ceil(num_samples * times), num_samples + 1)
 
 
 def agree(of_ranks: Sequence[Asked], micro_batches: int) -> Aim:
     """What packs should hold, and how many each rank makes now: the same on all ranks, from the same numbers.
 
-    As many as the emptiest buffer can fill and choose from. Ranks whose samples have come to an end are not waited for:
-    once they have no more, their packs stay empty. When all have ended, all samples are taken.
-
-    Raises:
-        DataError: A buffer does not hold a step.
+    As many as the emptiest buffer can fill and choose from; where its bytes allow less than a step, packs are emptier
+    on all ranks. Ranks whose samples have come to an end are not waited for: once they have no more, their packs stay
+    empty. When all have ended, all samples are taken.
     """
-    packs = sum(rank.packs for rank in of_ranks) * (1 + RESERVE)
-    vision, cost = (sum(loads) / max(packs, 1e-9) for loads in zip(*(rank[1:3] for rank in of_ranks), strict=True))
+    vision, cost = _mean_pack(of_ranks)
     going = [rank.cost / cost for rank in of_ranks if not rank.ended]
     if not going:
         needed = max(rank.packs for rank in of_ranks) * (1 + RESERVE)
         return Aim(math.ceil(needed / micro_batches) * micro_batches, vision, cost)
-    if min(going) < micro_batches:
-        raise DataError(
-            f"a buffer must hold a step of {micro_batches} packs on every rank, got {min(going):.1f}; "
-            "let it hold more samples"
-        )
-    return Aim(max(int(PART * min(going)) // micro_batches, 1) * micro_batches, vision, cost)
+    filled = min(min(going) / micro_batches, 1.0)
+    return Aim(max(int(PART * min(going)) // micro_batches, 1) * micro_batches, filled * vision, filled * cost)
+
+
+def _mean_pack(of_ranks: Sequence[Asked]) -> tuple[float, float]:
+    """Vision units and cost of a pack, as all ranks' samples would fill them."""
+    packs = sum(rank.packs for rank in of_ranks) * (1 + RESERVE)
+    vision, cost = (sum(loads) / max(packs, 1e-9) for loads in zip(*(rank[1:3] for rank in of_ranks), strict=True))
+    return vision, cost
 
 
 def plan_buffer(lengths: SampleLengths, aim: Aim, limits: PackLimits, *, waited: int, seed: Sequence[int]) -> Packs:

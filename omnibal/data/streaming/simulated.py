@@ -11,7 +11,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.data.streaming.buffer import agree, asked, plan_buffer
+from omnibal.data.streaming.buffer import agree, asked, grown, growth, plan_buffer
 
 LEAST_WINDOWS: Final = 3
 LEAST_STEPS: Final = 60
@@ -64,9 +64,6 @@ def packed_ahead(
     Returns:
         Packs, micro-batch after micro-batch, rank after rank; and how many samples of its own a rank had drawn since,
         where the one that waited longest was packed.
-
-    Raises:
-        DataError: A buffer does not hold a step.
     """
     chance = np.random.default_rng([num_ranks, buffer])
     held: list[IntArray] = [np.zeros(0, dtype=np.int64)] * num_ranks
@@ -75,12 +72,19 @@ def packed_ahead(
     oldest = window = drawn = 0
     while window < least_windows or (len(micro) < least_steps and drawn < MOST_DRAWN):
         waited = [len(samples) for samples in held]
-        drawn += sum(buffer - count for count in waited)
-        for rank, count in enumerate(waited):
-            held[rank] = np.append(held[rank], chance.integers(0, len(lengths), buffer - count))
-            first = drawn_at[rank].max(initial=-1) + 1
-            drawn_at[rank] = np.append(drawn_at[rank], np.arange(first, first + buffer - count))
-        aim = agree([asked(lengths.take(samples), limits, ended=False) for samples in held], micro_batches)
+        sizes = [buffer] * num_ranks
+        while True:
+            for rank, size in enumerate(sizes):
+                more = max(size - len(held[rank]), 0)
+                held[rank] = np.append(held[rank], chance.integers(0, len(lengths), more))
+                first = drawn_at[rank].max(initial=-1) + 1
+                drawn_at[rank] = np.append(drawn_at[rank], np.arange(first, first + more))
+                drawn += more
+            of_buffers = [asked(lengths.take(samples), limits, ended=False) for samples in held]
+            if max(times := growth(of_buffers, micro_batches)) == 1:
+                break
+            sizes = [grown(len(samples), by) for samples, by in zip(held, times, strict=True)]
+        aim = agree(of_buffers, micro_batches)
         of_ranks = []
         for rank, samples in enumerate(held):
             packs = plan_buffer(lengths.take(samples), aim, limits, waited=waited[rank], seed=[window, rank])
@@ -103,9 +107,6 @@ def given_up(
         num_ranks: See there.
         micro_batches: See there.
         buffer: See there.
-
-    Raises:
-        DataError: As of ``packed_ahead``.
     """
     ranks = {"num_ranks": num_ranks, "micro_batches": micro_batches}
     packs, _ = packed_ahead(lengths, limits, buffer=buffer, least_windows=2, least_steps=0, **ranks)

@@ -1,15 +1,26 @@
 """Sources that samples are drawn from one by one, and where they stand."""
 
+import multiprocessing
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Final
+from zlib import crc32
+
+import numpy as np
 
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.errors import ConfigError, DataError, said
 
 END: Final = object()
 """In place of an item of a source that has ended."""
+ROUNDS: Final = 8
+"""Times that each worker's items are compared with the other workers': no two workers may read the same."""
+SECONDS_TO_END: Final = 2.0
+"""That a worker process takes at most to end behind the connection that it had."""
 
 
 class ShuffledItems:
@@ -38,10 +49,19 @@ class ShuffledItems:
 
     def state_dict(self) -> dict[str, int]:
         """The place of the next sample; the pass is set from outside."""
-        return {"next": self._next}
+        return {"next": self._next, "samples": len(self._dataset)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on at a place."""
+        """Go on at a place.
+
+        Raises:
+            DataError: The dataset has another length, which means another order.
+        """
+        if state["samples"] != len(self._dataset):
+            raise DataError(
+                f"the dataset must have the {state['samples']} samples that its order was made for, got "
+                f"{len(self._dataset)}; under another name it begins at its start"
+            )
         self._next = state["next"]
 
 
@@ -62,7 +82,7 @@ class EveryNth:
 
     def __iter__(self) -> Iterator[Any]:
         first, self._first = self._first, self._rank
-        return islice(iter(self.dataset), first, None, self._num_ranks)
+        return islice(iterated(self.dataset), first, None, self._num_ranks)
 
     def load_state_dict(self, state: Any) -> None:
         """Go on behind the last item that was this rank's; only where the source has a ``state_dict``."""
@@ -85,8 +105,14 @@ class Source:
         self.name, self._source, self._repeats = name, items, repeats
         self._pass, self._drawn, self._own = first_pass, 0, None
         self._items: Iterator[Any] | None = None
+        self._processes: list[BaseProcess] = []
         self.heard = 0
         """Signs of life: items that it has yielded, to whatever end."""
+
+    @property
+    def last_item(self) -> str:
+        """The item that was drawn last, for messages."""
+        return f"source {self.name!r}, sample {self._drawn - 1}"
 
     def draw(self) -> Any:
         """The next item, or ``END`` where it has ended and does not repeat.
@@ -100,8 +126,10 @@ class Source:
                     self._items = self._begin()
                 item = next(self._items, END)
             except Exception as error:  # whatever a user's source raises, the other ranks wait for an answer
-                raise DataError(f"source {self.name!r}: {said(error)}") from error
+                raise DataError(f"source {self.name!r}: {said(error)}{self._ended_processes(error)}") from error
             if item is not END:
+                if not self._drawn:  # workers start with the first item of a pass
+                    self._processes = multiprocessing.active_children()
                 self._drawn, self.heard = self._drawn + 1, self.heard + 1
                 return item
             if self._drawn == 0:
@@ -116,11 +144,30 @@ class Source:
             source.set_epoch(self._pass)
         if self._own is not None:
             source.load_state_dict(self._own)
-        items: Iterator[Any] = iter(source)
+        items = iterated(source)
         if self._own is None:
-            for _ in islice(items, self._drawn):
+            for number in range(self._drawn):
+                if next(items, END) is END:
+                    raise DataError(f"the {self._drawn} samples that were drawn before must come again, got {number}")
                 self.heard += 1
         return items
+
+    def _ended_processes(self, error: Exception) -> str:
+        """How worker processes ended: what breaks where one of them dies says no more than that a pipe has ended."""
+        processes = self._processes
+        while isinstance(error, EOFError | OSError) and not any(process.exitcode for process in processes):
+            # A pipe or socket may end a little before its process does.
+            running = [process.sentinel for process in processes if process.exitcode is None]
+            if not running or not wait(running, SECONDS_TO_END):
+                break
+        ended = [(process.pid, process.exitcode) for process in processes if process.exitcode]
+        told = (
+            f"; its worker process {pid} "
+            + (f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}")
+            + ("; as a rule memory did not suffice" if code == -signal.SIGKILL else "")
+            for pid, code in ended
+        )
+        return "".join(told) or ("; what it was read from has ended" if isinstance(error, EOFError) else "")
 
     def state(self) -> dict[str, Any]:
         """Where it stands."""
@@ -133,6 +180,56 @@ class Source:
         """Go on where a state was taken."""
         self._pass, self._drawn, self._own = state["pass"], state["drawn"], state["own"]
         self._items = None
+
+
+def iterated(source: Any) -> Iterator[Any]:
+    """Iterate a source; one whose worker processes all read the same is refused when that shows.
+
+    A PyTorch dataset that does not divide itself over the workers of its ``DataLoader`` yields every sample once for
+    each worker.
+    """
+    workers = getattr(source, "num_workers", 0)
+    return _divided(iter(source), workers) if isinstance(workers, int) and workers > 1 else iter(source)
+
+
+def _divided(items: Iterator[Any], workers: int) -> Iterator[Any]:
+    rounds: list[int] = []
+    while len(rounds) < ROUNDS:
+        marks = []
+        for item in islice(items, workers):  # workers take turns
+            marks.append(mark_of(item))
+            yield item
+        if len(marks) < workers or len(set(marks)) > 1:
+            break
+        rounds.append(marks[0])
+    # Where all samples are alike, nothing can be told.
+    if len(set(rounds)) > 1 and (len(rounds) == ROUNDS or not marks):
+        raise DataError(
+            f"samples must be divided over {workers} worker processes, got each one {workers} times; let the dataset "
+            "skip what torch.utils.data.get_worker_info() leaves to the others, or read it with num_workers=0"
+        )
+    yield from items
+
+
+def mark_of(content: Any, mark: int = 0) -> int:
+    """A checksum of an item by which it is known again: of its integers in lists and 1-D arrays, texts and bytes.
+
+    Pixels are left out, for their size and as they may be cropped at random.
+
+    >>> mark_of({"ids": [1, 2]}) == mark_of({"ids": [1, 2], "pixels": np.zeros((3, 8, 8))}) != mark_of({"ids": [1, 3]})
+    True
+    """
+    if isinstance(content, Mapping):
+        content = list(content.values())
+    if isinstance(content, list | tuple) and not (content and isinstance(content[0], int)):
+        for part in content:
+            mark = mark_of(part, mark)
+        return mark
+    if getattr(content, "ndim", 0) == 1 and not str(content.dtype).rpartition(".")[2].startswith(("float", "bfloat")):
+        return crc32(np.ascontiguousarray(content).tobytes(), mark)
+    if isinstance(content, str | bytes | int | float | list | tuple):
+        return crc32(content if isinstance(content, bytes) else repr(content).encode(), mark)
+    return mark
 
 
 def is_indexed(items: Any) -> bool:

@@ -10,10 +10,9 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, source_mix, step_randomness
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.data.streaming.buffer import Aim, Asked, agree, asked, plan_buffer
+from omnibal.data.streaming.buffer import Aim, Asked, agree, asked, grown, growth, plan_buffer
 from omnibal.data.streaming.simulated import packed_ahead
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.errors import DataError
 from tests.data.strategies import pack_limits, sample_lengths
 
 LIMITS = PackLimits(16, 7296)
@@ -56,11 +55,24 @@ def test_a_window_holds_what_ranks_agreed_on_and_takes_what_is_left_from_the_emp
     assert agree([full._replace(ended=True), half._replace(ended=True)], 2).num_packs == 42
 
 
-def test_a_buffer_that_cannot_fill_a_step_is_refused():
-    with pytest.raises(
-        DataError, match=r"a buffer must hold a step of 8 packs on every rank, got 4.0; let it hold more"
-    ):
-        agree([Asked(4.0, 40.0, 400.0, False)], 8)
+def test_a_buffer_grows_until_it_fills_a_step_or_its_bytes_are_used_up():
+    short, long = Asked(2.0, 20.0, 200.0, False), Asked(40.0, 400.0, 4000.0, False)
+    # Packs hold about 100: with a reserve, one rank has two of eight. It doubles, and ranks look again.
+    assert growth([short, long], 8) == [2.0, 1.0]
+    assert growth([short._replace(ended=True), long], 8) == [1.0, 1.0]
+    assert growth([long, long], 8) == [1.0, 1.0]
+    # Where one cannot grow, the other need not have more than that one has.
+    assert growth([short._replace(bounded=True), long], 8) == [1.0, 1.0]
+    assert growth([short._replace(bounded=True), Asked(1.0, 10.0, 100.0, False)], 8) == [1.0, 2.0]
+    aim = agree([short._replace(bounded=True), long], 8)
+    assert (aim.num_packs, round(aim.cost)) == (8, 200 // 8)
+    assert [grown(10, 1.0), grown(10, 1.5), grown(1, 1.01)] == [10, 15, 2]
+
+
+def test_a_simulated_buffer_of_short_samples_grows_as_well():
+    lengths = SampleLengths([0] * 8, [5] * 8)
+    packs, _ = packed_ahead(lengths, PackLimits(1, 1000), num_ranks=2, buffer=8, least_windows=1, least_steps=0)
+    assert packs.llm_tokens(lengths).min() > 900
 
 
 def test_ranks_of_texts_alone_run_beside_others():
