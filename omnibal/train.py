@@ -40,6 +40,7 @@ from omnibal.engine.initialize import initialize, open_together
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
+from omnibal.families.base import trained_in_words
 from omnibal.ranks import rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
 
@@ -176,7 +177,8 @@ def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog
     """On rank 0, say what runs, and open the log."""
     if engine.global_rank != 0:
         return None
-    Console().print(run_table(engine.plan, engine.module.vlm.records, loader.summary()), markup=False)
+    data = loader.summary() | {"parameters trained": trained_in_words(engine.given.trained)}
+    Console().print(run_table(engine.plan, engine.module.vlm.records, data), markup=False)
     return MetricsLog(run.files.metrics, first_step=engine.global_steps)
 
 

@@ -12,12 +12,12 @@ TOWER = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 
 
 def layer_records(config: Config) -> tuple[LayerRecord, ...]:
-    """The pipeline layers, first to last. SigLIP's last norm is read as well: here it is the projector's."""
-    *tower, projector = tower_records(TOWER | dict(config), newline=False)
+    """The pipeline layers, first to last. SigLIP's last norm is read as well: its last block ends with it."""
+    *tower, last, projector = tower_records(TOWER | dict(config), newline=False)
     norm = 2 * size(section(config, "vision_config"), "hidden_size")
-    sizes = {**projector.sizes, "norms": 1, "parameters": projector.sizes["parameters"] + norm}
+    sizes = {**last.sizes, "final_norms": 1, "parameters": last.sizes["parameters"] + norm}
     text = text_records(section(config, "text_config"), tied=bool(config["tie_word_embeddings"]))
-    return (*tower, replace(projector, sizes=sizes), *text)
+    return (*tower, replace(last, sizes=sizes), projector, *text)
 
 
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:

@@ -12,18 +12,29 @@ from omnibal.vlm.llava import PatchEmbedding, VisionBlock
 from omnibal.vlm.text import text_recipes
 
 
-class Aligner(nn.Module):
-    """The ViT's last norm, and what makes of its output something that the language model reads."""
+class LastBlock(VisionBlock):
+    """The ViT's last block, with its norm."""
 
-    def __init__(self, config: Any, norm: nn.Module, aligner: nn.Module) -> None:
-        super().__init__()
+    def __init__(self, config: Any, block: nn.Module, norm: nn.Module) -> None:
+        super().__init__(config, block)
         self.norm = norm
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (tiles, patches, width) to the same."""
+        payload = super().forward(payload)
+        return payload.replace(hidden=self.norm(payload.hidden))
+
+
+class Aligner(nn.Module):
+    """What makes of the ViT's output something that the language model reads."""
+
+    def __init__(self, config: Any, aligner: nn.Module) -> None:
+        super().__init__()
         self.aligner = aligner
 
     def forward(self, payload: Payload) -> Payload:
         """From (tiles, patches, vision width) to (image tokens, language model's width)."""
-        features = self.aligner(self.norm(payload.hidden))
-        return payload.replace(hidden=features.flatten(0, 1).contiguous())
+        return payload.replace(hidden=self.aligner(payload.hidden).flatten(0, 1).contiguous())
 
 
 def deepseek_vl(config: Any) -> VisionLanguageModel:
@@ -33,8 +44,9 @@ def deepseek_vl(config: Any) -> VisionLanguageModel:
     tower = "model.vision_model"
     recipes = (
         LayerRecipe(PatchEmbedding, {"embeddings": f"{tower}.embeddings"}),
-        *(LayerRecipe(VisionBlock, {"block": f"{tower}.encoder.layers.{number}"}) for number in range(blocks)),
-        LayerRecipe(Aligner, {"norm": f"{tower}.post_layernorm", "aligner": "model.aligner"}),
+        *(LayerRecipe(VisionBlock, {"block": f"{tower}.encoder.layers.{number}"}) for number in range(blocks - 1)),
+        LayerRecipe(LastBlock, {"block": f"{tower}.encoder.layers.{blocks - 1}", "norm": f"{tower}.post_layernorm"}),
+        LayerRecipe(Aligner, {"aligner": "model.aligner"}),
         *text_recipes(records),
     )
     side = config.vision_config.image_size

@@ -18,6 +18,7 @@ from omnibal.cli.trials import trials_table
 from omnibal.config import read_config
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words
+from omnibal.families.base import trained_in_words
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
@@ -128,6 +129,7 @@ class PlanReport:
         result = self.result
         return {
             "plan": result.plan.to_record(),
+            "trained": {name: numbers._asdict() for name, numbers in self.result.choice.model.profile.trained.items()},
             "written": str(self.out),
             "entered": None if self.entered is None else str(self.entered),
             **self.gain.to_record(),
@@ -137,7 +139,7 @@ class PlanReport:
         }
 
     def parts(self, *, explain: bool) -> list[str | Table]:
-        """The plan in five lines for people; explained, every stage and every packing that was weighed."""
+        """The plan in a few lines for people; explained, every stage and every packing that was weighed."""
         plan, limits = self.result.plan, self.result.plan.limits
         predicted = plan.predicted
         assert predicted is not None
@@ -149,6 +151,7 @@ class PlanReport:
             f"most {limits.vision_units:,} vision units and {limits.llm_tokens:,} LLM tokens",
             f"cut at {cut_of(plan.partition.boundaries)}; {sum(level != 'none' for level in plan.recompute)} of "
             f"{len(plan.recompute)} layers recompute; the fullest device holds {fullest:.1%} of its memory",
+            f"parameters trained: {trained_in_words(self.result.choice.model.profile.trained)}",
             f"predicted: step {predicted.step_seconds:.3f} s of {predicted.samples_per_step:,.0f} samples, "
             f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
             *self.gain.lines(),

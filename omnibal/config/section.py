@@ -46,7 +46,8 @@ class LoraSection(Section):
     """Of an adapter's input. Above 0 each adapter keeps a copy of its own of that input for the backward pass."""
     targets: Annotated[list[str], Field(min_length=1)] = ["language"]
     """Which linear layers get an adapter: modules (``language``: all but the head), kinds of layers
-    (``decoder_block``), or names and ends of names in the Hugging Face model (``q_proj``). Frozen ones get none."""
+    (``decoder_block``; ``vision_block`` is every block of the ViT), or names and ends of names in the Hugging Face
+    model (``q_proj``). Frozen ones get none."""
     modules_to_save: list[str] = []
     """What is trained whole beside the adapters: modules (``projector``), kinds of layers (``final_norm``), or names
     and ends of names in the Hugging Face model (``embed_tokens``)."""
@@ -64,8 +65,9 @@ class ModelSection(Section):
     seed: int = 0
     """Seed of random initial weights and of dropout."""
     frozen: list[str] = []
-    """What is not trained: modules (``vision``, ``projector``, ``language``), kinds of layers (``vision_block``), or
-    patterns of weights' names on disk (``*.layers.[0-3].*``)."""
+    """What is not trained: modules (``vision``, ``projector``, ``language``), kinds of layers (``vision_block``: every
+    block of the ViT; ``only:window_block``: Qwen2.5-VL's windowed ones alone), or patterns of weights' names on disk
+    (``*.layers.[0-3].*``). See models.md for where modules end."""
     lora: LoraSection | None = None
     """Train adapters, and leave the model's weights as they are; ``{}`` takes the defaults."""
 
@@ -136,9 +138,9 @@ class LearningRates(Section):
     """Learning rates of single modules; left out, that of the ds_config's "optimizer"."""
 
     vision: Rate | None = None
-    """Of the patch embedding and the ViT's blocks."""
+    """Of the ViT: patch embedding, blocks (Qwen3-VL's with their deep-stack mergers) and last norm."""
     projector: Rate | None = None
-    """Of what takes the ViT's output to the language model."""
+    """Of what takes the ViT's last output to the language model."""
     language: Rate | None = None
     """Of the language model, its embedding and its head."""
 

@@ -1,5 +1,6 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,11 +30,13 @@ from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, O
 from omnibal.engine.resolve import Given, named, read, resolve_plan
 from omnibal.engine.stream_setup import is_stream, open_annotations, stream_loader
 from omnibal.errors import ConfigError, said
+from omnibal.families.base import trained_in_words
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
 from omnibal.vlm.weights import spare_weights
 
+LOG: Final = logging.getLogger(__name__)
 E = TypeVar("E", bound=OmnibalEngine)
 
 MEASURES: Final = "measures the samples"
@@ -98,6 +101,7 @@ def initialize(
     samples: Any = _training_data(given.section) if dataset is None else dataset
     place = given.layout.place(rank)
     if rank == 0:
+        LOG.info("parameters trained: %s", trained_in_words(given.trained))
         warn_of_float32(get_accelerator().device_name(), given.layout.precision)
     make_loader = partial(
         PackLoader,

@@ -66,6 +66,12 @@ class VlmPipelineModule(PipelineModule):
         """Tied weights whose gradients are to be added up: frozen ones have none, and DeepSpeed would look for it."""
         return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
 
+    def _synchronize_tied_weights(self) -> None:
+        # DeepSpeed broadcasts the parameter itself: outside no_grad torch would note a collective without a gradient in
+        # its graph, and warn in the first backward pass.
+        with torch.no_grad():
+            super()._synchronize_tied_weights()
+
     def add_placeholder(self) -> nn.Parameter:
         """A new parameter of no effect, which DeepSpeed finds among those that this stage trains."""
         placeholder = nn.Parameter(torch.zeros(1, dtype=self._dtype))

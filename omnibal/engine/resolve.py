@@ -21,7 +21,7 @@ from omnibal.config import (
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord, check_frozen
+from omnibal.families.base import LayerRecord, Trained, check_frozen, trained_by_module
 from omnibal.pipeline.partition import Partition, balanced_boundaries
 from omnibal.plan import Plan
 from omnibal.profile.levels import Level
@@ -51,6 +51,12 @@ class Given:
         """Of the forward pass."""
         dtype: torch.dtype = getattr(torch, self.layout.precision)
         return dtype
+
+    @property
+    def trained(self) -> dict[str, Trained]:
+        """What each module trains."""
+        frozen = self.section.model.frozen
+        return trained_by_module((record, record.trained(frozen)) for record in self.vlm.records)
 
     @property
     def source(self) -> Path | Mapping[str, Tensor] | None:

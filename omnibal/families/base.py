@@ -1,11 +1,11 @@
 """What a model family says of itself: its pipeline layers, what images bring to it, its names and its text."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 from omnibal.errors import ConfigError
 
@@ -13,9 +13,52 @@ Config = Mapping[str, Any]
 """A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor."""
 Module = Literal["vision", "projector", "language"]
 """Part of a model that a layer belongs to."""
+ONLY: Final = "only:"
+"""Before a kind of layers: this kind alone, where others have its common name."""
 ADAPTER_SIZES = ("adapters", "adapter_ranks", "adapter_inputs")
 """Sizes of a layer of a model under LoRA: parameters of its adapters, which ``"parameters"`` counts too; their ranks,
 added up; and the widths of what dropout makes for each of them, nothing without dropout."""
+
+
+class Layer(Protocol):
+    """What users name layers by: a ``LayerRecord``, or the costs of such a layer."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the model."""
+
+    @property
+    def kind(self) -> str:
+        """What the layer computes."""
+
+    @property
+    def module(self) -> Module:
+        """The part of the model that the layer belongs to."""
+
+    @property
+    def tied_key(self) -> str | None:
+        """Layers with the same key share one weight."""
+
+
+L = TypeVar("L", bound=Layer)
+
+
+def common_name(layer: Layer) -> str:
+    """A layer's name without its number: all blocks of a ViT have it, of whatever kinds they are."""
+    stem, _, number = layer.name.rpartition(".")
+    return stem if stem and number.isdecimal() else layer.name
+
+
+def is_named(layer: Layer, words: Collection[str]) -> bool:
+    """Whether one of a user's words stands for a layer as a whole: its module, common name or kind."""
+    return any(word in words for word in (layer.module, common_name(layer), layer.kind, ONLY + layer.kind))
+
+
+class Trained(NamedTuple):
+    """How many parameters are trained, of how many."""
+
+    trained: int
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -23,8 +66,10 @@ class LayerRecord:
     """One pipeline layer: the smallest part of a model that a partition moves between stages.
 
     Attributes:
-        name: Unique in the model, such as ``"vision_block.3"``.
-        kind: What the layer computes, such as ``"vision_block"``; layers of one kind cost alike.
+        name: Unique in the model, such as ``"vision_block.3"``. Without the number it is the blocks' common name, by
+            which users freeze or adapt all of them.
+        kind: What the layer computes, such as ``"vision_block"`` or ``"window_block"``; layers of one kind and equal
+            sizes cost alike.
         sizes: Widths and counts that decide the layer's cost, ``"parameters"`` among them, and ``"untrained"``
             where some of these get no gradient. Under LoRA also what ``ADAPTER_SIZES`` says.
         tied_key: Layers with the same key share one weight; None for a layer on its own.
@@ -45,15 +90,19 @@ class LayerRecord:
 
     def freezes(self, weight: str, frozen: Collection[str]) -> bool:
         """Whether a weight of this layer, by its name on disk, is frozen: LoRA leaves it, or ``frozen`` names it."""
-        whole = self.kind in frozen or self.module in frozen or self.weights.get(weight) == 0
+        whole = is_named(self, frozen) or self.weights.get(weight) == 0
         return whole or any(fnmatchcase(weight, pattern) for pattern in frozen)
 
     def trainable_parameters(self, frozen: Collection[str]) -> int:
         """Parameters that get a gradient, if kinds, modules and weights that ``frozen`` names are not trained."""
-        if self.kind in frozen or self.module in frozen:
+        if is_named(self, frozen):
             return 0
         not_trained = sum(size for name, size in self.weights.items() if self.freezes(name, frozen))
         return self.sizes["parameters"] - self.sizes.get("untrained", 0) - not_trained
+
+    def trained(self, frozen: Collection[str]) -> Trained:
+        """Parameters that get a gradient, and all."""
+        return Trained(self.trainable_parameters(frozen), self.sizes["parameters"])
 
 
 class ImageLoad(NamedTuple):
@@ -141,23 +190,26 @@ class Family:
 
 
 def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> tuple[str, ...]:
-    """What is not trained, modules spelled out as their kinds of layers.
+    """What is not trained, modules and common names spelled out as kinds of layers.
 
     Args:
         records: The model's layers; patterns are understood where they know their weights.
-        frozen: Kinds of layers, modules, and patterns of weights' names on disk, as a shell's file names have them.
+        frozen: Modules, common names or kinds of layers, and patterns of weights' names on disk, as a shell's file
+            names have them.
 
     Returns:
-        Kinds and patterns, sorted, each once.
+        Kinds and patterns, sorted, each once; ``only:`` stands before a kind if others of its common name are trained.
 
     Raises:
-        ConfigError: A name stands for nothing in the model, shares weights with layers that are trained, or none is
+        ConfigError: A name stands for nothing in the model, for only some of the blocks of one common name (and does
+            not begin with ``only:``), or for layers that share weights with others that are trained; or nothing is
             left to train.
     """
     if not frozen:
         return ()
     for name in frozen:
         _check_frozen_name(records, name)
+        _check_covers_blocks(records, name, frozen)
     if not any(record.trainable_parameters(frozen) for record in records):
         raise ConfigError(f"frozen must leave layers to train, got all of them by {', '.join(map(repr, frozen))}")
     tied = [record for record in records if record.tied_key is not None]
@@ -168,15 +220,31 @@ def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> tup
             raise ConfigError(
                 f"frozen must hold all kinds that share weights, got {record.kind!r} without {trained[0]!r}"
             )
-    of_modules = {record.kind for record in records if record.module in frozen}
-    return tuple(sorted(of_modules | (set(frozen) - set(get_args(Module)))))
+    return spelled_out(records, frozen)
+
+
+def spelled_out(layers: Sequence[Layer], frozen: Collection[str]) -> tuple[str, ...]:
+    """The words of ``frozen`` in the one form in which lists that freeze the same layers are equal.
+
+    See ``check_frozen``, which refuses wrong words; here they count as patterns.
+    """
+    patterns = {word for word in frozen if not any(is_named(layer, (word,)) for layer in layers)}
+    return tuple(sorted(kinds_of([layer for layer in layers if is_named(layer, frozen)], layers) | patterns))
+
+
+def kinds_of(chosen: Sequence[L], layers: Sequence[L]) -> set[str]:
+    """Kinds of chosen layers; with ``only:`` before those whose common name some layer has that is not chosen."""
+    names = {layer.name for layer in chosen}
+    others = {common_name(layer) for layer in layers if layer.name not in names}
+    return {f"{ONLY if common_name(layer) in others else ''}{layer.kind}" for layer in chosen}
 
 
 def _check_frozen_name(records: Sequence[LayerRecord], name: str) -> None:
-    kinds, modules = ([*dict.fromkeys(getattr(record, part) for record in records)] for part in ("kind", "module"))
     weights = [weight for record in records for weight in record.weights]
-    if name in kinds or name in modules or any(fnmatchcase(weight, name) for weight in weights):
+    if any(is_named(record, (name,)) for record in records) or any(fnmatchcase(weight, name) for weight in weights):
         return
+    kinds = [*dict.fromkeys(word for record in records for word in (common_name(record), record.kind))]
+    modules = [*dict.fromkeys(record.module for record in records)]
     literal = "".join(character for character in name if character not in "*?[]")
     nearest = get_close_matches(literal, dict.fromkeys([*kinds, *modules, *weights]), n=3, cutoff=0.4)
     remedy = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
@@ -184,6 +252,51 @@ def _check_frozen_name(records: Sequence[LayerRecord], name: str) -> None:
         f"frozen must hold kinds of the model's layers ({', '.join(kinds)}), modules ({', '.join(modules)}) or "
         f"patterns of its weights' names, got {name!r}{remedy}"
     )
+
+
+def _check_covers_blocks(records: Sequence[LayerRecord], name: str, frozen: Collection[str]) -> None:
+    """Refuse a kind that is some of the blocks only, where neither ``only:`` nor the rest of the list says so."""
+    common = next((common_name(record) for record in records if record.kind == name), name)
+    blocks = [record for record in records if common_name(record) == common]
+    trained = sum(record.trainable_parameters(frozen) > 0 for record in blocks)
+    if name != common and trained:
+        raise ConfigError(
+            f"frozen must hold all of a module's blocks or say that it does not, got {name!r}, which leaves {trained} "
+            f"of {len(blocks)} to train; {common!r} freezes all of them, {ONLY + name!r} these alone"
+        )
+
+
+def trained_by_module(layers: Iterable[tuple[Layer, Trained]]) -> dict[str, Trained]:
+    """What each module of a model trains, from what each of the model's layers does; tied weights count once.
+
+    Qwen3-VL's ``vision`` is called ``vision (deep-stack mergers included)``: these lie within its blocks.
+    """
+    kinds, keys, sums = set[str](), set[str | None](), dict[str, Trained]()
+    for layer, (trained, parameters) in layers:
+        kinds.add(layer.kind)
+        if layer.tied_key not in keys:
+            before = sums.get(layer.module, Trained(0, 0))
+            sums[layer.module] = Trained(before.trained + trained, before.parameters + parameters)
+        keys |= {layer.tied_key} - {None}  # layers without a key share nothing
+    merges = " (deep-stack mergers included)" if "deepstack_block" in kinds else ""
+    return {module + merges * (module == "vision"): numbers for module, numbers in sums.items()}
+
+
+def trained_in_words(modules: Mapping[str, Trained]) -> str:
+    """What modules train, in millions.
+
+    >>> trained_in_words({"vision": Trained(0, 2_000_000), "language": Trained(7_000_000_000, 7_000_000_000)})
+    'vision none of 2.0 M, language all 7,000.0 M'
+    """
+    return ", ".join(
+        f"{name} {_part_of(*numbers)} {numbers.parameters / 1e6:,.1f} M" for name, numbers in modules.items()
+    )
+
+
+def _part_of(trained: int, parameters: int) -> str:
+    if trained == parameters:
+        return "all"
+    return f"{trained / 1e6:,.1f} of" if trained else "none of"
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ MOST_TILES = 1024
 def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
     """The pipeline layers of an InternVL model, first to last.
 
-    Patch embedding, one record per ViT block, projector (the ViT's final norm, if any, belongs to it), text
+    Patch embedding, one record per ViT block (the ViT's final norm, if any, belongs to the last one), projector, text
     embedding, one record per decoder block, final norm, head. The list is the same under every partition.
 
     Args:
@@ -40,8 +40,9 @@ def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
     Returns:
         Records whose sizes are: ``hidden`` (width of the layer's output), ``intermediate``, ``heads``, ``kv_heads``,
         ``head_dim``, ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how many it has, the latter of queries and
-        keys); ``patches_per_tile`` and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the
-        projector), ``image_tokens_per_tile`` (what a tile brings to the language model); ``parameters``.
+        keys), and ``final_norms`` if it ends with the ViT's; ``patches_per_tile`` and ``tokens_per_tile`` (patches and
+        CLS) of the ViT; ``shuffled`` (width into the projector), ``image_tokens_per_tile`` (what a tile brings to the
+        language model); ``parameters``.
 
     Raises:
         ConfigError: For a missing or impossible size, or a setting that InternVL models do not have.
@@ -70,14 +71,14 @@ def _vision_records(config: Mapping[str, Any], vision: Mapping[str, Any], text_h
     counts = {"patches_per_tile": rows * columns, "tokens_per_tile": rows * columns + 1}
     shuffled = hidden * shuffle**2
     block = _block_sizes(vision, hidden) | counts
+    blocks = [block] * size(vision, "num_hidden_layers")
+    if not vision.get("use_mean_pooling", True):
+        blocks[-1] = block | {"final_norms": 1, "parameters": block["parameters"] + 2 * hidden}
     return [
         LayerRecord(
             "patch_embedding", "patch_embedding", _embedding_sizes(vision, hidden, counts) | counts, module="vision"
         ),
-        *(
-            LayerRecord(f"vision_block.{i}", "vision_block", block, module="vision")
-            for i in range(size(vision, "num_hidden_layers"))
-        ),
+        *(LayerRecord(f"vision_block.{i}", "vision_block", sizes, module="vision") for i, sizes in enumerate(blocks)),
         LayerRecord(
             "projector",
             "projector",
@@ -86,9 +87,7 @@ def _vision_records(config: Mapping[str, Any], vision: Mapping[str, Any], text_h
                 "shuffled": shuffled,
                 "hidden": text_hidden,
                 "image_tokens_per_tile": rows * columns // shuffle**2,
-                "parameters": 2 * shuffled
-                + (shuffled + 1 + text_hidden + 1) * text_hidden
-                + (0 if vision.get("use_mean_pooling", True) else 2 * hidden),
+                "parameters": 2 * shuffled + (shuffled + 1 + text_hidden + 1) * text_hidden,
             },
             module="projector",
         ),

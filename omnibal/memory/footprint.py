@@ -20,23 +20,23 @@ from omnibal.pipeline.schedule import Schedule
 from omnibal.profile.levels import LEVELS, Level
 from omnibal.profile.records import LayerCost, ModelProfile
 
+# Rows whose logits exist at one time. Each chunk of rows reads and writes the head's whole gradient, so that far
+# smaller chunks would keep a GPU waiting for memory (measured in tools/head).
 LOSS_ROWS = 1024
-"""Rows whose logits are there at one time. The head's gradient is read and written for so many rows: far fewer would
-keep a GPU waiting for memory, and their products no less busy; see tools/head."""
+# Bytes per logit: 2 in 16 bits, and 4 + 4 in float32 for the logit and its log-softmax. A float32 model needs 8.
 _LOGIT_BYTES = 10
-"""Of such a logit: itself in 16 bits, in float32 itself and its logarithmic softmax; those of float32 take 8."""
+# Gradients alive at one time, as a share of what a block keeps. ViT and decoder blocks measure 0.15 to 0.37.
 _GRADIENT_SHARE = 1 / 3
-"""Of what a block keeps, so much is alive in gradients at one time; ViT and decoder blocks measure 0.15 to 0.37."""
+# The share if inputs of products stay for weight gradients that wait. The blocks measure 0.44 and 0.55.
 _SPLIT_GRADIENT_SHARE = 0.6
-"""The same where inputs of products stay for weight gradients that wait; the blocks measure 0.44 and 0.55."""
 
 
 def loss_bytes(head: LayerCost, target_tokens: FloatArray, tensor_parallel: int = 1) -> FloatArray:
-    """What the loss of micro-batches needs at its peak: logits of some rows, and their part of the head's gradient.
+    """Peak bytes of the loss: logits of some rows, and a chunk's part of the head's gradient.
 
     Args:
         head: The last layer.
-        target_tokens: Of each micro-batch, in any shape.
+        target_tokens: Target tokens of each micro-batch, in any shape; the result has the same shape.
         tensor_parallel: Ranks that share the vocabulary.
     """
     logits = _LOGIT_BYTES * np.minimum(target_tokens, LOSS_ROWS) * head.sizes.get("vocab", 0) / tensor_parallel
@@ -57,15 +57,15 @@ class StageMemory:
     activations: int
     """Kept from forward to backward, for all micro-batches in flight."""
     pending: int
-    """Kept from one backward pass to the next for weight gradients that wait; nothing under 1F1B."""
+    """Inputs that weight gradients keep while they wait; nothing under 1F1B."""
     buffers: int
-    """What comes from and goes to the neighbouring stages."""
+    """Tensors received from and sent to the neighbouring stages."""
     transient: int
-    """What a layer's backward pass or the optimizer's step needs beyond what has been freed by then, at the most."""
+    """The most that a layer's backward pass or the optimizer's step needs beyond what has been freed by then."""
     logits: int
-    """What the loss needs beyond that, on the last stage."""
+    """What the loss needs beyond ``transient``, on the last stage."""
     overhead: int
-    """Whatever the model is: contexts, libraries, communication buffers."""
+    """Contexts, libraries and communication buffers, which do not depend on the model."""
 
     @property
     def total(self) -> int:
@@ -84,8 +84,8 @@ class Footprint:
     Args:
         profile: What the layers hold.
         load: One micro-batch, the largest there can be.
-        schedule: Decides how many micro-batches a stage holds at a time; without a frozen front, which follows from
-            what a stage holds.
+        schedule: Decides how many micro-batches a stage holds at a time; given without a frozen front, which follows
+            from the layers of a stage.
         layout: Replicas, ZeRO stage and precision.
         overhead_bytes: What a device holds beside the model.
 
@@ -99,7 +99,7 @@ class Footprint:
     layout: Layout
     overhead_bytes: int = OVERHEAD_BYTES
     state: TrainingState = field(init=False)
-    """What does not depend on micro-batches."""
+    """The bytes that do not depend on micro-batches."""
 
     def __post_init__(self) -> None:
         if self.load.shape != ():
@@ -108,25 +108,19 @@ class Footprint:
 
     @cached_property
     def kept_bytes(self) -> IntArray:
-        """What a layer keeps of one micro-batch at each level, shape (layers, levels).
-
-        No gradient passes the layers before the first trained one: they keep nothing.
-        """
+        """What a layer keeps of one micro-batch at each level, shape (layers, levels)."""
         kept = self._saved.copy()
+        # No gradient passes the layers before the first trained one, so autograd keeps nothing for them.
         frozen = kept[: self.profile.frozen_front]
         frozen[frozen != NOT_OFFERED] = 0
         return kept
 
     def transient_bytes(self, stage: int, stop: int) -> IntArray:
-        """What running a layer backward needs beside what is kept, shape (layers before stop, levels).
+        """Bytes that a layer's backward pass needs beside what is kept, shape (layers before ``stop``, levels).
 
-        That is what recomputing it brings back, and gradients: of its output and its input (pixels have none), or
-        within it. Where weight gradients wait, what this micro-batch keeps for those of the layers behind it is there
-        too, and its own take the place of the gradients within it if they are more.
-
-        Args:
-            stage: The layer's place in the pipeline.
-            stop: Where the stage ends.
+        ``transient = recomputed activations + max(gradients of output and input, gradients within the layer)``. If
+        weight gradients wait, the micro-batch also holds the inputs that those of the later layers of the stage keep
+        (up to layer ``stop``), and the layer's own waiting inputs replace its gradients where they are more.
         """
         if not self.schedule.pending_weights[stage]:
             return self._transient[:stop]
@@ -137,30 +131,30 @@ class Footprint:
         return transient
 
     def pending_bytes(self, stage: int) -> IntArray:
-        """The most that weight gradients of every possible stage in this place keep while they wait."""
+        """The most that waiting weight gradients keep, for every possible stage at this place of the pipeline."""
         pending: IntArray = self.schedule.pending_weights[stage] * self._pending
         return pending
 
     @property
     def loss_bytes(self) -> int:
-        """What the loss needs at its peak, on the last stage: logits of some rows, and their part of the gradient."""
+        """Peak bytes of the loss on the last stage."""
         head = self.profile.layers[-1]
         if head.kind != "head":
             return 0
         return math.ceil(loss_bytes(head, self.load.target_tokens, self.profile.tensor_parallel))
 
     def least_transient(self, stage: int) -> int:
-        """Transient bytes of a stage whatever its layers and levels: on the last stage, those of the loss."""
+        """Transient bytes that a stage needs with any layers and levels: on the last stage, those of the loss."""
         return self.loss_bytes if stage == self.schedule.num_stages - 1 else 0
 
     def fixed_bytes(self, stage: int) -> IntArray:
-        """What every possible stage in this place holds whatever its levels: all but activations and transient."""
+        """What every possible stage at this place holds at any levels: all but activations and transient bytes."""
         return self.state.whole + self._waiting(stage) + self._buffers(stage) + self.overhead_bytes
 
     def update_bytes(self, stage: int) -> IntArray:
-        """What the end of a step needs beyond the fixed bytes of every possible stage: at least so much its peak is.
+        """Peak of the optimizer's step beyond the fixed bytes, for every possible stage at this place.
 
-        Activations, what waited and buffers are gone by then, so it may be negative.
+        It may be negative: activations, waiting inputs and buffers have been freed by then.
         """
         beyond: IntArray = self.state.update - self._waiting(stage) - self._buffers(stage)
         return beyond
@@ -169,9 +163,9 @@ class Footprint:
         """The memory of one stage.
 
         Args:
-            stage: Its place in the pipeline.
-            layers: The layers it holds.
-            levels: One for each of them.
+            stage: The stage's place in the pipeline.
+            layers: The layers that the stage holds.
+            levels: A level for each of the layers.
 
         Raises:
             ConfigError: A layer does not offer its level.
@@ -185,7 +179,8 @@ class Footprint:
                 f"recompute must be a level that the profile has for {self.profile.layers[a + layer].name}, "
                 f"got {levels[layer]!r}"
             )
-        freed = kept[::-1].cumsum()[::-1] - kept  # by the time a layer runs backward, by those behind it
+        # When a layer runs backward, the layers behind it have freed what they kept of this micro-batch.
+        freed = kept[::-1].cumsum()[::-1] - kept
         activations = self.schedule.in_flight[stage] * int(kept.sum())
         update = int(self.update_bytes(stage)[a, b]) - activations
         needed = max(int((transient - freed).max()), update)
@@ -209,24 +204,25 @@ class Footprint:
 
     @cached_property
     def _saved(self) -> IntArray:
-        """What a layer would keep if a gradient passed it."""
+        """Bytes that a layer keeps at each level if a gradient passes it, shape (layers, levels)."""
         return np.array([[self._saved_at(layer, level) for level in LEVELS] for layer in self.profile.layers])
 
     @cached_property
     def _transient(self) -> IntArray:
-        """Where no weight gradient waits. A forward pass that keeps nothing needs no more than a backward pass."""
+        """Transient bytes if no weight gradient waits; a forward pass never needs more than the backward pass."""
         return self._brought(_GRADIENT_SHARE)
 
     @cached_property
     def _split_transient(self) -> IntArray:
-        """Without what waits of the layers behind."""
+        """Transient bytes if weight gradients wait, without the waiting inputs of later layers."""
         return self._brought(_SPLIT_GRADIENT_SHARE)
 
     def _brought(self, gradient_share: float) -> IntArray:
-        """What recomputation brings back, and gradients."""
-        everything = self._saved[:, :1]
+        """Recomputed activations and gradients of a backward pass, shape (layers, levels)."""
+        everything = self._saved[:, :1]  # level "none" keeps all that a backward pass needs
         # Recomputing a layer brings back what it did not keep, and its backward pass begins after that.
         recomputed = np.maximum(everything - self._saved, 0)
+        # The gradients of a layer's output and input; the pixels, input of the first layer, have none.
         around = self._sent[1:] + np.concatenate([[0], self._sent[1:-1]])
         within = (gradient_share * everything).astype(np.int64)
         within[[layer.kind == "head" for layer in self.profile.layers]] = 0  # its gradients are what it keeps
@@ -235,13 +231,13 @@ class Footprint:
 
     @cached_property
     def _pending(self) -> IntArray:
-        """What one micro-batch's weight gradients of every possible stage keep."""
+        """Bytes that one micro-batch's weight gradients keep, for every possible stage."""
         sums = np.concatenate([[0], np.cumsum([self._bytes(layer.pending_bytes) for layer in self.profile.layers])])
         pending: IntArray = sums[None, :] - sums[:, None]
         return pending
 
     def _waiting(self, stage: int) -> IntArray:
-        """What those of the micro-batches before the one that runs backward keep."""
+        """Bytes kept by weight gradients of micro-batches before the one that runs backward, for every stage."""
         waiting: IntArray = max(self.schedule.pending_weights[stage] - 1, 0) * self._pending
         return waiting
 
@@ -253,19 +249,18 @@ class Footprint:
 
     @cached_property
     def _sent(self) -> IntArray:
-        """What passes each boundary, shape (layers + 1,): the pixels at first, the loss at last."""
+        """Bytes that pass each boundary, shape (layers + 1,): first the pixels, last the loss."""
         layers = self.profile.layers
         pixels = self._bytes(layers[0].saved_bytes["full"])
         return np.array([pixels, *(self._bytes(layer.output_bytes) for layer in layers)])
 
     def _buffers(self, stage: int) -> IntArray:
-        """DeepSpeed's pipe buffers: input and output of every micro-batch held; then what is on its way.
+        """DeepSpeed's pipe buffers: input and output of every micro-batch held, and tensors on their way.
 
-        Under 1F1B an input goes back as a gradient, and an output comes back as one. Where weight gradients wait so do
-        transfers: gradients of inputs until as many micro-batches later as the
-        stage before has in flight; and the next gradient of an output comes before the last one is used up. No
-        gradient goes back to a frozen front, whose stages hold one micro-batch and, where transfers wait, outputs that
-        have not been fetched.
+        Under DeepSpeed's 1F1B one gradient of an input and one of an output is on its way. Under our tables transfers
+        wait, too: a gradient of an input stays until the stage before has run as many micro-batches as it has in
+        flight, and the next gradient of an output arrives before the last one is used up. Stages of a frozen front
+        send no gradient back; they hold one micro-batch and, under our tables, outputs that nobody has fetched.
         """
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
         splits, held = any(self.schedule.pending_weights), self.schedule.in_flight[stage]

@@ -15,7 +15,7 @@ from omnibal.memory.frontier import NOT_OFFERED, extend, start, sweep
 from omnibal.profile.levels import LEVELS, Level
 from omnibal.profile.records import LayerCost, ModelProfile
 
-_PICOSECONDS = 1e12
+_PICOSECONDS = 1e12  # times as whole numbers, so that sums in any order are equal
 
 
 def choose_levels(
@@ -24,11 +24,11 @@ def choose_levels(
     """The levels of a stage's layers that cost the least time and fit.
 
     Args:
-        footprint: What layers hold at each level.
+        footprint: Bytes of the layers at each level.
         stage: The stage's place in the pipeline.
-        layers: The layers it holds.
-        seconds: What each level adds to a backward pass, shape (layers of the model, levels), as
-            :func:`recompute_seconds` gives it.
+        layers: The layers that the stage holds.
+        seconds: What each level adds to a backward pass, shape (layers of the model, levels), see
+            :func:`recompute_seconds`.
         budget_bytes: The most that a device of this stage may hold.
 
     Raises:
@@ -67,12 +67,12 @@ def least_recompute(
     maximum where that is more. Exact (:mod:`omnibal.memory.frontier`).
 
     Args:
-        kept: Bytes at each level, shape (layers, levels); NOT_OFFERED where a layer lacks it.
-        transient: Bytes while the layer runs, the same shape.
-        seconds: What each level costs, the same shape.
-        room_bytes: The most for all of it.
+        kept: Bytes at each level, shape (layers, levels); NOT_OFFERED where a layer lacks the level.
+        transient: Bytes while the layer runs backward, shape (layers, levels).
+        seconds: What each level costs, shape (layers, levels).
+        room_bytes: The most that the peak may be.
         held: Micro-batches whose activations are kept at the same time.
-        least_transient: What comes and goes before the first backward pass.
+        least_transient: Bytes that come and go before the first backward pass.
 
     Returns:
         The column of each layer's level, shape (layers,), or None if nothing fits. Of equally fast choices, one of the
@@ -84,7 +84,7 @@ def least_recompute(
         >>> least_recompute(kept, transient, seconds, room_bytes=110).tolist()
         [0, 1]
     """
-    # From the last layer to the first, as a backward pass runs; whole numbers, so that equal times are equal.
+    # Layers are added in the order of a backward pass, from the last to the first.
     frontiers, time = [start(least_transient)], picoseconds(seconds)
     for layer in range(len(kept) - 1, -1, -1):
         frontiers.append(extend(frontiers[-1], kept[layer], time[layer], transient[layer], held, room_bytes))
@@ -93,7 +93,7 @@ def least_recompute(
         return None
     fastest = np.flatnonzero(found.time == found.time[0])
     point = int(fastest[found.peak[fastest].argmin()])
-    # Back along the points that it grew from: each frontier knows the level of the layer that it added.
+    # Each frontier knows the level of the layer that it added and the point that it grew from: walk back along those.
     chosen = []
     for frontier in reversed(frontiers[1:]):
         chosen.append(frontier.level[point])
@@ -112,10 +112,10 @@ def least_bytes(kept: IntArray, transient: IntArray, *, held: int = 1, least_tra
 def recompute_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
     """What each level adds to a backward pass on average over micro-batches, shape (layers, levels).
 
-    No backward pass reaches the layers before the first trained one. Levels that a layer does not offer cost nothing;
-    they keep NOT_OFFERED bytes.
+    Levels that a layer does not offer cost nothing here, and NOT_OFFERED bytes in the footprint.
     """
     mean = np.array([[_seconds(layer, level, loads) for level in LEVELS] for layer in profile.layers])
+    # No backward pass reaches the layers before the first trained one.
     mean[: profile.frozen_front] = 0
     return mean
 
@@ -142,7 +142,7 @@ class StageTable:
     ``a`` to ``b - 1``.
 
     Args:
-        footprint: What layers hold at each level.
+        footprint: Bytes of the layers at each level.
         budget_bytes: The most that a device of each stage may hold.
     """
 
@@ -150,18 +150,16 @@ class StageTable:
     budget_bytes: Sequence[int]
 
     def least_seconds(self, seconds: FloatArray) -> FloatArray:
-        """The least recompute time of every stage that fits; infinity where none does or it is no stage.
+        """The least recompute seconds of every stage; infinity for what does not fit or is no stage.
 
-        Args:
-            seconds: What every level of every layer adds to its backward pass, shape (layers, levels).
-
-        As exact as :func:`omnibal.memory.recompute.least_recompute`; some hundred layers take a fraction of a second.
+        ``seconds``, shape (layers, levels), is what each level adds to a backward pass. As exact as
+        :func:`least_recompute`; some hundred layers take a fraction of a second.
         """
         time = picoseconds(seconds)
         return in_seconds(np.stack([self._sweep(stage, time, self._room(stage))[0] for stage in self._stages]))
 
     def missing_bytes(self) -> IntArray:
-        """By how much the least that every stage can hold exceeds its budget; negative where it fits."""
+        """Bytes by which the least memory of every stage exceeds the budget; negative if the stage fits."""
         missing = []
         for stage in self._stages:
             is_stage = self._is_stage(stage)
@@ -172,12 +170,13 @@ class StageTable:
         return np.stack(missing)
 
     def _sweep(self, stage: int, time: IntArray, room: IntArray) -> tuple[IntArray, IntArray]:
-        """Least time (-1 for none) and least peak of every stage in a place, shape (layers + 1, layers + 1)."""
+        """Least time (-1: does not fit) and least peak of every stage at a place, shape (layers + 1, layers + 1)."""
         footprint, size = self.footprint, len(room)
         kept, floor = footprint.kept_bytes, footprint.least_transient(stage)
         held = footprint.schedule.in_flight[stage]
         best, least = np.full((size, size), -1), np.full((size, size), NOT_OFFERED)
-        # One sweep finds all stages that end with the same layer: each frontier on its way is a stage of its own.
+        # One sweep from layer b down to 0 answers for all stages that end at b: the frontier of layers a to b - 1 is
+        # that of a stage of its own.
         for b in np.flatnonzero((room >= 0).any(axis=0)):
             transient = footprint.transient_bytes(stage, int(b))
             inputs = kept[:b], time[:b], transient, held, floor, np.ascontiguousarray(room[:b, b])
@@ -197,13 +196,13 @@ class StageTable:
         return beside
 
     def _room(self, stage: int) -> IntArray:
-        """The most that the peak of every stage in this place may be, -1 where it cannot be."""
+        """The most that the peak of every stage at this place may be; -1 for what cannot fit or is no stage."""
         room = self._budget_beside_fixed(stage)
         can_be = self._is_stage(stage) & (room >= np.maximum(self.footprint.update_bytes(stage), 0))
         return np.where(can_be, room, -1)
 
     def _is_stage(self, stage: int) -> NDArray[np.bool_]:
-        """Which entries leave every other stage a layer."""
+        """Entries [a, b] that leave every other stage a layer."""
         num_stages, size = self._shape
         a, b = np.arange(size)[:, None], np.arange(size)[None, :]
         starts = a >= stage if stage else a == 0

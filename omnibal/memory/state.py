@@ -1,4 +1,4 @@
-"""What a stage holds whatever its micro-batches are: weights, gradients, optimizer state; and what an update needs."""
+"""What a stage holds with any micro-batches: weights, gradients, optimizer state; and what an update needs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from omnibal.cost import IntArray
 from omnibal.errors import ConfigError
 from omnibal.profile.records import LayerCost, ModelProfile
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-"""By the dtype of the forward pass."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # by the dtype of the forward pass
 _FLOAT32 = 4
+# Float32 numbers per parameter within torch's AdamW: the root of the second moment, and the quotient with it.
 _ADAM_TEMPORARIES = 2
-"""Float32 numbers per parameter within torch's AdamW: the root of the second moment, and what it is divided into."""
+# The most gradients that DeepSpeed copies into one buffer to reduce them over the replicas (reduce_bucket_size). An
+# upper bound where our engine sends gradients layer by layer.
 _REDUCED_AT_ONCE = 500_000_000
-"""Gradients that DeepSpeed copies into one buffer to reduce them over the replicas, at most. Where they leave layer by
-layer this is more than there is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +48,12 @@ class TrainingState:
 
     @property
     def whole(self) -> IntArray:
-        """All that stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.parameters + self.gradients + self.optimizer
 
     @cached_property
     def parameters(self) -> IntArray:
-        """In the dtype of the forward pass."""
+        """Parameters in the dtype of the forward pass."""
         return self._between(lambda layer: layer.parameter_bytes)
 
     @property
@@ -68,19 +67,20 @@ class TrainingState:
 
     @property
     def _trained_float32(self) -> IntArray:
-        """The same in float32."""
+        """Bytes of one float32 gradient of each trained parameter."""
         return self._trained * _FLOAT32 // ELEMENT_BYTES[self.profile.dtype]
 
     @cached_property
     def gradients(self) -> IntArray:
-        """Whole on every replica; and once more where DeepSpeed sums 16-bit ones up in a buffer of its own."""
+        """Gradients, whole on every replica, with the second buffer in which DeepSpeed sums 16-bit ones."""
         if self.layout.sums_float32:
             return self._trained + self._trained_float32
         return self._trained * (1 if self._is_float32 or self.layout.zero_stage else 2)
 
     @cached_property
     def optimizer(self) -> IntArray:
-        """State, and master weights: of 16-bit parameters they belong to the state; ZeRO clones those in float32."""
+        """Optimizer state and master weights."""
+        # A profile counts the master weights of 16-bit parameters as optimizer state. ZeRO clones float32 weights, too.
         state = self._between(lambda layer: layer.optimizer_bytes)
         if self._is_float32 and self.layout.zero_stage == 0:
             return state
@@ -88,10 +88,10 @@ class TrainingState:
 
     @cached_property
     def update(self) -> IntArray:
-        """Beyond parameters, gradients and optimizer state: gradients on their way, or what the optimizer computes.
+        """Bytes of the optimizer's step beyond `whole`: gradients being reduced, or the optimizer's temporaries.
 
-        It runs on one flat gradient in float32, which is copied together where it is not summed up as such. ZeRO then
-        lets go of the gradients of the parameters.
+        The optimizer runs on one flat float32 gradient, a copy unless gradients are summed in float32. ZeRO frees the
+        parameters' own gradients once it has the copy.
         """
         if self._is_float32 and self.layout.zero_stage == 0:
             return self._trained
@@ -102,18 +102,19 @@ class TrainingState:
         return np.maximum(computed, np.minimum(self._trained, _REDUCED_AT_ONCE * ELEMENT_BYTES[self.profile.dtype]))
 
     def _share(self, sizes: IntArray) -> IntArray:
-        """What one of the replicas holds of what they share."""
+        """One replica's share, rounded up."""
         return -(-sizes // self.layout.num_replicas)
 
     def _between(self, bytes_of: Callable[[LayerCost], int]) -> IntArray:
-        """Sums over the layers of every possible stage; layers tied to another one of the same stage are free."""
+        """Sums over the layers of every possible stage; a tied weight counts once in a stage."""
         layers = self.profile.layers
         sums = np.concatenate([[0], np.cumsum([bytes_of(layer) for layer in layers])]).astype(np.int64)
         between: IntArray = sums[None, :] - sums[:, None]
-        newest: dict[str, int] = {}  # of each tied weight, the layer that held it last
+        newest: dict[str, int] = {}  # by tied weight, the last layer so far that holds it
         for index, layer in enumerate(layers):
             if layer.tied_key is not None:
-                if layer.tied_key in newest:  # stages that hold both count it once
+                # Stages [a, b] with a at or before the last holder and b behind this one hold the weight twice.
+                if layer.tied_key in newest:
                     between[: newest[layer.tied_key] + 1, index + 1 :] -= bytes_of(layer)
                 newest[layer.tied_key] = index
         return between

@@ -33,8 +33,10 @@ def run_blocking(
     """Run ``Schedule.blocking_table``: the two sides of a transfer wait for each other and are busy until it ends."""
     operations, micro_batches, lengths = table
     num_stages = len(lengths)
-    clock = np.zeros(num_stages)
-    done = np.zeros(num_stages, dtype=np.int64)
+    clock = np.zeros(num_stages)  # when a stage has ended its last instruction
+    done = np.zeros(num_stages, dtype=np.int64)  # instructions that a stage has run
+    # Visit the stages in turn. Each one runs until it meets a transfer whose other side has not come to it; a round in
+    # which no stage ran anything is the end of the step, or a deadlock.
     going_on = True
     while going_on:
         going_on = False
@@ -51,7 +53,8 @@ def run_blocking(
                     done[stage] += 1
                     going_on = True
                     continue
-                # A transfer runs when both sides have come to it; until then this stage is left for the next one.
+                # A transfer runs once both stages have come to it. Activations go to the next stage, and their
+                # gradients come back from there; the other two operations face the stage before.
                 peer = stage + 1 if operation in (_SEND_ACTIVATION, _RECEIVE_GRADIENT) else stage - 1
                 there = done[peer]
                 if there == lengths[peer] or micro_batches[peer, there] != micro_batch:
@@ -79,14 +82,15 @@ def run_overlapped(
     """Run ``Schedule.table``: transfers start by themselves and cost no stage time; a link carries one at a time."""
     operations, micro_batches, lengths = table
     num_stages, num_micro_batches = len(lengths), durations.shape[1]
-    clock = np.zeros(num_stages)
-    done = np.zeros(num_stages, dtype=np.int64)
-    # When what a forward or a backward waits for is there; infinity until it is on its way.
+    clock = np.zeros(num_stages)  # when a stage has ended its last instruction
+    done = np.zeros(num_stages, dtype=np.int64)  # instructions that a stage has run
+    # Arrival of a micro-batch's activation and of its gradient at each stage; infinity until its sender has run.
     activation = np.full((num_micro_batches, num_stages), np.inf)
     gradient = np.full((num_micro_batches, num_stages), np.inf)
     activation[:, 0] = 0
     gradient[:, num_stages - 1] = 0
     down, up = np.zeros(num_stages), np.zeros(num_stages)  # when the links from a stage are free
+    # As in run_blocking, but a stage stops only where the input of its next instruction has not been sent.
     going_on = True
     while going_on:
         going_on = False
@@ -95,7 +99,7 @@ def run_overlapped(
                 here = done[stage]
                 operation, m = operations[stage, here], micro_batches[stage, here]
                 ready = activation[m, stage] if operation == _F else gradient[m, stage]
-                if ready == np.inf:  # not even on its way: on to the next stage
+                if ready == np.inf:
                     break
                 if operation == _F and m == 0:
                     ready = max(ready, release[stage])
@@ -103,6 +107,7 @@ def run_overlapped(
                 clock[stage] = ends[stage, here] = starts[stage, here] + durations[operation, m, stage]
                 done[stage] += 1
                 going_on = True
+                # The result leaves when its stage has computed it and the link has carried all earlier ones.
                 if operation == _F and stage < num_stages - 1:
                     down[stage] = activation[m, stage + 1] = max(clock[stage], down[stage]) + transfers[m, stage]
                 elif operation in (_BW, _B) and stage > 0:

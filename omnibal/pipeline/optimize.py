@@ -1,4 +1,4 @@
-"""How good partitions are found: by dynamic programming over the costs of possible stages, and by descent from those.
+"""How good partitions are found: by dynamic programming over the costs of possible stages, then by descent.
 
 Costs are arrays of shape (stages, layers + 1, layers + 1): entry ``[s, a, b]`` is the cost of stage ``s`` if it holds
 layers ``a`` to ``b - 1``. Entries that are no stage (``a >= b``) are ignored.
@@ -18,20 +18,17 @@ from omnibal.errors import InfeasibleError
 Boundaries = tuple[int, ...]
 Evaluate = Callable[[IntArray], FloatArray]
 """From partitions, shape (partitions, stages + 1), to their seconds."""
-_STEP = 1.01
-"""Ratio of one limit on the slowest stage to the next: the model's optimum is met within 1 %."""
-_EVENNESS = 1e-3
-"""Share of the passage that evener stages may cost: they decide among partitions that the model finds about equal."""
+_STEP = 1.01  # ratio of one limit on the slowest stage to the next: the model's optimum is met within 1 %
+_EVENNESS = 1e-3  # weight of even stages in a passage: decides among partitions that the model finds about equal
 _ROUNDING = 1 + 1e-12
-_AT_A_TIME = 16
-"""Neighbours that descent evaluates together, before it looks at the best of them."""
+_AT_A_TIME = 16  # neighbours that a descent evaluates together, before it looks at the best of them
 
 
 def least_maximum(costs: FloatArray) -> tuple[float, Boundaries]:
     """The partition whose most expensive stage is cheapest: exact, O(stages × layers²).
 
     Returns:
-        The cost of its most expensive stage, and its boundaries; of equal ones the smallest.
+        The cost of the most expensive stage, and the boundaries; of equal partitions that of smallest boundaries.
 
     Raises:
         InfeasibleError: Every partition has a stage of infinite cost.
@@ -50,10 +47,11 @@ def least_maximum(costs: FloatArray) -> tuple[float, Boundaries]:
 def _solve(costs: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
     """The partition with the least sum (``np.add``) or maximum (``np.maximum``) of its stages' costs."""
     num_stages, size, _ = costs.shape
-    choices = np.zeros((num_stages, size), dtype=int)  # where a stage ends at best, by where it starts
-    rest = _last_boundary(size)  # the least cost of all stages behind, by where the first of them starts
+    # Dynamic programming from the last stage to the first:
+    # rest[a] = min over b of combine(costs[stage, a, b], rest of the next stage[b]); choices[stage, a] is that b.
+    choices = np.zeros((num_stages, size), dtype=int)
+    rest = _last_boundary(size)
     for stage in reversed(range(num_stages)):
-        # Row: the stage's start, column: its end, where the stages behind it start.
         combined = np.where(_stages(size), combine(costs[stage], rest), np.inf)
         choices[stage] = combined.argmin(axis=1)
         rest = combined.min(axis=1)
@@ -70,11 +68,11 @@ def model_optima(pace_seconds: FloatArray, passing_seconds: FloatArray, micro_ba
     Args:
         pace_seconds: Costs of possible stages: how long one is busy with a micro-batch.
         passing_seconds: How long a micro-batch needs through the stage and to the next one, there and back.
-        micro_batches: Per step.
+        micro_batches: Micro-batches per step.
 
     Returns:
         Different partitions, that with the fastest pace first, the best by the model among them (within 1 %).
-        O(limits × stages × layers²); there are as many limits as a slower pace may pay for a shorter passage.
+        O(limits × stages × layers²); limits grow by 1 % as long as a shorter passage may pay for a slower pace.
 
     Raises:
         InfeasibleError: Every partition has a stage of infinite cost.
@@ -84,8 +82,8 @@ def model_optima(pace_seconds: FloatArray, passing_seconds: FloatArray, micro_ba
     # No partition has a faster pace: neither its slowest stage nor the round trip that all stages share is shorter.
     limit = max(least_maximum(pace_seconds)[0], shortest / len(pace_seconds))
     best, found = np.inf, dict[Boundaries, None]()
-    # A looser limit may shorten the passage, which is paid once, and slows the pace, which is paid by all others. Once
-    # even the shortest of all passages could not make up for the pace, no looser limit can either.
+    # A looser limit may shorten the passage, which counts once, and slows the pace, which counts micro_batches - 1
+    # times. The search ends where even the shortest passage of all partitions could not make up for the pace.
     while limit <= last_limit and shortest + (micro_batches - 1) * limit < best:
         boundaries = _within(limit, pace_seconds, passing_seconds)
         if boundaries:
@@ -99,7 +97,7 @@ def _within(limit: float, pace_seconds: FloatArray, passing_seconds: FloatArray)
     """The partition of shortest passage whose pace keeps to a limit, or () if none does."""
     num_stages, size, _ = pace_seconds.shape
     allowed = _stages(size) & (pace_seconds <= limit * _ROUNDING)
-    # A passage hardly longer for evener stages: to choose among partitions that the model finds equally good.
+    # The square of each stage's passage, with a small weight, prefers even stages among about equal partitions.
     scores = passing_seconds * (1 + _EVENNESS * passing_seconds / max(passing_seconds[0, 0, -1], 1e-300))
     choices = np.zeros((num_stages, size), dtype=int)
     score, passage = _last_boundary(size), _last_boundary(size)
@@ -114,6 +112,7 @@ def _within(limit: float, pace_seconds: FloatArray, passing_seconds: FloatArray)
 
 
 def _pace(boundaries: Boundaries, pace_seconds: FloatArray, passing_seconds: FloatArray) -> float:
+    """``T`` of a partition, as `model_optima` defines it."""
     trips = np.cumsum(_costs(boundaries, passing_seconds)[::-1]) / np.arange(1, len(boundaries))
     return float(max(_costs(boundaries, pace_seconds).max(), trips.max()))
 
@@ -129,11 +128,12 @@ def _stages(size: int) -> NDArray[np.bool_]:
 
 
 def _last_boundary(size: int) -> FloatArray:
-    """Cost of no stage at all, by where it starts: nothing at the end of the model, impossible elsewhere."""
+    """Cost of the stages behind the last one, by where they start: 0 at the end of the model, infinity elsewhere."""
     return np.where(np.arange(size) == size - 1, 0.0, np.inf)
 
 
 def _follow(choices: NDArray[np.int_]) -> Boundaries:
+    """Boundaries of the partition that dynamic programming chose: each stage's end is the next one's start."""
     boundaries = [0]
     for choice in choices:
         boundaries.append(int(choice[boundaries[-1]]))
@@ -148,18 +148,19 @@ def descend(
     *,
     reach: int = 3,
 ) -> dict[Boundaries, float]:
-    """Improve each start by better and better neighbours until none is better.
+    """Move each start to better neighbours until none is better.
 
-    Neighbours move one boundary by up to ``reach`` layers, or several boundaries in a row by one layer in the same
-    direction. They are tried in the order of their bounds, a few at a time, and the best of the first few that hold a
-    better one is taken. No partition is evaluated twice, and none whose bound is not better than what its descent has.
+    A neighbour differs in one boundary by up to ``reach`` layers, or in several adjacent boundaries by one layer in
+    the same direction. Neighbours are evaluated in the order of their bounds, a few at a time; the descent goes on
+    from the best of the first few among which there is a better one. No partition is evaluated twice, and none whose
+    bound is not below the seconds that its descent has reached.
 
     Args:
         starts: Partitions to improve.
         known: Seconds of partitions that were evaluated before, the starts among them.
         evaluate: Exact seconds of partitions.
-        bound: Seconds that partitions take at least; cheap.
-        reach: Layers.
+        bound: Lower bounds of their seconds; cheap.
+        reach: The most layers that one boundary moves by.
 
     Returns:
         Seconds of every partition that was evaluated, before or now.
@@ -180,7 +181,8 @@ def neighbours(boundaries: Boundaries, reach: int) -> IntArray:
         [[0, 2, 4], [0, 3, 4]]
     """
     inner = len(boundaries) - 2
-    first, last = np.triu_indices(inner)  # every run of inner boundaries, by the first and the last of it
+    # One row for every run of adjacent inner boundaries (first to last), then the far moves of single boundaries.
+    first, last = np.triu_indices(inner)
     rows = (np.arange(inner) >= first[:, None]) & (np.arange(inner) <= last[:, None])
     moves = [sign * rows.astype(np.int64) for sign in (1, -1)]
     moves += [sign * far * np.eye(inner, dtype=np.int64) for far in range(2, reach + 1) for sign in (1, -1)]
@@ -190,6 +192,8 @@ def neighbours(boundaries: Boundaries, reach: int) -> IntArray:
 
 @dataclass
 class _Search:
+    """What all descents of one search share."""
+
     evaluate: Evaluate
     bound: Evaluate
     seconds: dict[Boundaries, float]
@@ -203,7 +207,7 @@ class _Search:
         rows = _rows(moved)
         unknown = moved[[row not in self.seconds for row in rows]]
         bounds = self.bound(unknown)
-        # A neighbour whose bound is no better than what we have cannot be better; the most promising ones come first.
+        # A neighbour whose bound is not below the limit cannot be better; the lowest bounds come first.
         order = np.argsort(bounds, kind="stable")[: np.count_nonzero(bounds < limit)]
         for first in range(0, len(order), _AT_A_TIME):
             few = unknown[order[first : first + _AT_A_TIME]]

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: the record that every part of the package shares, and DeepSpeed's own cuts."""
+"""Where a pipeline is cut: the record of a cut, and the cuts that DeepSpeed makes by itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Partition:
 
     @classmethod
     def uniform(cls, num_layers: int, num_stages: int) -> Partition:
-        """Stages of equally many layers, the first ones holding one more where that does not work out.
+        """Stages of equally many layers; the first ones hold one more if the number of layers is no multiple.
 
         This is DeepSpeed's ``partition_method="uniform"``.
 
@@ -82,29 +82,21 @@ class Partition:
 def frozen_stages(profile: ModelProfile, boundaries: IntArray) -> IntArray:
     """How many of the first stages train nothing, and so run no backward pass.
 
-    Args:
-        profile: What is trained.
-        boundaries: Of one or more partitions, shape (…, stages + 1).
-
-    Returns:
-        Shape (…,); the last stage never counts.
+    ``boundaries`` are those of one or more partitions, shape (…, stages + 1); the result has the shape (…,). The last
+    stage never counts, since it computes the loss.
     """
     count: IntArray = np.sum(boundaries[..., 1:-1] <= profile.frozen_front, axis=-1)
     return count
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
-    """Refuse a number of stages that cannot each hold a layer.
-
-    Raises:
-        ConfigError: ``num_stages`` is not in ``[1, num_layers]``.
-    """
+    """Refuse a number of stages that cannot each hold a layer."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(f"num_stages must lie in [1, {num_layers}] (each stage holds a layer), got {num_stages}")
 
 
 def parameter_cut(profile: ModelProfile, num_stages: int) -> Partition:
-    """DeepSpeed's ``partition_method="parameters"``: parameters that are trained count, as their gradients do."""
+    """DeepSpeed's ``partition_method="parameters"``, which counts parameters that are trained."""
     return Partition(balanced_boundaries([layer.gradient_bytes for layer in profile.layers], num_stages))
 
 
@@ -130,7 +122,8 @@ def balanced_boundaries(weights: Sequence[float], num_stages: int) -> tuple[int,
     if num_layers == num_stages:
         return tuple(range(num_stages + 1))
     sums = np.concatenate([[0.0], np.cumsum(weights)])
-    # The heaviest and the lightest stage of the cut that is kept for the first i layers.
+    # Dynamic programming as in DeepSpeed: entry i of both arrays is the weight of the heaviest and of the lightest
+    # stage of the one cut that is kept for the first i layers.
     heaviest, lightest = np.full(num_layers + 1, np.inf), np.full(num_layers + 1, np.inf)
     heaviest[0] = 0
     last_cut = np.zeros((num_stages + 1, num_layers + 1), dtype=int)

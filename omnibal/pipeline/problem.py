@@ -52,14 +52,14 @@ class PartitionProblem:
         """Simulated seconds of a step under each partition, shape (partitions, stages + 1) -> (partitions,)."""
         blocking, fronts = self.mode == "rendezvous", frozen_stages(self.profile, partitions)
         seconds = np.zeros(len(partitions))
-        for front in set(fronts.tolist()):  # each has another schedule
+        for front in set(fronts.tolist()):  # partitions with equally many frozen stages share a schedule
             schedule, rows = self.schedule.with_frozen_front(front), fronts == front
             table = schedule.blocking_table if blocking else schedule.table
             seconds[rows] = _step_seconds(self.times, table, np.ascontiguousarray(partitions[rows]), blocking)
         return seconds
 
     def bound(self, partitions: IntArray) -> FloatArray:
-        """Seconds that a step takes at least under each partition; the same shapes."""
+        """Least seconds of a step under each partition, shape (partitions, stages + 1) -> (partitions,)."""
         stages = np.arange(self.num_stages)
         bounds: FloatArray = self._stage_bounds[stages, partitions[:, :-1], partitions[:, 1:]].max(axis=1)
         return bounds
@@ -80,18 +80,18 @@ class PartitionProblem:
 
     @cached_property
     def forward_seconds(self) -> FloatArray:
-        """Each layer's forward pass of an average micro-batch, shape (layers,)."""
+        """Forward pass of each layer for an average micro-batch, shape (layers,)."""
         return np.diff(self.times.forward.mean(axis=(0, 1)))
 
     @cached_property
     def crossing_seconds(self) -> FloatArray:
-        """An average micro-batch's transfer over each boundary, shape (layers + 1,)."""
+        """Transfer of an average micro-batch over each boundary, shape (layers + 1,)."""
         crossing: FloatArray = self.times.crossing.mean(axis=(0, 1))
         return crossing
 
     @cached_property
     def _there_and_back_seconds(self) -> FloatArray:
-        """The same together with its gradient's."""
+        """Seconds to send an activation over each boundary and its gradient back, shape (layers + 1,)."""
         crossing: FloatArray = self.crossing_seconds + self.times.gradient_crossing.mean(axis=(0, 1))
         return crossing
 
@@ -104,13 +104,13 @@ class PartitionProblem:
 
     @cached_property
     def waiting_seconds(self) -> FloatArray:
-        """The part of it that other stages need not wait for; the same shape."""
+        """The part of `stage_seconds` that other stages need not wait for: ``W`` where it may wait."""
         weight = differences(self.times.weight.mean(axis=(0, 1)))
         return np.stack([weight if pending else np.zeros_like(weight) for pending in self.schedule.pending_weights])
 
     @cached_property
     def pace_seconds(self) -> FloatArray:
-        """How long each possible stage is busy with an average micro-batch; the same shape."""
+        """How long each possible stage is busy with an average micro-batch: transfers count where they block."""
         if self.mode == "overlap":
             return self.stage_seconds
         return self.stage_seconds + self._there_and_back_seconds[:, None] + self._there_and_back_seconds[None, :]
@@ -123,8 +123,10 @@ class PartitionProblem:
 
 @compiled
 def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking: bool) -> FloatArray:
+    """The steps that `simulate_step` would simulate, one per partition, without records of their events."""
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     result = np.zeros(len(partitions))
+    # step = max(last stage's end over replicas, last gradient's sum) + slowest optimizer
     for row in range(len(partitions)):
         boundaries, finish = partitions[row], 0.0
         ready = np.zeros(len(times.reduce) - 1)
@@ -144,15 +146,15 @@ def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking
 
 
 def stage_bounds(times: StepTimes, schedule: Schedule, mode: Mode, frozen_front: int = 0) -> FloatArray:
-    """Seconds that a step takes at least if a stage holds certain layers, whatever the other stages hold.
+    """Least seconds of a step if a stage holds certain layers, whatever the other stages hold.
 
-    The stage is simulated alone, with everything else as pure delay: a micro-batch comes back from the stages behind it
-    when it has passed their layers there and back, and one comes from the stages before it when an earlier one, which
-    the first stage has to finish first, has gone back to the start.
+    The stage is simulated alone, and all other stages are pure delay. A micro-batch's gradient arrives when the
+    micro-batch has passed all layers behind the stage, forward and backward. A micro-batch's activation arrives when
+    the first stage has finished the micro-batch that its schedule runs before, whose gradient has to reach it.
 
     Args:
-        times: Of the step.
-        schedule: Without a frozen front, which follows from each partition.
+        times: Seconds of every layer for the step's micro-batches.
+        schedule: The schedule without a frozen front, which follows from each partition.
         mode: As in :func:`omnibal.pipeline.simulate.simulate`.
         frozen_front: Layers before the first one that is trained.
 
@@ -178,39 +180,41 @@ def differences(sums: FloatArray) -> FloatArray:
 
 
 class _Seen(NamedTuple):
-    """A step as one stage sees it; seconds have the shape (layers + 1, micro-batches)."""
+    """A step as one stage sees it."""
 
     operations: NDArray[np.int8]
-    """Of the stage, in order."""
+    """Operations of the stage, in order."""
     micro_batches: NDArray[np.int32]
-    """The same length."""
+    """The micro-batch of each operation."""
     waits: IntArray
-    """For each micro-batch the last one whose backward the first stage runs before this one's forward, or -1. Behind a
-    frozen front the first stage that is trained runs no earlier one's."""
+    """For each micro-batch m the last one whose backward pass the first stage runs before the forward pass of m, or
+    -1."""
     frozen_front: int
-    """Layers before the first one that is trained; a stage of them alone runs no backward pass."""
+    """Layers before the first one that is trained; a stage of such layers alone runs no backward pass."""
+    # Seconds by boundary and micro-batch, shape (layers + 1, micro-batches). Sums over the layers before a boundary:
     forward: FloatArray
-    """Sum over the layers before a boundary, like the next two."""
     backward: FloatArray
     weight: FloatArray
+    # One transfer over a boundary:
     crossing: FloatArray
-    """A transfer over a boundary."""
     gradient_crossing: FloatArray
-    """And back, where a gradient is sent."""
+    # The least from one place to another, over as many cuts as lie between:
     to_stage: FloatArray
-    """From the start of the model over a boundary, at the least."""
+    """From the start of the model, forward, over the boundary."""
     from_trained: FloatArray
-    """The same from the first layer that is trained; what is cut before it is of no matter then."""
+    """From the first trained layer, forward, over the boundary; cuts before that layer do not count."""
     to_start: FloatArray
-    """Back to the start of the model, or as far as gradients go."""
+    """From the boundary, backward, to the start of the model, or as far as gradients go."""
     rest: FloatArray
-    """Over a boundary to the end of the model and back, at the least."""
+    """From the boundary to the end of the model and back."""
 
 
 def _seen_from(stage: int, times: StepTimes, replica: int, schedule: Schedule, frozen_front: int) -> _Seen:
     table, crossing, back = schedule.table, times.crossing[replica], times.gradient_crossing[replica]
     forward, backward, weight = times.forward[replica], times.backward[replica], times.weight[replica]
-    waited_for = 0.0 if any(schedule.pending_weights) else weight  # the stage before waits for a BW, but not for a W
+    # The stage before waits for the whole of a BW, but for no W.
+    waited_for = 0.0 if any(schedule.pending_weights) else weight
+    # ``stage`` cuts lie before this stage, one of them at its own start, and num_stages - stage - 1 behind it.
     to_stage, to_start = (each + _least_crossings(each[:, ::-1], stage - 1)[:, ::-1] for each in (crossing, back))
     down, up = (each + _least_crossings(each, schedule.num_stages - stage - 2) for each in (crossing, back))
     there_and_back = forward + backward + waited_for
@@ -231,6 +235,7 @@ def _seen_from(stage: int, times: StepTimes, replica: int, schedule: Schedule, f
 
 
 def _waits(schedule: Schedule) -> IntArray:
+    """`_Seen.waits`, read off the order in which the first stage runs its passes."""
     waits, last = np.full(schedule.micro_batches, -1), -1
     for operation, micro_batch in schedule.stages[0]:
         if operation == Operation.F:
@@ -242,14 +247,15 @@ def _waits(schedule: Schedule) -> IntArray:
 
 @compiled
 def _least_crossings(crossing: FloatArray, cuts: int) -> FloatArray:
-    """For each micro-batch and boundary: the least that so many cuts behind the boundary can take."""
+    """The least that ``cuts`` transfers at boundaries behind a boundary can take, by micro-batch and boundary."""
     micro_batches, size = crossing.shape
     result = np.zeros(crossing.shape)
     for m in range(micro_batches if cuts > 0 else 0):
-        least = np.full(cuts, np.inf)  # rising: the cheapest boundaries behind the one that is looked at
+        # Walk from the last boundary to the first, and keep the cheapest ``cuts`` boundaries seen so far, ascending.
+        least = np.full(cuts, np.inf)
         for boundary in range(size - 3, -1, -1):
             entry = crossing[m, boundary + 1]
-            for place in range(cuts):  # sort it in; the most expensive one falls out
+            for place in range(cuts):  # insert the new one; the most expensive one falls out
                 if entry < least[place]:
                     least[place], entry = entry, least[place]
             for place in range(min(cuts, size - 2 - boundary)):
@@ -259,7 +265,9 @@ def _least_crossings(crossing: FloatArray, cuts: int) -> FloatArray:
 
 @compiled
 def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], blocking: bool) -> FloatArray:
-    stages_before, stages_behind = stages_around  # each needs a layer at least; the rest stays infinite
+    """Bounds for all layers a to b of one stage, shape (layers + 1, layers + 1); infinity where others get none."""
+    # Every stage before and behind needs a layer, which limits a and b.
+    stages_before, stages_behind = stages_around
     num_layers = len(reduce) - 1
     result = np.full((num_layers + 1, num_layers + 1), np.inf)
     scratch = np.zeros((2, seen.forward.shape[1]))
@@ -273,31 +281,34 @@ def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], 
 
 @compiled
 def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatArray) -> tuple[float, float, float]:
-    """When the last backward pass to the weights starts and ends if the stage holds layers a to b, at the least.
+    """Least times of three events if the stage holds layers a to b.
 
-    And when all stages end.
+    Returns:
+        Start and end of the stage's last backward pass to the weights, and the end of all stages.
     """
     a, b = layers
     forward_ends, backward_ends = scratch
     trains = b > seen.frozen_front
+    # clock: when the stage is free; step: the latest end of any stage that is known so far.
     clock, step, weights_start, weights_end = 0.0, 0.0, 0.0, 0.0
     for position in range(len(seen.operations)):
         operation, m = seen.operations[position], seen.micro_batches[position]
         if operation == _F:
-            # the activation comes once the first stage is free for it, and has passed all layers before this stage
+            # The activation has passed all layers before this stage. The first stage starts it only when it has
+            # finished the micro-batch that it waits for, whose gradient travels from here to the start.
             waits, ready = seen.waits[m], seen.to_stage[a, m]
             if trains and waits >= 0:
                 ready = max(ready, backward_ends[waits] + seen.to_start[a, waits] + seen.from_trained[a, m])
             up, down = (seen.crossing[a, m], seen.crossing[b, m]) if blocking else (0.0, 0.0)
             clock = forward_ends[m] = max(clock + up, ready) + seen.forward[b, m] - seen.forward[a, m]
-            step = max(step, clock + seen.rest[b, m])  # it still has to pass the layers behind this stage, and back
-            clock += down  # where transfers block, sending takes the stage's time too
+            step = max(step, clock + seen.rest[b, m])  # the way to the end of the model and back is left
+            clock += down  # a blocking transfer occupies the sender, too
         elif operation == _W:
             weights_start = clock
             clock += seen.weight[b, m] - seen.weight[a, m]
             weights_end = clock
         elif trains:
-            # the gradient comes once the micro-batch has been to the end of the model and back
+            # The gradient arrives when the micro-batch has been to the end of the model and back.
             up, down = (seen.gradient_crossing[a, m], seen.gradient_crossing[b, m]) if blocking else (0.0, 0.0)
             start = max(clock + down, forward_ends[m] + seen.rest[b, m])
             clock = start + seen.backward[b, m] - seen.backward[a, m]
@@ -305,7 +316,7 @@ def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatA
                 clock += seen.weight[b, m] - seen.weight[a, m]
                 weights_start, weights_end = start, clock
             backward_ends[m] = clock
-            # the first stage cannot be done with it before the gradient has passed the layers before this stage
+            # The first stage ends this micro-batch after its gradient has passed all layers before this stage.
             step = max(step, clock + seen.to_start[a, m])
             clock += up
     return weights_start, weights_end, max(step, clock)

@@ -27,7 +27,7 @@ class Operation(IntEnum):
     B = 2
     """Backward to the inputs alone; the gradient can be sent upstream when it is done."""
     W = 3
-    """Backward to the weights, some time after ``B``."""
+    """Backward to the weights, any time after ``B``."""
     SEND_ACTIVATION = 4
     RECEIVE_ACTIVATION = 5
     SEND_GRADIENT = 6
@@ -103,7 +103,7 @@ class Schedule:
         return [*trains, True].index(True)
 
     def with_frozen_front(self, num_stages: int) -> Schedule:
-        """The same without the backward passes of the first stages, and the gradients that would come to them.
+        """The schedule without the backward passes of the first stages, and without gradients sent to them.
 
         Example:
             >>> print(one_f_one_b(3, 3).with_frozen_front(1))
@@ -115,7 +115,7 @@ class Schedule:
 
     @cached_property
     def _with_frozen_fronts(self) -> tuple[Schedule, ...]:
-        """By the number of stages, the last one never among them."""
+        # Entry n has n frozen stages. The last stage computes the loss, so it is never among them.
         forwards = tuple(tuple(i for i in stage if i.operation == Operation.F) for stage in self.stages)
         return tuple(Schedule(forwards[:n] + self.stages[n:], self.micro_batches) for n in range(self.num_stages))
 
@@ -135,7 +135,8 @@ class Schedule:
         Returns:
             Shape (operations, 2): forward passes that await their backward, and ``B`` that await their ``W``.
         """
-        awaits = int(stage >= self.frozen_stages)  # without a backward pass to come nothing is kept for it
+        # What an operation adds to (passes in flight, pending W). A frozen stage keeps nothing for a backward pass.
+        awaits = int(stage >= self.frozen_stages)
         change = {Operation.F: (awaits, 0), Operation.BW: (-1, 0), Operation.B: (-1, 1), Operation.W: (0, -1)}
         return np.cumsum([change[instruction.operation] for instruction in self.stages[stage]], axis=0, dtype=np.int64)
 
@@ -178,6 +179,7 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
 
 
 def _one_f_one_b_stage(depth: int, micro_batches: int) -> tuple[Instruction, ...]:
+    """The instructions of a stage that is the ``depth``-th from the end."""
     warm_up = min(depth, micro_batches)
     instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
     for m in range(micro_batches):
@@ -237,11 +239,13 @@ SCHEDULES: Mapping[ScheduleName, Callable[[int, int], Schedule]] = {
 
 
 def _zero_bubble_stage(depth: int, micro_batches: int, lag: int) -> tuple[Instruction, ...]:
+    # The order of 1F1B with B for BW. A W waits for ``lag`` further B, so that it fills time in which 1F1B would wait
+    # for a gradient; what still waits at the end runs last.
     warm_up = min(depth, micro_batches)
     instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
     for m in range(micro_batches):
         instructions.append(Instruction(Operation.B, m))
-        if m >= lag:  # the oldest one that waits makes room for the B that has just run
+        if m >= lag:
             instructions.append(Instruction(Operation.W, m - lag))
         if m + warm_up < micro_batches:
             instructions.append(Instruction(Operation.F, m + warm_up))
@@ -250,8 +254,8 @@ def _zero_bubble_stage(depth: int, micro_batches: int, lag: int) -> tuple[Instru
 
 
 _F = [Operation.F]
+# What a stage may run for one micro-batch: an ordinary stage, and one of a frozen front.
 _RUNS = (([*_F, Operation.BW], [*_F, Operation.B, Operation.W]), (_F,))
-"""What a stage may run for a micro-batch, and a stage of a frozen front."""
 
 
 def _check_stage(
@@ -282,9 +286,11 @@ def _table(stages: Sequence[Sequence[Instruction]]) -> Table:
 
 
 def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
+    """The instructions of a stage with its transfers, in the order that `Schedule.blocking` describes."""
     own = schedule.stages[stage]
     is_last = stage == schedule.num_stages - 1
-    # What the next stage runs when: where both of us have a transfer, its order decides (see Schedule.blocking).
+    # Positions in the next stage's list, which decide where this stage has both an activation to send and a gradient
+    # to receive.
     order = {} if is_last else {entry: position for position, entry in enumerate(schedule.stages[stage + 1])}
     trains_first = stage <= schedule.frozen_stages  # no stage before it waits for a gradient
     result: list[Instruction] = []
@@ -301,6 +307,7 @@ def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
     return (*result, *_send(own[-1], trains_first=trains_first, is_last=is_last))
 
 
+# DeepSpeed sends right after the computation and receives right before the one that needs the tensor.
 def _send(done: Instruction, *, trains_first: bool, is_last: bool) -> list[Instruction]:
     if done.operation == Operation.F and not is_last:
         return [Instruction(Operation.SEND_ACTIVATION, done.micro_batch)]
@@ -318,6 +325,7 @@ def _receive(coming: Instruction, *, is_first: bool, is_last: bool) -> list[Inst
 
 
 def _gradient_comes_first(done: Instruction, coming: Instruction, order_downstream: dict[Instruction, int]) -> bool:
+    """Whether the next stage runs the backward pass ``coming`` before it needs the activation of ``done``."""
     if done.operation != Operation.F or coming.operation not in (Operation.BW, Operation.B):
         return False
     return order_downstream[_backward_of(coming.micro_batch, order_downstream)] < order_downstream[done]

@@ -19,10 +19,9 @@ from omnibal.pipeline.simulate import Mode
 from omnibal.pipeline.times import step_times
 from omnibal.profile.records import ModelProfile
 
+# Yao et al. find the optimum within three layers of their anchor, and try 10 to 15 candidates.
 _PAPER_RADIUS, _PAPER_TOP = 3, 15
-"""The paper finds the optimum within three layers of its anchor, and tries 10 to 15 candidates."""
-_MODEL_STARTS = 4
-"""Partitions of the makespan model that the search starts from."""
+_MODEL_STARTS = 4  # partitions of the makespan model that the search starts from
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,9 @@ def search_partition(
             the simulator. ``"slowest_stage"``: the slowest stage's time is least, exactly. ``"model"``: optima of a
             closed formula for the makespan. ``"bound"``: the least lower bound. ``"search"``: the results of all
             others, improved by local search in the simulator; so it is never worse than any of them.
-        mode: Transfers as in :func:`omnibal.pipeline.simulate.simulate`.
-        zero_stage: As in :func:`omnibal.pipeline.simulate.simulate_step`.
-        recompute: A level for each layer.
+        mode: How transfers run, see :func:`omnibal.pipeline.simulate.simulate`.
+        zero_stage: 0 or 1, see :class:`omnibal.cluster.Layout`.
+        recompute: A level for each layer; by default ``"none"``.
         top: The most candidates to return.
 
     Raises:
@@ -158,11 +157,7 @@ def _search(problem: PartitionProblem) -> dict[Boundaries, float]:
 
 
 def greedy_anchor(forward_seconds: FloatArray, num_stages: int) -> Boundaries:
-    """Fill one stage after the other until the next layer would take it farther from the mean of what is left.
-
-    Args:
-        forward_seconds: One per layer, at least ``num_stages``.
-        num_stages: At least 1.
+    """Fill one stage after another until the next layer would take it farther from the mean of what is left.
 
     Example:
         >>> greedy_anchor(np.array([1.0, 1.0, 1.0, 1.0, 4.0]), 2)
@@ -191,9 +186,9 @@ def best_neighbours(
     Args:
         anchor: Boundaries of :func:`greedy_anchor`.
         forward_seconds: One per layer.
-        crossing_seconds: One per boundary, ``layers + 1`` in all: what a transfer there takes.
-        radius: In layers.
-        top: At most so many.
+        crossing_seconds: Seconds of a transfer at each boundary, shape (layers + 1,).
+        radius: The most layers between a boundary and the anchor's.
+        top: The most candidates to return.
 
     Returns:
         Best first, of equal ones the smaller boundaries first; fewer than ``top`` where there are fewer.
@@ -213,8 +208,8 @@ def best_neighbours(
         deviation = (sums[end] - sums[start] - mean) ** 2
         return float((deviation / mean if deviation else 0.0) + (crossing_seconds[end] if end < num_layers else 0.0))
 
-    # The best beginnings that end at each place, as (penalty so far, boundaries). One that is not among the best of its
-    # place cannot grow into one of the best partitions: whatever follows adds the same to all that end there.
+    # The best beginnings that end at each place, as (penalty so far, boundaries). All beginnings of a place go on in
+    # the same ways at the same cost, so none but the best ``top`` can become one of the best ``top`` partitions.
     beginnings: dict[int, list[tuple[float, Boundaries]]] = {0: [(0.0, (0,))]}
     for middle in (*anchor[1:-1], num_layers):
         places = range(middle - radius, middle + radius + 1) if middle < num_layers else [num_layers]

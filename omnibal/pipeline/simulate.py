@@ -44,10 +44,10 @@ class Simulation:
     """When each stage ran what.
 
     Args:
-        schedule: What was run.
+        schedule: The schedule that was run.
         table: The instructions that were run, transfers among them in mode ``"rendezvous"``.
-        starts: Seconds since the start of the step, shape of the table.
-        ends: The same.
+        starts: Seconds from the start of the step to the start of each instruction, of the shape of the table.
+        ends: Seconds from the start of the step to the end of each instruction, of the shape of the table.
     """
 
     schedule: Schedule
@@ -75,7 +75,7 @@ class Simulation:
 
     @property
     def idle_seconds(self) -> FloatArray:
-        """How long each stage does not compute until the last one is done, transfers counted; shape (stages,)."""
+        """How long each stage does not compute until the last one is done; transfers are idle time; shape (stages,)."""
         return self.makespan_seconds - self.busy_seconds
 
     @property
@@ -156,8 +156,9 @@ def simulate(
     Args:
         schedule: What each stage runs.
         forward_seconds: Shape (micro-batches, stages).
-        backward_seconds: The same shape; without the weights' part where that is given apart.
-        weight_seconds: The same shape: backward to the weights. ``BW`` takes both, ``B`` and ``W`` one each.
+        backward_seconds: Shape (micro-batches, stages); without the weights' part if ``weight_seconds`` is given.
+        weight_seconds: Shape (micro-batches, stages): backward to the weights. ``B`` takes ``backward_seconds``, ``W``
+            takes ``weight_seconds``, and ``BW`` their sum.
         transfer_seconds: Shape (micro-batches, stages - 1): what an activation takes from stage ``s`` to ``s + 1``, and
             its gradient back; by default nothing.
         mode: ``"rendezvous"``: transfers block both sides, in DeepSpeed's order (``Schedule.blocking``).
@@ -217,6 +218,8 @@ def simulate_step(
     check_partition(profile, partition)
     times = step_times(profile, loads, links, zero_stage=zero_stage, recompute=recompute)
     num_replicas, micro_batches, _ = times.forward.shape
+    # Replicas do not meet within a step: each pipeline is simulated alone. ``ready`` collects when the last replica
+    # has a layer's gradient, from which on the replicas can add it up.
     schedule = schedule or one_f_one_b(partition.num_stages, micro_batches)
     if (schedule.num_stages, schedule.micro_batches) != (partition.num_stages, micro_batches):
         raise ConfigError(
@@ -238,19 +241,24 @@ def simulate_step(
 
 
 def mode_of(schedule: Schedule, unsplit: Mode) -> Mode:
-    """How transfers of a schedule run, given how DeepSpeed's own do: beside the computations where ``W`` waits."""
+    """The mode of a schedule's transfers: ours run beside the computations, those of an unsplit schedule as given.
+
+    The engine runs schedules with a waiting ``W`` by its own tables, and all others by DeepSpeed's instructions.
+    """
     return "overlap" if any(schedule.pending_weights) else unsplit
 
 
 def run(
     schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode, release: FloatArray | None = None
 ) -> Simulation:
-    """:func:`simulate` on checked arrays: seconds of F, BW, B, W, shape (4, micro-batches, stages), and of transfers.
+    """:func:`simulate` on checked arrays.
 
-    Stages begin their first forward pass at ``release`` at the earliest.
-
-    Raises:
-        ConfigError: The schedule deadlocks.
+    Args:
+        schedule: What each stage runs.
+        durations: Seconds of F, BW, B and W, shape (4, micro-batches, stages).
+        transfers: Seconds, shape (micro-batches, stages - 1).
+        mode: How transfers run.
+        release: When each stage may begin its first forward pass, shape (stages,); by default at once.
     """
     table = schedule.blocking_table if mode == "rendezvous" else schedule.table
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)

@@ -24,24 +24,25 @@ class StepTimes(NamedTuple):
     What layers ``a`` to ``b`` of one stage take is the difference of entries ``b`` and ``a``.
     """
 
+    # Shape (replicas, micro-batches, layers + 1), in seconds:
     forward: FloatArray
-    """Seconds, shape (replicas, micro-batches, layers + 1)."""
     backward: FloatArray
-    """To the inputs, recomputation included; the same shape. Layers before the first trained one run none."""
+    """Backward to the inputs, recomputation included. Layers before the first trained one run none."""
     weight: FloatArray
-    """Backward to the weights; the same shape."""
+    """Backward to the weights."""
     split: FloatArray
-    """What the backward pass takes longer where the one to the weights waits; the same shape."""
+    """What the backward pass takes longer if the one to the weights waits."""
     crossing: FloatArray
-    """No sum: seconds of a transfer if the model is cut at boundary ``i``, zero at both ends; the same shape."""
+    """No sum: a transfer of the activation if the model is cut at boundary ``i``; zero at both ends."""
     gradient_crossing: FloatArray
-    """The same of a gradient; zero where no layer before the boundary is trained: none is sent."""
+    """No sum: a transfer of the gradient at boundary ``i``; zero where no layer before it is trained."""
+    # Shape (layers + 1,), in seconds:
     reduce: FloatArray
-    """Adding up gradients over the replicas, shape (layers + 1,)."""
+    """Adding up gradients over the replicas."""
     gather: FloatArray
-    """Sending updated weights to the other replicas, where each updates a share; shape (layers + 1,)."""
+    """Sending updated weights to the other replicas, if each replica updates a share."""
     optimizer: FloatArray
-    """Optimizer step, shape (layers + 1,)."""
+    """Optimizer step."""
 
 
 def step_times(
@@ -91,6 +92,7 @@ def step_times(
 def durations_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
     """Seconds of F, BW, B and W on every stage of a partition, shape (4, micro-batches, stages)."""
     num_stages, micro_batches = len(boundaries) - 1, times.forward.shape[1]
+    # Row by Operation: 0 F, 1 BW, 2 B, 3 W. A stage's seconds are the difference of two sums over layers.
     result = np.empty((4, micro_batches, num_stages))
     for m in range(micro_batches):
         for stage in range(num_stages):
@@ -112,11 +114,15 @@ def transfers_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatA
 
 @compiled
 def release_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
-    """When each stage may begin its first forward pass, shape (stages,): its layers' weights come while it runs."""
+    """When each stage may begin its first forward pass, shape (stages,).
+
+    Updated weights come from the other replicas layer by layer, while the stage already runs its first layers.
+    """
+    # Layer l runs at release + (forward of the stage's layers before l), and needs the weights of all layers up to l.
     release = np.zeros(len(boundaries) - 1)
     for stage in range(len(release)):
         first, last = boundaries[stage], boundaries[stage + 1]
-        for layer in range(first, last):  # its weights come behind those of the layers before, as its turn does
+        for layer in range(first, last):
             come = times.gather[layer + 1] - times.gather[first]
             turn = times.forward[replica, 0, layer] - times.forward[replica, 0, first]
             release[stage] = max(release[stage], come - turn)
@@ -127,11 +133,12 @@ def release_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArr
 def complete_gradients(
     times: StepTimes, replica: int, boundaries: IntArray, table: Table, starts: FloatArray, ready: FloatArray
 ) -> None:
-    """Let ``ready``, shape (layers,), be no earlier than a replica's last gradient of each layer.
+    """Raise ``ready``, shape (layers,), to the time at which a replica has the complete gradient of each layer.
 
-    They are complete layer by layer from the last one, while the stage runs its last backward pass to the weights.
+    Gradients are complete layer by layer from the last one on, during a stage's last backward pass to the weights.
     """
     for stage in range(len(boundaries) - 1):
+        # Find the stage's last BW or W, and walk through its layers from the last to the first.
         for position in range(table.lengths[stage] - 1, -1, -1):
             operation, m = table.operations[stage, position], table.micro_batches[stage, position]
             if operation not in (_BW, _W):
@@ -147,7 +154,11 @@ def complete_gradients(
 
 @compiled
 def reduced_at(times: StepTimes, boundaries: IntArray, ready: FloatArray) -> FloatArray:
-    """When each stage has added up its gradients, one layer after the other, shape (stages,)."""
+    """When each stage has added up its gradients over the replicas, shape (stages,).
+
+    A stage's reductions run one after another, from its last layer on: each starts when the layer is ready and the
+    one before it has ended.
+    """
     reduced = np.zeros(len(boundaries) - 1)
     for stage in range(len(reduced)):
         for layer in range(boundaries[stage + 1] - 1, boundaries[stage] - 1, -1):
@@ -161,11 +172,7 @@ def summed(layers: FloatArray) -> FloatArray:
 
 
 def check_partition(profile: ModelProfile, partition: Partition) -> None:
-    """Refuse a partition of another number of layers.
-
-    Raises:
-        ConfigError: The numbers of layers differ.
-    """
+    """Refuse a partition of another number of layers than the profile's."""
     if partition.num_layers != len(profile.layers):
         raise ConfigError(
             f"partition must be of the profile's {len(profile.layers)} layers, got one of {partition.num_layers}"
@@ -195,6 +202,7 @@ def _levels(profile: ModelProfile, recompute: Sequence[str] | None) -> Sequence[
 
 
 def _evaluate(models: Sequence[CostModel], load: Load) -> FloatArray:
-    """Shape of the load and one more axis over the models; equal models are evaluated once."""
+    """Values of all models for a load, shape (*load.shape, models)."""
+    # Most layers of a model cost the same: equal models are evaluated once.
     values = {model: model(load) for model in set(models)}
     return np.stack([values[model] for model in models], axis=-1) if models else np.zeros((*load.shape, 0))

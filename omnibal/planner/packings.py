@@ -1,4 +1,4 @@
-"""Packings: steps that stand for an epoch, from which all is predicted; and which pack limits are worth trying."""
+"""Packings: a few steps that represent an epoch in predictions, and the pack limits that are worth trying."""
 
 from __future__ import annotations
 
@@ -18,16 +18,11 @@ from omnibal.profile.records import ModelProfile
 
 Steps = tuple[tuple[Load, ...], ...]
 """For each step a Load per replica with an entry per micro-batch."""
-LEAST_SAMPLES = 8192
-"""As many samples at least are packed to learn what packs are like."""
-LEAST_STEPS = 32
-"""As many steps at least: what the last one lacks of its samples makes the packs of all steps smaller."""
-SIMULATED = 1024
-"""Micro-batches of all replicas that a packing is judged by, in whole steps: fewer make the choice of limits luck."""
-FEWEST_SIMULATED = 4
-"""Steps that it is judged by at least."""
-MOST_PACKINGS = 40
-"""Numbers of micro-batches that are tried, in about equal ratios."""
+LEAST_SAMPLES = 8192  # samples that are packed at least to learn what packs are like
+LEAST_STEPS = 32  # steps at least: an incomplete last step makes the packs of all steps smaller
+SIMULATED = 1024  # micro-batches, of all replicas, that a packing is judged by: fewer make the choice of limits luck
+FEWEST_SIMULATED = 4  # steps that a packing is judged by at least
+MOST_PACKINGS = 40  # numbers of micro-batches that are tried, in about equal ratios
 
 
 @dataclass(frozen=True)
@@ -36,26 +31,19 @@ class Packing:
 
     limits: PackLimits
     micro_batches: int
-    """Per step and replica."""
+    """Micro-batches per step and replica."""
     samples_per_step: float
-    """Mean over an epoch, all replicas."""
+    """Samples of all replicas, mean over an epoch."""
     steps: Steps
-    """Some of an epoch's."""
+    """Some steps of an epoch."""
     largest: Load
     """A micro-batch that none within the limits exceeds."""
     numbers: tuple[int, ...] = ()
-    """Which steps of the epoch these are; none where they are of no epoch."""
+    """Numbers of these steps in the epoch; empty if they are made up."""
 
     @classmethod
     def of(cls, epoch: Epoch, lengths: SampleLengths, limits: PackLimits, numbers: IntArray) -> Packing:
-        """Steps of an arranged epoch, such as :func:`spread_steps` chooses; the whole epoch is planned.
-
-        Args:
-            epoch: Of these lengths under these limits.
-            lengths: What the samples hold.
-            limits: The most a pack may hold.
-            numbers: Of the steps.
-        """
+        """The steps with these numbers, such as :func:`spread_steps` chooses, of an epoch of ``lengths``."""
         load = epoch.packs.load(lengths)
         return cls(
             limits=limits,
@@ -79,7 +67,7 @@ class Packing:
         return Load.stack(Load.stack(step) for step in self.steps)
 
     def median_step(self, profile: ModelProfile) -> Packing:
-        """The same with one step only, whose slowest replica takes the median time, were stages no matter."""
+        """A packing with one step only: that of the median time, as if each replica were one device."""
         parts = (layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers)
         seconds = sum(parts, start=CostModel())(self.all_loads).sum(axis=2).max(axis=1)
         middle = int(np.argsort(seconds, kind="stable")[len(seconds) // 2])
@@ -87,7 +75,7 @@ class Packing:
 
 
 def spread_steps(num_steps: int, count: int) -> IntArray:
-    """Numbers of at most so many steps, spread evenly over an epoch.
+    """Numbers of at most ``count`` steps, spread evenly over an epoch.
 
     The last step is left out unless it is the only one: it may be short of samples.
 
@@ -99,15 +87,15 @@ def spread_steps(num_steps: int, count: int) -> IntArray:
 
 
 def samples_per_pack(epoch: Epoch) -> float:
-    """Of the packs that hold any, on average."""
+    """Mean number of samples in packs that are not empty."""
     sizes = epoch.packs.sizes
     return float(sizes.sum() / (sizes > 0).sum())
 
 
 def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) -> list[Packing]:
-    """Packings to choose from: those under the request's limits, or first the paper's, then others that waste little.
+    """Packings to choose from: that of the request's limits, or the paper's first and then others that waste little.
 
-    Smaller packs make more micro-batches and smaller bubbles; larger ones are better balanced and waste less. For each
+    Smaller packs make more micro-batches and smaller bubbles; larger packs are better balanced and waste less. For each
     number of micro-batches there is one pair of limits, the one that wastes least.
 
     Raises:
@@ -121,7 +109,7 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
     if request.limits is not None:
         request.limits.refuse_none(lengths)
         return [task.pack(request.limits)]
-    # The paper's first: they are always weighed. Others that come to as many micro-batches add nothing.
+    # The paper's limits are always considered. Of limits with equally many micro-batches the first serve.
     found = [task.pack(paper_limits(lengths))]
     for packing in map(task.pack, task.spread_limits()):
         known = {other.micro_batches for other in found}
@@ -132,9 +120,11 @@ def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) ->
 
 @dataclass(frozen=True)
 class _Task:
+    """Packing the samples of one request for a number of replicas."""
+
     lengths: SampleLengths
     part: SampleLengths
-    """A random part of the lengths."""
+    """A random part of the lengths, which is packed."""
     request: PlanRequest
     num_replicas: int
 
@@ -149,11 +139,12 @@ class _Task:
     def spread_limits(self) -> Iterator[PackLimits]:
         """For some numbers of micro-batches the limits that waste least among those that keep the global batch."""
         best: dict[int, PackLimits] = {}
+        # search_limits yields the limits that waste least first, so the first limits of each count stay.
         for scored in search_limits(self.part, self._ceiling(), num_replicas=self.num_replicas, method="isf"):
             count = self._micro_batches(scored.samples_per_pack)
             if self.keeps_batch(scored.samples_per_pack * self.num_replicas * count):
                 best.setdefault(count, scored.limits)
-        # In about equal ratios: one micro-batch more matters where they are few.
+        # Counts in about equal ratios: one more micro-batch matters only where there are few.
         counts = sorted(best)
         places = np.unique(np.geomspace(1, max(len(counts), 1), MOST_PACKINGS).round().astype(int) - 1)
         return (best[counts[place]] for place in places if counts)
@@ -172,7 +163,7 @@ class _Task:
         return max(1, round(self.request.global_batch / (samples_per_pack * self.num_replicas)))
 
     def _ceiling(self) -> PackLimits:
-        """What a pack holds on average if a step has one micro-batch; at least the largest sample."""
+        """Mean content of a pack if a step has one micro-batch, or the largest sample if that holds more."""
         summary, samples = self.lengths.summary, self.request.global_batch / self.num_replicas
         return PackLimits(
             max(summary.max_vision_units, round(samples * summary.total_vision_units / len(self.lengths))),

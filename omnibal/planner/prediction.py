@@ -23,18 +23,13 @@ from omnibal.profile.records import ModelProfile
 
 
 def predict(profile: ModelProfile, plan: Plan, packing: Packing) -> Prediction:
-    """Means over the steps of a packing; memory is that of the largest micro-batch there can be.
-
-    Args:
-        profile: What the layers cost.
-        plan: With a cluster.
-        packing: What the micro-batches hold.
+    """Means over the steps of a packing; memory is that of the largest possible micro-batch.
 
     Raises:
         ConfigError: The plan has no cluster, or profile, plan and packing do not fit each other.
     """
     steps = [plan.simulate(profile, loads) for loads in packing.steps]
-    # Until the slowest replica is done: the others wait for it, and that is idle time too.
+    # Waiting for the slowest replica is idle time of the others, so all share its makespan.
     busy = np.mean(
         [replica.busy_seconds / step.pipeline_seconds for step in steps for replica in step.replicas], axis=0
     )
@@ -70,21 +65,13 @@ def _mean_between(sums: FloatArray, layers: range) -> float:
 
 
 def _short(value: float) -> float:
-    """As many digits as a plan should say."""
+    """The value with the digits that a plan file shows."""
     return float(f"{value:.6g}")
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One way to train.
-
-    Attributes:
-        name: What has been balanced.
-        profile: What the layers cost.
-        plan: Partition, recompute levels, schedule, layout and cluster.
-        steps: What micro-batches hold.
-        samples_per_step: On average.
-    """
+    """One way to train, with ``name`` saying what has been balanced."""
 
     name: str
     profile: ModelProfile
@@ -94,12 +81,12 @@ class Variant:
 
     @cached_property
     def simulated(self) -> tuple[StepSimulation, ...]:
-        """Every step."""
+        """The simulation of every step."""
         return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
 
     @property
     def step_seconds(self) -> float:
-        """Mean of the steps."""
+        """Mean seconds of a step."""
         return fmean(step.step_seconds for step in self.simulated)
 
     @property
@@ -109,7 +96,7 @@ class Variant:
 
     @property
     def bubble_ratio(self) -> float:
-        """Mean of the steps."""
+        """Mean bubble ratio of a step."""
         return fmean(step.bubble_ratio for step in self.simulated)
 
     @cached_property
@@ -121,10 +108,10 @@ class Variant:
 def variants_up_to(
     plan: Plan, profile: ModelProfile, lengths: SampleLengths, *, batch_size: int, steps: int, seed: int = 0
 ) -> tuple[Variant, ...]:
-    """From present batching to the plan: nothing balanced, then data, model, memory, and the schedule if it is another.
+    """From present batching to the plan: nothing balanced, then data, model, memory, and a schedule other than 1F1B.
 
-    The first one trains on random micro-batches of ``batch_size`` samples, padded, with about as many samples a step as
-    the plan, cut by parameters, everything recomputed.
+    The first variant trains on random padded micro-batches of ``batch_size`` samples, with about as many samples a step
+    as the plan, cut by parameters and with every layer recomputed.
 
     Raises:
         ConfigError: The plan does not fit the profile or has no cluster, or there are fewer samples than a step needs.

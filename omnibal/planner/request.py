@@ -24,25 +24,24 @@ class PlanRequest:
     cluster: Cluster
     """All of its devices take part."""
     global_batch: int
-    """Samples per optimizer step: kept whatever the packs are like."""
+    """Samples per optimizer step, which all plans keep."""
     num_stages: int | None = None
-    """None: any that divides the devices."""
+    """None: any number that divides the devices."""
     limits: PackLimits | None = None
-    """None: those that make the fastest step."""
+    """None: the limits that make the fastest step."""
     head_room: float = 0.05
-    """Share of the memory that stays free: for fragments, and for what the prediction misses."""
+    """Share of the memory that stays free for fragments and for errors of the prediction."""
     batch_tolerance: float = 0.05
-    """By what share the mean number of samples in a step may differ from ``global_batch``, if limits are free."""
+    """The share by which the mean number of samples in a step may differ from ``global_batch``, if limits are free."""
     zero_stage: int = 1
-    """As in :class:`omnibal.cluster.Layout`."""
+    """0 or 1, see :class:`omnibal.cluster.Layout`."""
     accumulate_float32: bool | None = None
-    """The same."""
+    """Whether gradients are summed in float32, see :class:`omnibal.cluster.Layout`."""
     schedule: ScheduleName | Literal["auto"] = "1f1b"
-    """``auto``: the faster one of those that fit."""
+    """``auto``: the fastest schedule of those that fit."""
     method: Method = "balanced"
     steps: int | None = None
-    """Steps of the sampler's packs that a plan is simulated on; None: as many as hold 1024 micro-batches, at least
-    4, as far as the drawn samples go."""
+    """Steps that a plan is simulated on; None: at least 4, with 1024 micro-batches in all as far as samples go."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,11 +61,10 @@ class PlanRequest:
             )
 
     def layouts(self, profile: ModelProfile) -> list[Layout]:
-        """Those to try, with rising numbers of stages; the profile says how many devices share a layer.
+        """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks.
 
         Raises:
-            ConfigError: They do not divide the cluster's devices, or the model has fewer layers than the stages that
-                were asked for.
+            ConfigError: The stages do not divide the cluster's devices, or exceed the model's layers.
         """
         num_devices, degree, num_layers = self.cluster.num_devices, profile.tensor_parallel, len(profile.layers)
         replicas_of(self.num_stages or 1, num_devices, num_layers=num_layers, num_tensor=degree)
@@ -83,11 +81,11 @@ class PlanRequest:
 
     @property
     def schedules(self) -> tuple[ScheduleName, ...]:
-        """Those to try."""
+        """Schedules that the search considers."""
         return tuple(SCHEDULES) if self.schedule == "auto" else (self.schedule,)
 
     def budgets(self, layout: Layout) -> tuple[int, ...]:
-        """What a device of each stage may hold: its memory without the head room."""
+        """The most that a device of each stage may hold: its memory without the head room."""
         return tuple(int(memory * (1 - self.head_room)) for memory in self.cluster.stage_memory_bytes(layout))
 
     def to_record(self) -> dict[str, Any]:

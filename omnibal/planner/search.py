@@ -21,12 +21,9 @@ from omnibal.planner.request import PlanRequest
 from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import ModelProfile
 
-_FAR = 1e3
-"""Passages of the whole model that one through a stage that does not fit is thought to take."""
-_FINALISTS = 3
-"""Packings that go through local search under each schedule; the proposals for the others are slower."""
-_STARTS = 4
-"""Optima of the closed formula that local search starts from."""
+_FAR = 1e3  # penalty for a stage over its memory budget, in forward passes of the whole model
+_FINALISTS = 3  # packings of each schedule that go through local search: those with the fastest proposals
+_STARTS = 4  # optima of the closed formula that local search starts from
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Choice:
     model: StepModel
     boundaries: Boundaries
     step_seconds: float
-    """Mean over the packing's steps."""
+    """Mean over the steps of the packing."""
 
     @property
     def partition(self) -> Partition:
@@ -59,15 +56,15 @@ class Choice:
 
     @property
     def sample_seconds(self) -> float:
-        """Seconds per sample: what choices of different packings are compared by."""
+        """Seconds per sample, by which choices of different packings are compared."""
         return self.step_seconds / self.model.packing.samples_per_step
 
 
 def propose(model: StepModel) -> Choice:
-    """The best of the partitions that a closed formula for the step finds, recomputation included.
+    """The best partition that a closed formula for the step finds.
 
-    The formula's optima are found by dynamic programming over stages whose cost contains the least recompute that makes
-    them fit (:mod:`omnibal.pipeline.optimize`).
+    Dynamic programming finds the formula's optima; a stage costs its layers and the least recompute with which it fits
+    (:mod:`omnibal.pipeline.optimize`).
 
     Raises:
         InfeasibleError: No partition fits.
@@ -76,28 +73,28 @@ def propose(model: StepModel) -> Choice:
 
 
 def improve(model: StepModel) -> Choice:
-    """The best partition that local search with the simulator finds from the formula's optima.
+    """The best partition that local search with the simulator finds, from the formula's optima.
 
-    Its optima for unbounded memory are starts too, where they fit.
+    The optima for unbounded memory are starts, too, as far as they fit.
 
     Raises:
         InfeasibleError: No partition fits.
     """
-    # Formula without recomputation: where memory hardly matters its optima are the better starts.
+    # Without recomputation the formula has the better optima if memory hardly binds.
     seconds = _formula(model, np.zeros_like(model.recompute)) | _formula(model, model.recompute)
     best = sorted(seconds, key=seconds.__getitem__)[:_STARTS]
     return _best(model, descend(best, seconds, model.step_seconds, model.bound))
 
 
 def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
-    """The same partition where every stage that ran out of memory is predicted to hold less by what it was short of.
+    """The same partition with more recomputation where a trial ran out of memory.
 
-    The prediction was wrong about the whole, but knows what a layer more or less keeps. Of all levels that free as much
-    those that cost the least time; other stages stay as they are.
+    A stage that was short of n bytes gets the levels that are predicted to hold n bytes less at the least time: the
+    prediction erred in the sum, but its differences between levels hold. Other stages keep their levels.
 
     Args:
-        choice: What was tried.
-        missing_bytes: By how much it ran out, for each stage; zero where it did not.
+        choice: The choice that was tried.
+        missing_bytes: For each stage the bytes that it was short of; zero where it fitted.
 
     Raises:
         InfeasibleError: A stage cannot free as much; the message says how many bytes are missing.
@@ -116,12 +113,13 @@ def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
 
 
 def _formula(model: StepModel, recompute: FloatArray) -> dict[Boundaries, float]:
-    """Seconds of the formula's optima."""
+    """Simulated seconds of the partitions that the closed formula finds best."""
     average = model.average
     whole = average.passing_seconds[0, 0, -1]
-    # Stages that do not fit have an infinite pace; their passage is finite, but never on the shortest way.
+    # A stage that does not fit has an infinite pace. Its passage must be finite, since infinite ones could not be
+    # summed, but too long for any shortest way.
     passing = average.passing_seconds + np.where(np.isfinite(recompute), recompute, _FAR * whole)
-    passing[0, 0, -1] = whole  # no stage, but what the formula measures evenness by
+    passing[0, 0, -1] = whole  # the entry of the whole model is the unit in which the formula measures evenness
     optima = model_optima(average.pace_seconds + recompute, passing, model.packing.micro_batches)
     return dict(zip(optima, model.step_seconds(np.array(optima)).tolist(), strict=True))
 
@@ -137,12 +135,12 @@ class PlanResult:
 
     plan: Plan
     choice: Choice
-    """What the plan is of: the first of those that were tried, unless the engine preferred another."""
+    """The choice that the plan was made of: the first of ``tried``, unless trials on the engine preferred another."""
     tried: tuple[Choice, ...]
     """A choice for every packing and number of stages that fits, fastest per sample first."""
 
     def plan_of(self, choice: Choice) -> Plan:
-        """The plan that a choice becomes."""
+        """The plan of another choice of the same search."""
         return _plan(choice, self.plan.made_from)
 
 
@@ -207,7 +205,7 @@ def make_plan(
 
 
 def _finalists(proposals: Mapping[StepModel, Choice]) -> list[StepModel]:
-    """Those with the fastest proposals of each schedule."""
+    """The models with the fastest proposals of each schedule."""
     ranking = sorted(proposals, key=lambda model: proposals[model].sample_seconds)
     return [
         model for schedule in SCHEDULES for model in [m for m in ranking if m.schedule_name == schedule][:_FINALISTS]

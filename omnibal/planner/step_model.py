@@ -26,15 +26,15 @@ from omnibal.profile.records import ModelProfile
 
 
 class StepModel:
-    """One packing on so many stages.
+    """The step of one packing, layout and schedule, as a function of the partition.
 
     Args:
         profile: What the layers cost.
         packing: What the micro-batches hold.
-        layout: Of at most as many stages as there are layers.
+        layout: Stages and replicas; at most as many stages as layers.
         request: Hardware.
-        schedule: What its stages run.
-        budgets: What a device of each stage may hold; by default what the request says.
+        schedule: The schedule of every stage.
+        budgets: The most that a device of each stage may hold; by default that of the request.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StepModel:
         self.footprint = Footprint(profile, packing.largest, self.schedule, layout, request.cluster.overhead_bytes)
         self._loads = [load for step in packing.steps for load in step]
         self.average = self._problem(self._loads)
-        """All steps at once, as if they were replicas: for means over micro-batches."""
+        """All steps as replicas of one step, for means over micro-batches."""
         self.steps = self._split(self.average)
         """A problem per step of the packing, without recomputation."""
         self.recompute_seconds = recompute_seconds(profile, packing.all_loads)
@@ -77,21 +77,21 @@ class StepModel:
 
     @cached_property
     def missing(self) -> tuple[int, Boundaries]:
-        """The bytes that the best partition is short of with as much recomputed as possible, and that partition.
+        """The least bytes that any partition is short of with as much recomputed as possible, and that partition.
 
-        0 where one fits.
+        0 bytes if a partition fits.
         """
         missing, boundaries = least_maximum(self._table.missing_bytes().astype(np.float64))
         return int(missing), boundaries
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """Mean seconds that a step takes at least under any partition that fits."""
+        """Lower bound of a step's mean seconds over all partitions that fit."""
         busy = self.packing.micro_batches * least_maximum(self.average.stage_seconds + self.recompute)[0]
         return max(busy, fmean(problem.lower_bound_seconds for problem in self.steps))
 
     def levels(self, boundaries: Boundaries) -> tuple[Level, ...]:
-        """The levels of all layers that cost least and fit.
+        """The levels of all layers that fit at the least recompute time.
 
         Raises:
             InfeasibleError: A stage does not fit; the message says how many bytes are missing.
@@ -106,10 +106,8 @@ class StepModel:
         return np.array([self._fitting_seconds(tuple(boundaries)) for boundaries in partitions.tolist()])
 
     def bound(self, partitions: IntArray) -> FloatArray:
-        """Seconds that a step takes at least, infinite where a stage does not fit; the same shapes.
-
-        A stage is busy with every micro-batch, recomputation included.
-        """
+        """Lower bounds of `step_seconds`, of the same shapes."""
+        # The slowest stage is busy with every micro-batch of the step, recomputation included.
         stages = (np.arange(self.num_stages), partitions[:, :-1], partitions[:, 1:])
         recompute = self.recompute[stages]
         busy = self.packing.micro_batches * (self.average.stage_seconds[stages] + recompute).max(axis=1)
@@ -117,7 +115,7 @@ class StepModel:
         return bound
 
     def with_levels(self, levels: tuple[Level, ...]) -> list[PartitionProblem]:
-        """The problem of each step with recomputation."""
+        """The problem of each step, with backward passes that recompute at these levels."""
         columns, layers = [LEVELS.index(level) for level in levels], np.arange(len(levels))
         sums = summed(self._backward[columns, layers].transpose(1, 2, 0))
         return [
@@ -127,9 +125,9 @@ class StepModel:
 
     @cached_property
     def _backward(self) -> FloatArray:
-        """Every layer's backward pass at each level, shape (levels, layers, all steps' replicas, micro-batches).
+        """Backward pass of every layer at each level, shape (levels, layers, steps × replicas, micro-batches).
 
-        Levels that a layer does not offer cost nothing more; they are not chosen.
+        A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
         """
         layers = self.profile.layers
         times = [
@@ -142,7 +140,7 @@ class StepModel:
             for level in LEVELS
         ]
         sums = np.array([level.backward for level in times])
-        # Sums over layers back to single layers, which may then be summed up again at any mix of levels.
+        # StepTimes holds sums over layers: take differences, so that layers can be summed again at any mix of levels.
         return np.moveaxis(np.diff(sums, axis=-1), -1, 1)
 
     def _problem(self, loads: Sequence[Load]) -> PartitionProblem:
@@ -150,10 +148,11 @@ class StepModel:
         return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, "rendezvous"))
 
     def _split(self, all_steps: PartitionProblem) -> list[PartitionProblem]:
+        """The problem of each step, cut from the arrays of all steps."""
+        # ``all_steps`` counts the replicas of all steps as those of one: what depends on their number comes from a
+        # single step.
         first, count = self._problem(self.packing.steps[0]).times, len(self.packing.steps)
-        whole = {
-            name: getattr(first, name) for name in ("reduce", "gather", "optimizer")
-        }  # of so many replicas as there are
+        whole = {name: getattr(first, name) for name in ("reduce", "gather", "optimizer")}
         names = [name for name in first._fields if name not in whole]
         parts = zip(*(np.split(getattr(all_steps.times, name), count) for name in names), strict=True)
         return [

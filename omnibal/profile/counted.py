@@ -195,11 +195,13 @@ def _vision_block(sizes: Mapping[str, int]) -> _Work:
         attention=4 * hidden * pairs,
         # of two norms the output, and the input or (RMS) what is multiplied by the weight; queries, keys, values (where
         # queries and keys are turned, with what they were), attention's output; the MLP's activation and its inputs;
-        # the residual branches that are scaled; of norms of queries and keys what is multiplied by the weight
+        # the residual branches that are scaled; of norms of queries and keys what is multiplied by the weight; what a
+        # final norm reads
         saved=CostModel(
             vision_units=tokens
             * (
-                (4 + 4 + 2 * sizes.get("rotary", 0) + sizes.get("residual_scales", 2) + sizes["qk_norms"]) * hidden
+                (8 + 2 * sizes.get("rotary", 0) + sizes.get("residual_scales", 2) + sizes["qk_norms"]) * hidden
+                + sizes.get("final_norms", 0) * hidden
                 + sizes.get("kept_in_mlp", 2) * intermediate
             )
         ),

@@ -9,14 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import create_model
 
 from omnibal.cost import CostModel
 from omnibal.device import Device
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord, Module
+from omnibal.families.base import LayerRecord, Module, Trained, kinds_of, spelled_out, trained_by_module
 from omnibal.profile.levels import Level
 from omnibal.records import Record, read_record
 
@@ -91,6 +91,12 @@ class LayerCost:
             )
         object.__setattr__(self, "recompute_seconds", seconds | dict(self.recompute_seconds))
 
+    @property
+    def trained(self) -> Trained:
+        """Parameters that get a gradient, and all; nothing where the profile does not say how many there are."""
+        parameters = self.sizes.get("parameters", 0)
+        return Trained(round(parameters * self.gradient_bytes / max(self.parameter_bytes, 1)), parameters)
+
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -148,6 +154,11 @@ class ModelProfile:
         return self._frozen_kinds() if self.frozen is None else self.frozen
 
     @property
+    def trained(self) -> dict[str, Trained]:
+        """What each module trains."""
+        return trained_by_module((layer, layer.trained) for layer in self.layers)
+
+    @property
     def adapter_parameters(self) -> int:
         """Of all adapters, where it is of a model under LoRA."""
         return sum(layer.sizes.get("adapters", 0) for layer in self.layers)
@@ -163,7 +174,8 @@ class ModelProfile:
 
     def _frozen_kinds(self) -> tuple[str, ...]:
         """Kinds of layers that have parameters and are not trained, sorted."""
-        return tuple(sorted({layer.kind for layer in self.layers if layer.parameter_bytes and not layer.trainable}))
+        weighty = [layer for layer in self.layers if layer.parameter_bytes]
+        return tuple(sorted(kinds_of([layer for layer in weighty if not layer.trainable], weighty)))
 
     @property
     def frozen_front(self) -> int:
@@ -205,9 +217,7 @@ class ModelProfile:
         for name, version in (versions or {}).items():
             pairs[f"version of {name}"] = (self.versions.get(name, version), version)
         if frozen is not None:
-            kinds = {layer.kind if layer.module in frozen else "" for layer in self.layers} - {""}
-            wanted = kinds | (set(frozen) - set(get_args(Module)))
-            pairs["frozen parts"] = (list(self.frozen_parts), sorted(wanted))
+            pairs["frozen parts"] = (list(self.frozen_parts), list(spelled_out(self.layers, frozen)))
         differences = _differences(pairs)
         if records is not None:
             differences += _layer_differences(self.layers, records)

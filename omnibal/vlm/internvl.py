@@ -26,30 +26,30 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """One block of the ViT."""
+    """One block of the ViT; the last one may have the ViT's final norm behind it."""
 
-    def __init__(self, config: Any, block: nn.Module) -> None:
+    def __init__(self, config: Any, block: nn.Module, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.block = block
+        self.norm = norm
 
     def forward(self, payload: Payload) -> Payload:
         """From (tiles, tokens_per_tile, width) to the same."""
-        return payload.replace(hidden=self.block(payload.hidden).contiguous())
+        hidden = self.block(payload.hidden)
+        return payload.replace(hidden=(hidden if self.norm is None else self.norm(hidden)).contiguous())
 
 
 class Projector(nn.Module):
-    """The ViT's final norm where it has one, then from patches to what the language model reads."""
+    """From patches to what the language model reads."""
 
-    def __init__(self, config: Any, norm: nn.Module, projector: nn.Module) -> None:
+    def __init__(self, config: Any, projector: nn.Module) -> None:
         super().__init__()
         self.shuffle = round(1 / config.downsample_ratio)
-        self.norm = norm
         self.projector = projector
 
     def forward(self, payload: Payload) -> Payload:
         """From (tiles, tokens_per_tile, vision width) to (image tokens of all tiles, language model's width)."""
-        patches = self.norm(payload.hidden)[:, 1:]
-        features = self.projector(pixel_shuffle(patches, self.shuffle)).flatten(0, 1)
+        features = self.projector(pixel_shuffle(payload.hidden[:, 1:], self.shuffle)).flatten(0, 1)
         return payload.replace(hidden=features.contiguous())
 
 
@@ -77,11 +77,13 @@ def internvl(config: InternVLConfig) -> VisionLanguageModel:
     """
     records = layer_records(config.to_dict())
     skeleton = skeleton_of(InternVLForConditionalGeneration, config)
-    blocks = [record.kind for record in records].count("vision_block")
+    tower = "model.vision_tower"
+    blocks = [record for record in records if record.kind == "vision_block"]
+    norms = [{"norm": f"{tower}.layernorm"} if "final_norms" in block.sizes else {} for block in blocks]
     recipes = (
-        LayerRecipe(PatchEmbedding, {"embeddings": "model.vision_tower.embeddings"}),
-        *(LayerRecipe(VisionBlock, {"block": f"model.vision_tower.encoder.layer.{i}"}) for i in range(blocks)),
-        LayerRecipe(Projector, {"norm": "model.vision_tower.layernorm", "projector": "model.multi_modal_projector"}),
+        LayerRecipe(PatchEmbedding, {"embeddings": f"{tower}.embeddings"}),
+        *(LayerRecipe(VisionBlock, {"block": f"{tower}.encoder.layer.{i}"} | norm) for i, norm in enumerate(norms)),
+        LayerRecipe(Projector, {"projector": "model.multi_modal_projector"}),
         *text_recipes(records),
     )
     vision: Any = config.vision_config

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from omnibal.config import LoraSection
 from omnibal.errors import ConfigError, require
-from omnibal.families.base import ADAPTER_SIZES, LayerRecord
+from omnibal.families.base import ADAPTER_SIZES, LayerRecord, common_name, is_named
 from omnibal.vlm.layers import BASE_LAYER, VisionLanguageModel, adapter_name, is_adapter
 from omnibal.vlm.weights import has_weights, load_layer, save_tensors
 
@@ -158,8 +158,8 @@ def _has_weights(module: nn.Module) -> bool:
 
 def _stands_for(word: str, record: LayerRecord, path: str) -> bool:
     """Whether a setting's word means a module of a layer; a whole module of the model never means its head."""
-    if word in (record.module, record.kind):
-        return word == record.kind or record.kind != "head"
+    if is_named(record, (word,)):
+        return word != record.module or record.kind != "head"
     return path == word or path.endswith(f".{word}")
 
 
@@ -172,7 +172,7 @@ def _any_frozen(
 
 def _unknown(key: str, word: str, modules: Sequence[tuple[LayerRecord, str]]) -> str:
     ends = dict.fromkeys(end for _, path in modules if not (end := path.rpartition(".")[2]).isdecimal())
-    known = dict.fromkeys(name for record, _ in modules for name in (record.module, record.kind))
+    known = dict.fromkeys(name for record, _ in modules for name in (record.module, common_name(record), record.kind))
     nearest = get_close_matches(word, [*known, *ends, *(path for _, path in modules)], n=3, cutoff=0.4)
     kind = "linear layers" if key == "targets" else "modules"
     known_names = [*known, *ends]

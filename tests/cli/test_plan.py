@@ -55,6 +55,7 @@ def test_the_plan_is_written_and_fits(omnibal, arguments, tmp_path):
     assert best["partition"] == list(plan.partition.boundaries)
     assert (best["micro_batches"], best["schedule"]) == (plan.micro_batches, plan.schedule)
     assert {entry["schedule"] for entry in record["tried"]} == set(SCHEDULES)
+    assert record["trained"].keys() == {"vision", "language"}
 
 
 def test_a_plan_says_which_step_it_predicts(omnibal, arguments, token_lengths, tmp_path):

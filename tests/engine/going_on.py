@@ -12,9 +12,10 @@ from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from transformers import InternVLForConditionalGeneration
 
 from omnibal.engine import engine as engine_file
-from omnibal.engine.initialize import initialize
+from omnibal.engine.initialize import LOG, initialize
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
+from omnibal.families.base import trained_in_words
 from omnibal.report.training import read_metrics
 from omnibal.train import train
 from tests.engine.cases import SmallDataset, changed, weights_of
@@ -150,14 +151,19 @@ class UntargetedDataset(SmallDataset):
 
 
 def learns_nothing(config):
-    """A step without targets is told."""
-    engine, *_ = initialize(config=config, dataset=UntargetedDataset())
+    """What is trained is told at the start, and a step without targets."""
     with pytest.MonkeyPatch.context() as patch:
         told = []
+        patch.setattr(LOG, "info", lambda message, *values: told.append(message % values))
         patch.setattr(engine_file.LOG, "warning", lambda message, *values: told.append(message % values))
+        engine, *_ = initialize(config=changed(config, "model", frozen=["vision"]), dataset=UntargetedDataset())
         assert engine.train_batch() == 0
-    expected = "labels must name targets, got none in a whole step (0 of epoch 0)"
-    assert told == ([expected] if engine.global_rank == 0 else [])
+    expected = [
+        f"parameters trained: {trained_in_words(engine.given.trained)}",
+        "labels must name targets, got none in a whole step (0 of epoch 0)",
+    ]
+    assert told == (expected if engine.global_rank == 0 else [])
+    assert engine.given.trained["vision"].trained == 0 < engine.given.trained["language"].trained
 
 
 def poisoned(config):

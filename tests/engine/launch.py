@@ -33,6 +33,8 @@ COLLECTIVES = (
 )
 
 ROOT = Path(__file__).parents[2]
+WITHOUT_GRADIENT = "an autograd kernel was not registered"
+"""What torch says once in a process that runs backward through a collective's tensor."""
 KEPT_GROUPS = 3
 """Each process holds some hundred megabytes."""
 MOST_THREADS = 200
@@ -114,6 +116,8 @@ class _Group:
             assert time.monotonic() < deadline, "processes hang:\n" + "\n".join(map(self._output, range(len(results))))
             time.sleep(0.02)
         assert not [*SHARED_MEMORY.glob(f"deepspeed_*_{self._port}_*")], "a launch leaves memory taken"
+        for log in self._folder.glob("log*.txt"):
+            assert WITHOUT_GRADIENT not in log.read_text(), "a collective takes a tensor that requires a gradient"
         return [torch.load(path, weights_only=False) for path in results]
 
     @property

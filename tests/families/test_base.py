@@ -1,7 +1,16 @@
 import pytest
 
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord, check_frozen
+from omnibal.families import layer_records
+from omnibal.families.base import (
+    LayerRecord,
+    Trained,
+    check_frozen,
+    spelled_out,
+    trained_by_module,
+    trained_in_words,
+)
+from tests.families.models import small_config
 
 WORDS = {"embed.weight": 5}
 RECORDS = [
@@ -57,3 +66,45 @@ def test_what_can_be_frozen(frozen, parts):
 def test_what_cannot_be_frozen(frozen, message):
     with pytest.raises(ConfigError, match=message):
         check_frozen(RECORDS, frozen)
+
+
+BLOCKS = {"qwen2_5_vl": "window_block", "qwen3_vl": "deepstack_block"}
+
+
+@pytest.mark.parametrize(("family", "other"), BLOCKS.items())
+def test_the_common_name_freezes_all_blocks_of_a_vit(family, other):
+    records = layer_records(small_config(family).to_dict())
+    kinds = (other, "patch_embedding", "vision_block")
+    for frozen in (["vision"], ["vision_block", "patch_embedding"], list(kinds), ["vision", "only:vision_block"]):
+        assert check_frozen(records, frozen) == spelled_out(records, frozen) == tuple(sorted(kinds))
+        assert {r.name for r in records if r.trainable_parameters(frozen)} == {
+            r.name for r in records if r.module != "vision"
+        }
+
+
+@pytest.mark.parametrize(("family", "other"), BLOCKS.items())
+def test_some_blocks_are_frozen_by_kind_only_where_the_list_says_so(family, other):
+    records = layer_records(small_config(family).to_dict())
+    message = (
+        f"frozen must hold all of a module's blocks or say that it does not, got '{other}', which leaves 2 of 4 to "
+        f"train; 'vision_block' freezes all of them, 'only:{other}' these alone"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_frozen(records, [other, "patch_embedding", "projector"])
+    for kind in (other, "vision_block"):
+        assert check_frozen(records, [f"only:{kind}", "projector"]) == (f"only:{kind}", "projector")
+        trained = {r.kind for r in records if r.module == "vision" and r.trainable_parameters([f"only:{kind}"])}
+        assert trained == {"patch_embedding", other, "vision_block"} - {kind}
+    with pytest.raises(ConfigError, match=r"kinds of the model's layers \(.*vision_block.*\), .* got 'only:block'"):
+        check_frozen(records, ["only:block"])
+
+
+def test_what_modules_train_in_words():
+    trained = trained_by_module((record, record.trained(["patches", "embedding", "head"])) for record in RECORDS)
+    assert trained == {"vision": Trained(30, 42), "language": Trained(0, 5)}
+    millions = {name: Trained(*(number * 1_000_000 for number in numbers)) for name, numbers in trained.items()}
+    assert trained_in_words(millions) == "vision 30.0 of 42.0 M, language none of 5.0 M"
+    deep = layer_records(small_config("qwen3_vl").to_dict())
+    assert [*trained_by_module((record, record.trained(())) for record in deep)] == [
+        "vision (deep-stack mergers included)", "projector", "language"
+    ]  # fmt: skip

@@ -12,7 +12,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.device import DEVICES, Device
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records as records_of
-from omnibal.families.base import LayerRecord
+from omnibal.families.base import LayerRecord, trained_by_module
 from omnibal.families.internvl import layer_records
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
@@ -157,6 +157,27 @@ def test_a_profile_says_what_is_frozen(tmp_path):
             made.check_matches(frozen=["projector"])
 
 
+def test_a_profile_tells_kinds_of_blocks_apart(tmp_path):
+    records = records_of(small_config("qwen2_5_vl").to_dict())
+    whole, part = (
+        analytic_profile(records, COUNTER, frozen=frozen) for frozen in (["vision_block"], ["only:vision_block"])
+    )
+    assert (whole.frozen_parts, part.frozen_parts) == (("vision_block", "window_block"), ("only:vision_block",))
+    part.save(tmp_path / "profile.json")
+    loaded = ModelProfile.load(tmp_path / "profile.json")
+    loaded.check_matches(frozen=part.frozen_parts)
+    with pytest.raises(ConfigError, match="profile must fit this run, got frozen parts"):
+        loaded.check_matches(frozen=["vision_block"])
+
+
+def test_a_profile_says_what_each_module_trains():
+    for frozen in ((), ("vision_block",), ("language",)):
+        expected = trained_by_module((record, record.trained(frozen)) for record in RECORDS)
+        for devices in (1, 2):
+            made = analytic_profile(RECORDS, COUNTER, frozen=frozen, tensor_parallel=devices)
+            assert made.trained == expected
+
+
 def test_tensor_parallelism_divides_all_but_what_is_sent():
     one, four = costs(), costs(tensor_parallel=4)
     for kind, layer in four.items():
@@ -240,6 +261,23 @@ def test_counted_bytes_are_those_that_transformers_modules_keep(model_type, dtyp
     features = hidden if "qwen" in model_type else hidden[:, : (12 // 4) ** 2].detach().contiguous().requires_grad_()
     kept = kept_bytes(lambda: merger(features), free=merger.parameters())
     assert layers["projector"].saved_bytes["none"](load) == pytest.approx(kept, rel=0.02)
+
+
+def test_a_final_norm_keeps_its_input():
+    config = InternVLConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"})
+    config.vision_config.use_mean_pooling = False
+    model = load_model(config)
+    layers = analytic_profile(model.records, COUNTER, dtype="float32").layers
+    index = [record.name for record in model.records].index("projector") - 1
+    hidden = torch.randn(2, layers[index].sizes["tokens_per_tile"], 64, requires_grad=True)
+    payload = made_packs(model, PackLimits(2, 40))[-1].payload(model, dtype=torch.float32).replace(hidden=hidden)
+    kept = []
+    for at in (index - 1, index):
+        block = model.build_layer(at, seed=0)
+        kept.append(kept_bytes(lambda: block(payload).hidden, free=[*block.parameters()]))  # noqa: B023  # at once
+    counted = [layers[at].saved_bytes["none"](Load(2, 0)) for at in (index - 1, index)]
+    # The statistics of a norm come on top: two numbers a token.
+    assert counted[1] - counted[0] == hidden.nbytes == pytest.approx(kept[1] - kept[0], rel=0.05)
 
 
 def test_adapters_cost_their_own_products_and_the_base_has_no_gradient():

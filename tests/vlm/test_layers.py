@@ -162,6 +162,14 @@ def test_every_weight_of_the_plain_model_is_in_exactly_one_layer(config):
         assert model.weight_names(index).keys() == model.build_layer(index, seed=None).state_dict().keys()
 
 
+def test_a_vits_final_norm_is_part_of_vision():
+    model = load_model(tiny_config(vision_options={"use_mean_pooling": False}))
+    for module, prefix in (("vision", "vision_tower."), ("projector", "multi_modal_projector.")):
+        names = [name for record in model.records if record.module == module for name in record.weights]
+        assert all(name.startswith(prefix) for name in names)
+        assert ("vision_tower.layernorm.weight" in names) == (module == "vision")
+
+
 def test_records_say_how_many_bytes_of_integers_a_cut_sends():
     model, pack = load_model(tiny_config()), MadePack(2, (20, 7))
     payload = pack.payload(model, dtype=torch.float32)

@@ -103,6 +103,17 @@ def test_what_stands_for_nothing_is_one_line(settings, frozen, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_common_name_of_blocks_means_all_of_them(family):
+    def blocks_of(*targets):
+        paths = load_model(small_config(family), LoraSection(targets=[*targets])).adapters.target_modules
+        return {int(path.split(".blocks.")[1].split(".")[0]) for path in paths if ".blocks." in path}
+
+    assert blocks_of("vision_block") == {0, 1, 2, 3}
+    assert blocks_of("only:vision_block") == {1, 3}
+    assert blocks_of("window_block" if family == "qwen2_5_vl" else "deepstack_block") == {0, 2}
+
+
 def test_frozen_parts_get_no_adapters():
     frozen = ("vision", "*.layers.0.*")
     model = load_model(small_config("internvl"), LoraSection(targets=["q_proj"]), frozen)
