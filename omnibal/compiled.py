@@ -1,6 +1,7 @@
 """Functions compiled by numba, and kept on disk for as long as what they were compiled from stays as it is."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from numba import njit, types
-from numba.core import event
+from numba.core import config, event
 from numba.core.caching import NullCache
 from numba.core.dispatcher import Dispatcher
 
@@ -32,8 +33,8 @@ class _Notice(event.Listener):  # type: ignore[misc]
             LOG.warning(
                 "compiling omnibal's loops for this machine: once, some seconds"
                 if not isinstance(event.data["dispatcher"]._cache, NullCache)
-                else "compiling omnibal's loops, some seconds in every process: neither the package's folder nor the "
-                "home can be written; set NUMBA_CACHE_DIR to a folder of yours that keeps them"
+                else f"compiling omnibal's loops, some seconds in every process: {_cache_folder()[1]}; set "
+                "NUMBA_CACHE_DIR to a folder of yours that keeps them"
             )
 
     def on_end(self, event: Any) -> None:
@@ -87,15 +88,43 @@ def _compile_once_for_constants(dispatcher: Dispatcher) -> None:
 
 
 def _keep(dispatcher: Dispatcher, function: Callable[..., object]) -> None:
-    """Let a function's code be kept on disk, if there is a folder that can be written."""
+    """Let a function's code be kept on disk, if there is a folder that nobody else can write."""
+    folder, _ = _cache_folder()
+    if folder is None:
+        return
+    # numba decides here where this function's code is kept; other packages' functions go where they went.
+    settings: Any = config
+    others, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
     try:
         dispatcher.enable_caching()
-    except RuntimeError:  # numba found no such folder
+    except RuntimeError:  # numba cannot write to the folder
         return
+    finally:
+        settings.CACHE_DIR = others
     file = sys.modules[function.__module__].__file__
     assert file is not None, "a module's functions stand in a file"
     # There is no public way to say what a function depends on.
     dispatcher._cache._cache_file._source_stamp = folder_hash(Path(file).parent)  # type: ignore[attr-defined]
+
+
+@cache
+def _cache_folder() -> tuple[Path | None, str]:
+    """A folder of the user's own, into which nobody else can put code that this process would run; or why not.
+
+    numba would take the package's folder first, which others may be able to write.
+    """
+    named = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.path.expanduser(named), "omnibal")  # noqa: PTH111  # leaves "~" where there is no home
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owners, mode = {folder.stat().st_uid, folder.lstat().st_uid}, folder.stat().st_mode & 0o777
+    except OSError as error:
+        return None, f"no folder can be made for them ({error})"
+    if owners != {os.geteuid()}:
+        return None, f"{folder} belongs to another user"
+    if mode & 0o077:
+        return None, f"others can enter {folder} (mode {mode:o}; `chmod 700` makes it yours alone)"
+    return folder, ""
 
 
 @cache

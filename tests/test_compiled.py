@@ -1,12 +1,10 @@
 """Compiled functions are read from the cache until a file of their folder changes."""
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-import omnibal
+import pytest
 
 DECORATED = "from omnibal.compiled import compiled\n\n@compiled\n"
 INNER = DECORATED + "def inner(x):\n    return x + {}\n"
@@ -16,8 +14,7 @@ CALL = "from outer import outer\nprint(outer(1), sum(outer.stats.cache_hits.valu
 
 def test_the_cache_serves_until_what_a_function_calls_has_changed(tmp_path):
     def run():
-        output = subprocess.run([sys.executable, "-c", CALL], cwd=tmp_path, capture_output=True, text=True, check=True)
-        return output.stdout.split()
+        return call(tmp_path, CALL).split()
 
     (tmp_path / "outer.py").write_text(OUTER)
     (tmp_path / "inner.py").write_text(INNER.format(1))
@@ -34,9 +31,14 @@ def test_a_constant_argument_needs_no_code_of_its_own(tmp_path):
     (tmp_path / "inner.py").write_text(
         INNER.format(1).replace("import compiled\n\n@compiled", "import compiled_part\n\n@compiled_part")
     )
-    call = CALL.replace("outer.stats.cache_hits.values()", "1 for _ in outer.py_func.__globals__['inner'].signatures")
-    output = subprocess.run([sys.executable, "-c", call], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert output.stdout.split() == ["11", "1"]
+    count = CALL.replace("outer.stats.cache_hits.values()", "1 for _ in outer.py_func.__globals__['inner'].signatures")
+    assert call(tmp_path, count).split() == ["11", "1"]
+
+
+def call(folder, code):
+    """What a process prints that keeps compiled functions in this folder, and has its modules there."""
+    command, environment = [sys.executable, "-c", code], os.environ | {"NUMBA_CACHE_DIR": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def add_packs(folder, **environment):
@@ -56,10 +58,30 @@ def test_who_waits_for_compilation_is_told_once(tmp_path):
 
 
 def test_where_nothing_can_be_written_every_process_compiles_and_says_so(tmp_path):
-    package = Path(omnibal.__file__).parent
-    copy = shutil.copytree(package, tmp_path / "omnibal", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in (copy, *filter(Path.is_dir, copy.rglob("*"))):
-        (folder / "__pycache__").touch()  # no folder of this name can be made; root may write into any that there is
     nowhere = {"HOME": os.devnull, "XDG_CACHE_HOME": os.devnull, "NUMBA_CACHE_DIR": ""}
     for _ in range(2):
-        assert add_packs(tmp_path, PYTHONPATH=str(tmp_path), **nowhere).count("some seconds in every process") == 1
+        assert (
+            add_packs(tmp_path, **nowhere).count("some seconds in every process: no folder can be made for them") == 1
+        )
+
+
+def test_code_is_kept_where_only_its_user_can_write(tmp_path):
+    folder = tmp_path / "omnibal"
+    add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [*folder.rglob("*.nbi")]
+    folder.chmod(0o770)
+    assert f"others can enter {folder} (mode 770; `chmod 700`" in add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
+    folder.chmod(0o700)
+    assert add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path)) == ""
+
+
+def test_code_in_a_folder_of_another_user_is_not_run(tmp_path):
+    folder = tmp_path / "omnibal"
+    folder.mkdir(mode=0o700)
+    try:
+        os.chown(folder, 65534, 65534)
+    except PermissionError:
+        pytest.skip("only root gives folders away")
+    assert f"every process: {folder} belongs to another user" in add_packs(tmp_path, NUMBA_CACHE_DIR=str(tmp_path))
+    assert not [*folder.iterdir()]

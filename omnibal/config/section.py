@@ -59,7 +59,8 @@ class ModelSection(Section):
     path: Place | None = None
     """Hugging Face folder (config.json, weights, tokenizer, preprocessor)."""
     family: str | None = None
-    """Python module that registers the model's family, where it is none of omnibal's; see families.md."""
+    """Python module that registers the model's family, where it is none of omnibal's; see families.md. Every command
+    and process imports it: its code runs."""
     weights: Literal["load", "random"] = "load"
     """``load`` reads the folder's safetensors; ``random`` draws initial weights from ``seed``."""
     seed: int = 0

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from zipfile import is_zipfile
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
@@ -25,9 +27,12 @@ from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
 from omnibal.plan import Plan
 from omnibal.ranks import gather, rank_zero_first, run_on_all_ranks
+from omnibal.vlm.tensor_files import check_data, load_data
 from omnibal.vlm.weights import SINGLE_FILE
 
 LOG: Final = logging.getLogger(__name__)
+_CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)
+"""DeepSpeed's, of which its optimizers save objects beside tensors and numbers."""
 T = TypeVar("T")
 
 
@@ -63,7 +68,8 @@ class CheckpointedEngine(TableEngine):
             save_dir: Folder of checkpoints, which all ranks share; the new one is a folder in it.
             tag: Its name; by default ``global_step<n>``. An older checkpoint of that name is replaced when the new
                 one is complete.
-            client_state: What else to save; ``load_checkpoint`` returns it.
+            client_state: What else to save; ``load_checkpoint`` returns it. Data only: containers of tensors, arrays,
+                numbers and strings; ``torch.serialization.add_safe_globals`` allows a class of your own.
             keep: Delete all but the newest ``keep`` checkpoints afterwards; by default none is deleted.
             save_latest: Let the file ``latest`` name it, which ``load_checkpoint`` follows.
             exclude_frozen_parameters: Leave out weights that are not trained. Always so beside adapters, where the
@@ -101,6 +107,8 @@ class CheckpointedEngine(TableEngine):
 
         def look(path: Path) -> SavedFile:
             saved_files.flush(path)
+            if is_zipfile(path):  # DeepSpeed can be asked for torch's older format, which is checked as it is read
+                check_data(path, *_CLASSES)
             return SavedFile.of(path, self.global_rank)
 
         def write() -> dict[str, SavedFile]:
@@ -178,17 +186,18 @@ class CheckpointedEngine(TableEngine):
         )
         # DeepSpeed saves this optimizer's state beside the weights as ZeRO's, but looks for it there under ZeRO only.
         apart = self.using_bf16_optimizer and not self.zero_optimization()
-        path, state = super().load_checkpoint(
-            str(load_dir),
-            name,
-            load_module_strict=load_module_strict and self.given.base is None,
-            load_optimizer_states=load_optimizer_states and not apart,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-        )
-        if apart and with_optimizer:
-            self._load_zero_checkpoint(str(load_dir), name)
-        elif apart:
+        with _loads_of(self.checkpoint_engine):
+            path, state = super().load_checkpoint(
+                str(load_dir),
+                name,
+                load_module_strict=load_module_strict and self.given.base is None,
+                load_optimizer_states=load_optimizer_states and not apart,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+            )
+            if apart and with_optimizer:
+                self._load_zero_checkpoint(str(load_dir), name)
+        if apart and not with_optimizer:
             self.optimizer.refresh_fp32_params()
         state.pop("optimizer", None)
         run_on_all_ranks(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
@@ -324,6 +333,16 @@ def _saves_of(
         del checkpoint_engine.save
 
 
+@contextmanager
+def _loads_of(checkpoint_engine: Any) -> Iterator[None]:
+    """Let DeepSpeed read files as data; its own engine unpickles whatever they hold."""
+    checkpoint_engine.load = lambda path, map_location=None: load_data(path, *_CLASSES, map_location=map_location)
+    try:
+        yield
+    finally:
+        del checkpoint_engine.load
+
+
 def _explained(work: Callable[[], T], unfinished: Path) -> T:
     """Let what fails while a checkpoint is written say so; a torch that meets a full disk does not."""
     try:
@@ -346,7 +365,7 @@ def _opened(path: Path) -> Any:
         ConfigError: It cannot be read; the message names the newest checkpoint that is whole.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=is_zipfile(path))
+        return load_data(path, *_CLASSES, map_location="cpu", mmap=is_zipfile(path))
     except Exception as error:
         others = saved_files.offer(path.parent.parent, path.parent.name, saved_files.has_all_files)
         raise ConfigError(

@@ -209,7 +209,7 @@ def load_by_names_on_disk(trainer: Trainer) -> None:
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         # What is trained may have more bits than what is frozen.
         dtype = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
-        options = {"config": model.config, "dtype": dtype, "output_loading_info": True}
+        options = {"config": model.config, "dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
         found, told = type(model).from_pretrained(folder, **options)
         if told["missing_keys"]:
             raise ConfigError(

@@ -25,7 +25,8 @@ from omnibal.integrations.rearranging_loader import RearrangingLoader
 from omnibal.integrations.shares import Epochs, Stream, as_it_is
 from omnibal.integrations.trainer_hooks import RecipeCallback, check_model, load_by_names_on_disk, log_figures
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
-from omnibal.ranks import gather, place
+from omnibal.ranks import gather, place, run_on_all_ranks
+from omnibal.vlm.tensor_files import check_data, load_data
 
 STREAM: Final = "omnibal_stream_{rank}.pt"
 """Of a checkpoint: where the rank stands in its stream."""
@@ -176,13 +177,18 @@ def read_place(folder: Path) -> dict[str, Any]:
     path, found_place = folder / STREAM.format(rank=place()[0]), {}
     problem: ConfigError | None = None
     try:
-        found_place = torch.load(path, weights_only=False)  # a stream's state may be anything
+        found_place = load_data(path)
     except Exception as error:
         problem = ConfigError(
             f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
         )
     gather(problem)
     return found_place
+
+
+def _write_place(found_place: dict[str, Any], path: Path) -> None:
+    torch.save(found_place, path)
+    check_data(path)  # what a stream's own state_dict says may be anything; later it is read as data
 
 
 class Placed(Protocol):
@@ -202,7 +208,8 @@ def keep_place(trainer: Trainer, batches: Placed) -> None:
     def saved(folder: str) -> None:
         save(folder)
         if (kept := batches.place()) is not None:
-            torch.save(kept, Path(folder) / STREAM.format(rank=trainer.args.process_index))
+            path = Path(folder) / STREAM.format(rank=trainer.args.process_index)
+            run_on_all_ranks(partial(_write_place, kept, path))
 
     def loaded(checkpoint: str | None) -> None:
         load(checkpoint)

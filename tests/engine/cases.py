@@ -20,6 +20,7 @@ from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.loader import Step
 from omnibal.engine.optimizer import Own
 from omnibal.engine.resolve import Given
+from omnibal.engine.saved_files import SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
@@ -28,6 +29,7 @@ from omnibal.vlm import load_model
 from tests.engine.deep import DeepModel
 from tests.engine.small import IMAGE_TOKEN, small_samples
 from tests.vlm.families import family_samples, pack_of
+from tests.vlm.test_tensor_files import Payload
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -290,6 +292,17 @@ def checkpoint_troubles(config, other_configs, folder):
         foreign, *_ = initialize(config=other, dataset=SmallDataset())
         said[name] = _refusal(lambda foreign=foreign: foreign.load_checkpoint(folder))
     said["nothing"] = _refusal(lambda: engine.load_checkpoint(folder / "no"))
+    said["objects"] = _refusal(lambda: engine.save_checkpoint(folder, "c", client_state={"mine": Payload("")}))
+    state = Path(engine._get_zero_ckpt_name(folder, "b"))
+    if rank == 1:
+        whole = state.read_bytes()
+        _write(state, Payload(folder / "ran"))
+    dist.barrier()
+    said["code"], said["ran"] = _refusal(lambda: engine.load_checkpoint(folder)), (folder / "ran").exists()
+    if rank == 1:
+        _write(state, whole)
+    dist.barrier()
+    engine.load_checkpoint(folder)
     layer = Path(engine.module.ckpt_layer_path_list(folder / "b", 0)[0])
     if rank == 1:
         flip(layer, layer.stat().st_size // 2)
@@ -302,6 +315,14 @@ def checkpoint_troubles(config, other_configs, folder):
     engine.load_checkpoint(folder, fall_back=True)
     said["went on"] = engine.global_steps, all(weights[name].equal(value) for name, value in weights_of(engine).items())
     return said
+
+
+def _write(path, content):
+    """Another content of a checkpoint's file, of which the manifest knows."""
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    manifest = read_manifest(path.parent)
+    files = manifest.pop("files")
+    write_manifest(path.parent, manifest, {**files, path.name: SavedFile.of(path, files[path.name].rank)})
 
 
 @contextmanager

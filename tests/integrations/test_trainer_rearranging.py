@@ -26,6 +26,7 @@ from tests.integrations.trainers import (
     weights_of,
 )
 from tests.vlm.families import plain_backward, plain_inputs
+from tests.vlm.test_tensor_files import Payload
 
 CASES = [Case("internvl"), Case("qwen3_vl", "zero3", lora=True)]
 SLOW_CASES = [
@@ -141,6 +142,10 @@ def check_faults(folder):
     balance(stream, rearrange=True)
     with pytest.raises(ConfigError, match=r"omnibal_stream_0\.pt must be a rank's place in its stream, got"):
         stream.train(**resumed)
+    torch.save(Payload(folder / "ran"), folder / "checkpoint-1" / f"omnibal_stream_{dist.get_rank()}.pt")
+    with pytest.raises(ConfigError, match=r"omnibal_stream_0\.pt must be a rank's place .* must hold data only, got: "):
+        stream.train(**resumed)
+    assert not (folder / "ran").exists()
 
 
 def train_cases(folder):

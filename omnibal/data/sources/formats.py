@@ -37,7 +37,7 @@ def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
     if not folder.is_dir():  # transformers would look for it on the hub
         raise ConfigError(f"model's folder must be one with configuration and tokenizer, got {folder}")
     try:
-        return auto_class.from_pretrained(folder, **options)
+        return auto_class.from_pretrained(folder, trust_remote_code=False, **options)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # files are checked by nobody: what they trip varies with what they hold

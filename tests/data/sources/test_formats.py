@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoConfig, AutoImageProcessor
 
 from omnibal.data.sources.conversations import open_dataset
-from omnibal.data.sources.formats import ModelFormat
+from omnibal.data.sources.formats import ModelFormat, load_part
 from omnibal.errors import ConfigError
 from tests.families.models import BEGIN_TEXTS, TEMPLATES, image_processor, image_token, save_folder, whole_processor
 
@@ -168,3 +168,16 @@ def test_a_template_that_does_not_write_answers_is_refused(family, instead):
     (folder / "chat_template.jinja").write_text(changed)
     with pytest.raises(ConfigError, match=r"chat template must (write what an assistant|take the conversation)"):
         ModelFormat(folder)
+
+
+def test_code_in_a_models_folder_does_not_run(tmp_path, monkeypatch):
+    """transformers would ask whether to run it, and take whatever answers."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    ran = tmp_path / "ran"
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).touch()\nfrom transformers import PreTrainedConfig as Own\n"
+    (tmp_path / "configuration_own.py").write_text(code)
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="model's folder must hold what AutoConfig reads"):
+        load_part(AutoConfig, tmp_path)
+    assert not ran.exists()
