@@ -138,6 +138,7 @@ class Run:
             raise ConfigError(f"lengths must be known here, got none; {key}name a folder of lengths with --lengths")
         found = measure_dataset(
             Path(data.train), self.model_folder, image_folder=data.images, max_tiles=data.max_tiles,
+            max_image_pixels=data.max_image_pixels,
             broken=self._broken, processes=self._processes, cache=self.files.lengths,
             each_once=data.mixture is not None,
         )  # fmt: skip

@@ -84,6 +84,10 @@ class DataSection(Section):
     """Folder that images of annotations are in, by default the annotations' own; meta files name theirs."""
     max_tiles: Count | None = None
     """The most tiles an image is cut into (a thumbnail comes on top); left out, what the model's folder says."""
+    max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = 89_478_485
+    """The most pixels that an image file may have, width times height: one that has more counts as broken. Decoded, a
+    pixel takes three bytes, on each process that reads images. (Models' own limits, to which their processors scale
+    images down, stand in the model's folder.)"""
     broken: Literal["error", "skip"] = "error"
     """What to do with samples that cannot be read: stop, or leave them out and report each."""
     streaming: bool = False

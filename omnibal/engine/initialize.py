@@ -225,6 +225,7 @@ def _open(section: OmnibalSection, part: str, *, measured: bool) -> Conversation
         processor,
         image_folder=section.data.images,
         max_tiles=section.data.max_tiles,
+        max_image_pixels=section.data.max_image_pixels,
         broken=section.data.broken,
         cache=section.run.files.lengths,
         measured=measured,

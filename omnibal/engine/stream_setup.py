@@ -38,6 +38,7 @@ def open_annotations(section: OmnibalSection) -> dict[str, ConversationStream]:
         named(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path"),
         image_folder=section.data.images,
         max_tiles=section.data.max_tiles,
+        max_image_pixels=section.data.max_image_pixels,
         broken=section.data.broken,
         workers=cores_of_process() - 1 if section.data.workers is None else section.data.workers,
     )

@@ -17,6 +17,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.data.sources.cache import LengthsCache, survey_in_blocks
 from omnibal.data.sources.formats import ModelFormat
+from omnibal.data.sources.images import MOST_PIXELS
 from omnibal.data.sources.samples import Prepared, pixels_of, prepare, text_of
 from omnibal.data.sources.shards import Ids, Shard, Shards, names_of, open_shards
 from omnibal.data.sources.survey import Broken, Found, Loads, Measured, Problem, settle_problems
@@ -214,6 +215,7 @@ def open_dataset(
     image_folder: str | Path | None = None,
     max_tiles: int | None = None,
     min_tiles: int | None = None,
+    max_image_pixels: int = MOST_PIXELS,
     broken: Broken = "error",
     processes: int | None = None,
     cache: str | Path | None = None,
@@ -230,6 +232,7 @@ def open_dataset(
         max_tiles: Most tiles of an image, its thumbnail not counted, where the family has such a limit; what the
             model's folder says by default. A dataset's own ``max_dynamic_patch`` in a meta file goes first.
         min_tiles: Fewest tiles of an image; what the model's folder says by default.
+        max_image_pixels: The most pixels of an image file; one that has more counts as broken.
         broken: See `ConversationDataset`; so ``processes``, ``cache`` and ``measured``.
         processes: See there.
         cache: See there.
@@ -241,7 +244,9 @@ def open_dataset(
         DataError: If a file cannot be used.
         ConfigError: If the model's folder cannot be used, or an image folder is given for a meta file.
     """
-    model_format = ModelFormat(model_folder, max_tiles=max_tiles, min_tiles=min_tiles)
+    model_format = ModelFormat(
+        model_folder, max_tiles=max_tiles, min_tiles=min_tiles, max_image_pixels=max_image_pixels
+    )
     index = None if cache is None else Path(cache) / "annotations"
     shards = open_shards(paths, image_folder=image_folder, index=index)
     if each_once:

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from omnibal.data.sources.chat import IMAGE_MARK, Conversation
+from omnibal.data.sources.images import MOST_PIXELS
 from omnibal.data.sources.text import ChatTemplate, Render, render_chatml, text_start
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
@@ -52,6 +53,7 @@ class ModelFormat:
         folder: Hugging Face folder with ``config.json``, ``preprocessor_config.json`` and a tokenizer.
         max_tiles: Most tiles of an image, the thumbnail not counted; what the folder says by default.
         min_tiles: Fewest tiles of an image; what the folder says by default.
+        max_image_pixels: The most pixels of an image file; one that has more counts as broken.
 
     Attributes:
         tokenizer: The folder's tokenizer.
@@ -63,10 +65,17 @@ class ModelFormat:
         ConfigError: If the family is unknown or has no such limits, or the folder's parts do not fit one another.
     """
 
-    def __init__(self, folder: str | Path, *, max_tiles: int | None = None, min_tiles: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_tiles: int | None = None,
+        min_tiles: int | None = None,
+        max_image_pixels: int = MOST_PIXELS,
+    ) -> None:
         from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-        self._folder, self._limits = Path(folder), (max_tiles, min_tiles)
+        self._folder, self._limits, self.max_image_pixels = Path(folder), (max_tiles, min_tiles), max_image_pixels
         config = load_part(AutoConfig, self._folder)
         self._config: dict[str, Any] = config.to_dict()
         self.family = family_of(self._config)
@@ -85,7 +94,8 @@ class ModelFormat:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the folder's configuration and tokenizer and of the limits (hexadecimal)."""
-        digest = hashlib.blake2b(repr(self._limits).encode(), digest_size=16)
+        kept = repr(self._limits) + (f", {self.max_image_pixels}" if self.max_image_pixels != MOST_PIXELS else "")
+        digest = hashlib.blake2b(kept.encode(), digest_size=16)
         for file in sorted(self._folder.iterdir()):
             if file.suffix in SETTINGS:
                 digest.update(f"{file.name}:{file.stat().st_size}:".encode())

@@ -1,49 +1,106 @@
-"""Image files: their size from the header alone, and their pixels, upright in both cases."""
+"""Image files: their size from the header alone, and their pixels, upright and in 8 bits in both cases."""
 
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from typing import IO, Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from omnibal.errors import said
 
 ORIENTATION = 0x0112
 SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
+"""The TIFF tag that says which end of the values is white."""
+IN_16_BITS: Final = ("PNG", "PPM")
+"""Formats whose integers of mode ``I`` have 16 bits."""
+MOST_PIXELS: Final = 89_478_485
+"""Pillow's own limit, behind which it warns of decompression bombs: 256 MiB decoded."""
 
 
-def image_size(path: Path | BytesIO) -> tuple[int, int]:
+def image_size(path: Path | BytesIO, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
     """Width and height in pixels as a viewer shows the image, a file or its content, without decoding it.
 
     Raises:
-        ValueError: With the reason, if there is no file or its header cannot be read.
+        ValueError: With the reason, if there is no file, its header cannot be read, or it has too many pixels.
     """
-    with _open(path) as image:
+    with _opened(path, most_pixels) as image:
         width, height = image.size
         # A TIFF's size is upright already. The base class is asked because a PNG's own method decodes the image.
         turned = image.format != "TIFF" and Image.Image.getexif(image).get(ORIENTATION) in SIDEWAYS
     return (height, width) if turned else (width, height)
 
 
-def load_image(path: Path) -> Image.Image:
+def load_image(path: Path, most_pixels: int = MOST_PIXELS) -> Image.Image:
     """The decoded image, upright and in RGB, as transformers' ``load_image`` gives it.
 
+    Unlike there, 16 bits are scaled to 8, by their upper half as Pillow and OpenCV scale colours, and floats from 0 … 1
+    to 0 … 255: Pillow's own conversion cuts them off, which makes 16-bit greys white and floats black.
+
     Raises:
-        ValueError: With the reason, if there is no file or it cannot be decoded.
+        ValueError: With the reason, if there is no file, it cannot be decoded, it has too many pixels, or the scale of
+            its values is not known.
     """
-    with _open(path) as image:
-        try:
-            return ImageOps.exif_transpose(image).convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise ValueError(f"image must be decodable, got {path} ({error})") from error
+    with _opened(path, most_pixels) as image:
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode[0] in "IF":
+            upright = Image.fromarray(_in_8_bits(np.asarray(upright), image, path))
+        return upright.convert("RGB")
 
 
-def _open(path: Path | BytesIO) -> Image.Image:
+def _in_8_bits(values: npt.NDArray[Any], image: Any, path: Path | BytesIO) -> npt.NDArray[np.uint8]:
+    if image.mode == "F":
+        if not (values.min() >= 0 and values.max() <= 1):  # which NaN does not fulfil, either
+            raise _RefusedError(
+                f"image must have floats from 0 to 1, got {values.min():g} … {values.max():g} in {path}"
+            )
+        return np.asarray(np.rint(255 * values), dtype=np.uint8)
+    if image.mode == "I" and image.format not in IN_16_BITS:
+        raise _RefusedError(f"image must have 8 or 16 bits a value, or floats, got 32-bit integers in {path}")
+    upper: npt.NDArray[np.uint8] = (values >> 8).astype(np.uint8)
+    is_inverted = image.format == "TIFF" and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO
+    return np.invert(upper) if is_inverted else upper
+
+
+def _content(path: Path | BytesIO) -> IO[bytes]:
+    return path if isinstance(path, BytesIO) else path.open("rb")
+
+
+class _RefusedError(ValueError):
+    """What is wrong with an image, in the words of a message."""
+
+
+@contextmanager
+def _opened(path: Path | BytesIO, most_pixels: int) -> Iterator[Image.Image]:
+    """An image; whatever is wrong with it, here or where it is used, is a ``ValueError`` that names it."""
+    stage = "readable"
     try:
-        return Image.open(path)
+        # A pipe that nobody writes to would be waited for without end.
+        if isinstance(path, Path) and not stat.S_ISREG(path.stat().st_mode):
+            raise _RefusedError(f"image must be readable, got {path}, which is no file")
+        # By its content: of a path, Pillow 13 maps uncompressed TIFFs into memory and takes their sides for each other
+        # where they are turned.
+        with _content(path) as file, Image.open(file) as image:
+            if image.width * image.height > most_pixels:
+                raise _RefusedError(
+                    f"image must have at most {most_pixels:,} pixels, got {image.width:,} x {image.height:,} in "
+                    f"{path}; omnibal.data.max_image_pixels says how many"
+                )
+            stage = "decodable"
+            yield image
+    except (_RefusedError, MemoryError):
+        raise
     except FileNotFoundError as error:
         raise ValueError(f"image must exist, got {path}") from error
     except UnidentifiedImageError as error:
         raise ValueError(f"image must have a readable header, got {path}") from error
     except OSError as error:
-        raise ValueError(f"image must be readable, got {path} ({error.strerror or error})") from error
-    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"image must be readable, got {path} ({error})") from error
+        raise ValueError(f"image must be {stage}, got {path} ({error.strerror or said(error)})") from error
+    except Exception as error:  # decoders fail in any way that damaged bytes lead them to
+        raise ValueError(f"image must be {stage}, got {path} ({said(error)})") from error

@@ -32,7 +32,9 @@ def prepare(record: Mapping[str, Any], root: Path, max_tiles: int | None, model_
     """
     conversation = parse_conversation(record, root)
     model_format.refuse_image_tokens(conversation)
-    loads = model_format.image_loads([image_size(path) for path in conversation.images], max_tiles)
+    loads = model_format.image_loads(
+        [image_size(path, model_format.max_image_pixels) for path in conversation.images], max_tiles
+    )
     return Prepared(model_format.render(conversation), conversation.images, loads, max_tiles)
 
 
@@ -44,7 +46,7 @@ def pixels_of(sample: Prepared, model_format: ModelFormat) -> dict[str, Any]:
     """
     if not sample.images:
         return {"pixel_values": None}
-    images = [load_image(path) for path in sample.images]
+    images = [load_image(path, model_format.max_image_pixels) for path in sample.images]
     if model_format.image_loads([image.size for image in images], sample.max_tiles) != sample.loads:
         raise ValueError(f"images must decode to the sizes of their headers, got others: {sample.images}")
     return model_format.pixels(images, sample.max_tiles)

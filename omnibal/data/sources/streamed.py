@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from omnibal.data.sources.formats import ModelFormat
+from omnibal.data.sources.images import MOST_PIXELS
 from omnibal.data.sources.records import parse_entry
 from omnibal.data.sources.samples import pixels_of, prepare, text_of
 from omnibal.data.sources.shards import AnnotationFile, named_files, names_of
@@ -117,6 +118,7 @@ def open_streams(
     *,
     image_folder: str | Path | None = None,
     max_tiles: int | None = None,
+    max_image_pixels: int = MOST_PIXELS,
     broken: Broken = "error",
     workers: int = 0,
 ) -> dict[str, ConversationStream]:
@@ -127,6 +129,7 @@ def open_streams(
         model_folder: See there.
         image_folder: See there.
         max_tiles: See there.
+        max_image_pixels: See there.
         broken: As of ``ConversationStream``.
         workers: Processes that read, about; each file has its own.
 
@@ -134,7 +137,7 @@ def open_streams(
         DataError: A file cannot be read, is empty, or is a JSON array.
         ConfigError: As of ``open_dataset``.
     """
-    model_format = ModelFormat(model_folder, max_tiles=max_tiles)
+    model_format = ModelFormat(model_folder, max_tiles=max_tiles, max_image_pixels=max_image_pixels)
     files = named_files(paths, image_folder=image_folder)
     for file in files:
         _check_lines(file.path)

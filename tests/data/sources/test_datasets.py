@@ -189,6 +189,22 @@ def test_a_long_report_shows_the_first_problems_and_the_number(write_dataset, mo
     assert "line 12:" not in str(error.value)
 
 
+def test_images_that_are_too_large_or_of_an_unknown_scale_are_broken(write_dataset, model_folder, tmp_path, caplog):
+    meta = write_dataset([ONE, ([("human", "<image>?"), ("gpt", "red")], [(60, 50)])])
+    large = (
+        r"shapes.jsonl, line 1: image must have at most 3,000 pixels, got 120 x 50 in .*; omnibal.data.max_image_pixels"
+    )
+    with pytest.raises(DataError, match=large):
+        open_dataset(meta, model_folder, max_image_pixels=3000).lengths()
+    dataset = open_dataset(meta, model_folder, max_image_pixels=3000, broken="skip")
+    assert len(dataset) == len(dataset.lengths()) == 1
+    assert len(open_dataset(meta, model_folder)) == 2
+    # A scale is known when pixels are read.
+    Image.fromarray(np.full((50, 120), 300.0, dtype=np.float32)).save(tmp_path / "images" / "shapes-0.png", "TIFF")
+    with pytest.raises(DataError, match=r"shapes.jsonl, line 1: image must have floats from 0 to 1, got 300 … 300 in"):
+        open_dataset(meta, model_folder)[0]
+
+
 def test_skipped_items_are_reported_and_the_rest_is_the_dataset(write_dataset, model_folder, tmp_path, caplog):
     broken = broken_lines(tmp_path)
     meta = write_dataset([ONE, *broken, NONE], repeat_time=2)
