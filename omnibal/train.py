@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -31,7 +32,7 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from tqdm import tqdm
 
-from omnibal.config import OmnibalSection, RunSection, read_config
+from omnibal.config import OmnibalSection, RunSection, keys_of_plan, micro_batches_of, named_plan, read_config
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.distributed import meet
@@ -41,6 +42,7 @@ from omnibal.engine.loader import Loader, PackLoader, VlmDataset
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import trained_in_words
+from omnibal.plan import Plan
 from omnibal.ranks import rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
 
@@ -86,6 +88,8 @@ def train(
     meet(get_accelerator().communication_backend_name())
     evaluates = held_out is not None or on_evaluation is not None
     section = run_on_all_ranks(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates))
+    if resume:
+        config = run_on_all_ranks(lambda: _under_own_plan(config))
     run, checkpoints, tag = section.run, section.run.files.checkpoints, resume if isinstance(resume, str) else None
     with rank_zero_first(lambda: _claimed(run), doing="claims run.output"):
         rank_zero_only(
@@ -115,6 +119,37 @@ def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: b
             "in omnibal.data.held_out"
         )
     return section
+
+
+def _under_own_plan(config: str | Path | dict[str, Any]) -> str | Path | dict[str, Any]:
+    """The ds_config of a run that goes on, with the plan that the run was begun with in place of a newer one.
+
+    ``run_plan.json`` is that plan: ``omnibal plan`` may have replaced the file that the ds_config names, and the
+    number of micro-batches with it.
+    """
+    deepspeed_config, section = read_config(config)
+    own = section.run.files.run_plan
+    if section.pipeline.plan is None or not own.is_file():
+        return config
+    begun = Plan.load(own)
+    try:
+        now = named_plan(section)
+    except ConfigError:
+        now = None
+    # Micro-batches of neither plan were set by hand: resolve_plan says that they do not fit.
+    if now == begun or micro_batches_of(deepspeed_config) not in (begun.micro_batches, (now or begun).micro_batches):
+        return config
+    if dist.get_rank() == 0:
+        LOG.warning(
+            "The run goes on under the plan that it was begun with, %s; omnibal.pipeline.plan is another one now (%s), "
+            "under which restart (--restart) begins anew",
+            own,
+            section.pipeline.plan,
+        )
+    whole = deepspeed_config | {"omnibal": section.model_dump(mode="json")}
+    for (*outer, key), value in keys_of_plan(deepspeed_config, section, begun, str(own)).items():
+        reduce(getitem, outer, whole)[key] = value
+    return whole
 
 
 def _claimed(run: RunSection) -> ExitStack:
@@ -174,9 +209,14 @@ def _delete(checkpoints: Path) -> None:
 
 
 def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog | None:
-    """On rank 0, say what runs, and open the log."""
+    """On rank 0, say what runs, keep a named plan for when the run goes on, and open the log."""
     if engine.global_rank != 0:
         return None
+    named = named_plan(engine.given.section)
+    if named is None:
+        run.files.run_plan.unlink(missing_ok=True)
+    else:
+        named.save(run.files.run_plan)
     data = loader.summary() | {"parameters trained": trained_in_words(engine.given.trained)}
     Console().print(run_table(engine.plan, engine.module.vlm.records, data), markup=False)
     return MetricsLog(run.files.metrics, first_step=engine.global_steps)

@@ -1,5 +1,6 @@
 """omnibal plan: pack limits, partition and recompute together, for the cluster's memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from omnibal.cli.options import (
     read_limits,
 )
 from omnibal.cli.output import answer, say
-from omnibal.cli.plan_report import Gain, PlanReport, enter
+from omnibal.cli.plan_report import Gain, PlanReport, check_alone, enter
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.run import Run
 from omnibal.cli.trials import check_trials, try_best
@@ -47,7 +48,11 @@ def plan(
     ] = 0,
     launcher: LauncherOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="File of the plan; by default plan.json in the ds_config's run.output, or here.")
+        Path | None,
+        typer.Option(
+            help="File of the plan; by default plan.json in the ds_config's run.output, or here; what-if/plan.json "
+            "there while the ds_config follows a plan that --write does not replace."
+        ),
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Enter the plan in the ds_config.")] = False,
     explain: Annotated[
@@ -61,7 +66,8 @@ def plan(
     stages unless the ds_config says one, where to cut the model, which layers
     recompute, and the schedule, by simulating steps of real packs. Says what
     it gains over the present configuration; --write enters it there, and
-    training follows it.
+    training follows it. Without --write the plan that training follows, and
+    its profile, stay as they are.
 
     Example: omnibal plan ds_configs/mine.json --cluster 4x8xA100-80GB
 
@@ -70,21 +76,31 @@ def plan(
     """
     check_file("--out", out)
     fixed = read_limits(limits)
-    run = open_run(source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure)
+    run = open_run(
+        source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure, replaces=write
+    )
     if trials:
         check_trials(run)
     if not run.has_config and (write or measure):
         raise ConfigError(f"--{'write' if write else 'measure'} must come with a ds_config, got {source}")
-    out = out or (run.files.plan if run.has_config else Path("plan.json"))
+    followed = None if write else run.followed_plan
+    if followed is not None and out is not None and out.resolve() == followed.resolve():
+        raise ConfigError(f"--out must be another file than the plan that {source} follows, got {out}; say --write")
+    out = out or (run.kept.plan if run.has_config else Path("plan.json"))
     check_file("--out", out)
+    if write and out.is_file():
+        check_alone(source, out)
     request = request_of(run, samples_per_step, fixed, num_stages)
     result = solve(run, request)
     result, tried = try_best(run, result, trials, launcher) if trials else (result, ())
+    if write:
+        made_from = {**result.plan.made_from, "ds_config": str(source)}
+        result = replace(result, plan=replace(result.plan, made_from=made_from))
     result.plan.save(out)
     gain = Gain.of(run, result.plan)
     if write:
         enter(run.source, result.plan, out)
-    report = PlanReport(result, gain, out, tried, entered=run.source if write else None)
+    report = PlanReport(result, gain, out, tried, entered=run.source if write else None, followed=followed)
     say(*(f"warning: {doubt}" for doubt in run.doubts))
     answer(report.to_record(), *report.parts(explain=explain), as_json=as_json)
 
@@ -138,6 +154,6 @@ def solve(run: Run, request: PlanRequest) -> PlanResult:
 def make_kept_plan(run: Run) -> Plan:
     """Plan as a ds_config asks, keep it in its run.output, and say so."""
     plan = solve(run, request_of(run)).plan
-    plan.save(run.files.plan)
-    say(f"planned: {run.files.plan}")
+    plan.save(run.kept.plan)
+    say(f"planned: {run.kept.plan}")
     return plan

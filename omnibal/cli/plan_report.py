@@ -15,7 +15,7 @@ from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.rewrite import set_keys
 from omnibal.cli.run import Run
 from omnibal.cli.trials import trials_table
-from omnibal.config import read_config
+from omnibal.config import keys_of_plan, read_config
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words
 from omnibal.families.base import trained_in_words
@@ -123,6 +123,8 @@ class PlanReport:
     """Plans on the real engine."""
     entered: Path | None = None
     """The ds_config that names it now."""
+    followed: Path | None = None
+    """The other plan that the ds_config names."""
 
     def to_record(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -160,6 +162,7 @@ class PlanReport:
             *(f"{trial['name']}: {trial['outcome']}" for trial in self.trials),
             f"written: {self.out}",
             *([] if self.entered is None else [f"entered in {self.entered}"]),
+            *([] if self.followed is None else [f"training follows {self.followed}; --write enters this one"]),
         ]
 
     def _explanations(self) -> list[Table]:
@@ -225,6 +228,26 @@ def _weighed_table(choices: Sequence[Row]) -> Table:
     )
 
 
+def check_alone(config: Path, path: Path) -> None:
+    """Refuse to enter a plan in a ds_config, and thereby replace a plan's file, where another ds_config follows that.
+
+    Raises:
+        ConfigError: The plan in the file was made for another ds_config, which is there and names it.
+    """
+    try:
+        other = Path(Plan.load(path).made_from.get("ds_config", config))
+        if not other.is_file() or other.samefile(config):
+            return
+        followed = read_config(other)[1].pipeline.plan
+    except ConfigError:  # what cannot be read nobody follows
+        return
+    if followed is not None and Path(followed).resolve() == path.resolve():
+        raise ConfigError(
+            f"omnibal.run.output must be another folder than that of {other}, which follows {path}, got "
+            f"{path.parent} for {config}; leave it out (the folder is then runs/{config.stem}), or name one"
+        )
+
+
 def enter(config: Path, plan: Plan, path: Path) -> None:
     """Enter a plan in a ds_config: where it is, and what else must be as it says.
 
@@ -238,14 +261,8 @@ def enter(config: Path, plan: Plan, path: Path) -> None:
     """
     text = config.read_text(encoding="utf-8-sig")
     content, section = read_config(config)
-    values: dict[tuple[str, ...], Any] = {
-        ("gradient_accumulation_steps",): plan.micro_batches,
-        ("omnibal", "pipeline", "plan"): str(path),
-    }
-    if content.get("train_batch_size", "auto") != "auto":
-        values["train_batch_size",] = plan.micro_batches * plan.layout.num_replicas
-    if section.pipeline.num_stages not in ("auto", plan.num_stages):  # auto is what the plan says
-        values["omnibal", "pipeline", "num_stages"] = plan.num_stages
+    # a copy of the ds_config then looks in a folder of its own
+    values = keys_of_plan(content, section, plan, "auto" if path == section.run.files.plan else str(path))
     if section.pipeline.schedule not in ("auto", plan.schedule):
         values["omnibal", "pipeline", "schedule"] = "auto"
     try:

@@ -112,7 +112,7 @@ def _of_config(
     source: Path, out: Path | None, cluster: str | None, limits: tuple[int, int] | None, *, measure: bool
 ) -> tuple[ModelProfile, list[str], Path, tuple[int, int] | None]:
     """The profile of a ds_config, what makes it doubtful, where it goes, and the limits that it is for."""
-    run = open_run(source, cluster=cluster, measure=measure)
+    run = open_run(source, cluster=cluster, measure=measure, replaces=out is None)
     out = out or run.files.profile
     check_file("out", out)
     if not measure:

@@ -10,7 +10,7 @@ from omnibal.cli.costs import devices_at_hand, measured_costs, read_cluster
 from omnibal.cli.inputs import UsableLengths, measure_dataset, read_lengths
 from omnibal.cli.output import say
 from omnibal.cluster import Cluster, Layout, replicas_of
-from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of
+from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, named_plan
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.mixing import typical_lengths
@@ -41,6 +41,7 @@ class Run:
         measure: Whether layers are to be measured, not counted.
         broken: In place of the section's ``data.broken``.
         processes: Most processes that measure lengths.
+        replaces: Whether the command may replace the plan that training follows, and its profile.
     """
 
     def __init__(
@@ -57,8 +58,16 @@ class Run:
         measure: bool = False,
         broken: Literal["error", "skip"] | None = None,
         processes: int | None = None,
+        replaces: bool = False,
     ) -> None:
+        self.followed_plan = None if section.pipeline.plan is None else Path(section.pipeline.plan)
+        """The plan's file that the ds_config names, be it there or not."""
+        if files is not None and self.followed_plan == files.plan and not files.plan.exists():
+            say(f"{files.plan} is not there: the ds_config's other keys count until `omnibal plan --write` makes it")
+            pipeline = section.pipeline.model_copy(update={"plan": None})
+            section = section.model_copy(update={"pipeline": pipeline})
         self.source, self.config, self.section, self._files = source, config, section, files
+        self._replaces = replaces
         self.doubts: list[str] = []
         """What makes measured costs doubtful."""
         self._lengths, self._profile, self._plan, self._measure = tuple(lengths), profile, plan, measure
@@ -75,6 +84,11 @@ class Run:
         """Where to keep things."""
         assert self._files is not None, "only a ds_config keeps something"
         return self._files
+
+    @property
+    def kept(self) -> RunFiles:
+        """Where the command keeps a plan and a profile: beside the plan that training follows unless it replaces it."""
+        return self.files if self._replaces or self.followed_plan is None else self.files.what_if
 
     @property
     def num_micro_batches(self) -> int:
@@ -212,8 +226,8 @@ class Run:
             from omnibal.profile.counted import analytic_profile
 
             made = analytic_profile(self.records, self.cluster.device, dtype=dtype, frozen=frozen)
-        self.files.folder.mkdir(parents=True, exist_ok=True)
-        made.save(self.files.profile)
+        self.kept.folder.mkdir(parents=True, exist_ok=True)
+        made.save(self.kept.profile)
         return made
 
     @property
@@ -227,21 +241,27 @@ class Run:
         profile.check_matches(records=records, dtype=dtype_of(self.config), frozen=self.section.model.frozen)
 
     def _kept_profile(self) -> ModelProfile | None:
-        """The kept profile, if it still fits; says why it does not."""
-        file = self.files.profile
-        if not file.is_file():
-            return None
-        try:
-            found = ModelProfile.load(file)
-            self._check_profile(found)
-            cluster = self.known_cluster
-            if cluster is not None and not found.is_of(cluster.device):
-                raise ConfigError(f"profile must be of {cluster.device.name}, got {found.device}")
-            if self._measure and not found.versions:
-                raise ConfigError("profile must be measured, got a counted one")
-        except ConfigError as error:
-            say(f"{file} is made anew: {error}")
-            return None
+        """The run's profile, or that of its what-ifs, if one still fits; says why it does not."""
+        for file in (self.files.profile, self.files.what_if.profile):
+            if not file.is_file():
+                continue
+            try:
+                found = self._fitting_profile(file)
+            except ConfigError as error:
+                say(f"{file} is {'made anew' if file == self.kept.profile else 'left alone'}: {error}")
+                continue
+            if self._replaces and file != self.files.profile:
+                found.save(self.files.profile)
+            return found
+        return None
+
+    def _fitting_profile(self, file: Path) -> ModelProfile:
+        found, cluster = ModelProfile.load(file), self.known_cluster
+        self._check_profile(found)
+        if cluster is not None and not found.is_of(cluster.device):
+            raise ConfigError(f"profile must be of {cluster.device.name}, got {found.device}")
+        if self._measure and not found.versions:
+            raise ConfigError("profile must be measured, got a counted one")
         return found
 
     @cached_property
@@ -268,19 +288,17 @@ class Run:
     @cached_property
     def named_plan(self) -> Plan | None:
         """The plan of the command line or the ds_config, if they name one."""
-        if self._plan is None and self.section.pipeline.plan is not None:
-            return Plan.load(self.section.pipeline.plan)
-        return self._plan
+        return self._plan or named_plan(self.section)
 
     def _kept_plan(self) -> Plan | None:
         """The kept plan, if it still fits; says why it does not."""
-        if not self.has_config or not self.files.plan.is_file():
+        if not self.has_config or not self.kept.plan.is_file():
             return None
         try:
-            plan = Plan.load(self.files.plan)
+            plan = Plan.load(self.kept.plan)
             now = layout_of(self.config, plan.num_stages, plan.layout.num_replicas)
         except ConfigError as error:
-            say(f"{self.files.plan} is made anew: {error}")
+            say(f"{self.kept.plan} is made anew: {error}")
             return None
         pairs = {
             "lengths": (plan.made_from.get("lengths"), self.lengths.content_hash),
@@ -292,7 +310,7 @@ class Run:
         }
         changed = [name for name, (was, is_now) in pairs.items() if was != is_now]
         if changed:
-            say(f"{self.files.plan} is made anew: {', '.join(changed)} changed")
+            say(f"{self.kept.plan} is made anew: {', '.join(changed)} changed")
             return None
         return plan
 

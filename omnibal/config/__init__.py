@@ -4,8 +4,10 @@ from omnibal.config.rules import (
     check_learning_rates,
     complete_deepspeed_config,
     dtype_of,
+    keys_of_plan,
     layout_of,
     micro_batches_of,
+    named_plan,
     sums_in_float32,
 )
 from omnibal.config.section import (
@@ -34,8 +36,10 @@ __all__ = [
     "check_learning_rates",
     "complete_deepspeed_config",
     "dtype_of",
+    "keys_of_plan",
     "layout_of",
     "micro_batches_of",
+    "named_plan",
     "read_config",
     "sums_in_float32",
 ]

@@ -20,6 +20,8 @@ HEEDED: Final = frozenset({
     "disable_python_gc",
 })  # fmt: skip
 """What DeepSpeed does as it says, or `rules` refuses with a reason of its own."""
+MONITORS: Final = ("tensorboard", "csv_monitor")
+"""Those that write files: ``output_path`` and ``job_name`` say where."""
 INSTEAD: Final[Mapping[str, str]] = {
     "pipeline": "omnibal.pipeline says how the model is cut",
     "activation_checkpointing": "omnibal.pipeline.recompute says which layers recompute",
@@ -37,7 +39,7 @@ INSTEAD: Final[Mapping[str, str]] = {
 """What to do without keys that are not heeded."""
 OBJECTS: Final = (
     "bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "optimizer.params", "scheduler",
-    "scheduler.params", "timers", "timers.throughput", "checkpoint", "checkpoint.writer",
+    "scheduler.params", "timers", "timers.throughput", "checkpoint", "checkpoint.writer", *MONITORS,
 )  # fmt: skip
 """What has inner keys that matter here."""
 AUTOMATIC: Final = frozenset({

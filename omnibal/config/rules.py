@@ -1,11 +1,13 @@
 """What a ds_config says beside its "omnibal" section, and the rules that it must keep under a pipeline."""
 
+from pathlib import Path
 from typing import Any
 
 from omnibal.cluster import Layout, Precision
-from omnibal.config.section import LearningRates
+from omnibal.config.section import LearningRates, OmnibalSection
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import ScheduleName
+from omnibal.plan import Plan
 
 
 def complete_deepspeed_config(
@@ -69,6 +71,40 @@ def complete_deepspeed_config(
         "data_types": sums | config.get("data_types", {}),
         **_complete_scheduler(config, total_steps),
     }
+
+
+def named_plan(section: OmnibalSection) -> Plan | None:
+    """The plan that a ds_config names, if it names one.
+
+    Raises:
+        ConfigError: The plan's file is not there, or cannot be read.
+    """
+    path = section.pipeline.plan
+    if path is None:
+        return None
+    if Path(path) == section.run.files.plan and not Path(path).exists():
+        raise ConfigError(f"omnibal.pipeline.plan must be a file, got {path}; `omnibal plan --write` makes it")
+    return Plan.load(path)
+
+
+def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, path: str) -> dict[tuple[str, ...], Any]:
+    """What a ds_config must say for training to follow a plan: keys, outermost first, and their values.
+
+    Args:
+        config: ds_config without the "omnibal" section.
+        section: That section.
+        plan: The plan.
+        path: Its file, or ``"auto"``.
+    """
+    values: dict[tuple[str, ...], Any] = {
+        ("gradient_accumulation_steps",): plan.micro_batches,
+        ("omnibal", "pipeline", "plan"): path,
+    }
+    if config.get("train_batch_size", "auto") != "auto":
+        values["train_batch_size",] = plan.micro_batches * plan.layout.num_replicas
+    if section.pipeline.num_stages not in ("auto", plan.num_stages):  # auto is what the plan says
+        values["omnibal", "pipeline", "num_stages"] = plan.num_stages
+    return values
 
 
 def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Layout:

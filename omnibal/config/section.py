@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from omnibal import families
 from omnibal.cluster import ClusterValue
-from omnibal.config.deepspeed_keys import check_keys
+from omnibal.config.deepspeed_keys import MONITORS, check_keys
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
@@ -135,8 +135,9 @@ class PipelineSection(Section):
     """One level for all layers, or a list with one for each."""
     schedule: ScheduleName | Literal["auto"] = "auto"
     """``1f1b``, ``zero-bubble``, ``zero-bubble-lean``, or ``auto``: the plan's choice, ``1f1b`` without a plan."""
-    plan: Place | None = None
-    """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits."""
+    plan: Place | Literal["auto"] | None = None
+    """A plan.json; it takes the place of ``partition``, ``recompute`` and the packing limits. ``auto``, which `omnibal
+    plan --write` enters: the one in ``run.output``."""
 
 
 class LearningRates(Section):
@@ -180,9 +181,24 @@ class RunFiles:
         return self.folder / "plan.json"
 
     @property
+    def run_plan(self) -> Path:
+        """The plan that the run was begun with, which it resumes under."""
+        return self.folder / "run_plan.json"
+
+    @property
+    def what_if(self) -> "RunFiles":
+        """Plans that were made, and not entered, while training follows another; and their profiles."""
+        return RunFiles(self.folder / "what-if")
+
+    @property
     def metrics(self) -> Path:
         """A line for each step and each evaluation."""
         return self.folder / "metrics.jsonl"
+
+    @property
+    def monitor(self) -> Path:
+        """Folder of what DeepSpeed's monitors write."""
+        return self.folder / "monitor"
 
     @property
     def loss_curve(self) -> Path:
@@ -219,7 +235,8 @@ class RunSection(Section):
     """How `omnibal.train` runs."""
 
     output: Place = "runs/train"
-    """Folder of all that the run and commands about it keep; all hosts share it."""
+    """Folder of all that the run and commands about it keep; all hosts share it. Left out, ``runs/`` and the name of
+    the ds_config's file."""
     epochs: Count = 1
     """How often every sample is trained on; under a mixture, how many times as many samples as there are."""
     max_steps: Count | None = None
@@ -258,7 +275,8 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
         config: Path of a JSON file, with comments as DeepSpeed allows them, or its content.
 
     Returns:
-        The ds_config without the section, and the section (defaults where it is left out).
+        The ds_config without the section, and the section (defaults where it is left out). The run's folder, its plan
+        and the places of DeepSpeed's monitors are filled in where they are left out or ``"auto"``.
 
     Raises:
         ConfigError: The file is missing or no JSON object, or a key or value is wrong; the message names the key and
@@ -275,7 +293,28 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
         raise ConfigError(explain(OmnibalSection, error, "omnibal")) from None
     if section.model.family is not None:
         families.load(section.model.family)
-    return deepspeed_config, section
+    section = _located(section, None if isinstance(config, dict) else Path(config).stem)
+    return _with_monitors(deepspeed_config, section.run), section
+
+
+def _located(section: OmnibalSection, name: str | None) -> OmnibalSection:
+    """The section with ``run.output`` by the file's name where it is left out, and with the path of an automatic plan.
+
+    A copy of a ds_config under another name thus shares neither folder nor plan with the original.
+    """
+    run, pipeline = section.run, section.pipeline
+    if name is not None and "output" not in run.model_fields_set:
+        run = run.model_copy(update={"output": f"runs/{name}"})
+    if pipeline.plan == "auto":
+        pipeline = pipeline.model_copy(update={"plan": str(run.files.plan)})
+    return section.model_copy(update={"run": run, "pipeline": pipeline})
+
+
+def _with_monitors(config: dict[str, Any], run: RunSection) -> dict[str, Any]:
+    """Let DeepSpeed's monitors write into the run's folder, under its name, unless they say otherwise."""
+    places = {"output_path": str(run.files.monitor), "job_name": run.files.folder.name}
+    on = {key: config[key] for key in MONITORS if config.get(key, {}).get("enabled", False)}
+    return config | {key: places | monitor for key, monitor in on.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from omnibal.config import (
     check_learning_rates,
     layout_of,
     micro_batches_of,
+    named_plan,
     read_config,
 )
 from omnibal.data.lengths import SampleLengths
@@ -147,9 +148,10 @@ def shape_of(section: OmnibalSection, num_layers: int, num_processes: int) -> tu
         ConfigError: The number of stages does not divide the processes or exceeds the layers, or the plan cannot be
             read.
     """
-    num_stages, plan = section.pipeline.num_stages, section.pipeline.plan
+    num_stages = section.pipeline.num_stages
     if num_stages == "auto":
-        num_stages = num_processes if plan is None else Plan.load(plan).num_stages
+        plan = named_plan(section)
+        num_stages = num_processes if plan is None else plan.num_stages
     return num_stages, replicas_of(num_stages, num_processes, num_layers=num_layers, devices="processes")
 
 
@@ -168,8 +170,8 @@ def resolve_plan(given: Given, lengths: SampleLengths | None) -> Plan:
     records, num_stages, micro_batches = given.vlm.records, given.layout.num_stages, micro_batches_of(given.config)
     num_layers = len(records)
     parts = check_frozen(records, frozen)
-    if pipeline.plan is not None:
-        plan = Plan.load(pipeline.plan)
+    plan = named_plan(given.section)
+    if plan is not None:
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
         if "frozen" in plan.made_from:  # times and memory are other ones where other layers are trained
             _check("frozen parts of the plan", sorted(plan.made_from["frozen"]), list(parts))

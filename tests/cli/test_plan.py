@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,6 +224,69 @@ def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path)
     # planned again, the present configuration is the plan
     record = json.loads(omnibal("plan", config, "--num-stages", 4, "--json").stdout)
     assert record["gain"] == pytest.approx(1)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_what_ifs_leave_the_plan_and_the_profile_that_a_run_follows(omnibal, refusal, ds_config, tmp_path):
+    config, run = ds_config(pipeline={"num_stages": "auto"}), tmp_path / "run"
+    omnibal("plan", config, "--write")
+    text, before = config.read_text(), contents(run)
+    assert json.loads(text)["omnibal"]["pipeline"]["plan"] == "auto"
+    what_if = ("--cluster", "2x8xH100-80GB", "--samples-per-step", 32)
+    result = omnibal("plan", config, *what_if)
+    assert f"written: {run}/what-if/plan.json training follows {run}/plan.json; --write enters this one" in " ".join(
+        result.stdout.split()
+    )
+    omnibal("plan", config, "--out", tmp_path / "mine.json", *what_if)
+    omnibal("simulate", config, "--cluster", "4xH100-80GB")
+    assert (config.read_text(), contents(run)) == (text, before)
+    assert ModelProfile.load(run / "what-if" / "profile.json").is_of(Cluster.parse("H100-80GB").device)
+    assert Plan.load(tmp_path / "mine.json") == Plan.load(run / "what-if" / "plan.json")
+    line = refusal("plan", config, "--out", run / "plan.json", *what_if)
+    assert line == f"--out must be another file than the plan that {config} follows, got {run}/plan.json; say --write"
+    omnibal("plan", config, *what_if, "--write")
+    assert contents(run).keys() == before.keys() and contents(run) != before
+    assert ModelProfile.load(run / "profile.json").is_of(Cluster.parse("H100-80GB").device)
+
+
+def test_costs_that_a_what_if_measured_are_those_of_the_plan_that_is_entered(omnibal, ds_config, tmp_path):
+    config, run = ds_config(), tmp_path / "run"
+    omnibal("plan", config, "--write")
+    counted = ModelProfile.load(run / "profile.json")
+    omnibal("plan", config, "--cluster", "4xH100-80GB")
+    replace(counted, versions={"torch": "1.0"}).save(run / "what-if" / "profile.json")
+    omnibal("plan", config, "--measure")
+    assert ModelProfile.load(run / "profile.json") == counted
+    omnibal("plan", config, "--measure", "--write")
+    assert ModelProfile.load(run / "profile.json").versions == {"torch": "1.0"}
+
+
+def test_a_copy_of_a_ds_config_shares_no_plan_with_the_original(omnibal, refusal, ds_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = json.loads(ds_config(packing={"samples_per_step": 20}).read_text())
+    del content["omnibal"]["run"]
+    Path("mine.json").write_text(json.dumps(content))
+    omnibal("plan", "mine.json", "--write")
+    shutil.copy("mine.json", "other.json")
+    said = omnibal("plan", "other.json", "--json")
+    assert "runs/other/plan.json is not there: the ds_config's other keys count until `omnibal plan" in said.stderr
+    assert json.loads(said.stdout)["written"] == "runs/other/what-if/plan.json"
+    assert not Path("runs/other/plan.json").exists()
+    omnibal("plan", "other.json", "--write")
+    assert Plan.load("runs/other/plan.json").made_from["ds_config"] == "other.json"
+    content["omnibal"]["run"] = {"output": "runs/mine"}
+    Path("third.json").write_text(json.dumps(content))
+    before = contents(Path("runs/mine"))
+    assert refusal("plan", "third.json", "--write") == (
+        "omnibal.run.output must be another folder than that of mine.json, which follows runs/mine/plan.json, got "
+        "runs/mine for third.json; leave it out (the folder is then runs/third), or name one"
+    )
+    assert contents(Path("runs/mine")) == before
+    Path("mine.json").unlink()
+    omnibal("plan", "third.json", "--write")
 
 
 def test_a_plan_is_not_entered_among_comments(ds_config, tmp_path):
