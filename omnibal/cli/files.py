@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from omnibal.data.sources.records import AS_LINES, table_format
 from omnibal.errors import ConfigError
 from omnibal.records import parse_json, parse_relaxed, read_json
 
@@ -97,11 +98,14 @@ def kind_of_object(content: Mapping[str, Any]) -> Kind:
 def _head(name: str, path: Path) -> str:
     """The first characters of a text file."""
     try:
+        table = table_format(path)
+        if table is not None:
+            raise ConfigError(f"{name} must be a folder, JSON or JSON lines, got {path} in {table}; {AS_LINES}")
         with path.open(encoding="utf-8-sig") as file:
             start = file.read(HEAD_CHARACTERS).lstrip()
     except OSError as error:
         raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{name} must be text in UTF-8, got {path} ({error})") from error
     if start[:1] not in ("[", "{", "/", "#"):  # a ds_config may begin with a comment
         raise ConfigError(f"{name} must be a folder, JSON or JSON lines, got {start[:20]!r} in {path}")

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from omnibal.cli.files import Kind, expect
 from omnibal.cli.run import Run
-from omnibal.config import OmnibalSection, RunFiles, layout_of, micro_batches_of, read_config
+from omnibal.config import OmnibalSection, RunFiles, check_apart_from_layout, read_config
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
@@ -57,8 +57,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], OmnibalSection]:
     """A ds_config whose keys can be right; errors name the file."""
     try:
         config, section = read_config(path)
-        layout_of(config, 1, 1)
-        micro_batches_of(config)
+        check_apart_from_layout(config)
     except ConfigError as error:
         raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
     return config, section

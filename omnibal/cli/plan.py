@@ -23,7 +23,7 @@ from omnibal.cli.plan_report import Gain, PlanReport, check_alone, enter
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cli.run import Run
 from omnibal.cli.trials import check_trials, try_best
-from omnibal.config import layout_of
+from omnibal.config import check_batch, layout_of
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
@@ -90,6 +90,7 @@ def plan(
     check_file("--out", out)
     if write and out.is_file():
         check_alone(source, out)
+    _check_batch(run)
     request = request_of(run, samples_per_step, fixed, num_stages)
     result = solve(run, request)
     result, tried = try_best(run, result, trials, launcher) if trials else (result, ())
@@ -105,6 +106,17 @@ def plan(
     answer(report.to_record(), *report.parts(explain=explain), as_json=as_json)
 
 
+def _check_batch(run: Run) -> None:
+    """Refuse a train_batch_size that does not follow on the ds_config's own cluster, which a what-if may exchange."""
+    if run.config.get("train_batch_size", "auto") == "auto":
+        return
+    try:
+        layout = run.layout(cluster=run.section.cluster)
+    except ConfigError:  # the present configuration cannot train, which the plan says
+        return
+    check_batch(run.config, layout.num_replicas)
+
+
 def request_of(
     run: Run,
     samples_per_step: int | None = None,
@@ -114,14 +126,14 @@ def request_of(
     """What the ds_config asks of a plan, but for what is given.
 
     Raises:
-        ConfigError: How many samples a step has follows from nothing.
+        ConfigError: Nothing says how many samples a step has.
     """
     packing, layout = run.section.packing, layout_of(run.config, 1, 1)
     wanted = run.section.pipeline.num_stages
     return PlanRequest(
         cluster=run.cluster,
         num_stages=num_stages or (None if wanted == "auto" else wanted),
-        global_batch=samples_per_step or packing.samples_per_step or _present_samples(run),
+        global_batch=samples_per_step or _asked_samples(run) or _present_samples(run),
         zero_stage=layout.zero_stage,
         accumulate_float32=layout.accumulate_float32,
         limits=None if limits is None else PackLimits(*limits),
@@ -129,6 +141,17 @@ def request_of(
         schedule=run.section.pipeline.schedule,
         seed=packing.seed,
     )
+
+
+def _asked_samples(run: Run) -> int | None:
+    """The ds_config's samples_per_step; all samples where they are fewer, as in a first try of a configuration."""
+    asked = run.section.packing.samples_per_step
+    if asked is None or asked <= len(run.lengths):
+        return asked
+    say(
+        f"omnibal.packing.samples_per_step is {asked}, more than the {len(run.lengths)} samples: planned for all of them"
+    )
+    return len(run.lengths)
 
 
 def _present_samples(run: Run) -> int:

@@ -184,17 +184,18 @@ class Run:
             )
         return found
 
-    def layout(self, num_stages: int | None = None) -> Layout:
-        """How the ds_config lies on the cluster, with so many stages or as many as it says.
+    def layout(self, num_stages: int | None = None, cluster: Cluster | None = None) -> Layout:
+        """How the ds_config lies on the cluster, or on another one, with so many stages or as many as it says.
 
         Raises:
             ConfigError: The stages do not divide the devices, or are more than the layers.
         """
+        cluster = cluster or self.cluster
         tensor = self.profile.tensor_parallel
         wanted = num_stages or self.section.pipeline.num_stages
         if wanted == "auto" and self.named_plan is not None:
             wanted = self.named_plan.num_stages
-        num_devices, devices = self.cluster.num_devices, f"devices of the cluster {self.cluster}"
+        num_devices, devices = cluster.num_devices, f"devices of the cluster {cluster}"
         stages = num_devices // tensor if wanted == "auto" else wanted
         layers = len(self.profile.layers)
         replicas = replicas_of(stages, num_devices, num_layers=layers, num_tensor=tensor, devices=devices)

@@ -1,6 +1,8 @@
 """The ds_config: its "omnibal" section and its rules under a pipeline."""
 
 from omnibal.config.rules import (
+    check_apart_from_layout,
+    check_batch,
     check_learning_rates,
     complete_deepspeed_config,
     dtype_of,
@@ -33,6 +35,8 @@ __all__ = [
     "PipelineSection",
     "RunFiles",
     "RunSection",
+    "check_apart_from_layout",
+    "check_batch",
     "check_learning_rates",
     "complete_deepspeed_config",
     "dtype_of",

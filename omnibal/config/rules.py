@@ -48,18 +48,12 @@ def complete_deepspeed_config(
         raise ConfigError("steps_per_print must be given with wall_clock_breakdown, got none; it says when to print")
     if schedule != "1f1b":
         _check_deferral(config)
+    check_batch(config, layout.num_replicas)
     derived = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         "train_batch_size": micro_batches * layout.num_replicas,
     }
-    for key, value in derived.items():
-        given = config.get(key, "auto")
-        if given not in ("auto", value):
-            raise ConfigError(
-                f"{key} must be {value} ({micro_batches} micro-batches of one pack, {layout.num_replicas} replicas), "
-                f"got {given!r}; leave it out or say 'auto'"
-            )
     zero = {"contiguous_gradients": False} | config.get("zero_optimization", {})
     timer = {"synchronized": False} | config.get("timers", {}).get("throughput", {})
     sums = {"grad_accum_dtype": "fp32"} if sums_in_float32(config) else {}
@@ -71,6 +65,33 @@ def complete_deepspeed_config(
         "data_types": sums | config.get("data_types", {}),
         **_complete_scheduler(config, total_steps),
     }
+
+
+def check_batch(config: dict[str, Any], num_replicas: int) -> None:
+    """Refuse batch sizes that do not follow from the number of micro-batches: a micro-batch is one pack.
+
+    Raises:
+        ConfigError: The message says what follows.
+    """
+    micro_batches = micro_batches_of(config)
+    product = f"{micro_batches} micro-batches of one pack, {num_replicas} replicas"
+    for key, value, reason in (
+        ("train_micro_batch_size_per_gpu", 1, "a micro-batch is one pack"),
+        ("train_batch_size", micro_batches * num_replicas, product),
+    ):
+        given = config.get(key, "auto")
+        if given not in ("auto", value):
+            raise ConfigError(f"{key} must be {value} ({reason}), got {given!r}; leave it out or say 'auto'")
+
+
+def check_apart_from_layout(config: dict[str, Any]) -> None:
+    """Refuse what cannot be right under a pipeline, however many processes it has.
+
+    Raises:
+        ConfigError: As of ``complete_deepspeed_config``.
+    """
+    alone = {key: value for key, value in config.items() if key != "train_batch_size"}
+    complete_deepspeed_config(alone, layout_of(config, 1, 1), total_steps=1)
 
 
 def named_plan(section: OmnibalSection) -> Plan | None:

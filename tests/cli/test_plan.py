@@ -226,6 +226,33 @@ def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path)
     assert record["gain"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("deepspeed", "message"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            "train_micro_batch_size_per_gpu must be 1 (a micro-batch is one pack), got 4",
+        ),
+        ({"train_batch_size": 6}, "train_batch_size must be 4 (2 micro-batches of one pack, 2 replicas), got 6; leave"),
+        ({"checkpoint": {"writer": {"decoupled": True}}}, "checkpoint.writer.decoupled must be left out, got True"),
+    ],
+)
+def test_what_training_would_refuse_is_not_planned(refusal, ds_config, tmp_path, deepspeed, message):
+    assert message in refusal("plan", ds_config(deepspeed=deepspeed))
+    assert not (tmp_path / "run" / "plan.json").exists()
+
+
+def test_a_batch_size_follows_on_the_ds_configs_own_cluster(omnibal, ds_config):
+    config = ds_config(deepspeed={"train_batch_size": 4})
+    assert "chosen: " in omnibal("plan", config, "--cluster", "2x8xA100-80GB").stdout
+
+
+def test_fewer_samples_than_a_step_was_to_have_are_all_in_one(omnibal, ds_config):
+    result = omnibal("plan", ds_config(packing={"samples_per_step": 128}), "--json")
+    assert "samples_per_step is 128, more than the 60 samples: planned for all of them" in result.stderr
+    assert json.loads(result.stdout)["plan"]["made_from"]["request"]["global_batch"] == 60
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 

@@ -43,6 +43,17 @@ def test_json_that_cannot_be_read_is_named(refusal, demo, ds_config, tmp_path, k
         assert "wrong.json" in line and line.count("\n") == 0, (command, line)
 
 
+@pytest.mark.parametrize(("start", "name"), [(b"PAR1", "Parquet"), (b"ARROW1", "Arrow")])
+def test_tables_are_named_with_what_to_do(refusal, demo, tmp_path, start, name):
+    table, meta = tmp_path / "train.table", tmp_path / "meta.json"
+    table.write_bytes(start + b"\0\x93" * 100)
+    meta.write_text(json.dumps({"mine": {"root": ".", "annotation": table.name}}))
+    remedy = f"got {table} in {name}; write its rows as JSON lines, its pictures as files that they name"
+    for data in (table, meta):
+        line = refusal("lengths", data, tmp_path / "out", "--model", demo.model)
+        assert line.endswith(remedy) and "JSON lines" in line
+
+
 @pytest.mark.parametrize("kind", [kind for kind in UNREADABLE if kind != "half a character"])  # a key that is not read
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"])
 def test_a_model_folder_that_cannot_be_read_is_named(refusal, demo, model, tmp_path, file, kind):

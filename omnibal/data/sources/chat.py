@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 IMAGE_MARK = "<image>"
+LONGEST_PATH: Final = 4096
+"""Linux opens no longer one (PATH_MAX): what is longer is the picture itself."""
+AS_FILES: Final = "write pictures that stand in the data to files, and name those"
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 
@@ -72,5 +75,8 @@ def _parse_images(record: Mapping[str, Any], root: Path) -> tuple[Path, ...]:
     images: Sequence[Any] = record.get("image") or []
     images = [images] if isinstance(images, str) else images
     if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
-        raise ValueError(f"image must be a path or a list of paths, got {images!r:.80}")
+        raise ValueError(f"image must be a path or a list of paths, got {images!r:.80}; {AS_FILES}")
+    for image in images:
+        if image.startswith("data:") or len(image) > LONGEST_PATH:
+            raise ValueError(f"image must be a path, got {len(image)} characters of data, {image:.30}…; {AS_FILES}")
     return tuple(root / image for image in images)

@@ -16,6 +16,9 @@ from omnibal.records import parse_json
 
 BLOCK_BYTES: Final = 1 << 20
 INDEX_FORMAT: Final = 1
+TABLES: Final = {b"PAR1": "Parquet", b"ARROW1": "Arrow", b"SQLite": "SQLite"}
+"""What files of tables begin with."""
+AS_LINES: Final = "write its rows as JSON lines, its pictures as files that they name"
 ENTRIES_FILE, RECORD_FILE = "entries.npy", "index.json"
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,9 @@ class Records:
         self.path = Path(path)
         self._kept: Path | None = None
         try:
+            table = table_format(self.path)
+            if table is not None:
+                raise DataError(f"annotation must be JSON lines or a JSON list, got {self.path} in {table}; {AS_LINES}")
             place = None if index is None else _index_of(index, self.path)
             found = None if place is None else _load_index(place)
             self._entries, self.content_hash = found or _scan(self.path)
@@ -88,6 +94,13 @@ class Records:
     def line(self, index: int) -> int:
         """The number of the line on which an entry begins, from 1."""
         return int(self._entries.lines[index])
+
+
+def table_format(path: Path) -> str | None:
+    """The format of a binary table, whose rows are no annotations as they are; None of any other file."""
+    with path.open("rb") as file:
+        start = file.read(max(map(len, TABLES)))
+    return next((name for magic, name in TABLES.items() if start.startswith(magic)), None)
 
 
 def parse_entry(text: bytes) -> dict[str, Any]:

@@ -45,6 +45,15 @@ def test_no_image(image):
         (record(("human", "<image>"), ("gpt", "Hi")), "got 1 for 0 image"),
         (record(("human", "<image>"), ("gpt", "<image>"), image=["a", "b"]), "got 1 for 2 image"),
         (record(("human", "Hi"), ("gpt", "Hi"), image={"path": "a"}), "image must be a path or a list of paths"),
+        (
+            record(("human", "<image>"), ("gpt", "Hi"), image="data:image/png;base64,iVBORw0KGgo="),
+            "image must be a path, got 34 characters of data, data:image/png;base64,iVBORw0K…; write pictures that "
+            "stand in the data to files, and name those",
+        ),
+        (
+            record(("human", "<image>"), ("gpt", "Hi"), image=["/9j/4AAQ" * 600]),
+            "image must be a path, got 4800 characters of data, /9j/4AAQ",
+        ),
         (record(("human", "Hi"), ("gpt", "Hi"), video="a.mp4"), "got a video"),
     ],
 )
