@@ -133,7 +133,7 @@ def request_of(
     return PlanRequest(
         cluster=run.cluster,
         num_stages=num_stages or (None if wanted == "auto" else wanted),
-        global_batch=samples_per_step or _asked_samples(run) or _present_samples(run),
+        global_batch=samples_per_step or run.samples_per_step or _present_samples(run),
         zero_stage=layout.zero_stage,
         accumulate_float32=layout.accumulate_float32,
         limits=None if limits is None else PackLimits(*limits),
@@ -141,17 +141,6 @@ def request_of(
         schedule=run.section.pipeline.schedule,
         seed=packing.seed,
     )
-
-
-def _asked_samples(run: Run) -> int | None:
-    """The ds_config's samples_per_step; all samples where they are fewer, as in a first try of a configuration."""
-    asked = run.section.packing.samples_per_step
-    if asked is None or asked <= len(run.lengths):
-        return asked
-    say(
-        f"omnibal.packing.samples_per_step is {asked}, more than the {len(run.lengths)} samples: planned for all of them"
-    )
-    return len(run.lengths)
 
 
 def _present_samples(run: Run) -> int:

@@ -160,6 +160,15 @@ class Run:
             found.lengths.save(self.files.lengths)
         return found
 
+    @cached_property
+    def samples_per_step(self) -> int | None:
+        """What the ds_config asks of a plan's steps; all samples where they are fewer, as in a first try; or None."""
+        asked = self.section.packing.samples_per_step
+        if asked is None or asked <= len(self.lengths):
+            return asked
+        say(f"omnibal.packing.samples_per_step is {asked}, a step of the plan has all {len(self.lengths)} samples")
+        return len(self.lengths)
+
     @property
     def known_cluster(self) -> Cluster | None:
         """The machines: of the command line, the ds_config, the plan, or the CUDA devices at hand; None of no machine.
@@ -321,7 +330,7 @@ class Run:
         was_and_is = {
             "number of stages": (plan.num_stages, pipeline.num_stages),
             "schedule": (plan.schedule, pipeline.schedule),
-            "samples of a step": (asked.get("global_batch"), packing.samples_per_step or "auto"),
+            "samples of a step": (asked.get("global_batch"), self.samples_per_step or "auto"),
             "method of packing": (asked.get("method", packing.method), packing.method),
             "seed of packing": (asked.get("seed", packing.seed), packing.seed),
         }

@@ -249,8 +249,9 @@ def test_a_batch_size_follows_on_the_ds_configs_own_cluster(omnibal, ds_config):
 
 def test_fewer_samples_than_a_step_was_to_have_are_all_in_one(omnibal, ds_config):
     result = omnibal("plan", ds_config(packing={"samples_per_step": 128}), "--json")
-    assert "samples_per_step is 128, more than the 60 samples: planned for all of them" in result.stderr
+    assert "omnibal.packing.samples_per_step is 128, a step of the plan has all 60 samples" in result.stderr
     assert json.loads(result.stdout)["plan"]["made_from"]["request"]["global_batch"] == 60
+    assert "made anew" not in omnibal("simulate", ds_config(packing={"samples_per_step": 128}), "--json").stderr
 
 
 def contents(folder):

@@ -326,3 +326,24 @@ def test_a_schedule_that_would_give_all_modules_one_rate_is_refused(scheduler, m
     check_learning_rates({"scheduler": {"type": "WarmupLR", "params": {}}}, LearningRates(vision=1e-5))
     with pytest.raises(ConfigError, match=f"learning_rates.vision, {message}"):
         check_learning_rates({"scheduler": scheduler}, LearningRates(vision=1e-5))
+
+
+def test_folder_plan_and_monitors_follow_from_the_files_name(tmp_path):
+    content = {
+        "csv_monitor": {"enabled": True},
+        "tensorboard": {"enabled": True, "output_path": "mine"},
+        "omnibal": {"pipeline": {"plan": "auto"}},
+    }
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        config, section = read_config(tmp_path / f"{name}.json")
+        assert (section.run.output, section.pipeline.plan) == (f"runs/{name}", f"runs/{name}/plan.json")
+        assert config["csv_monitor"] == {"enabled": True, "output_path": f"runs/{name}/monitor", "job_name": name}
+        assert config["tensorboard"] == {"enabled": True, "output_path": "mine", "job_name": name}
+    named = content | {"omnibal": {"run": {"output": "there"}}}
+    (tmp_path / "first.json").write_text(json.dumps(named))
+    config, section = read_config(tmp_path / "first.json")
+    assert (section.run.output, section.pipeline.plan) == ("there", None)
+    assert config["csv_monitor"]["output_path"] == "there/monitor"
+    assert read_config(content)[1].run.output == "runs/train"
+    assert "csv_monitor" not in read_config({})[0]
