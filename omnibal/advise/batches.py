@@ -14,11 +14,16 @@ from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 
-Batching = Literal["random", "group_by_length", "flattened", "packed", "even"]
-"""Batches of random samples, padded; of samples alike in length, padded; of random ones laid one after another without
-padding; packs of as many random samples as limits hold; and even packs."""
+Batching = Literal["random", "group_by_length", "batch_rebalance", "flattened", "packed", "even"]
+"""Batches of random samples, padded; of samples alike in length, padded; of a step's samples by length, fewer of the
+long ones, padded; of random ones laid one after another without padding; packs of as many random samples as limits
+hold; and even packs."""
 GROUPED: Final = 50
 """Batches of a rank's step that transformers' ``group_by_length`` sorts at a time."""
+QUADRATIC: Final = 0.001
+"""Weight of a batch's samples times its squared length in the cost that transformers' ``batch_rebalance`` evens out."""
+HALVINGS: Final = 16
+"""Of the range in which the cost of a rebalanced batch is searched."""
 AT_ONCE: Final = 8
 """Of so many packs one gets a sample before they are compared again."""
 Indices = npt.NDArray[np.int64]
@@ -95,10 +100,12 @@ def padded_batches(
         batch: Samples of a micro-batch.
         num_ranks: Data-parallel ranks.
         micro_batches: Per step and rank.
-        batching: ``"random"``, ``"group_by_length"`` or ``"flattened"``.
+        batching: ``"random"``, ``"group_by_length"``, ``"batch_rebalance"`` or ``"flattened"``.
     """
     per_step = num_ranks * micro_batches * batch
     sizes = samples.sizes[: len(samples) // per_step * per_step]
+    if batching == "batch_rebalance":
+        return _rebalanced(sizes.reshape(-1, per_step, sizes.shape[1]), num_ranks, micro_batches)
     if batching == "group_by_length":
         order = _grouped(sizes[:, 1], GROUPED * batch * micro_batches)
         # batch after batch goes to the ranks in turn
@@ -111,6 +118,59 @@ def padded_batches(
 def _grouped(tokens: FloatArray, size: int) -> Indices:
     """Positions of all samples, every ``size`` of them by length, longest first."""
     return np.lexsort((-tokens, np.arange(len(tokens)) // size))
+
+
+def _rebalanced(steps: FloatArray, num_ranks: int, micro_batches: int) -> Batches:
+    """Batches of unlike numbers of samples, padded: a step's samples by length, cut where costs are most alike.
+
+    Source: transformers' ``BatchRebalanceSampler``, which moves one sample at a time until batches cost about the same.
+
+    Args:
+        steps: Samples of each step, shape (steps, samples, columns).
+        num_ranks: Data-parallel ranks.
+        micro_batches: Per step and rank.
+    """
+    num_batches, loads, real = num_ranks * micro_batches, list[FloatArray](), list[FloatArray]()
+    for step in steps:
+        ordered = step[np.argsort(-step[:, 1], kind="stable")]
+        costs = ordered[:, 1] + QUADRATIC * ordered[:, 1] ** 2
+        starts = np.array(_even_cuts(costs.tolist(), num_batches))
+        counts, longest = np.diff(np.append(starts, len(step))), ordered[starts, 1]
+        # the dearest batches of all ranks run at the same time, then the next dearest
+        order = np.argsort(-counts * costs[starts], kind="stable")
+        sums = np.add.reduceat(ordered, starts)
+        padded = sums.copy()
+        padded[:, 1], padded[:, 2] = counts * longest, counts * longest**2
+        for found, kept in ((sums, real), (padded, loads)):
+            kept.append(found[order].reshape(micro_batches, num_ranks, -1).transpose(1, 0, 2))
+    padded_load, real_load = (Load(*np.moveaxis(np.stack(kept), -1, 0)) for kept in (loads, real))
+    return Batches(padded_load, real_load, float(steps.shape[1]))
+
+
+def _even_cuts(costs: list[float], num_batches: int) -> list[int]:
+    """First samples of consecutive batches that cost about the same, ``samples · cost of the first`` each.
+
+    Args:
+        costs: Of each sample, descending.
+        num_batches: At most as many as samples.
+    """
+
+    def cut(cost: float) -> list[int]:
+        starts, start = [], 0
+        for left in range(num_batches - 1, -1, -1):
+            starts.append(start)
+            start += min(max(round(cost / max(costs[start], 1.0)), 1), len(costs) - start - left)
+        return starts if start == len(costs) else []
+
+    low, high = costs[0] / 2, costs[0] * len(costs)
+    found = cut(high + 1)
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        if cuts := cut(middle):
+            found, high = cuts, middle
+        else:
+            low = middle
+    return found
 
 
 def _padded(sizes: FloatArray) -> Load:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
-from omnibal.advise.batches import Batches, Batching, Samples, even_packs, padded_batches, random_packs
+from omnibal.advise.batches import GROUPED, Batches, Batching, Samples, even_packs, padded_batches, random_packs
 from omnibal.advise.communication import exposed_seconds
 from omnibal.advise.costs import phase_costs, phase_seconds
 from omnibal.advise.memory import RankMemory
@@ -26,7 +26,7 @@ CAUSES: Final = (
 DRAWS: Final = 8
 """Times that samples are drawn anew, to learn how far chance moves an estimate."""
 LEAST_SAMPLES, LEAST_STEPS, MOST_SAMPLES = 1024, 2, 16_384
-"""Of each draw; one step where a step holds more than the most."""
+"""Of each draw, which is one step where a step holds more than the most."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ class Setting:
         samples_per_step: Of all ranks, where packs do not decide it.
         adapted: What the layers would cost with adapters, where these are not trained already.
         spares_rows: Whether the head can work on target rows alone: the trainer's drop-in does, and lengths tell them.
+        offered: What the trainer has by one setting or call, without packs of ours: ways to batch, and ``"head"`` for a
+            head on target rows alone.
+        cutoff: Tokens of the trainer's own packs, where ``offered`` has them.
         seed: Of the draws.
     """
 
@@ -74,13 +77,16 @@ class Setting:
     samples_per_step: int
     adapted: ModelProfile | None = None
     spares_rows: bool = False
+    offered: tuple[Batching | Literal["head"], ...] = ()
+    cutoff: int | None = None
     seed: int = 0
 
     @cached_property
     def draws(self) -> tuple[Samples, ...]:
         """Samples of some steps each; the same for all ways, so that chance moves them alike."""
-        least = max(-(-LEAST_SAMPLES // self.samples_per_step), LEAST_STEPS)
-        steps = 1 if least * self.samples_per_step > MOST_SAMPLES else least
+        sorted_at_once = -(-GROUPED // self.cluster.num_devices)  # steps, under group_by_length
+        least = max(-(-LEAST_SAMPLES // self.samples_per_step), LEAST_STEPS, sorted_at_once)
+        steps = max(min(least, MOST_SAMPLES // self.samples_per_step), 1)
         generator = np.random.default_rng(self.seed)
         # the lengths themselves are drawn anew each time, as if others had been sampled (the bootstrap of Efron, 1979)
         return tuple(

@@ -49,6 +49,12 @@ class Model:
         """Its layers."""
         return layer_records(self.config)
 
+    @property
+    def units(self) -> str:
+        """What the ViT of this model counts: ``"patches"`` at native resolution, or ``"tiles"``."""
+        projector = next(record.sizes for record in self.records if record.kind == "projector")
+        return "patches" if projector.get("units_per_token", 1) > 1 else "tiles"
+
     def image_rule(self, max_tiles: int | None = None, max_pixels: int | None = None) -> ImageRule:
         """What images bring.
 

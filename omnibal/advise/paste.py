@@ -4,11 +4,12 @@ import json
 from shlex import quote
 from typing import Any, Final, Literal
 
+from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice
 from omnibal.advise.present import Host, Present
+from omnibal.advise.proposed import Proposal
 from omnibal.advise.wait import Trainer
 from omnibal.cluster import Cluster
-from omnibal.data.limits import PackLimits
 from omnibal.data.streaming.buffer import buffer_of
 from omnibal.plan import Plan
 
@@ -60,12 +61,33 @@ ACCUMULATION: Final[dict[Host, str]] = {
     "llama-factory": "gradient_accumulation_steps: {}",
     "deepspeed": '"gradient_accumulation_steps": {}',
 }
+BATCHINGS: Final[dict[tuple[Host, Batching], str]] = {
+    ("transformers", "group_by_length"): 'train_sampling_strategy="group_by_length" (before transformers 5 '
+    "group_by_length=True)",
+    ("transformers", "batch_rebalance"): 'train_sampling_strategy="batch_rebalance"',
+    ("ms-swift", "group_by_length"): "--group_by_length true",
+    ("ms-swift", "flattened"): "--padding_free true",
+    ("llama-factory", "group_by_length"): "group_by_length: true",
+    ("llama-factory", "packed"): "neat_packing: true",
+    ("deepspeed", "group_by_length"): "the sampler transformers.trainer_pt_utils.LengthGroupedSampler",
+}
+"""What brings samples together without packs of ours."""
+BATCH: Final[dict[Host, str]] = {
+    "transformers": "per_device_train_batch_size={}",
+    "ms-swift": "--per_device_train_batch_size {}",
+    "llama-factory": "per_device_train_batch_size: {}",
+    "deepspeed": '"train_micro_batch_size_per_gpu": {}',
+}
+TARGET_ROWS: Final = (
+    "from omnibal.integrations.target_rows import target_rows",
+    "target_rows(model)  # before the trainer",
+)
 STAGES: Final[dict[Trainer, int]] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 MEASURED_STEPS: Final = 30
 
 
 def lines_to_paste(
-    advice: Advice, present: Present, cluster: Cluster, limits: PackLimits, *, data: str, model: str, kind: Kind
+    advice: Advice, present: Present, cluster: Cluster, proposal: Proposal | None, *, data: str, model: str, kind: Kind
 ) -> list[str]:
     """What to paste into which trainer, what to set there, and how to measure what it brings.
 
@@ -73,7 +95,7 @@ def lines_to_paste(
         advice: Whose changes are adopted, as far as they bring something; of none, nothing is pasted.
         present: Names the trainer.
         cluster: The machines.
-        limits: Of packs.
+        proposal: Limits of packs, where these are part of the advice.
         data: What the data is called.
         model: The model's name or folder.
         kind: What the data is.
@@ -82,34 +104,49 @@ def lines_to_paste(
     today, after = advice.today, advice.after
     if after is today:
         return []
-    values = {
-        "vision": limits.vision_units, "tokens": limits.llm_tokens, "devices": cluster.devices_per_node,
-        "micro_batches": after.way.micro_batches, "buffer": buffer_of(after.way.micro_batches),
-    }  # fmt: skip
-    of_host = PACKS[host] if kind != "stream" else STREAM_PACKS.get(host, STREAM_PACKS["deepspeed"])
-    lines, packs = [], after.way.batching == "even" != today.way.batching
-    if packs:
+    lines, per_step = [], after.samples_per_step
+    if proposal is not None:
+        per_step = proposal.samples_per_step
+        values = {
+            "vision": proposal.limits.vision_units, "tokens": proposal.limits.llm_tokens,
+            "devices": cluster.devices_per_node, "micro_batches": after.way.micro_batches,
+            "buffer": buffer_of(after.way.micro_batches),
+        }  # fmt: skip
+        of_host = PACKS[host] if kind != "stream" else STREAM_PACKS.get(host, STREAM_PACKS["deepspeed"])
         lines += ["paste:", *(f"    {line.format(**values)}" for line in of_host)]
-    settings = []
-    if packs or after.way.micro_batches != today.way.micro_batches:
-        settings.append(ACCUMULATION[host].format(after.way.micro_batches))
-    if after.way.recompute != today.way.recompute:
-        settings.append(CHECKPOINTING_OFF[host])
-    if after.way.trainer != today.way.trainer:
-        settings.append(f'"zero_optimization": {{"stage": {STAGES[after.way.trainer]}}} in the ds_config')
+    elif after.way.target_rows:
+        lines += ["paste:", *(f"    {line}" for line in TARGET_ROWS)]
+    settings = _settings(advice, host)
     lines += [f"set: {', '.join(settings)}"] if settings else []
     lines.append(
         f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
-        f"then {after.samples_per_step:,.0f}"
+        f"then {per_step:,.0f}"
     )
-    if packs and kind in ("annotations", "lengths"):
+    if proposal is not None and kind in ("annotations", "lengths"):
         first = "" if kind == "lengths" else f"omnibal lengths {quote(data)} lengths --model {quote(model)} && "
         lines.append(
             f"packs of all samples: {first}omnibal pack {data if kind == 'lengths' else 'lengths'} --limits "
-            f"{limits.vision_units},{limits.llm_tokens} --num-replicas {cluster.num_devices} "
+            f"{proposal.limits.vision_units},{proposal.limits.llm_tokens} --num-replicas {cluster.num_devices} "
             f"--micro-batches {after.way.micro_batches}"
         )
     return lines
+
+
+def _settings(advice: Advice, host: Host) -> list[str]:
+    """What to set in the trainer."""
+    today, after = advice.today.way, advice.after.way
+    found = []
+    if after.batching != today.batching and not advice.takes_packs:
+        found.append(BATCHINGS[host, after.batching])
+    if after.batch != today.batch and not advice.takes_packs:
+        found.append(BATCH[host].format(after.batch))
+    if after.micro_batches != today.micro_batches or advice.takes_packs:
+        found.append(ACCUMULATION[host].format(after.micro_batches))
+    if after.recompute != today.recompute:
+        found.append(CHECKPOINTING_OFF[host])
+    if after.trainer != today.trainer:
+        found.append(f'"zero_optimization": {{"stage": {STAGES[after.trainer]}}} in the ds_config')
+    return found
 
 
 def pipeline_config(plan: Plan, present: Present, *, data: str, model: str) -> dict[str, Any]:

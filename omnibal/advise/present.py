@@ -131,7 +131,7 @@ def _has_auto(value: Any) -> bool:
 
 def _arguments(content: Content, load: Callable[[str], Content] | None, host: Host) -> Present:
     """Of transformers, whose keys the others share."""
-    grouped = content.get("group_by_length") or content.get("train_sampling_strategy") == "group_by_length"
+    strategy = "group_by_length" if content.get("group_by_length") else content.get("train_sampling_strategy")
     keys = (
         "per_device_train_batch_size", "gradient_accumulation_steps", "group_by_length", "train_sampling_strategy",
         "gradient_checkpointing", "activation_checkpointing", "fsdp", "model_name_or_path", "model",
@@ -142,7 +142,7 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         trainer="fsdp" if content.get("fsdp") else None,
         batch=8 if batch is None else batch,
         accumulation=accumulation or 1,
-        batching="group_by_length" if grouped else "random",
+        batching=strategy if strategy in ("group_by_length", "batch_rebalance") else "random",  # type: ignore[arg-type]
         recompute=bool(content.get("activation_checkpointing") or content.get("gradient_checkpointing")),
         model=content.get("model_name_or_path") or content.get("model"),
         said=_said(content, keys),

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
+from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice, advise
 from omnibal.advise.costs import adapted_profile
 from omnibal.advise.estimate import Setting, Way
 from omnibal.advise.measuring import Measured, measure
 from omnibal.advise.models import Model
-from omnibal.advise.present import Present
+from omnibal.advise.present import Host, Present
 from omnibal.advise.reading import read_model
 from omnibal.cluster import Cluster
 from omnibal.data.limits import MOST, PackLimits
@@ -24,6 +25,13 @@ LORA_RANK: Final = 16
 BATCH: Final = 1
 ACCUMULATION: Final = 8
 """Where nothing is said."""
+OFFERED: Final[dict[Host, tuple[Batching | Literal["head"], ...]]] = {
+    "transformers": ("head", "group_by_length", "batch_rebalance"),
+    "llama-factory": ("group_by_length", "packed"),
+    "ms-swift": ("group_by_length", "flattened"),
+    "deepspeed": ("group_by_length",),
+}
+"""What each trainer has by one setting or call; for a loop of one's own transformers has a sampler."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +140,17 @@ class Question:
             per_step = max(round(devices * way.micro_batches * way.limits.llm_tokens / mean), 1)
         # in loops of their own packs have another loss
         spares_rows = self.present.host != "deepspeed" and lengths.target_tokens is not None
-        profile = self.costs or self._counted()
-        return Setting(lengths, profile, self.cluster, per_step, adapted=self._adapted(), spares_rows=spares_rows)
+        return Setting(
+            lengths, self.costs or self._counted(), self.cluster, per_step, adapted=self._adapted(),
+            spares_rows=spares_rows, offered=self._offered(spares_rows), cutoff=self.present.cutoff,
+        )  # fmt: skip
+
+    def _offered(self, spares_rows: bool) -> tuple[Batching | Literal["head"], ...]:
+        """What the trainer has by one setting or call; samplers have no say over a stream."""
+        offered = OFFERED[self.present.host or "transformers"]
+        if not spares_rows:
+            offered = tuple(name for name in offered if name != "head")
+        return tuple(name for name in offered if name == "head") if self.measured.is_stream else offered
 
     def answer(self, *, with_pipeline: bool = False) -> Advice:
         """Where the time goes, and what would bring how much; arguments and errors as of ``changes.advise``."""

@@ -43,7 +43,7 @@ def advise(
         int | None, typer.Option(help="Micro-batches in a device's step; likewise, or 8.", min=1)
     ] = None,
     batching: Annotated[
-        Literal["random", "group_by_length", "flattened", "packed"] | None,
+        Literal["random", "group_by_length", "batch_rebalance", "flattened", "packed"] | None,
         typer.Option(help="How samples come to share a micro-batch; by default they are drawn at random, and padded."),
     ] = None,
     cutoff: Annotated[
@@ -72,10 +72,11 @@ def advise(
 ) -> None:
     """Say what balancing would bring you, before you change a line.
 
-    Where the devices' time goes today; what packing, balance, larger packs,
-    less recomputation or another ZeRO stage would each bring on top of the
-    one before, and how sure that is; what fits into memory; the lines to
-    paste. A thousand samples are measured; nothing runs, no torch is loaded.
+    Where the devices' time goes today; what settings of the trainer would
+    bring (batches by length or of another size, less recomputation, another
+    ZeRO stage), and what packing, balance and larger packs bring beyond
+    these, at today's samples a step, and how sure that is; what fits into
+    memory; the lines to paste. A thousand samples are measured; nothing runs, no torch is loaded.
     "Leave it as it is" is an answer.
 
     Example: omnibal advise train.jsonl --model Qwen2.5-VL-7B

@@ -1,4 +1,4 @@
-"""What `omnibal advise` says: ten lines, a picture, a page."""
+"""What `omnibal advise` says: some lines, a picture, a page."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omnibal.advise.changes import Advice, Change, causes_before_and_after, count_of, proposed_limits
+from omnibal.advise.changes import Advice, Change, Gain, causes, count_of
 from omnibal.advise.estimate import Estimate, Way
 from omnibal.advise.measuring import holds_conversations
 from omnibal.advise.paste import Kind, lines_to_paste, pipeline_lines
+from omnibal.advise.proposed import Proposal, propose
 from omnibal.advise.question import Question
-from omnibal.data.limits import PackLimits
 from omnibal.data.streaming.buffer import buffer_of
 from omnibal.errors import DataError
 from omnibal.report.html import code, page, paragraph, picture, section, table
@@ -41,14 +41,30 @@ class Report:
     advice: Advice
 
     @cached_property
-    def limits(self) -> PackLimits:
-        """Those to take."""
-        return proposed_limits(self.advice.after, self.question.measured.lengths)
+    def proposal(self) -> Proposal | None:
+        """Limits to take, where packs of ours are part of the advice."""
+        if not self.advice.takes_packs:
+            return None
+        measured = self.question.measured
+        whole = len(measured.lengths) if measured.is_whole else None
+        return propose(self.advice.after, measured.lengths, num_samples=whole)
 
-    @property
-    def takes_packs(self) -> bool:
-        """Whether packs of ours are part of the advice."""
-        return self.advice.after.way.batching == "even"
+    @cached_property
+    def headline(self) -> str:
+        """What is gained in all, by settings alone, and by omnibal beyond them."""
+        advice = self.advice
+        if not advice.adopted:
+            return "leave it as it is: nothing brings more than the estimate's error"
+        settings, beyond = advice.settings, advice.beyond
+        step = f"times the samples a second, at {advice.today.samples_per_step:,.0f} samples a step as today"
+        if beyond.factor == 1:
+            return f"steps 0, which need no packs, bring {_gain(settings)} {step}; omnibal's packs nothing beyond them"
+        if settings.factor == 1:
+            return f"omnibal brings {_gain(beyond)} {step}; steps 0, which need no packs, bring nothing"
+        return (
+            f"all that brings something: {advice.factor:.2f} ± {advice.error:.2f} {step}: steps 0, which need no packs,"
+            f" {_gain(settings)}, omnibal {_gain(beyond)} beyond them"
+        )
 
     def lines(self) -> list[str]:
         """What to print."""
@@ -67,15 +83,13 @@ class Report:
             *self._offloaded(),
             f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}",
         ]
-        found += [f"{number}. {self._said(change)}" for number, change in enumerate(advice.changes, start=1)]
-        if advice.adopted:
-            found.append(
-                f"all that brings something: {advice.factor:.2f} ± {advice.error:.2f} times the samples a second"
-            )
-        else:
-            found.append("leave it as it is: nothing brings more than the estimate's error")
-        packs = [self._limits(), *([self._buffer()] if asked.measured.is_stream else [])] if self.takes_packs else []
-        return [*found, *self._memory(), *packs]
+        settings = [change for change in advice.changes if change.is_setting]
+        own = [change for change in advice.changes if not change.is_setting]
+        found += [f"0. {self._said(change)}" for change in settings]
+        found += [f"{number}. {self._said(change)}" for number, change in enumerate(own, start=1)]
+        packs = [self._limits(self.proposal)] if self.proposal is not None else []
+        packs += [self._buffer(self.proposal)] if self.proposal is not None and asked.measured.is_stream else []
+        return [*found, self.headline, *self._memory(), *packs]
 
     def to_paste(self) -> list[str]:
         """The lines that adopt it."""
@@ -84,7 +98,7 @@ class Report:
         kind: Kind = "annotations" if holds_conversations(Path(asked.data)) else "others"
         kind = "lengths" if measured else "stream" if asked.measured.is_stream else kind
         names = {"data": asked.data, "model": asked.model_path}
-        found = lines_to_paste(advice, asked.present, asked.cluster, self.limits, **names, kind=kind)
+        found = lines_to_paste(advice, asked.present, asked.cluster, self.proposal, **names, kind=kind)
         if advice.plan is not None:
             names["data"] = "train.json" if measured else asked.data  # lengths are nothing to train on
             found += pipeline_lines(advice.plan, asked.present, **names)
@@ -99,19 +113,26 @@ class Report:
             "data": asked.measured.said,
             "read": dict(asked.present.said),
             "costs": "counted" if asked.costs is None else "measured",
+            "headline": self.headline,
             "today": _figures(advice.today),
             "changes": [
                 {
                     "name": change.name, "detail": change.detail, "factor": change.factor, "error": change.error,
-                    "brings": change.brings, "cost": change.cost,
+                    "brings": change.brings, "is_setting": change.is_setting, "cost": change.cost,
                 }
                 for change in advice.changes
             ],
             "factor": advice.factor,
             "error": advice.error,
+            "settings": {"factor": advice.settings.factor, "error": advice.settings.error},
+            "beyond_settings": {"factor": advice.beyond.factor, "error": advice.beyond.error},
+            "settled": _figures(advice.settled),
             "after": _figures(advice.after),
             "would_fit": list(advice.fitting),
-            "limits": {"vision_units": self.limits.vision_units, "llm_tokens": self.limits.llm_tokens},
+            "limits": None if self.proposal is None else {
+                "vision_units": self.proposal.limits.vision_units, "llm_tokens": self.proposal.limits.llm_tokens,
+                "samples_per_step": self.proposal.samples_per_step,
+            },
         }  # fmt: skip
 
     def _trained(self) -> str:
@@ -137,12 +158,17 @@ class Report:
             line += f"; today would fit with {', or '.join(self.advice.fitting)}"
         return [line]
 
-    def _limits(self) -> str:
-        after = self.advice.after
+    def _limits(self, proposal: Proposal) -> str:
+        advice, limits, units = self.advice, proposal.limits, self.question.model.units
+        packs = advice.after.way.micro_batches
+        per_pack = proposal.samples_per_step / (packs * self.question.cluster.num_devices)
+        larger = proposal.oversized
+        share = f"{larger:.1%}" if larger >= 0.001 else "less than 0.1%"
+        fit = f"{share} of the samples are larger and have packs of their own" if larger else "every sample fits"
         return (
-            f"limits: {self.limits.vision_units:,} vision units and {self.limits.llm_tokens:,} LLM tokens a pack, "
-            f"{count_of(after.way.micro_batches, 'pack')} of a rank: {after.samples_per_pack:.1f} samples a pack make "
-            f"{after.samples_per_step:,.0f} a step ({self.advice.today.samples_per_step:,.0f} today); every sample fits"
+            f"limits: {limits.vision_units:,} {units} and {limits.llm_tokens:,} LLM tokens a pack, "
+            f"{count_of(packs, 'pack')} of a rank: {per_pack:.1f} samples a pack make "
+            f"{proposal.samples_per_step:,.0f} a step ({advice.today.samples_per_step:,.0f} today); {fit}"
         )
 
     def _said(self, change: Change) -> str:
@@ -150,31 +176,42 @@ class Report:
             return f"{change.name}: {change.detail}"
         error = f"{change.factor:.2f} ± {change.error:.2f} ×"
         if not change.brings:
-            return f"{change.name}: brings nothing ({error}; {change.detail})"
+            nothing = "nothing by itself" if change in _needed(self.advice) else "nothing"
+            return f"{change.name}: brings {nothing} ({error}; {change.detail})"
         buffered = change.name == "balance" and self.question.measured.is_stream
         return f"{change.name}: {error} ({change.detail}; takes {BUFFERED if buffered else change.cost})"
 
-    def _buffer(self) -> str:
+    def _buffer(self, proposal: Proposal) -> str:
         from omnibal.data.streaming.simulated import given_up  # compiled, which no other advice needs
 
         micro_batches = self.advice.after.way.micro_batches
         size = buffer_of(micro_batches)
         ranks = {"num_ranks": self.question.cluster.num_devices, "micro_batches": micro_batches}
         try:
-            ahead, whole = given_up(self.question.measured.lengths, self.limits, buffer=size, **ranks)
+            ahead, whole = given_up(self.question.measured.lengths, proposal.limits, buffer=size, **ranks)
         except DataError as refusal:
             return f"buffer: {refusal}"
         return (
             f"buffer: {size} samples of a rank planned at a time make {ahead.over:.1%} more packs than their volume "
-            f"asks for, uneven by {ahead.vision:.1%} in vision units and {ahead.cost:.1%} in cost (Dist Ratio); a plan "
-            f"of all these samples {whole.over:.1%}, {whole.vision:.1%} and {whole.cost:.1%}"
+            f"asks for; ranks wait {ahead.vision:.1%} by {self.question.model.units}, {ahead.cost:.1%} by cost "
+            f"(Dist Ratio); a plan of all these samples {whole.over:.1%}, {whole.vision:.1%} and {whole.cost:.1%}"
         )
+
+
+def _gain(gain: Gain) -> str:
+    return f"{gain.factor:.2f} ± {gain.error:.2f}"
+
+
+def _needed(advice: Advice) -> list[Change]:
+    """Changes that the drop-in makes together, where it is part of the advice."""
+    return [change for change in advice.changes if advice.takes_packs and change.name in ("packing", "balance")]
 
 
 def _way(estimate: Estimate) -> str:
     way: Way = estimate.way
     shared = {
         "random": f"batches of {way.batch}", "group_by_length": f"batches of {way.batch} by length",
+        "batch_rebalance": f"batches of {way.batch} on average, rebalanced",
         "flattened": f"flattened batches of {way.batch}", "packed": "random packs", "even": "even packs",
     }[way.batching]  # fmt: skip
     again = "recomputing" if way.recompute != "none" else "nothing recomputed"
@@ -206,11 +243,12 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _draw_causes(advice: Advice, axes: Axes) -> None:
-    left = [0.0, 0.0]
-    for (cause, *shares), colour in zip(causes_before_and_after(advice), COLOURS, strict=True):
-        axes.barh([1, 0], shares, left=left, color=colour, label=cause)
-        left = [start + share for start, share in zip(left, shares, strict=True)]
-    axes.set_yticks([1, 0], ["today", "with the changes"])
+    rows = ["today", "settings alone", "with omnibal"] if advice.takes_packs else ["today", "settings alone"]
+    left, places = [0.0] * len(rows), list(range(len(rows)))[::-1]
+    for (cause, *shares), colour in zip(causes(advice), COLOURS, strict=True):
+        axes.barh(places, shares[: len(rows)], left=left, color=colour, label=cause)
+        left = [start + share for start, share in zip(left, shares, strict=False)]
+    axes.set_yticks(places, rows)
     axes.set_xlabel("time of the devices for a sample, today's is 1")
     axes.set_title("Where the time goes", loc="left")
 
@@ -219,7 +257,7 @@ def _draw_changes(advice: Advice, axes: Axes) -> None:
     known = [change for change in advice.changes if change.factor is not None]
     places = list(range(len(known)))[::-1]
     for place, change in zip(places, known, strict=True):
-        colour = GREEN if change.brings else GREY
+        colour = GREY if change not in advice.adopted else BLUE if change.is_setting else GREEN
         axes.barh(place, change.factor or 0.0, xerr=change.error, color=colour, error_kw={"ecolor": "black"})
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(places, [change.name for change in known])
@@ -235,25 +273,26 @@ def write_advice_page(report: Report, path: Path) -> None:
         path: The HTML file; its folder is made.
     """
     rows = [
-        (change.name, change.detail, "–" if change.factor is None else f"{change.factor:.2f} ± {change.error:.2f} ×",
-         "yes" if change.brings else "no", change.cost)
+        (change.name, "step 0" if change.is_setting else "omnibal", change.detail,
+         "–" if change.gain is None else f"{_gain(change.gain)} ×", "yes" if change.brings else "no", change.cost)
         for change in report.advice.changes
     ]  # fmt: skip
-    causes = [
-        (cause, f"{before:.0%}", f"{after:.0%}") for cause, before, after in causes_before_and_after(report.advice)
-    ]
+    shares = [(cause, *(f"{share:.0%}" for share in of_today)) for cause, *of_today in causes(report.advice)]
     with tempfile.TemporaryDirectory() as name:
         drawn = Path(name) / "advice.png"
         draw(report, drawn)
         sections = [
-            section("In short", *(paragraph(line) for line in report.findings())),
+            section("In short", paragraph(report.headline)),
+            section("Found", *(paragraph(line) for line in report.findings() if line != report.headline)),
             section(
                 "Where the devices' time goes",
-                table(("of today's time", "today", "with the changes"), causes),
+                table(("of today's time", "today", "settings alone", "with omnibal"), shares),
                 picture(drawn, "Left: the devices' time for a sample. Right: what each change brings on top of those "
-                        "before it; black lines are errors, grey what brings nothing."),
+                        "before it; blue are settings that need nothing of omnibal, green its packs, grey what brings "
+                        "nothing; black lines are errors."),
             ),
-            section("Changes, one on top of the other", table(("", "what", "samples/s", "brings", "takes"), rows)),
+            section("Changes, one on top of the other",
+                    table(("", "of", "what", "samples/s", "brings", "takes"), rows)),
             *([section("To paste", code(pasted))] if (pasted := report.to_paste()) else []),
         ]  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from omnibal.advise.batches import Samples, even_packs, padded_batches, random_packs
 from omnibal.advise.costs import phase_seconds
@@ -57,6 +58,25 @@ def test_batches_by_length_go_to_the_ranks_in_turn():
     lengths = SampleLengths([0] * 8, [1, 8, 2, 7, 3, 6, 4, 5])
     found = padded_batches(samples_of(lengths), batch=2, num_ranks=2, micro_batches=2, batching="group_by_length")
     assert found.loads.llm_tokens.tolist() == [[[16, 8], [12, 4]]]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(8, 4), (64, 1)])
+def test_rebalanced_batches_are_about_those_of_transformers(ranks, micro_batches):
+    lengths, per_step = tiled_lengths(1024, seed=1), ranks * micro_batches * 4
+    shape = {"num_ranks": ranks, "micro_batches": micro_batches}
+    ours = padded_batches(samples_of(lengths), batch=4, batching="batch_rebalance", **shape).loads
+    tokens = lengths.llm_tokens.tolist()
+    theirs = [
+        [len(group) * max(tokens[sample] for sample in group) for group in own]
+        for own in (
+            BatchRebalanceSampler(tokens, per_step, ranks, micro_batches, shuffle=False, rank=rank)
+            for rank in range(ranks)
+        )
+    ]
+    theirs = np.array(theirs).reshape(ranks, -1, micro_batches).transpose(1, 0, 2)
+    assert ours.llm_tokens.shape == theirs.shape
+    assert ours.llm_tokens.sum() == pytest.approx(theirs.sum(), rel=0.02)
+    assert ours.llm_tokens.max(axis=1).sum() == pytest.approx(theirs.max(axis=1).sum(), rel=0.1)
 
 
 def test_a_pack_with_a_long_sample_gets_few_others():

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from omnibal.advise.changes import advise, proposed_limits
+from omnibal.advise.changes import advise
 from omnibal.advise.communication import bandwidth, exposed_seconds
 from omnibal.advise.costs import adapted_profile, phase_seconds
 from omnibal.advise.estimate import CAUSES, Setting, Way
@@ -49,12 +49,15 @@ def test_ranks_wait_most_where_they_meet_most():
     assert waits[0] < 0.6 * waits[2]
 
 
+def changes_of(advice, *, is_setting=False):
+    return {change.name: change for change in advice.changes if change.is_setting == is_setting}
+
+
 def test_padding_and_waits_go_where_packs_are_even():
     advice = advise(setting(), Way("zero3", "random", 4, 8))
-    by_name = {change.name: change for change in advice.changes}
-    assert by_name["packing"].brings
-    assert by_name["balance"].brings
-    assert by_name["recompute"].factor == pytest.approx(4 / 3, abs=0.04)  # but for the head
+    assert changes_of(advice)["packing"].brings
+    assert changes_of(advice)["balance"].brings
+    assert changes_of(advice, is_setting=True)["recompute"].factor == pytest.approx(4 / 3, abs=0.04)  # but for the head
     assert advice.after.shares["padding"] == 0
     assert advice.after.shares["useful"] > 0.95
     # the same samples in fewer seconds, of which each cause had its part
@@ -63,29 +66,94 @@ def test_padding_and_waits_go_where_packs_are_even():
     )
 
 
+def test_what_the_trainer_has_by_a_setting_is_no_gain_of_packs():
+    plain = advise(setting(), Way("zero3", "random", 4, 8))
+    offered = advise(replace(setting(), offered=("group_by_length", "batch_rebalance")), Way("zero3", "random", 4, 8))
+    grouped = changes_of(offered, is_setting=True)["group_by_length"]
+    assert grouped.brings
+    assert offered.settings.factor > 1.5 * plain.settings.factor
+    assert offered.beyond.factor < plain.beyond.factor / 1.5
+    today, settled = (offered.today.sample_seconds, offered.settled.sample_seconds)
+    assert offered.settings.factor == pytest.approx(float((today / settled).mean()))
+    # whoever trains so already is told of no gain from it
+    again = advise(replace(setting(), offered=("group_by_length",)), offered.settled.way)
+    assert "group_by_length" not in changes_of(again, is_setting=True)
+    assert again.settings.factor == 1
+    assert again.factor == pytest.approx(again.beyond.factor)
+    assert again.beyond.factor == pytest.approx(offered.beyond.factor, rel=0.03)
+
+
+def test_packs_that_lose_by_themselves_are_part_of_the_gain_with_balance():
+    """One micro-batch of unlike ranks: random packs wait longer than batches by length, even packs do not."""
+    advice = advise(setting(), Way("zero3", "group_by_length", 4, 8, "none"))
+    packing, balance = (changes_of(advice)[name].factor for name in ("packing", "balance"))
+    assert packing < 0.9
+    assert balance > 1.2
+    assert advice.beyond.factor <= packing * balance * 1.03
+
+
+@pytest.mark.parametrize("batching", ["random", "group_by_length", "batch_rebalance", "flattened"])
+def test_every_way_is_compared_at_todays_samples_a_step(batching):
+    lengths = SampleLengths([8] * 100 + [1] * 900, [2400] * 100 + [300] * 900)
+    found = replace(setting(lengths, per_rank=8), offered=("group_by_length", "batch_rebalance", "flattened"))
+    advice = advise(found, Way("zero3", batching, 2, 4))
+    compared = [
+        advice.today,
+        advice.settled,
+        advice.after,
+        *(change.after for change in advice.changes if change.after),
+    ]
+    assert {estimate.samples_per_step for estimate in compared} == {64}
+
+
+def test_larger_batches_and_no_checkpointing_come_before_packs():
+    few = SampleLengths([1] * 1000, [300 + 40 * (n % 3) for n in range(1000)])
+    advice = advise(setting(few, per_rank=32), Way("zero3", "random", 1, 32))
+    assert changes_of(advice, is_setting=True)["recompute"].brings
+    slow = replace(EIGHT, device=replace(EIGHT.device, link_bytes_per_second=1e10))
+    advice = advise(setting(few, cluster=slow), Way("zero3", "random", 1, 32))
+    batch = changes_of(advice, is_setting=True)["batch"]
+    assert batch.brings
+    assert batch.after.way.batch > 4
+    assert advice.settled.way.batching == "random"
+
+
+def test_few_samples_tell_little():
+    way = Way("zero3", "random", 4, 8)
+    three = advise(setting(MIX.take([0, 1, 2])), way)
+    thousand = advise(setting(), way)
+    assert three.adopted == ()
+    assert min(change.error for change in three.changes if change.gain) > 0.7
+    assert min(change.error for change in thousand.changes if change.gain) < 0.04
+
+
 def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():
     cluster, model = Cluster.parse("8xRTX4090"), Model.known("Qwen2.5-VL-7B")
     profile = adapted_profile(model.records, cluster.device, rank=8)
     lengths = SampleLengths([1200] * 200, np.random.default_rng(0).integers(350, 750, 200))
     advice = advise(setting(lengths, profile, cluster, per_rank=8), Way("zero3", "random", 1, 8))
-    by_name = {change.name: change for change in advice.changes}
+    by_name = changes_of(advice)
     assert advice.today.shares["communication"] > 0.4
-    assert not by_name["packing"].brings
-    assert not by_name["balance"].brings
-    assert by_name["limits"].factor > 2
-    assert by_name["limits"].detail == "2 even packs of a rank in a step"
+    batch = changes_of(advice, is_setting=True)["batch"]
+    assert (batch.brings, batch.detail) == (True, "batches of 4, 2 a rank and step")
+    assert by_name["packing"].brings
+    assert advice.beyond.factor < advice.settings.factor
     assert (advice.after.way.batching, advice.after.way.micro_batches) == ("even", 2)
 
 
 def test_a_head_on_target_rows_takes_the_time_of_those_and_never_all_logits():
-    few = SampleLengths([3] * 50, [1000] * 50, target_tokens=[100] * 50)
-    advice = advise(replace(setting(few), spares_rows=True), Way("zero3", "random", 4, 8, "none"))
-    head, packing = advice.changes[:2]
+    few = SampleLengths([3] * 1000, [1000] * 1000, target_tokens=[100] * 1000)
+    spared = replace(setting(few), spares_rows=True)
+    advice = advise(replace(spared, offered=("head",)), Way("zero3", "random", 4, 8, "none"))
+    head = changes_of(advice, is_setting=True)["head"]
     seconds = [sum(phase_seconds(WHOLE, load).values()) for load in (Load(3, 1000, 1e6), Load(3, 1000, 1e6, 0, 100))]
     assert (head.name, head.brings) == ("head", True)
     assert head.factor == pytest.approx(seconds[0] / seconds[1], rel=0.01)
-    assert packing.factor == pytest.approx(1, abs=0.01)
-    assert advice.after.way.batching == "even"  # the drop-in brings both
+    assert not advice.takes_packs  # which would bring no more
+    assert changes_of(advice)["packing"].factor == pytest.approx(1, abs=0.01)
+    with_packs = advise(spared, advice.today.way)  # where nothing but the drop-in brings it
+    assert changes_of(with_packs)["head"].factor == pytest.approx(head.factor)
+    assert (with_packs.after.way.batching, with_packs.after.way.target_rows) == ("even", True)
     assert advice.today.shares["useful"] == pytest.approx(1, abs=0.01)
     logits = LOGIT_BYTES * 4000 * RECORDS[-1].sizes["vocab"]
     assert advice.today.peaks[0] - head.after.peaks[0] > 0.9 * logits
@@ -142,13 +210,3 @@ def test_communication_shows_only_beyond_what_it_runs_beside():
     assert exposed_seconds(WHOLE, "ddp", slow, costs)[0] == pytest.approx(2 * trained - 2)
     assert exposed_seconds(WHOLE, "zero2", slow, costs)[0] == pytest.approx(3 * (trained - 2) + trained)
     assert bandwidth(Cluster.parse("2x8xA100-80GB")) == 8 * 25e9
-
-
-def test_limits_hold_every_sample_and_are_no_trap():
-    lengths = SampleLengths([5] * 300 + [3] * 300, [1300] * 300 + [800] * 300)
-    found = setting(lengths, per_rank=8)
-    even = found.estimate(Way("zero3", "even", 2, 4, "none"))
-    limits = proposed_limits(even, lengths)
-    assert limits.vision_units >= 5
-    assert limits.llm_tokens % 64 == 0
-    assert limits.vision_units != 9  # holds a 5 and a 3, and wastes what is left

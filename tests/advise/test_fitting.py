@@ -67,10 +67,7 @@ def test_packs_are_no_larger_than_memory_allows():
     assert fits(advice.after)
 
 
-def test_one_pack_of_a_rank_takes_as_many_samples_as_its_limits_hold():
+def test_one_pack_of_a_rank_holds_no_more_samples_for_one_that_is_large():
     lengths = SampleLengths([8] * 100 + [1] * 900, [2400] * 100 + [300] * 900)
     advice = advise(setting(2, lengths=lengths), Way("zero3", "random", 2, 1))
-    assert advice.after.way.batching == "even"
-    assert advice.after.samples_per_step > 1.2 * advice.today.samples_per_step
-    balance = next(change for change in advice.changes if change.name == "balance")
-    assert balance.factor > 0.97
+    assert advice.after.samples_per_step == advice.today.samples_per_step == 16

@@ -7,6 +7,7 @@ from omnibal.advise.estimate import Setting, Way
 from omnibal.advise.models import Model
 from omnibal.advise.paste import PACKS, lines_to_paste, pipeline_lines
 from omnibal.advise.present import Present
+from omnibal.advise.proposed import Proposal
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import layout_of, read_config
 from omnibal.data.lengths import SampleLengths
@@ -41,11 +42,12 @@ def advice():
     ],
 )  # fmt: skip
 def test_each_host_gets_its_own_lines(advice, host, packs, settings):
-    lines = lines_to_paste(advice, Present(host=host), CLUSTER, LIMITS, **NAMES, kind="annotations")
+    proposal = Proposal(LIMITS, 250.2, 0.0)
+    lines = lines_to_paste(advice, Present(host=host), CLUSTER, proposal, **NAMES, kind="annotations")
     count = advice.after.way.micro_batches
     assert packs.format(count) in "\n".join(lines[1:4])
     assert f"set: {settings.format(count)}" in "\n".join(lines)
-    assert any("30 steps without and with" in line for line in lines)
+    assert "measure: 30 steps without and with; a step has 256 samples today, then 250" in lines
     assert lines[-1].startswith(
         "packs of all samples: omnibal lengths train.json lengths --model models/mine && omnibal"
     )
@@ -68,7 +70,7 @@ def test_what_is_pasted_exists():
 def test_nothing_is_pasted_where_all_stays():
     alike = SampleLengths([3] * 50, [1000] * 50)
     advice = advise(Setting(alike, PROFILE, CLUSTER, 256), Way("zero3", "random", 4, 4, "none"))
-    assert lines_to_paste(advice, Present(), CLUSTER, LIMITS, **NAMES, kind="lengths") == []
+    assert lines_to_paste(advice, Present(), CLUSTER, None, **NAMES, kind="lengths") == []
 
 
 @pytest.mark.parametrize(("present", "key"), [(Present(lora=8), "lora"), (Present(frozen=("vision",)), "frozen")])

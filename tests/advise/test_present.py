@@ -71,7 +71,8 @@ def test_training_arguments_have_transformers_defaults():
     assert (found["trainer"], found["batch"], found["recompute"]) == ("zero2", 2, False)
     assert said({"learning_rate": 1, "activation_checkpointing": True})["recompute"] is True
     assert said({"learning_rate": 1, "fsdp": "full_shard auto_wrap"})["trainer"] == "fsdp"
-    assert said({"learning_rate": 1, "train_sampling_strategy": "group_by_length"})["batching"] == "group_by_length"
+    for strategy in ("group_by_length", "batch_rebalance"):
+        assert said({"learning_rate": 1, "train_sampling_strategy": strategy})["batching"] == strategy
 
 
 def test_llama_factory_freezes_and_recomputes_unless_told():
