@@ -64,6 +64,7 @@ def search_limits(
     lengths: SampleLengths,
     ceiling: PackLimits,
     *,
+    least: PackLimits | None = None,
     num_replicas: int = 8,
     method: Method = "balanced",
     cost: CostModel = DEFAULT_COST,
@@ -81,6 +82,8 @@ def search_limits(
     Args:
         lengths: Loads of every sample.
         ceiling: The largest limits.
+        least: The smallest limits; by default those that hold the largest sample. Larger samples than limits are each
+            alone in a pack.
         num_replicas: Data-parallel ranks for the Dist Ratios.
         method: How packs are made and arranged.
         cost: Cost of a micro-batch in the LLM.
@@ -93,12 +96,12 @@ def search_limits(
         Scored limits, least waste first; where waste is equal, more samples per pack, then fewer tokens first.
 
     Raises:
-        InfeasibleError: The largest sample exceeds the ceiling.
+        InfeasibleError: The largest sample, or ``least``, exceeds the ceiling.
         ConfigError: There is no sample.
     """
     if not len(lengths):
         raise ConfigError("lengths must hold at least one sample, got none")
-    least = PackLimits(lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
+    least = least or PackLimits(lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
     if ceiling.vision_units < least.vision_units or ceiling.llm_tokens < least.llm_tokens:
         raise InfeasibleError(
             f"ceiling must hold the largest sample ({least.vision_units} vision units, {least.llm_tokens} LLM tokens), "

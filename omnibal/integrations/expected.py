@@ -29,7 +29,9 @@ COUNTED_DEVICE: Final = "A100-80GB"
 LEAST_GAIN: Final = 1.02
 """Below it a gain is none: counted costs are no better."""
 KEPT: Final = 0.05
-"""How far the samples of a step may be from those that were set."""
+"""How far the samples of a step may be from those that were asked for."""
+SHOWN_WHOLE: Final = 100
+"""Samples of a step from which on no tenths are shown."""
 VISION, PROJECTOR = ("vision_tower", "visual", "vision_model"), ("multi_modal_projector", "connector", "merger")
 Costs = Mapping[str, CostModel]
 
@@ -130,7 +132,9 @@ class Gains:
         )
 
 
-def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Trainer, *, batch_size: int) -> Gains:
+def compare(
+    sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Trainer, *, batch_size: int, micro_batches: int
+) -> Gains:
     """Compare the sampler's steps with what the host would do, and with packs that are not balanced.
 
     Args:
@@ -139,8 +143,9 @@ def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Trai
         costs: As of ``phase_costs``.
         layout: How ranks share their work.
         batch_size: Samples of a micro-batch, before.
+        micro_batches: Of each rank and step, before.
     """
-    samples, ranks = _drawn(sampler, batch_size)
+    samples, ranks = _drawn(sampler, batch_size, micro_batches)
 
     def per_sample(loads: Load, samples_a_step: float) -> float:
         return step_seconds(loads, costs, layout) / samples_a_step
@@ -153,17 +158,17 @@ def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Trai
     present, grouped = host("random"), host("group_by_length") / ours
     if isinstance(sampler, PaddedSampler):
         return Gains(None, present / ours, grouped)
-    packs = random_packs(samples, limits, **ranks)
+    packs = random_packs(samples, limits, **ranks | {"micro_batches": sampler.micro_batches})
     packed = per_sample(packs.loads, packs.samples_per_step)
     return Gains(present / packed, packed / ours, grouped)
 
 
-def _drawn(sampler: PackSampler, batch_size: int) -> tuple[Samples, Any]:
-    """Samples of some steps, and who trains them."""
-    per_step = max(batch_size * sampler.num_replicas * sampler.micro_batches, samples_per_step(sampler))
+def _drawn(sampler: PackSampler, batch_size: int, micro_batches: int) -> tuple[Samples, Any]:
+    """Samples of some steps, and who trained them before."""
+    per_step = max(batch_size * sampler.num_replicas * micro_batches, samples_per_step(sampler))
     lengths = typical_lengths(sampler.lengths, sampler.mixture)
     samples = Samples.draw(lengths, int(COMPARED_STEPS * per_step), np.random.default_rng(0))
-    return samples.all_rows, {"num_ranks": sampler.num_replicas, "micro_batches": sampler.micro_batches}
+    return samples.all_rows, {"num_ranks": sampler.num_replicas, "micro_batches": micro_batches}
 
 
 def first_steps(sampler: PackSampler) -> Load:
@@ -173,31 +178,40 @@ def first_steps(sampler: PackSampler) -> Load:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a host's settings say of its steps.
+    """What the trainer's settings ask of a run.
 
     Attributes:
+        samples_per_step: Asked for.
         batch_size: Samples of a micro-batch, before.
+        micro_batches: Of each rank and step, before.
         epochs: How many there are, unless ``max_steps`` says when to end.
         max_steps: Optimizer steps in all; below 1 epochs count.
     """
 
+    samples_per_step: int
     batch_size: int
+    micro_batches: int
     epochs: float
     max_steps: int = -1
 
-    def changed(self, sampler: PackSampler) -> str:
-        """What an optimizer step holds, and what becomes of the schedule where that has changed."""
-        before, now = self.batch_size * sampler.num_replicas * sampler.micro_batches, samples_per_step(sampler)
-        told = f"{sampler.num_steps} steps an epoch with {now:.1f} samples a step"
-        if abs(now / before - 1) <= KEPT:
-            return f"{told} as before"
-        told = f"{told} where {before} were set"
+    def told(self, sampler: PackSampler) -> str:
+        """What an optimizer step holds of what was asked, and what becomes of the schedule where it holds another."""
+        asked, now = self.samples_per_step, samples_per_step(sampler)
+        told = (
+            f"{sampler.num_steps} steps an epoch, {asked} samples a step asked, "
+            f"{now:.{0 if now >= SHOWN_WHOLE else 1}f} on average"
+        )
+        if sampler.micro_batches != self.micro_batches:
+            told += f" (gradient_accumulation_steps is {sampler.micro_batches}, was {self.micro_batches})"
+        steps_asked = -(-len(sampler.lengths) // asked)
+        if abs(now / asked - 1) <= KEPT or sampler.num_steps == steps_asked:
+            return told
+        told += ", as near as packs come: "
         if self.max_steps > 0:
-            return f"{told}: max_steps={self.max_steps} train {now / before:.2f}x the samples"
-        steps_before = -(-len(sampler.lengths) // before)
+            return f"{told}max_steps={self.max_steps} train {now / asked:.2f}x the samples"
         return (
-            f"{told}: {ceil(sampler.num_steps * self.epochs)} optimizer steps in all instead of "
-            f"{ceil(steps_before * self.epochs)}, over which the learning-rate schedule runs"
+            f"{told}{ceil(sampler.num_steps * self.epochs)} optimizer steps in all instead of "
+            f"{ceil(steps_asked * self.epochs)}, over which the learning-rate schedule runs"
         )
 
 
@@ -210,23 +224,25 @@ def samples_per_step(sampler: PackSampler) -> float:
 
 def describe(sampler: PackSampler, limits: PackLimits, costs: Costs | None, layout: Trainer, schedule: Schedule) -> str:
     """One line before training: what an epoch becomes, what changes, and what is expected of it."""
-    lengths, batch_size = sampler.lengths, schedule.batch_size
+    lengths, before = sampler.lengths, {"batch_size": schedule.batch_size, "micro_batches": schedule.micro_batches}
     padded, per_step = isinstance(sampler, PaddedSampler), sampler.num_replicas * sampler.micro_batches
-    samples, ranks = _drawn(sampler, batch_size)
-    random = padded_batches(samples, batch=batch_size, **ranks)
+    samples, ranks = _drawn(sampler, **before)
+    random = padded_batches(samples, batch=schedule.batch_size, **ranks)
     padding = 1 - float(random.real.llm_tokens.sum() / random.loads.llm_tokens.sum())
+    alone = len(limits.oversized(lengths))
     parts = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
         f"{limits.vision_units} vision units and {limits.llm_tokens} tokens, "
         f"{samples_per_step(sampler) / per_step:.1f} samples each",
-        schedule.changed(sampler),
+        *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
+        schedule.told(sampler),
         str(Waiting.of(first_steps(sampler), costs, layout)),
         *([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else []),
-        f"random batches of {batch_size}: {Waiting.of(random.loads, costs, layout)}, "
+        f"random batches of {schedule.batch_size}: {Waiting.of(random.loads, costs, layout)}, "
         f"{padding:.0%} of tokens are padding",
     ]
     if costs is not None:
-        parts.append(f"{compare(sampler, limits, costs, layout, batch_size=batch_size)} (counted, not measured)")
+        parts.append(f"{compare(sampler, limits, costs, layout, **before)} (counted, not measured)")
     return "; ".join(parts)
 
 

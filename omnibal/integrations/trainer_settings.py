@@ -1,5 +1,6 @@
 """What a transformers.Trainer's settings say to packs: who shares the work, and what would break them."""
 
+from copy import copy
 from typing import Final
 
 import transformers
@@ -37,6 +38,24 @@ def replicas_of(trainer: Trainer) -> tuple[int, int]:
     """This process's data-parallel rank, of how many: ranks that share each tensor get the same packs."""
     sharing = trainer.get_tp_size()  # the innermost dimension of the device mesh
     return trainer.args.process_index // sharing, trainer.args.world_size // sharing
+
+
+def samples_of(trainer: Trainer, num_replicas: int) -> int:
+    """Samples of an optimizer step, as the trainer's arguments ask for them: the global batch."""
+    args = trainer.args
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * num_replicas)
+
+
+def set_micro_batches(trainer: Trainer, micro_batches: int) -> None:
+    """Let an optimizer step have as many micro-batches of each rank; the arguments that the user holds stay."""
+    if micro_batches == trainer.args.gradient_accumulation_steps:
+        return
+    trainer.args = copy(trainer.args)
+    trainer.args.gradient_accumulation_steps = micro_batches
+    if trainer.is_deepspeed_enabled:  # it has a count of its own, and checks that its batch sizes agree
+        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        config["gradient_accumulation_steps"] = micro_batches
+        config.pop("train_batch_size", None)
 
 
 def recompute_of(trainer: Trainer) -> Level:

@@ -11,6 +11,7 @@ from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
 from omnibal.advise.costs import phase_costs
+from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixing import typical_lengths
@@ -31,7 +32,7 @@ from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.losses import Reduction, StepLoss
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
-from omnibal.integrations.searched import limits_for
+from omnibal.integrations.searched import fit_step
 from omnibal.integrations.trainer_hooks import PacksCallback, check_model, load_by_names_on_disk, log_figures
 from omnibal.integrations.trainer_rearranging import rearrange_samples
 from omnibal.integrations.trainer_settings import (
@@ -40,6 +41,8 @@ from omnibal.integrations.trainer_settings import (
     recompute_of,
     refuse_settings,
     replicas_of,
+    samples_of,
+    set_micro_batches,
     wants_all_gradients,
 )
 from omnibal.integrations.trainer_streams import pack_stream
@@ -60,6 +63,7 @@ def balance(
     trainer: Trainer,
     limits: PackLimits | None = None,
     *,
+    samples_per_step: int | None = None,
     lengths: SampleLengths,
     check_lengths: bool = True,
     padded: bool = False,
@@ -75,6 +79,7 @@ def balance(  # None where the trainer has a stream, which its type does not say
     trainer: Trainer,
     limits: PackLimits | None = None,
     *,
+    samples_per_step: int | None = None,
     lengths: None = None,
     check_lengths: bool = True,
     padded: bool = False,
@@ -89,6 +94,7 @@ def balance(
     trainer: Trainer,
     limits: PackLimits | None = None,
     *,
+    samples_per_step: int | None = None,
     lengths: SampleLengths | None = None,
     check_lengths: bool = True,
     padded: bool = False,
@@ -100,11 +106,13 @@ def balance(
     """Train on balanced packs: the same samples, each once an epoch, without padding and with ranks that end together.
 
     Call it on all ranks before ``trainer.train()``. It wraps the trainer's collator and replaces its training loader
-    and loss; evaluation keeps its own batches. A pack is a micro-batch, so ``per_device_train_batch_size`` no longer
-    counts: a step holds ``gradient_accumulation_steps`` packs of every rank. The loss of a step is the mean over all of
-    its target tokens, on all ranks and in all packs, whatever the model makes of it otherwise; a router's loss is added
-    where the model asks for it (``StepLoss``). A run goes on from Trainer's own checkpoints, on as many ranks, with the
-    samples that would have followed.
+    and loss; evaluation keeps its own batches. A pack is a micro-batch. An optimizer step holds about as many samples
+    as the trainer's arguments ask for, ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` times
+    data-parallel ranks: how many packs of each rank that takes, ``balance`` finds out and puts into the trainer's
+    ``gradient_accumulation_steps``. The loss of a step is the mean over all of its target tokens, on all ranks and in
+    all packs, whatever the model makes of it otherwise; a router's loss is added where the model asks for it
+    (``StepLoss``). A run goes on from Trainer's own checkpoints, on as many ranks, with the samples that would have
+    followed.
 
     For one process, DDP, DeepSpeed's ZeRO 1, 2 and 3 and FSDP. A pack without an image runs one of another sample along
     where other ranks run the ViT: none waits for another.
@@ -115,8 +123,11 @@ def balance(
 
     Args:
         trainer: Before training.
-        limits: The most a pack may hold; by default they are searched, so that a step holds about as many samples as
-            the trainer's settings say.
+        limits: The most a pack may hold; by default they are searched, so that a pack holds about
+            ``per_device_train_batch_size`` samples. Packs are made smaller where no number of them comes within 5 % of
+            the samples of a step.
+        samples_per_step: Samples of an optimizer step, of all ranks together; by default those that the trainer's
+            arguments ask for. The printed line says how many there are on average.
         lengths: Of every sample of the training dataset, in ``pixel_values`` rows (tiles or patches) and
             ``input_ids``; by default each sample is read once, by the workers of one of the ranks, to count them, and
             what was found is kept in ``output_dir``.
@@ -148,17 +159,20 @@ def balance(
     refuse_settings(trainer)
     loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
     if rearrange:
-        others = lengths is not None or loss_reduction != "token" or memory_gib is not None or mixture is not None
-        if others or loss.routes:
+        others = (lengths, samples_per_step, memory_gib, mixture)
+        if any(other is not None for other in others) or loss_reduction != "token" or loss.routes:
             raise ConfigError(
-                "rearrange must stand without lengths, loss_reduction, memory_gib, mixture and output_router_logits, "
-                "got one"
+                "rearrange must stand without lengths, samples_per_step, loss_reduction, memory_gib, mixture and "
+                "output_router_logits, got one"
             )
         rearrange_samples(trainer, limits, padded=padded)
         return None
     if _is_stream(trainer.train_dataset):
-        if lengths is not None or padded or memory_gib is not None:
-            raise ConfigError("a stream must be packed without lengths, padded and memory_gib, got one")
+        if lengths is not None or samples_per_step is not None or padded or memory_gib is not None:
+            raise ConfigError(
+                "a stream must be packed without lengths, samples_per_step, padded and memory_gib, got one; its "
+                "lengths are not known yet, so a step holds gradient_accumulation_steps packs of each rank"
+            )
         pack_stream(trainer, limits, _profile(trainer), mixture)
         loss.install()
         return None
@@ -166,6 +180,10 @@ def balance(
     model = trainer.accelerator.unwrap_model(trainer.model)
     packing = partial(PackCollator, positions=None if padded else positions_of(model.config))
     collator_of = partial(PaddedCollator if padded else packing, collate=trainer.data_collator)
+    rank, num_replicas = replicas_of(trainer)
+    asked = samples_of(trainer, num_replicas)
+    if samples_per_step is not None:
+        asked = integer("samples_per_step", samples_per_step, num_replicas)
     refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
     if lengths is None:
         options = {"saves": args.should_save, "num_workers": args.dataloader_num_workers}
@@ -174,24 +192,25 @@ def balance(
         lengths = with_sources(lengths, dataset)
     hashes = [{"rank": rank, "lengths": found} for rank, found in enumerate(gather(lengths.content_hash))]
     check_agreement(hashes, num_replicas=args.world_size)  # before what may fail on one rank alone
-    rank, num_replicas = replicas_of(trainer)
+    if limits is not None:
+        limits.refuse_none(lengths)
     profile = _profile(trainer)
-    if limits is None:
-        memory = None if memory_gib is None else memory_of(trainer, profile, memory_gib)
-        limits = limits_for(
-            typical_lengths(lengths, mixture),
-            args.per_device_train_batch_size,
-            num_replicas=num_replicas,
-            micro_batches=args.gradient_accumulation_steps,
-            padded=padded,
-            memory=memory,
-        )
+    size = fit_step(
+        typical_lengths(lengths, mixture),
+        asked,
+        batch_size=args.per_device_train_batch_size,
+        num_replicas=num_replicas,
+        most=limits,
+        padded=padded,
+        memory=None if memory_gib is None or limits is not None else memory_of(trainer, profile, memory_gib),
+    )
+    limits = size.limits
     sampler = (PaddedSampler if padded else PackSampler)(
         lengths,
         limits,
         num_replicas=num_replicas,
         rank=rank,
-        micro_batches=args.gradient_accumulation_steps,
+        micro_batches=size.micro_batches,
         seed=args.seed if args.data_seed is None else args.data_seed,
         image_in_every_pack=wants_all_gradients(trainer),
         mixture=mixture,
@@ -200,10 +219,13 @@ def balance(
     if check_lengths:
         refuse_other_lengths(collator_of(), dataset, lengths)
     costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
+    set_micro_batches(trainer, size.micro_batches)
     _equip(trainer, dataset, sampler, collator_of(lengths=lengths, absorb=not check_lengths), costs)
     loss.install()
     if trainer.is_world_process_zero():
-        schedule = Schedule(args.per_device_train_batch_size, args.num_train_epochs, args.max_steps)
+        # Batches of the samples asked for are what packs are compared with.
+        batches = max(round(asked / (num_replicas * args.per_device_train_batch_size)), 1)
+        schedule = Schedule(asked, args.per_device_train_batch_size, batches, args.num_train_epochs, args.max_steps)
         print(describe(sampler, limits, costs, layout_of(trainer), schedule))
     return sampler
 

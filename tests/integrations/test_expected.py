@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from omnibal.data.limits import PackLimits, largest_load
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.integrations.expected import (
+    KEPT,
     Schedule,
     Waiting,
     compare,
@@ -20,13 +23,14 @@ from omnibal.integrations.expected import (
 )
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.padded import PaddedSampler
-from omnibal.integrations.searched import limits_for
+from omnibal.integrations.searched import fit_step
 from tests.integrations.items import config_of
 from tests.vlm.families import plain_family_model
 
 LENGTHS = tiled_lengths(4000, seed=0)
 COSTS = {"vision": CostModel(vision_units=400), "language": CostModel(llm_tokens=1)}
 RANKS = {"num_replicas": 4, "micro_batches": 2}
+BATCHES = {"batch_size": 4, "micro_batches": 2}
 ONE_NODE = {"num_nodes": 1, "devices_per_node": 4, "device": "A100-80GB"}
 
 
@@ -42,42 +46,77 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_between_meetings():
 
 def test_gains_of_packing_and_of_balance_multiply():
     limits = PackLimits(9, 4096)
-    packed = compare(PackSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", batch_size=4)
+    packed = compare(PackSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", **BATCHES)
     assert packed.packing > 1.2
     assert packed.balance > 1.05
     assert packed.grouped > 1.02
-    padded = compare(PaddedSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", batch_size=4)
+    padded = compare(PaddedSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", **BATCHES)
     assert padded.packing is None
     assert 1.2 < padded.balance < packed.packing * packed.balance
     even = SampleLengths([1] * 400, [100] * 400)
     nothing = compare(
-        PackSampler(even, PackLimits(4, 400), rank=0, **RANKS), PackLimits(4, 400), COSTS, "ddp", batch_size=4
+        PackSampler(even, PackLimits(4, 400), rank=0, **RANKS), PackLimits(4, 400), COSTS, "ddp", **BATCHES
     )
     assert str(nothing) == "no gain here: 1.00x the samples a second of random batches is expected"
 
 
+def sized(lengths, asked, **options):
+    """What ``fit_step`` finds on four ranks, and the samples of a step under it on average."""
+    size = fit_step(lengths, asked, **{"num_replicas": 4, "batch_size": 4} | options)
+    sampler = PaddedSampler if options.get("padded") else PackSampler
+    steps = sampler(lengths, size.limits, rank=0, num_replicas=4, micro_batches=size.micro_batches).num_steps
+    return size, len(lengths) / steps
+
+
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("batch_size", [4, 8])
-def test_searched_limits_keep_what_a_step_holds(batch_size, padded):
-    limits = limits_for(LENGTHS, batch_size, padded=padded, **RANKS)
-    sampler = (PaddedSampler if padded else PackSampler)(LENGTHS, limits, rank=0, **RANKS)
-    assert len(LENGTHS) / sampler.num_steps == pytest.approx(8 * batch_size, rel=0.1)
-    line = describe(sampler, limits, None, "ddp", Schedule(batch_size, 1.0))
-    assert ("samples a step as before" in line) == (abs(500 / batch_size / sampler.num_steps - 1) <= 0.05)
-    assert ("padded batches" in line) == padded
+@pytest.mark.parametrize(
+    ("asked", "batch_size", "most", "micro_batches"),
+    [
+        (64, 8, None, {2}),
+        (32, 4, None, {2, 3}),
+        (8, 1, None, {1}),  # two samples a pack: limits below the largest sample
+        (16, 1, None, {1, 2}),  # the device held the largest sample, so it holds packs of as much
+        (512, 4, PackLimits(9, 4096), {27, 39, 40}),
+        (24, 4, PackLimits(33, 10240), {1}),
+        (48, 4, PackLimits(9, 3000), {3, 4}),
+        (48, 4, PackLimits(4, 1500), {6, 7, 8, 9}),
+    ],
+)
+def test_a_step_holds_the_samples_that_were_asked_for(asked, batch_size, most, micro_batches, padded):
+    size, samples = sized(LENGTHS, asked, batch_size=batch_size, most=most, padded=padded)
+    assert samples == pytest.approx(asked, rel=KEPT)
+    assert size.micro_batches in micro_batches
+    if most is not None:
+        assert size.limits.vision_units <= most.vision_units
+        assert size.limits.llm_tokens <= most.llm_tokens
+        assert size.limits == most or asked < 100
+
+
+def test_the_line_says_what_was_asked_and_what_a_step_holds():
+    size, samples = sized(LENGTHS, 512, most=PackLimits(9, 4096))
+    sampler = PackSampler(LENGTHS, size.limits, rank=0, num_replicas=4, micro_batches=size.micro_batches)
+    line = describe(sampler, size.limits, None, "ddp", Schedule(512, 4, 32, 1.0))
+    assert f"{sampler.num_steps} steps an epoch, 512 samples a step asked, {samples:.0f} on average" in line
+    assert f" (gradient_accumulation_steps is {size.micro_batches}, was 32); " in line
     assert "expected" not in line
+    small = PackLimits(3, 1200)
+    sampler = PackSampler(LENGTHS, small, rank=0, num_replicas=4, micro_batches=2)
+    line = describe(sampler, small, None, "ddp", Schedule(64, 4, 4, 2.0))
+    assert f"; {len(small.oversized(LENGTHS))} samples exceed these limits, each is alone in one; " in line
+    assert f"as near as packs come: {2 * sampler.num_steps} optimizer steps in all instead of 126" in line
 
 
 def test_a_part_of_an_epoch_is_whole_steps():
     sampler = PackSampler(SampleLengths([0] * 7, [10] * 7), PackLimits(1, 10), num_replicas=1, rank=0)
-    told = "7 steps an epoch with 1.0 samples a step where 2 were set: 11 optimizer steps in all instead of 6, over"
-    assert Schedule(2, 1.5).changed(sampler).startswith(told)
+    told = "7 steps an epoch, 2 samples a step asked, 1.0 on average, as near as packs come: 11 optimizer steps in all "
+    assert Schedule(2, 2, 1, 1.5).told(sampler).startswith(f"{told}instead of 6, over")
 
 
-def test_searched_limits_hold_every_sample_and_texts_alone():
-    assert limits_for(LENGTHS, 1, **RANKS).vision_units >= LENGTHS.vision_units.max()
+def test_texts_alone_get_limits():
     texts = SampleLengths(np.zeros(400, dtype=int), np.arange(400) + 20)
-    assert limits_for(texts, 4, **RANKS).vision_units == 0
+    size, samples = sized(texts, 32)
+    assert (size.limits.vision_units, size.micro_batches) == (0, 2)
+    assert samples == pytest.approx(32, rel=KEPT)
 
 
 def test_padding_is_counted():
@@ -101,16 +140,20 @@ def test_costs_are_counted_where_a_family_is_known_and_as_far_as_it_is_trained()
 
 def test_limits_keep_the_memory():
     profile = counted_profile(plain_family_model(config_of("internvl")), None)
-    limits = limits_for(LENGTHS, 8, **RANKS)
+    fit = partial(fit_step, LENGTHS, 64, batch_size=8, num_replicas=4)
+    limits = fit().limits
 
     def memory(gib):
         return RankMemory(profile, "zero2", Cluster.of({**ONE_NODE, "memory_bytes": gib * 2**30}), "none")
 
     needed = memory(80.0).peak_bytes(largest_load(LENGTHS, limits)) / 2**30
-    assert limits_for(LENGTHS, 8, memory=memory(needed), **RANKS) == limits
+    assert fit(memory=memory(needed)).limits == limits
     state = memory(80.0).state_bytes / 2**30
-    less = limits_for(LENGTHS, 8, memory=memory((needed + state) / 2), **RANKS)
+    size, samples = sized(LENGTHS, 64, batch_size=8, memory=memory((needed + state) / 2))
+    less = size.limits
+    assert samples == pytest.approx(64, rel=KEPT)
+    assert size.micro_batches > 2
     assert memory(80.0).peak_bytes(largest_load(LENGTHS, less)) / 2**30 <= (needed + state) / 2
     assert less.llm_tokens < limits.llm_tokens
     with pytest.raises(InfeasibleError, match=r"memory must hold the largest sample \(5 vision units, .* too little"):
-        limits_for(LENGTHS, 8, memory=memory(state), **RANKS)
+        fit(memory=memory(state))

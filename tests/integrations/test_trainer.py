@@ -32,6 +32,7 @@ from tests.integrations.trainers import (
     Weights,
     accelerate_afresh,
     assert_close,
+    samples_under_limits,
     trainer_of,
     weights_of,
 )
@@ -69,7 +70,8 @@ def check_exact(case, folder, limits=None):
     weights = Weights(trainer)
     trainer.add_callback(weights)
     limits = limits or LIMITS[case.family]
-    sampler = balance(trainer, limits, loss_reduction=case.loss_reduction, padded=case.padded)
+    options = {"loss_reduction": case.loss_reduction, "padded": case.padded}
+    sampler = balance(trainer, limits, samples_per_step=samples_under_limits(trainer), **options)
     assert sampler.num_replicas == trainer.args.world_size // (2 if case.layout == "tp" else 1)
     if case.layout == "tp":
         assert sampler.rank == trainer.model._device_mesh["fsdp"].get_local_rank()
@@ -119,7 +121,8 @@ def check_epochs_and_resume(case, folder):
     """Every sample once an epoch, in another order each; resumed within epoch 1, a run ends as it would have."""
     options = {"num_train_epochs": 2, "save_strategy": "steps", "gradient_accumulation_steps": 1}
     trainer = trainer_of(case, folder, **options)
-    sampler = balance(trainer, LIMITS[case.family])
+    asked = samples_under_limits(trainer)
+    sampler = balance(trainer, LIMITS[case.family], samples_per_step=asked)
     assert sampler.num_steps > 2
     trainer.args.save_steps = trainer.state.save_steps = sampler.num_steps + 1
     dataset = trainer.train_dataset
@@ -137,7 +140,7 @@ def check_epochs_and_resume(case, folder):
         assert sorted(sample for step in order for pack in step for sample in pack) == list(range(len(dataset)))
 
     again = trainer_of(case, folder, **options, save_steps=trainer.args.save_steps)
-    balance(again, LIMITS[case.family])
+    balance(again, LIMITS[case.family], samples_per_step=asked)
     again.train(resume_from_checkpoint=str(folder / f"checkpoint-{sampler.num_steps + 1}"))
     rest = [sample for step in orders[1][1:] for sample in with_filler(step[sampler.rank])]
     assert again.train_dataset.read[-len(rest) :] == rest
@@ -155,7 +158,8 @@ def check_mixture(case, folder):
         source = [int(sample >= 4) for sample in range(len(dataset))]
         lengths = balance(trainer_of(case, folder, max_steps=8), LIMITS[case.family]).lengths
         lengths = SampleLengths(**lengths.columns(), source=source, source_names=["first", "others"])
-        sampler = balance(trainer, LIMITS[case.family], lengths=lengths, mixture={"first": 3, "others": 1})
+        options = {"samples_per_step": samples_under_limits(trainer), "mixture": {"first": 3, "others": 1}}
+        sampler = balance(trainer, LIMITS[case.family], lengths=lengths, **options)
         dataset.read.clear()
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if resumes else None)
         packs = [sampler.packs_of_all_ranks(step) for step in range(8)]
@@ -238,12 +242,14 @@ def test_a_compiled_model_trains_the_same(tmp_path):
 def test_lines_say_what_is_expected_and_what_came(tmp_path, capsys):
     options = {"per_device_train_batch_size": 3, "logging_strategy": "steps", "logging_steps": 2}
     trainer = trainer_of("internvl", tmp_path, num_train_epochs=2, **options)
+    args = trainer.args
     sampler = balance(trainer, LIMITS["internvl"])
     steps = sampler.num_steps
     line = capsys.readouterr().out
-    assert line.startswith(f"omnibal: 11 samples in packs of at most 7 vision units and 60 tokens, {5.5 / steps:.1f} ")
-    told = f"{steps} steps an epoch with {11 / steps:.1f} samples a step where 6 were set: {2 * steps} optimizer steps"
-    assert f"{told} in all instead of 4, over which the learning-rate schedule runs; Dist Ratio 0.0% in" in line
+    assert line.startswith("omnibal: 11 samples in packs of at most 7 vision units and 60 tokens, 1.1 samples each; ")
+    told = "2 steps an epoch, 6 samples a step asked, 5.5 on average (gradient_accumulation_steps is 5, was 2); "
+    assert f"{told}Dist Ratio 0.0% in" in line
+    assert (trainer.args.gradient_accumulation_steps, args.gradient_accumulation_steps) == (5, 2)
     assert re.search(r"random batches of 3: Dist Ratio 0.0% in vision units, 0.0% in tokens, \d\d% of tokens", line)
     assert re.search(r"expected \d\.\d\dx the samples a second of random batches \(packing .*x, balance .*x\)", line)
     trainer.train()
@@ -328,29 +334,29 @@ def test_what_steps_were_planned_for_must_stay(tmp_path):
 def test_the_line_says_where_there_is_no_gain(tmp_path, capsys):
     sampler = balance(trainer_of("internvl", tmp_path, max_steps=5))
     line = capsys.readouterr().out
-    assert f"where 2 were set: max_steps=5 train {5.5 / sampler.num_steps:.2f}x the samples; " in line
+    assert f"; {sampler.num_steps} steps an epoch, 2 samples a step asked, {11 / sampler.num_steps:.1f} on" in line
     assert re.search(r"; no gain here: (0.\d|1.0)\dx the samples a second of random batches is expected", line)
 
 
 def test_a_checkpoint_of_other_packs_is_refused(tmp_path):
     options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer = trainer_of("internvl", tmp_path, **options)
-    balance(trainer, LIMITS["internvl"])
+    balance(trainer, LIMITS["internvl"], samples_per_step=3)
     trainer.train()
     again = partial(trainer_of, "internvl", tmp_path, max_steps=2)
     resumed = {"resume_from_checkpoint": str(tmp_path / "checkpoint-1")}
-    for options, limits, message in [
-        ({}, PackLimits(7, 70), r"limits must be that of the checkpoint, \[7, 60, .* got \[7, 70"),
-        ({"seed": 7}, LIMITS["internvl"], "seed must be that of the checkpoint, 42, got 7"),
-        ({"gradient_accumulation_steps": 1}, LIMITS["internvl"], "gradient_accumulation_steps must be .*, 2, got 1"),
+    for options, limits, samples, message in [
+        ({}, PackLimits(7, 65), 3, r"limits must be that of the checkpoint, \[7, 60, .* got \[7, 65"),
+        ({"seed": 7}, LIMITS["internvl"], 3, "seed must be that of the checkpoint, 42, got 7"),
+        ({}, LIMITS["internvl"], 6, "gradient_accumulation_steps must be .*, 2, got 5"),
     ]:
         other = again(**options)
-        balance(other, limits)
+        balance(other, limits, samples_per_step=samples)
         with pytest.raises(ConfigError, match=message):
             other.train(**resumed)
     for options in ({"seed": 7, "ignore_data_skip": True}, {"restore_callback_states_from_checkpoint": True}):
         anew = again(**options)
-        balance(anew, LIMITS["internvl"])
+        balance(anew, LIMITS["internvl"], samples_per_step=3)
         anew.train(**resumed)
         assert anew.state.global_step == 2
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from omnibal.data.limits import PackLimits
+from omnibal.integrations.trainer_settings import replicas_of
 from tests.engine import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.vlm.families import plain_family_model, shaken
@@ -143,6 +145,11 @@ def trainer_of(case, folder, *, eval_dataset=None, **options):
     dataset = Items(case.family, case.samples)
     data = {"data_collator": Collate(case.family), "train_dataset": dataset, "eval_dataset": eval_dataset}
     return Trainer(model, arguments, **data)
+
+
+def samples_under_limits(trainer):
+    """Samples of a step whose packs, as many of each rank as the trainer accumulates, fill ``LIMITS``."""
+    return math.ceil(1.375 * replicas_of(trainer)[1] * trainer.args.gradient_accumulation_steps)
 
 
 def weights_of(model):
