@@ -18,7 +18,7 @@ PACKS: Final[dict[Host, tuple[str, ...]]] = {
     "transformers": (
         "from omnibal import PackLimits",
         "from omnibal.integrations.transformers import balance",
-        "balance(trainer, PackLimits({vision}, {tokens}))  # before trainer.train()",
+        "balance(trainer, PackLimits({vision}, {tokens}), samples_per_step={samples})  # before trainer.train()",
     ),
     "ms-swift": (
         "OMNIBAL_LIMITS={vision},{tokens} swift sft ... --padding_free true --packing false --strict true \\",
@@ -37,7 +37,10 @@ PACKS: Final[dict[Host, tuple[str, ...]]] = {
 }
 """What makes packs, by what trains; where only a ds_config is known, a loop of one's own."""
 STREAM_PACKS: Final[dict[Host, tuple[str, ...]]] = {
-    "transformers": (*PACKS["transformers"][:-1], PACKS["transformers"][-1] + ", with max_steps in its arguments"),
+    "transformers": (
+        *PACKS["transformers"][:-1],
+        "balance(trainer, PackLimits({vision}, {tokens}))  # before trainer.train(), with max_steps in its arguments",
+    ),
     "deepspeed": (
         "from omnibal import PackLimits",
         "from omnibal.integrations.loops import pack_loss",
@@ -110,13 +113,13 @@ def lines_to_paste(
         values = {
             "vision": proposal.limits.vision_units, "tokens": proposal.limits.llm_tokens,
             "devices": cluster.devices_per_node, "micro_batches": after.way.micro_batches,
-            "buffer": buffer_of(after.way.micro_batches),
+            "buffer": buffer_of(after.way.micro_batches), "samples": round(per_step),
         }  # fmt: skip
         of_host = PACKS[host] if kind != "stream" else STREAM_PACKS.get(host, STREAM_PACKS["deepspeed"])
         lines += ["paste:", *(f"    {line.format(**values)}" for line in of_host)]
     elif after.way.target_rows:
         lines += ["paste:", *(f"    {line}" for line in TARGET_ROWS)]
-    settings = _settings(advice, host)
+    settings = _settings(advice, host, kind)
     lines += [f"set: {', '.join(settings)}"] if settings else []
     lines.append(
         f"measure: {MEASURED_STEPS} steps without and with; a step has {today.samples_per_step:,.0f} samples today, "
@@ -132,7 +135,7 @@ def lines_to_paste(
     return lines
 
 
-def _settings(advice: Advice, host: Host) -> list[str]:
+def _settings(advice: Advice, host: Host, kind: Kind) -> list[str]:
     """What to set in the trainer."""
     today, after = advice.today.way, advice.after.way
     found = []
@@ -140,7 +143,9 @@ def _settings(advice: Advice, host: Host) -> list[str]:
         found.append(BATCHINGS[host, after.batching])
     if after.batch != today.batch and not advice.takes_packs:
         found.append(BATCH[host].format(after.batch))
-    if after.micro_batches != today.micro_batches or advice.takes_packs:
+    # balance finds the packs of each rank that hold the samples of a step.
+    by_balance = advice.takes_packs and host == "transformers" and kind != "stream"
+    if not by_balance and (after.micro_batches != today.micro_batches or advice.takes_packs):
         found.append(ACCUMULATION[host].format(after.micro_batches))
     if after.recompute != today.recompute:
         found.append(CHECKPOINTING_OFF[host])

@@ -31,8 +31,7 @@ def advice():
 @pytest.mark.parametrize(
     ("host", "packs", "settings"),
     [
-        (None, "balance(trainer, PackLimits(16, 4608))",
-         "gradient_accumulation_steps={}, gradient_checkpointing=False"),
+        (None, "balance(trainer, PackLimits(16, 4608), samples_per_step=250)", "gradient_checkpointing=False"),
         ("ms-swift", "OMNIBAL_LIMITS=16,4608 swift sft ... --padding_free true",
          "--gradient_accumulation_steps {}, --gradient_checkpointing false"),
         ("llama-factory", "OMNIBAL_LIMITS=16,4608 torchrun --nproc-per-node 8 -m omnibal.integrations.plugins.llama",
