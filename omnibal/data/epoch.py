@@ -3,26 +3,24 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, get_args
+from typing import Protocol, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.cost import CostModel
 from omnibal.data.balance import BalancedPacks
-from omnibal.data.checks import integer, kind, ranks
+from omnibal.data.checks import integer
 from omnibal.data.isf import ShuffledPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixing import MixedPacks, Origin
-from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, MOST_EXCHANGE_STEPS, MOST_ITERATIONS, Method, Oversized
 from omnibal.errors import ConfigError
 
 
 class Arrangement(Protocol):
-    """A planning method applied to a dataset: what all its epochs have in common, and how to plan a part of one."""
+    """A planning method applied to a spec and ranks: it plans any window of any epoch."""
 
     def window_starts(self, epoch: int) -> IntArray:
         """First step of every window of an epoch, and the number of steps behind them."""
@@ -71,11 +69,9 @@ class Epoch:
     Iterating yields the windows; each is planned when it is asked for, and does not need those before it.
     """
 
-    def __init__(self, arrangement: Arrangement, epoch: int, *, num_replicas: int, micro_batches: int) -> None:
-        self.arrangement = arrangement
-        self.epoch = epoch
-        self.num_replicas = num_replicas
-        self.micro_batches = micro_batches
+    def __init__(self, arrangement: Arrangement, epoch: int, ranks: Ranks) -> None:
+        self.arrangement, self.epoch, self.ranks = arrangement, epoch, ranks
+        self.num_replicas, self.micro_batches = ranks.num_replicas, ranks.micro_batches
 
     def __repr__(self) -> str:
         shape = f"{self.num_steps} steps, {self.num_replicas} ranks, {self.micro_batches} micro-batches"
@@ -88,7 +84,7 @@ class Epoch:
 
     def at(self, epoch: int) -> "Epoch":
         """Return another epoch of the same samples, arranged anew."""
-        return Epoch(self.arrangement, epoch, num_replicas=self.num_replicas, micro_batches=self.micro_batches)
+        return Epoch(self.arrangement, epoch, self.ranks)
 
     def __iter__(self) -> Iterator[Window]:
         return self.windows()
@@ -128,15 +124,8 @@ def arrange_epoch(
     *,
     num_replicas: int,
     micro_batches: int = 1,
-    method: Method = "balanced",
-    cost: CostModel | None = None,
-    seed: int = 0,
     epoch: int = 0,
-    oversized: Oversized = "alone",
-    exchange_steps: int = EXCHANGE_STEPS,
-    iterations: int = ITERATIONS,
-    mixture: Mixture | None = None,
-    origin: Origin | None = None,
+    **options: Unpack[PackingOptions],
 ) -> Epoch:
     """Arrange all samples as packs for every step, rank and micro-batch; or under a mixture what it draws of them.
 
@@ -145,24 +134,13 @@ def arrange_epoch(
         limits: The most a pack may hold.
         num_replicas: Data-parallel ranks.
         micro_batches: Packs per rank and step.
-        method: ``"balanced"``, ``"isf"`` (the OmniBal paper's packing) or ``"random"`` (samples packed in the order
-            in which they are drawn).
-        cost: What ``"balanced"`` makes even besides vision units, such as the time that a micro-batch takes in the
-            LLM; its ``fixed`` part plays no role. By default that of a decoder of 4096 hidden units.
-        seed: The same seed gives the same epochs.
         epoch: Which epoch; each one draws other packs.
-        oversized: What becomes of samples that exceed a limit on their own: ``"alone"`` gives each a pack of its own,
-            ``"drop"`` leaves them out, ``"error"`` refuses them.
-        exchange_steps: How many consecutive steps may exchange samples for the sake of balance, for ``"balanced"``.
-            With 1 every step keeps exactly those that it drew; a few more make a large difference where a pack has
-            few samples, and leave steps as random as far as that can be measured.
-        iterations: Rounds of ISF (T in the paper), for ``"isf"``.
-        mixture: What share each source gets, for ``"balanced"``; None for all samples once an epoch.
-        origin: Where other ranks left the mixture; None where nobody did.
+        **options: ``method``, ``seed``, ``oversized``, ``cost``, ``exchange_steps``, ``iterations`` and ``mixture``:
+            see ``PackingSpec``.
 
     Raises:
         ConfigError: An argument is out of range.
-        InfeasibleError: See ``BalancedPacks.window``.
+        InfeasibleError: The samples do not fit into packs in any order that is tried.
         DataError: ``oversized`` is ``"error"`` and there is such a sample, or ``"drop"`` and there is no other.
 
     >>> lengths = SampleLengths([1, 3, 5, 4, 1], [300, 800, 1400, 1100, 300])
@@ -170,66 +148,17 @@ def arrange_epoch(
     >>> epoch.num_steps, sorted(epoch.packs.samples.tolist())
     (1, [0, 1, 2, 3, 4])
     """
-    kind("lengths", lengths, SampleLengths)
-    kind("limits", limits, PackLimits)
-    ranks(num_replicas, micro_batches)
-    integer("seed", seed, 0)
-    integer("epoch", epoch, 0)
-    integer("exchange_steps", exchange_steps, 1, MOST_EXCHANGE_STEPS)
-    integer("iterations", iterations, 1, MOST_ITERATIONS)
-    if method not in get_args(Method):
-        raise ConfigError(f"method must be one of {get_args(Method)}, got {method!r}")
-    if mixture is not None and method != "balanced":
-        raise ConfigError(f"method must be 'balanced' under a mixture, got {method!r}")
-    samples = _admitted(lengths, limits, oversized)
+    spec = PackingSpec(lengths, limits, **options)  # type: ignore[arg-type]  # a mapping becomes a mixture
+    return arrange(spec, Ranks(num_replicas, micro_batches)).at(integer("epoch", epoch, 0))
+
+
+def arrange(spec: PackingSpec, ranks: Ranks, origin: Origin | None = None) -> Epoch:
+    """Epoch 0 of a spec; ``origin`` is where other ranks left a mixture, None if nobody did."""
     arrangement: Arrangement
-    if mixture is not None:
-        arrangement = MixedPacks(
-            lengths,
-            limits,
-            mixture,
-            num_replicas=num_replicas,
-            micro_batches=micro_batches,
-            cost=cost,
-            seed=seed,
-            samples=samples,
-            exchange_steps=exchange_steps,
-            origin=origin,
-        )
-    elif method == "balanced":
-        arrangement = BalancedPacks(
-            lengths,
-            limits,
-            num_replicas=num_replicas,
-            micro_batches=micro_batches,
-            cost=cost,
-            seed=seed,
-            samples=samples,
-            exchange_steps=exchange_steps,
-        )
+    if spec.mixture is not None:
+        arrangement = MixedPacks(spec, ranks, origin)
+    elif spec.method == "balanced":
+        arrangement = BalancedPacks(spec, ranks)
     else:
-        arrangement = ShuffledPacks(
-            lengths,
-            limits,
-            num_replicas=num_replicas,
-            micro_batches=micro_batches,
-            iterations=iterations if method == "isf" else 1,
-            seed=seed,
-            samples=samples,
-        )
-    return Epoch(arrangement, epoch, num_replicas=num_replicas, micro_batches=micro_batches)
-
-
-def _admitted(lengths: SampleLengths, limits: PackLimits, oversized: Oversized) -> npt.NDArray[np.int64] | None:
-    """Samples that take part, None for all."""
-    if oversized not in get_args(Oversized):
-        raise ConfigError(f"oversized must be one of {get_args(Oversized)}, got {oversized!r}")
-    if oversized == "alone":
-        return None
-    if oversized == "error":
-        limits.refuse_oversized(lengths)
-        return None
-    over = limits.oversized(lengths)
-    if len(over):
-        limits.refuse_none(lengths)
-    return np.delete(np.arange(len(lengths)), over) if len(over) else None
+        arrangement = ShuffledPacks(spec, ranks)
+    return Epoch(arrangement, 0, ranks)

@@ -1,6 +1,10 @@
-"""EpochSteps: the steps of one epoch from any position on, for the ranks that run it now."""
+"""EpochSteps: the steps of one epoch from any position on, for the ranks that run it now.
 
-from collections.abc import Sequence
+An epoch is arranged once, for the ranks that begin it. A position in its packs in running order is all that another
+number of ranks needs to go on: they cut the same packs into steps of their own size. Nothing is lost or repeated, and
+only the window at hand is planned again.
+"""
+
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -9,11 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import Load
+from omnibal.data.epoch import Epoch, arrange
 from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.mixing import Origin
-from omnibal.data.pack_stream import PackStream, Ranks
-from omnibal.data.packs import Packs
+from omnibal.data.mixing import MixedPacks, Origin
+from omnibal.data.packing_spec import PackingSpec, Ranks
+from omnibal.data.packs import Packs, deal
 from omnibal.errors import ConfigError
+
+MOST_WINDOWS_KEPT = 2  # a step of other ranks may lie across two windows
+MOST_REMEMBERED = 8  # samples of the next pack that a state remembers
 
 
 @dataclass(frozen=True)
@@ -69,35 +77,66 @@ class StepPacks:
 
 
 class EpochSteps:
-    """The steps of one epoch from ``first_step`` on; several streams take turns in a random order.
+    """The steps of one epoch from ``first_step`` on.
+
+    Where the steps are those that the epoch was arranged for, they are passed on untouched. Otherwise the packs of a
+    step are sorted into micro-batches of like load.
 
     Args:
-        streams: Streams of packs that never share a step.
-        epoch: Which epoch.
-        first_step: Steps of the epoch that are done.
-        seed: Seed of the streams' turns.
+        spec: What was arranged.
+        begun: The epoch, arranged for the ranks that began it.
+        ranks: Who runs the steps from here on.
+        packs_done: Packs of the epoch, in running order, that have been trained.
+        first_step: Steps of the epoch that have been trained.
         origin: What a mixture was arranged from, None for its beginning.
     """
 
     def __init__(
         self,
-        streams: Sequence[PackStream],
+        spec: PackingSpec,
+        begun: Epoch,
+        ranks: Ranks,
         *,
-        epoch: int,
-        first_step: int,
-        seed: int,
+        packs_done: int = 0,
+        first_step: int = 0,
         origin: Origin | None = None,
     ) -> None:
-        self.streams = tuple(streams)
-        self.epoch = epoch
-        self.first_step = first_step
-        self._seed = seed
-        self.origin = origin
+        self._spec, self._begun, self.ranks, self.origin = spec, begun, ranks, origin
+        self.epoch, self.first_step, self._first_pack = begun.epoch, first_step, packs_done
+        self._windows: dict[int, tuple[int, Packs]] = {}
+        self._untouched = ranks == begun.ranks and packs_done % ranks.step_packs == 0
+        # The balanced planner splits packs so that none is empty while there are as many samples.
+        self._splits = spec.method == "balanced"
+
+    @property
+    def arranged_for(self) -> Ranks:
+        """The ranks that began the epoch."""
+        return self._begun.ranks
+
+    @cached_property
+    def _num_packs(self) -> int:
+        """Packs of the whole epoch; empty ones count only if the steps are passed on untouched."""
+        packs = self._begun.num_steps * self.arranged_for.step_packs
+        none_empty = self._splits and self._spec.num_samples >= packs
+        if self._untouched or none_empty or not packs:
+            return packs
+        first, last_window = self._window(packs - 1)
+        return first + int((last_window.sizes > 0).sum())
 
     @property
     def last_step(self) -> int:
         """Steps that are done when the epoch is."""
-        return self.first_step + sum(stream.num_steps for stream in self.streams)
+        return self.first_step - (-max(self._num_packs - self._first_pack, 0) // self.ranks.step_packs)
+
+    def packs_done(self, steps_done: int) -> int:
+        """Packs of the epoch that are done when ``steps_done`` of its steps are.
+
+        Raises:
+            ConfigError: ``steps_done`` lies outside ``first_step`` … ``last_step``.
+        """
+        if not self.first_step <= steps_done <= self.last_step:
+            raise ConfigError(f"steps_done must lie between {self.first_step} and {self.last_step}, got {steps_done}")
+        return min(self._first_pack + (steps_done - self.first_step) * self.ranks.step_packs, self._num_packs)
 
     def step(self, index: int) -> StepPacks:
         """The step before which ``index`` steps of the epoch are done.
@@ -107,45 +146,118 @@ class EpochSteps:
         """
         if not self.first_step <= index < self.last_step:
             raise ConfigError(f"step must lie between {self.first_step} and {self.last_step - 1}, got {index}")
-        before, after = self._turns_before(index), self._turns_before(index + 1)
-        turn = next(number for number in range(len(self.streams)) if before[number] < after[number])
-        stream = self.streams[turn]
-        return StepPacks(self.epoch, index, stream.ranks, stream.step(before[turn]))
+        first, last = self.packs_done(index), self.packs_done(index + 1)
+        packs = self._slice(first, last)
+        if not self._untouched:
+            # Seeded by the position: all ranks deal alike, whichever steps they have read before.
+            generator = np.random.default_rng([first, self.ranks.num_replicas])
+            if last - first < self.ranks.step_packs:
+                packs = deal(packs, self.ranks.step_packs, generator, split=self._splits)
+            packs = packs.take(_alike(packs.load(self._spec.lengths), self.ranks, generator))
+        return StepPacks(self.epoch, index, self.ranks, packs)
 
-    def packs_done(self, steps_done: int) -> list[int]:
-        """Position in every stream when ``steps_done`` steps of the epoch are done.
-
-        Raises:
-            ConfigError: ``steps_done`` lies outside ``first_step`` … ``last_step``.
-        """
-        if not self.first_step <= steps_done <= self.last_step:
-            raise ConfigError(f"steps_done must lie between {self.first_step} and {self.last_step}, got {steps_done}")
-        turns = self._turns_before(steps_done)
-        return [stream.position(steps) for stream, steps in zip(self.streams, turns, strict=True)]
+    def next_pack(self, steps_done: int) -> list[int]:
+        """First samples of the next pack that has any; the same for all ranks, none at the end."""
+        position = self.packs_done(steps_done)
+        packs = self._slice(position, min(position + self.arranged_for.step_packs, self._num_packs))
+        filled = np.flatnonzero(packs.sizes)
+        return packs[filled[0]][:MOST_REMEMBERED].tolist() if len(filled) else []
 
     def record(self) -> dict[str, Any]:
         """What it takes to make these steps again, as JSON values."""
-        stream = self.streams[0]
         return {
-            "arranged_for": [stream.arranged_for.num_replicas, stream.arranged_for.micro_batches],
-            "ranks": [stream.ranks.num_replicas, stream.ranks.micro_batches],
-            "packs_done": [stream.packs_done for stream in self.streams],
+            "arranged_for": [self.arranged_for.num_replicas, self.arranged_for.micro_batches],
+            "ranks": [self.ranks.num_replicas, self.ranks.micro_batches],
+            "packs_done": [self._first_pack],
             "first_step": self.first_step,
             **({} if self.origin is None else {"origin": asdict(self.origin) | {"units": list(self.origin.units)}}),
         }
 
-    def _turns_before(self, index: int) -> tuple[int, ...]:
-        """How many steps each stream has had before a step."""
-        if len(self.streams) == 1:
-            return (index - self.first_step,)
-        return tuple(int(turns) for turns in self._turns[:, index - self.first_step])
+    def shares_of(self, index: int) -> dict[str, tuple[float, float]]:
+        """By source of a mixture: the share that a step was to hold of it, and the share that it holds."""
+        arrangement = self._begun.arrangement
+        if not isinstance(arrangement, MixedPacks):
+            return {}
+        asked, given = arrangement.shares_of(self.epoch, index, self.step(index).packs)
+        names = self._spec.lengths.source_names
+        return dict(zip(names, zip(asked.tolist(), given.tolist(), strict=True), strict=True))
 
-    @cached_property
-    def _turns(self) -> npt.NDArray[Any]:
-        """Turns that each stream has had, shape (streams, steps + 1)."""
-        steps = [stream.num_steps for stream in self.streams]
-        positions = [stream.packs_done for stream in self.streams]
-        generator = np.random.default_rng([self._seed, self.epoch, *positions])
-        order = generator.permutation(np.repeat(np.arange(len(steps)), steps))
-        taken = order == np.arange(len(steps))[:, None]
-        return np.concatenate([np.zeros((len(steps), 1), dtype=np.int64), np.cumsum(taken, axis=1)], axis=1)
+    def origin_behind(self) -> Origin | None:
+        """What later epochs of a mixture go on from if their ranks are not those that began this one."""
+        arrangement = self._begun.arrangement
+        if not isinstance(arrangement, MixedPacks):
+            return None
+        schedule = arrangement.schedule
+        return schedule.after(self.epoch, step=schedule.first_step(self.epoch) + self.last_step)
+
+    def _slice(self, first: int, last: int) -> Packs:
+        parts = []
+        while first < last:
+            begin, window = self._window(first)
+            end = min(last - begin, len(window))
+            parts.append(window.between(first - begin, end))
+            first = begin + end
+        return parts[0] if len(parts) == 1 else Packs.concatenate(parts)
+
+    def _window(self, position: int) -> tuple[int, Packs]:
+        """The window that holds a pack, and the position of its first pack."""
+        for first, packs in self._windows.values():
+            if first <= position < first + len(packs):
+                return first, packs
+        window = next(self._begun.windows(position // self.arranged_for.step_packs))
+        packs = window.packs if self._untouched else window.packs.take(np.flatnonzero(window.packs.sizes))
+        if len(self._windows) == MOST_WINDOWS_KEPT:
+            self._windows.pop(next(iter(self._windows)))
+        self._windows[window.first_step] = (window.first_step * self.arranged_for.step_packs, packs)
+        return self._windows[window.first_step]
+
+
+class Epochs:
+    """The epochs of a spec, each arranged when it is asked for."""
+
+    def __init__(self, spec: PackingSpec) -> None:
+        self._spec = spec
+        self._arranged: dict[tuple[Ranks, Origin | None], Epoch] = {}
+        self._newest: dict[tuple[int, Ranks, Origin | None], EpochSteps] = {}
+
+    def begin(self, epoch: int, ranks: Ranks, origin: Origin | None = None) -> EpochSteps:
+        """An epoch from its beginning."""
+        # The newest one is kept, since whoever reads ahead begins it first.
+        if (epoch, ranks, origin) not in self._newest:
+            steps = self.resume(epoch, ranks, arranged_for=ranks, origin=origin)
+            self._newest.clear()
+            self._newest[epoch, ranks, origin] = steps
+        return self._newest[epoch, ranks, origin]
+
+    def resume(
+        self,
+        epoch: int,
+        ranks: Ranks,
+        *,
+        arranged_for: Ranks,
+        packs_done: int = 0,
+        first_step: int = 0,
+        origin: Origin | None = None,
+    ) -> EpochSteps:
+        """An epoch from the position where other ranks left it; arguments as for `EpochSteps`."""
+        begun = self._arrange(arranged_for, origin).at(epoch)
+        return EpochSteps(self._spec, begun, ranks, packs_done=packs_done, first_step=first_step, origin=origin)
+
+    def steps_of(self, epoch: int, ranks: Ranks) -> int:
+        """Steps of a whole epoch."""
+        return self._arrange(ranks, None).at(epoch).num_steps
+
+    def _arrange(self, ranks: Ranks, origin: Origin | None) -> Epoch:
+        if (ranks, origin) not in self._arranged:
+            self._arranged[ranks, origin] = arrange(self._spec, ranks, origin)
+        return self._arranged[ranks, origin]
+
+
+def _alike(load: Load, ranks: Ranks, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Order packs such that those of one micro-batch, over all ranks, have like loads; micro-batches as planned.
+
+    The smallest runs first, the others from the largest on.
+    """
+    by_load = np.lexsort((load.llm_tokens, load.vision_units)).reshape(ranks.micro_batches, ranks.num_replicas)
+    groups = generator.permuted(by_load, axis=1)[-np.arange(ranks.micro_batches)]
+    return groups.T.ravel()

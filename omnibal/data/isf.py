@@ -9,6 +9,7 @@ from omnibal.compiled import compiled
 from omnibal.data.checks import kind
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs, deal
 from omnibal.data.policies import ITERATIONS
 from omnibal.errors import ConfigError
@@ -135,41 +136,19 @@ class ShuffledPacks:
     its published code, which gives each rank one stretch of the packs in the order in which they were made, so that
     some ranks have all the full ones, and drops what does not fill a step: packs are shuffled, and none is dropped.
 
-    Args:
-        lengths: Loads of every sample.
-        limits: The most a pack may hold.
-        num_replicas: Data-parallel ranks.
-        micro_batches: Packs per rank and step.
-        iterations: Rounds of ISF; with one, packs are closed as the samples are drawn.
-        seed: The same seed gives the same epochs.
-        samples: Which samples take part; None for all.
+    Under the method ``"random"`` there is one round of ISF, which closes packs as the samples are drawn.
     """
 
-    def __init__(
-        self,
-        lengths: SampleLengths,
-        limits: PackLimits,
-        *,
-        num_replicas: int,
-        micro_batches: int,
-        iterations: int,
-        seed: int,
-        samples: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        self._lengths = lengths
-        self._limits = limits
-        self._shape = (micro_batches, num_replicas)
-        self._step_packs = num_replicas * micro_batches
-        self._iterations = iterations
-        self._seed = seed
-        self._samples = samples
+    def __init__(self, spec: PackingSpec, ranks: Ranks) -> None:
+        self._spec, self._ranks = spec, ranks
+        self._iterations = spec.iterations if spec.method == "isf" else 1
         self._num_steps: dict[int, int] = {}
         self._latest: tuple[int, Packs] | None = None
 
     def window_starts(self, epoch: int) -> IntArray:
         """One window: packs are made for all samples at once."""
         if epoch not in self._num_steps:
-            self._num_steps[epoch] = len(self.window(epoch, 0)) // self._step_packs
+            self._num_steps[epoch] = len(self.window(epoch, 0)) // self._ranks.step_packs
         return np.array([0, self._num_steps[epoch]])
 
     def window(self, epoch: int, index: int) -> Packs:  # there is but one
@@ -179,12 +158,13 @@ class ShuffledPacks:
         return self._latest[1]
 
     def _arrange(self, epoch: int) -> Packs:
-        generator = np.random.default_rng([self._seed, epoch])
+        spec, ranks = self._spec, self._ranks
+        generator = np.random.default_rng([spec.seed, epoch])
         packs = iterative_sampling_and_filtering(
-            self._lengths, self._limits, iterations=self._iterations, seed=generator, samples=self._samples
+            spec.lengths, spec.limits, iterations=self._iterations, seed=generator, samples=spec.samples
         )
-        num_packs = -(-len(packs) // self._step_packs) * self._step_packs
-        order = np.arange(num_packs).reshape(-1, *self._shape)
+        num_packs = -(-len(packs) // ranks.step_packs) * ranks.step_packs
+        order = np.arange(num_packs).reshape(-1, ranks.micro_batches, ranks.num_replicas)
         last = order[-1:]  # gives every rank a pack before any gets a second one
         last[:] = last.swapaxes(1, 2).reshape(last.shape)
         return deal(packs, num_packs, generator, split=False).take(order.ravel())

@@ -10,9 +10,6 @@ Method = Literal["balanced", "isf", "random"]
 Oversized = Literal["alone", "error", "drop"]
 """What becomes of a sample that exceeds a limit on its own."""
 
-TextOnly = Literal["mix", "together"]
-"""Where samples without an image go: anywhere, or into steps of their own that all ranks run at the same time."""
-
 DEFAULT_COST: Final = CostModel(llm_tokens=24576, llm_tokens_squared=1)
 """Forward operations of a decoder layer with 4096 hidden units and a fourfold MLP, 24 h² l + 4 h l², over 4 h."""
 

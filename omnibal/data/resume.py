@@ -35,7 +35,7 @@ class EpochStepsRecord(_Record):
 
     arranged_for: Shape
     ranks: Shape
-    packs_done: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    packs_done: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=1)]
     first_step: NonNegativeInt
     origin: OriginRecord | None = None
 
@@ -70,6 +70,11 @@ def read_state(state: Any, made_from: Mapping[str, Any]) -> State:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
         raise ConfigError(f"state must be as state_dict() gave it, got {key} that is not: {wrong['msg']}") from error
+    if read.made_from.get("text_only", "mix") != "mix":
+        raise ConfigError(
+            f"text_only must be 'mix' in the saved state, got {read.made_from['text_only']!r}; finish the epoch with "
+            "the version of omnibal that saved it"
+        )
     for name, value in made_from.items():
         saved = read.made_from.get(name)
         if saved != value:

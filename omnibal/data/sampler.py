@@ -1,22 +1,17 @@
 """BalancedBatchSampler: any DataLoader's batch_sampler, with balanced packs as its batches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
-from omnibal.cost import CostModel
 from omnibal.data.checks import integer
-from omnibal.data.epoch_steps import EpochSteps, StepPacks
+from omnibal.data.epoch_steps import Epochs, EpochSteps, StepPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixing import Origin
-from omnibal.data.mixture import Mixture
-from omnibal.data.pack_stream import Ranks
-from omnibal.data.packing_spec import PackingSpec
-from omnibal.data.policies import EXCHANGE_STEPS, ITERATIONS, Method, Oversized, TextOnly
+from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
 from omnibal.data.resume import VERSION, check_agreement, read_state
 from omnibal.errors import ConfigError
-
-MOST_REMEMBERED = 8  # samples of the next packs that a state remembers
 
 
 class BalancedBatchSampler:
@@ -24,7 +19,7 @@ class BalancedBatchSampler:
 
     Pass it to a DataLoader as ``batch_sampler`` and call ``set_epoch`` before every epoch. All ranks must be given
     equal arguments, ``rank`` aside: ``verify`` checks that they were. An empty list stands for a micro-batch without
-    a sample; it is possible in the last step only (under ``text_only="together"`` in the last step of either kind).
+    a sample; it is possible in the last step only.
 
     Under ``"balanced"`` all epochs have equally many steps, and a micro-batch is empty only where there are fewer
     samples than packs. Under ``"isf"`` and ``"random"`` every epoch has the steps that its packs fill: the length
@@ -36,23 +31,14 @@ class BalancedBatchSampler:
         num_replicas: Data-parallel ranks.
         rank: This process's data-parallel rank.
         micro_batches: Packs per rank and step (gradient accumulation steps).
-        method: How packs are made and arranged: ``"balanced"``, ``"isf"`` (as the OmniBal paper has it) or
-            ``"random"`` (samples packed in the order in which they are drawn).
-        seed: The same seed gives the same epochs.
-        oversized: Samples that exceed a limit on their own: ``"alone"`` gives each a pack of its own, ``"drop"``
-            leaves them out, ``"error"`` refuses them. ``oversized_report`` says how many there are, and which.
-        cost: What a micro-batch costs the LLM, for the method ``"balanced"``.
-        text_only: Samples without an image: ``"mix"`` packs them with others; ``"together"`` keeps them in steps of
-            their own, so that in any micro-batch all ranks run the ViT or none does, as ZeRO-3 and FSDP require.
-            Empty packs aside, which ``"isf"`` and ``"random"`` have in the last step of either kind:
-            ``StepPacks.needs_dummy_tile`` tells, under either policy, which packs lack an image that another rank has.
-        exchange_steps: The knob between randomness and balance, for the method ``"balanced"``: how many consecutive
-            steps may exchange samples so that the ranks of each are alike. With 1 every step keeps exactly those
-            that it drew. ``omnibal pack --exchange-steps`` shows what either costs on your data.
-        iterations: Rounds of ISF (T in the paper), for the method ``"isf"``; Q'_v and Q'_t are part of the limits.
-        mixture: What share each of the lengths' sources gets, for the method ``"balanced"``: a ``Mixture``, or shares
-            by source. An epoch is then no pass over the data but a part of an endless row of steps, of as many as hold
-            about as many samples as there are. Steps of a schedule count from the beginning of epoch 0.
+        **options: Other fields of a ``PackingSpec``. ``method``: ``"balanced"``, ``"isf"`` (that of the OmniBal paper)
+            or ``"random"`` (samples packed in the order in which they are drawn). ``seed``: the same seed gives the
+            same epochs. ``oversized``: samples that exceed a limit on their own get packs of their own (``"alone"``),
+            are left out (``"drop"``) or refused (``"error"``). ``cost``: what a micro-batch costs the LLM.
+            ``exchange_steps``: consecutive steps that may exchange samples so that the ranks of each are alike; with 1
+            every step keeps exactly the samples that it drew. ``iterations``: rounds of ISF. ``mixture``: the share of
+            each source; an epoch is then no pass over the data but a part of an endless row of steps, of as many as
+            hold about as many samples as there are.
 
     Attributes:
         epoch: The current epoch.
@@ -79,30 +65,13 @@ class BalancedBatchSampler:
         num_replicas: int,
         rank: int,
         micro_batches: int = 1,
-        method: Method = "balanced",
-        seed: int = 0,
-        oversized: Oversized = "alone",
-        cost: CostModel | None = None,
-        text_only: TextOnly = "mix",
-        exchange_steps: int = EXCHANGE_STEPS,
-        iterations: int = ITERATIONS,
-        mixture: Mixture | Mapping[str, Any] | None = None,
+        **options: Unpack[PackingOptions],
     ) -> None:
-        self._spec = PackingSpec(
-            lengths,
-            limits,
-            method=method,
-            seed=integer("seed", seed, 0),
-            oversized=oversized,
-            cost=cost,
-            text_only=text_only,
-            exchange_steps=exchange_steps,
-            iterations=iterations,
-            mixture=None if mixture is None else Mixture.of(mixture),
-        )
+        self._spec = PackingSpec(lengths, limits, **options)  # type: ignore[arg-type]  # a mapping becomes a mixture
+        self._epochs = Epochs(self._spec)
         self._ranks = Ranks(num_replicas, micro_batches)
-        self._origin: Origin | None = None  # of the epochs to come, where other ranks began a mixture
-        self._steps = self._spec.epoch_steps(0, self._ranks)
+        self._origin: Origin | None = None  # of the epochs to come, if other ranks began a mixture
+        self._steps = self._epochs.begin(0, self._ranks)
         self.lengths = lengths
         self.mixture = self._spec.mixture
         self.limits = limits
@@ -143,11 +112,11 @@ class BalancedBatchSampler:
         Under ``"isf"`` and ``"random"`` the epoch is planned to count them, once: tenths of a second for a million
         samples. Under ``"balanced"`` they are known.
         """
-        return self._spec.steps_of(integer("epoch", epoch, 0), self._ranks)
+        return self._epochs.steps_of(integer("epoch", epoch, 0), self._ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
-            self._go_to(self._spec.epoch_steps(self.epoch, self._ranks, origin=self._origin), steps_done=0)
+            self._go_to(self._epochs.begin(self.epoch, self._ranks, self._origin), steps_done=0)
         for step in self.steps():
             for micro_batch in range(self.micro_batches):
                 if micro_batch == self.micro_batches - 1:
@@ -173,13 +142,13 @@ class BalancedBatchSampler:
 
         Nothing without a mixture. A single step's share is up to chance; over some hundred steps it is met.
         """
-        return self._spec.shares_of(self._steps, index)
+        return self._steps.shares_of(index)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
         epoch = integer("epoch", epoch, 0)
         if epoch != self.epoch:
-            self._go_to(self._spec.epoch_steps(epoch, self._ranks, origin=self._origin), steps_done=0)
+            self._go_to(self._epochs.begin(epoch, self._ranks, self._origin), steps_done=0)
 
     def _go_to(self, steps: EpochSteps, *, steps_done: int) -> None:
         self._steps = steps
@@ -203,7 +172,7 @@ class BalancedBatchSampler:
             "epoch": self.epoch,
             "steps_done": done,
             "epoch_steps": self._steps.record(),
-            "next_packs": _next_packs(self._steps, done),
+            "next_packs": [self._steps.next_pack(done)],
             "made_from": self._spec.fingerprint(),
         }
 
@@ -219,37 +188,21 @@ class BalancedBatchSampler:
                 arranges epochs differently.
         """
         saved = read_state(state, self._spec.fingerprint())
-        origin = None if saved.epoch_steps.origin is None else saved.epoch_steps.origin.origin()
-        done, arranged_for, ranks = (
-            saved.steps_done,
-            Ranks(*saved.epoch_steps.arranged_for),
-            Ranks(*saved.epoch_steps.ranks),
-        )
-        steps = self._spec.epoch_steps(
-            saved.epoch,
-            ranks,
-            arranged_for=arranged_for,
-            packs_done=saved.epoch_steps.packs_done,
-            first_step=saved.epoch_steps.first_step,
-            origin=origin,
-        )
-        if ranks != self._ranks:
-            positions = steps.packs_done(done)
-            steps = self._spec.epoch_steps(
-                saved.epoch,
-                self._ranks,
-                arranged_for=arranged_for,
-                packs_done=positions,
-                first_step=done,
-                origin=origin,
-            )
-        found = _next_packs(steps, done)
+        position, done = saved.epoch_steps, saved.steps_done
+        origin = None if position.origin is None else position.origin.origin()
+        arranged_for, ranks = Ranks(*position.arranged_for), Ranks(*position.ranks)
+        resume = partial(self._epochs.resume, saved.epoch, arranged_for=arranged_for, origin=origin)
+        (packs_done,) = position.packs_done
+        steps = resume(ranks, packs_done=packs_done, first_step=position.first_step)
+        if ranks != self._ranks:  # the ranks there are now go on behind the packs that the others have done
+            steps = resume(self._ranks, packs_done=steps.packs_done(done), first_step=done)
+        found = [steps.next_pack(done)]
         if found != saved.next_packs:
             raise ConfigError(
                 f"the next packs must be those of the saved state, {saved.next_packs}, got {found}; "
                 "this version of omnibal arranges epochs differently: finish the epoch with the one that saved it"
             )
-        self._origin = origin if arranged_for == self._ranks else self._spec.origin_behind(steps)
+        self._origin = origin if arranged_for == self._ranks else steps.origin_behind()
         self._go_to(steps, steps_done=done)
 
     def verify(self, gather: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]]) -> None:
@@ -276,10 +229,3 @@ class BalancedBatchSampler:
             "epoch_steps": self._steps.record(),
         }
         check_agreement(gather(record), num_replicas=self.num_replicas)
-
-
-def _next_packs(steps: EpochSteps, steps_done: int) -> list[list[int]]:
-    """The first samples of the next pack in each stream: what a resumed run must find again."""
-    positions = steps.packs_done(steps_done)
-    packs = (stream.next_pack(position) for stream, position in zip(steps.streams, positions, strict=True))
-    return [pack[:MOST_REMEMBERED].tolist() for pack in packs]

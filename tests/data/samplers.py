@@ -11,7 +11,6 @@ from omnibal.data.synthetic import tiled_lengths
 LENGTHS = tiled_lengths(400, seed=5, text_share=0.2)
 LIMITS = PackLimits(9, 4096)
 methods = st.sampled_from(["balanced", "isf", "random"])
-policies = st.sampled_from(["mix", "together"])
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 3))
 
 

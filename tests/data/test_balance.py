@@ -6,6 +6,7 @@ from omnibal.data.balance import BalancedPacks, planner
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, source_mix, step_randomness
+from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import INTERNVL_MIX, tiled_lengths
@@ -33,14 +34,15 @@ def check(windows, lengths, limits, step_packs):
 
 
 def planned(lengths, limits, epoch=0, **options):
-    packs = BalancedPacks(lengths, limits, **options)
+    ranks = Ranks(options.pop("num_replicas"), options.pop("micro_batches", 1))
+    packs = BalancedPacks(PackingSpec(lengths, limits, **options), ranks)
     windows = [packs.window(epoch, index) for index in range(len(packs.window_starts(epoch)) - 1)]
-    check(windows, lengths, limits, options["num_replicas"] * options.get("micro_batches", 1))
+    check(windows, lengths, limits, ranks.step_packs)
     return Packs.concatenate(windows)
 
 
 def test_a_window_whose_first_orders_do_not_fit_is_planned_yet(monkeypatch, lengths):
-    packs = BalancedPacks(lengths, LIMITS, num_replicas=32, micro_batches=4)
+    packs = BalancedPacks(PackingSpec(lengths, LIMITS), Ranks(32, 4))
     plan, tried = planner.plan_window, []
 
     def refuse_most(*arguments):

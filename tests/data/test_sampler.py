@@ -1,6 +1,3 @@
-from collections import Counter
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -17,16 +14,16 @@ from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
-from tests.data.samplers import LENGTHS, LIMITS, methods, packs_of, policies, samplers, seen, shapes
+from tests.data.samplers import LENGTHS, LIMITS, methods, packs_of, samplers, seen, shapes
 from tests.data.strategies import pack_limits, sample_lengths
 
 # --- epochs ---
 
 
-@given(sample_lengths(), pack_limits(), shapes, methods, policies, st.integers(0, 3))
+@given(sample_lengths(), pack_limits(), shapes, methods, st.integers(0, 3))
 @settings(max_examples=150)
-def test_every_sample_once_and_equal_lengths_on_all_ranks(lengths, limits, shape, method, text_only, epoch):
-    ranks = samplers(shape, lengths, limits, method=method, text_only=text_only)
+def test_every_sample_once_and_equal_lengths_on_all_ranks(lengths, limits, shape, method, epoch):
+    ranks = samplers(shape, lengths, limits, method=method)
     for sampler in ranks:
         sampler.set_epoch(epoch)
     packs = packs_of(ranks)
@@ -34,10 +31,9 @@ def test_every_sample_once_and_equal_lengths_on_all_ranks(lengths, limits, shape
     assert sorted(sample for own in packs for pack in own for sample in pack) == list(range(len(lengths)))
 
 
-@pytest.mark.parametrize("text_only", ["mix", "together"])
 @pytest.mark.parametrize("method", ["balanced", "isf", "random"])
-def test_the_length_follows_the_epoch(method, text_only):
-    sampler = samplers((1, 1), method=method, text_only=text_only)[0]
+def test_the_length_follows_the_epoch(method):
+    sampler = samplers((1, 1), method=method)[0]
     steps = [sampler.steps_of(epoch) for epoch in range(6)]
     assert (len(set(steps)) == 1) == (method == "balanced")
     for epoch in (5, 0, 3, 2, 1, 4):
@@ -113,35 +109,6 @@ def test_packs_without_an_image_beside_others_that_have_one():
     assert needs.sum() == 1
 
 
-@given(st.integers(0, 60), st.integers(0, 60), shapes, st.integers(0, 2))
-@settings(max_examples=40)
-def test_together_keeps_text_only_samples_in_steps_of_their_own(with_image, without, shape, epoch):
-    lengths = SampleLengths([3] * with_image + [0] * without, [900] * with_image + [500] * without)
-    sampler = samplers(shape, lengths, text_only="together", method="isf")[0]
-    sampler.set_epoch(epoch)
-    kinds = []
-    for step in sampler.steps():
-        assert len({int(lengths.vision_units[sample]) for sample in step.packs.samples}) == 1
-        kinds.append(int(lengths.vision_units[step.packs.samples[0]]))
-        if step.packs.sizes.all():
-            assert not step.needs_dummy_tile(lengths).any()
-    assert set(kinds) == {units for units, count in ((3, with_image), (0, without)) if count}
-
-
-def test_kinds_of_steps_alternate_at_random():
-    lengths = SampleLengths([5] * 100 + [0] * 100, [1400] * 200)
-    sampler = samplers((2, 1), lengths, PackLimits(5, 1400), text_only="together", method="isf")[0]
-
-    def kinds():
-        return [int(lengths.vision_units[step.packs.samples[0]]) for step in sampler.steps()]
-
-    first = kinds()
-    assert Counter(first) == {5: 50, 0: 50}
-    assert 20 < sum(a != b for a, b in pairwise(first)) < 80
-    sampler.set_epoch(1)
-    assert kinds() != first
-
-
 # --- samples over a limit ---
 
 
@@ -159,19 +126,18 @@ def test_oversized_samples():
     assert drop.oversized_report.endswith("and are left out: 1, 2")
     with pytest.raises(DataError, match=r"got 20 and 10 for sample 1 \(2 samples in all\)"):
         samplers((1, 1), lengths, LIMITS, oversized="error")
-    for text_only in ("mix", "together"):
-        with pytest.raises(DataError, match=r"got 0 vision units and 5 LLM tokens, which all 4 samples exceed"):
-            samplers((1, 1), lengths, PackLimits(0, 5), oversized="drop", text_only=text_only)
+    with pytest.raises(DataError, match=r"got 0 vision units and 5 LLM tokens, which all 4 samples exceed"):
+        samplers((1, 1), lengths, PackLimits(0, 5), oversized="drop")
     (fine,) = samplers((1, 1), lengths, PackLimits(20, 5000), oversized="error")
     assert fine.oversized_report == "no sample exceeds the limits"
 
 
-@given(sample_lengths(), pack_limits(), shapes, policies)
+@given(sample_lengths(), pack_limits(), shapes)
 @settings(max_examples=40)
-def test_dropped_samples_are_those_of_the_report(lengths, limits, shape, text_only):
+def test_dropped_samples_are_those_of_the_report(lengths, limits, shape):
     kept = sorted(set(range(len(lengths))) - set(limits.oversized(lengths).tolist()))
     assume(kept or not len(lengths))
-    assert seen(samplers(shape, lengths, limits, oversized="drop", text_only=text_only)) == kept
+    assert seen(samplers(shape, lengths, limits, oversized="drop")) == kept
 
 
 def test_a_long_report_is_cut():
@@ -194,7 +160,6 @@ def test_a_long_report_is_cut():
         ({"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
         ({"method": "sorted"}, "method must be one of"),
         ({"oversized": "cut"}, "oversized must be one of"),
-        ({"text_only": "alone"}, "text_only must be one of"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

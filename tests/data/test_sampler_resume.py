@@ -10,14 +10,13 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
-from tests.data.samplers import LENGTHS, LIMITS, methods, packs_of, policies, resumed, samplers, seen, shapes
+from tests.data.samplers import LENGTHS, LIMITS, methods, packs_of, resumed, samplers, seen, shapes
 from tests.data.strategies import pack_limits, sample_lengths
 
 
 @pytest.mark.parametrize("method", ["balanced", "isf", "random"])
-@pytest.mark.parametrize("text_only", ["mix", "together"])
-def test_the_same_ranks_go_on_exactly_where_they_were(method, text_only):
-    options = {"method": method, "text_only": text_only}
+def test_the_same_ranks_go_on_exactly_where_they_were(method):
+    options = {"method": method}
     ranks = samplers((3, 2), **options)
     for sampler in ranks:
         sampler.set_epoch(2)
@@ -31,10 +30,10 @@ def test_the_same_ranks_go_on_exactly_where_they_were(method, text_only):
         assert packs_of(again) == [own[steps_done * 2 :] for own in packs]
 
 
-@given(sample_lengths(), pack_limits(), st.lists(shapes, min_size=2, max_size=4), methods, policies, st.data())
+@given(sample_lengths(), pack_limits(), st.lists(shapes, min_size=2, max_size=4), methods, st.data())
 @settings(max_examples=150)
-def test_any_chain_of_ranks_sees_every_sample_once(lengths, limits, chain, method, text_only, data):
-    options = {"lengths": lengths, "limits": limits, "method": method, "text_only": text_only}
+def test_any_chain_of_ranks_sees_every_sample_once(lengths, limits, chain, method, data):
+    options = {"lengths": lengths, "limits": limits, "method": method}
     ranks = samplers(chain[0], **options)
     trained = []
     for shape in chain[1:]:
@@ -147,6 +146,17 @@ def test_steps_done_by_other_ranks_are_out_of_reach():
         after.state_dict(4)
 
 
+def test_states_from_before_text_only_went_are_read_where_it_was_mix():
+    sampler = samplers((2, 1))[0]
+    state = sampler.state_dict(3)
+    state["made_from"] = state["made_from"] | {"text_only": "mix"}
+    sampler.load_state_dict(state)
+    assert sampler.steps_done == 3
+    state["made_from"]["text_only"] = "together"
+    with pytest.raises(ConfigError, match="text_only must be 'mix' in the saved state, got 'together'; finish the"):
+        sampler.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -154,7 +164,6 @@ def test_steps_done_by_other_ranks_are_out_of_reach():
         ({"method": "isf"}, "method must be as in the saved state, 'random', got 'isf'"),
         ({"limits": PackLimits(10, 4096)}, r"limits must be as in the saved state, \[9, 4096, 9, 3968\], got \[10"),
         ({"oversized": "drop"}, "oversized must be as in the saved state, 'alone', got 'drop'"),
-        ({"text_only": "together"}, "text_only must be as in the saved state, 'mix', got 'together'"),
         ({"cost": CostModel(llm_tokens=1)}, "cost must be as in the saved state, None, got"),
         ({"exchange_steps": 1}, "exchange_steps must be as in the saved state, 64, got 1"),
         ({"lengths": tiled_lengths(399)}, "num_samples must be as in the saved state, 400, got 399; other samples"),

@@ -50,12 +50,12 @@ def test_a_pack_without_an_image_is_filled_where_its_step_has_one():
 
 
 def test_steps_without_any_image_are_filled_on_demand_only():
-    options = {"text_only": "together", "method": "balanced"}
+    texts = SampleLengths([1] + [0] * 40, [900] * 41)
     fillers = {
-        demanded: {pack.filler for pack in sampler_of(image_in_every_pack=demanded, **options) if pack}
+        demanded: {pack.filler for pack in list(sampler_of(lengths=texts, image_in_every_pack=demanded)) if pack}
         for demanded in (False, True)
     }
-    assert fillers == {False: {None}, True: {None, SMALLEST_WITH_IMAGE}}
+    assert fillers == {False: {None}, True: {None, 0}}
 
 
 def test_an_empty_pack_gets_a_sample_of_the_kind_that_the_step_has():

@@ -23,6 +23,7 @@ from omnibal.data.balance.rules import Effort
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, source_mix, step_randomness, volume_bound
+from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
@@ -88,9 +89,8 @@ def plan(
     exchange_steps = options.pop("exchange_steps", 64)
     started = time.process_time()
     arranged = BalancedPacks(
-        lengths, limits, num_replicas=shape[0], micro_batches=shape[1], seed=seed, exchange_steps=exchange_steps,
-        effort=Effort(**options),
-    )  # fmt: skip
+        PackingSpec(lengths, limits, seed=seed, exchange_steps=exchange_steps), Ranks(*shape), effort=Effort(**options)
+    )
     packs = Packs.concatenate(arranged.window(epoch, index) for index in range(len(arranged.window_starts(epoch)) - 1))
     return packs, time.process_time() - started
 

@@ -16,6 +16,7 @@ from omnibal.data.balance import BalancedPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import source_mix, step_randomness
+from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.data.streaming.simulated import MOST_DRAWN, Evenness, packed_ahead
 
@@ -25,7 +26,7 @@ RANKS: Final = (8, 64, 512)
 
 def whole(lengths: SampleLengths, limits: PackLimits, ranks: int) -> Packs:
     """An epoch of all samples, planned at once."""
-    arranged = BalancedPacks(lengths, limits, num_replicas=ranks)
+    arranged = BalancedPacks(PackingSpec(lengths, limits), Ranks(ranks))
     return Packs.concatenate(arranged.window(0, index) for index in range(len(arranged.window_starts(0)) - 1))
 
 

@@ -6,16 +6,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.cost import CostModel
 from omnibal.data.balance.demand import CLOSING, RESERVE, survey
 from omnibal.data.balance.layout import BLOCK, WINDOW, Layout, blocks_of
 from omnibal.data.balance.rules import DEFAULT_EFFORT, Effort, Setting, make_rules
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window
-from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.limits import PackLimits
+from omnibal.data.lengths import IntArray
+from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.policies import DEFAULT_COST, EXCHANGE_STEPS
 from omnibal.errors import InfeasibleError
 
 SURVEY: Final = 1 << 15
@@ -32,35 +30,16 @@ class BalancedPacks:
     """Arranges epochs of steps that are balanced in vision units and in cost.
 
     Args:
-        lengths: Loads of every sample.
-        limits: The most a pack may hold.
-        num_replicas: Data-parallel ranks.
-        micro_batches: Packs per rank and step.
-        cost: What is made even besides vision units; by default ``DEFAULT_COST``.
-        seed: The same seed gives the same epochs.
-        samples: Which samples take part; None for all.
-        exchange_steps: Consecutive steps that may exchange samples for the sake of balance. With 1, samples leave the
-            steps that drew them only where limits ask for it.
+        spec: Samples, limits, cost and randomness.
+        ranks: Who runs the steps.
         effort: How much each part of the planner does.
     """
 
-    def __init__(
-        self,
-        lengths: SampleLengths,
-        limits: PackLimits,
-        *,
-        num_replicas: int,
-        micro_batches: int = 1,
-        cost: CostModel | None = None,
-        seed: int = 0,
-        samples: npt.NDArray[np.int64] | None = None,
-        exchange_steps: int = EXCHANGE_STEPS,
-        effort: Effort = DEFAULT_EFFORT,
-    ) -> None:
-        cost = DEFAULT_COST if cost is None else cost
-        self._setting = Setting(limits, cost, num_replicas, micro_batches, exchange_steps, effort)
-        self._columns, self._seed, self._samples = columns_of(lengths), seed, samples
-        self._num_samples = len(lengths) if samples is None else len(samples)
+    def __init__(self, spec: PackingSpec, ranks: Ranks, *, effort: Effort = DEFAULT_EFFORT) -> None:
+        lengths, limits, cost, samples = spec.lengths, spec.limits, spec.pack_cost, spec.samples
+        self._setting = Setting(limits, cost, ranks.num_replicas, ranks.micro_batches, spec.exchange_steps, effort)
+        self._columns, self._seed, self._samples = columns_of(lengths), spec.seed, samples
+        self._num_samples = spec.num_samples
         drawn = None if self._num_samples <= BLOCK else self._draw(0, SURVEY, 0)
         self._demand = survey(lengths, limits, cost, samples=samples, drawn=drawn)
         self._tried: list[Packs] = []  # the first windows of epoch 0: planned already, and known to fit

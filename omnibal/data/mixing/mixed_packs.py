@@ -5,21 +5,19 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from omnibal.cost import CostModel
 from omnibal.data.balance.demand import survey
 from omnibal.data.balance.layout import WINDOW, cut_evenly
 from omnibal.data.balance.planner import ATTEMPTS, MARGINS
 from omnibal.data.balance.rules import Rules, Setting, make_rules
 from omnibal.data.balance.tables import Int32Array
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window
-from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.limits import PackLimits
+from omnibal.data.lengths import IntArray
 from omnibal.data.mixing.draw_schedule import DrawSchedule, Origin, Span
 from omnibal.data.mixing.draws import Draws, Int64Array
 from omnibal.data.mixing.rates import PackRates
-from omnibal.data.mixture import FloatArray, Mixture
+from omnibal.data.mixture import FloatArray
+from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.policies import DEFAULT_COST
 from omnibal.errors import InfeasibleError
 
 KEPT: Final = 2
@@ -53,41 +51,24 @@ class MixedPacks:
     window is planned alone, without those before it.
 
     Args:
-        lengths: Loads of every sample.
-        limits: The most a pack may hold.
-        mixture: What share each source gets.
-        num_replicas: Data-parallel ranks.
-        micro_batches: Packs per rank and step.
-        cost: As of ``BalancedPacks``.
-        seed: The same seed gives the same draws and packs.
-        samples: Which samples take part; None for all.
-        exchange_steps: As of ``BalancedPacks``.
-        origin: Where other ranks left the mixture; None where nobody did.
+        spec: With a mixture.
+        ranks: Who runs the steps.
+        origin: Where other ranks left the mixture; None if nobody did.
 
     Raises:
-        ConfigError: As of ``Draws``.
-        DataError: As of ``Draws``.
+        ConfigError: The mixture does not name the sources of the lengths.
+        DataError: A source has no samples to draw.
         InfeasibleError: No margin lets the first samples of some mix fit into packs.
     """
 
-    def __init__(
-        self,
-        lengths: SampleLengths,
-        limits: PackLimits,
-        mixture: Mixture,
-        *,
-        num_replicas: int,
-        micro_batches: int,
-        cost: CostModel | None,
-        seed: int,
-        samples: IntArray | None,
-        exchange_steps: int,
-        origin: Origin | None,
-    ) -> None:
-        cost = DEFAULT_COST if cost is None else cost
-        self._setting = Setting(limits, cost, num_replicas, micro_batches, exchange_steps)
-        self._lengths, self._columns, self._seed, self._mixture = lengths, columns_of(lengths), seed, mixture
-        self._draws = Draws(lengths, mixture, seed=seed, samples=samples)
+    def __init__(self, spec: PackingSpec, ranks: Ranks, origin: Origin | None = None) -> None:
+        assert spec.mixture is not None, "a spec without a mixture is arranged by BalancedPacks"
+        lengths, limits, mixture = spec.lengths, spec.limits, spec.mixture
+        self._setting = Setting(
+            limits, spec.pack_cost, ranks.num_replicas, ranks.micro_batches, spec.exchange_steps
+        )  # fmt: skip
+        self._lengths, self._columns, self._seed, self._mixture = lengths, columns_of(lengths), spec.seed, mixture
+        self._draws = Draws(lengths, mixture, seed=spec.seed, samples=spec.samples)
         self._rates = PackRates(lengths, limits, self._draws)
         self._stretch = lru_cache(KEPT)(self._draw_stretch)
         self.window_starts = lru_cache(KEPT)(self._window_starts)

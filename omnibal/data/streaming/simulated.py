@@ -9,6 +9,7 @@ from omnibal.data.balance import BalancedPacks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
+from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.streaming.buffer import agree, asked, grown, growth, plan_buffer
@@ -111,7 +112,7 @@ def given_up(
     ranks = {"num_ranks": num_ranks, "micro_batches": micro_batches}
     packs, _ = packed_ahead(lengths, limits, buffer=buffer, least_windows=2, least_steps=0, **ranks)
     drawn = lengths.take(packs.samples)
-    plan = BalancedPacks(drawn, limits, num_replicas=num_ranks, micro_batches=micro_batches)
+    plan = BalancedPacks(PackingSpec(drawn, limits), Ranks(num_ranks, micro_batches))
     whole = Packs.concatenate(plan.window(0, index) for index in range(len(plan.window_starts(0)) - 1))
     # Steps hold a rank's micro-batches one after the other.
     order = np.arange(len(whole)).reshape(-1, num_ranks, micro_batches).transpose(0, 2, 1).ravel()

@@ -296,7 +296,6 @@ def test_samples_that_fill_packs_alike():
             "sources of a mixture must have target_tokens, got none in 'chat'",
         ),
         ({"method": "isf"}, "method must be 'balanced' under a mixture, got 'isf'"),
-        ({"text_only": "together"}, "text_only must be 'mix' under a mixture"),
     ],
 )
 def test_refused_in_one_line(options, message):
