@@ -134,7 +134,7 @@ def test_an_epoch_that_is_read_ahead_is_planned_once():
     for _ in range(len(sampler) + 1):
         next(ahead)
     sampler.set_epoch(1)
-    assert sampler._steps is sampler._spec.epoch_steps(1, sampler._ranks)
+    assert sampler._steps is sampler._epochs.begin(1, sampler._ranks)
     assert sampler._steps.streams[0]._windows  # planned by the one who read ahead
 
 
