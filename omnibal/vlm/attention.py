@@ -29,8 +29,8 @@ from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 
 PACKED_ATTENTION = "omnibal_packed"
 
+# All kernels but cuDNN's, which builds and keeps a graph for every exact shape: nearly every pack has a new shape.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All but cuDNN's, which builds a graph for every exact shape and keeps it: nearly every pack has a new one."""
 
 
 def attention_kwargs(cu_seq_lens: Tensor) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def attention_kwargs(cu_seq_lens: Tensor) -> dict[str, Any]:
 def sample_lengths(cu_seq_lens: Tensor) -> tuple[int, ...]:
     """Tokens of each sample of a pack, on the host.
 
-    What is noted of the pack is taken. Otherwise a GPU is asked once per tensor, not once per layer.
+    Counts attached to the tensor are taken (`note_counts`). Otherwise a GPU is asked once per tensor, not per layer.
 
     >>> sample_lengths(torch.tensor([0, 3, 5], dtype=torch.int32))
     (3, 2)
@@ -127,26 +127,26 @@ def _refuse_unknown_terms(kwargs: dict[str, Any]) -> None:
 
 
 def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """What attention gives a ViT without tiles, with (zero) gradients for everyone; transformers' "sdpa" fails here."""
+    """Attention over no tokens, with zero gradients for query, key and value; transformers' "sdpa" fails on it."""
     return (query + key.sum() + value.sum()).transpose(1, 2)
 
 
 def _bounds_from_positions(
     query: Tensor, key: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """Bounds of one unmasked sequence: a sample starts where positions do not go on; None for batches and caches."""
+    """Bounds of one unmasked sequence, or None for batches and caches."""
     num_tokens = query.shape[2]
     if attention_mask is not None or query.shape[0] != 1 or key.shape[2] != num_tokens:
         return None
     bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=query.device)
     if position_ids is None or position_ids.ndim != 2:
         return bounds
-    (breaks,) = torch.where(position_ids[0].diff() != 1)
+    (breaks,) = torch.where(position_ids[0].diff() != 1)  # a sample starts where positions do not go on by one
     return torch.cat((bounds[:1], breaks.to(torch.int32) + 1, bounds[1:]))
 
 
 class _Terms(NamedTuple):
-    """What attention within a sample is."""
+    """How attention within a sample is computed."""
 
     dropout: float
     scaling: float | None
@@ -217,7 +217,7 @@ def _per_sample(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, .
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Which of ``length`` tokens see which: the ``window`` newest up to themselves."""
+    """Mask of a sliding window, shape (length, length): token i sees tokens i - window + 1 to i."""
     position = torch.arange(length, device=device)
     behind = position[:, None] - position
     return (behind >= 0) & (behind < window)

@@ -18,14 +18,12 @@ from omnibal.families.base import LayerRecord
 from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.payload import Layout
 
+# Names within peft: the only set of adapters, the prefix of names in its file, and the linear layer inside the module
+# that adds an adapter to it.
 ADAPTER = "default"
-"""Peft's name for the only set of adapters there is."""
 ADAPTER_PREFIX = "base_model.model."
-"""What stands before names in peft's file of adapters."""
 BASE_LAYER = ".base_layer."
-"""Peft's name for a linear layer within the one that adds an adapter to it."""
-ADAPTER_STREAM = 1
-"""Of random numbers, beside that of a layer's own weights."""
+ADAPTER_STREAM = 1  # random numbers of adapters come from a stream of their own, beside that of a layer's weights
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class LayerRecipe:
     """How to make one pipeline layer out of a Hugging Face model.
 
     Attributes:
-        layer_class: Called with the model's config and the parts; keeps each part under the name it came by.
-        parts: From that name to the path of a module in the Hugging Face model, or of a parameter.
+        layer_class: Called with the model's config and the parts, which it keeps under the names of the arguments.
+        parts: From the name of each part to the path of a module, or of a parameter, in the Hugging Face model.
     """
 
     layer_class: type[nn.Module]
@@ -104,7 +102,7 @@ class VisionLanguageModel:
         self.records = tuple(replace(record, weights=self.trained_weights(i)) for i, record in enumerate(records))
 
     def layout(self, boundary: int) -> Layout:
-        """What a cut before layer ``boundary`` sends; at 0 what the model is given, at the end what it gives."""
+        """What a cut before layer ``boundary`` sends; at 0 the model's input, behind the last layer its output."""
         assert 0 <= boundary <= len(self.records)
         read_later = any(record.module != "language" for record in self.records[boundary:])
         images = self.image_integers if read_later else ()
@@ -133,7 +131,8 @@ class VisionLanguageModel:
         recipe = self._recipes[index]
         parts = {name: deepcopy(self._part(path)) for name, path in recipe.parts.items()}
         layer = recipe.layer_class(self.config, **parts)
-        if seed is None:  # nothing is drawn: at no time does it take more than it will
+        # Without initial weights the layer is made in its final dtype: its memory never exceeds what it needs later.
+        if seed is None:
             layer = layer.to(dtype=dtype)
         layer = layer.to_empty(device="cpu")
         _forget(layer)
@@ -150,14 +149,9 @@ class VisionLanguageModel:
         return layer.to(device=device, dtype=dtype)
 
     def begin_adapters(self, index: int, layer: nn.Module, *, seed: int) -> None:
-        """Give a layer's adapters their initial weights, drawn as peft draws them: they add nothing yet.
+        """Give a layer of `build_layer` adapters with peft's initial weights, under which they add nothing yet.
 
-        They depend on the seed and the layer's index alone, and leave the layer's own initial weights as they are.
-
-        Args:
-            index: Which layer.
-            layer: Of ``build_layer``.
-            seed: Of their weights.
+        The weights depend on the seed and the layer's index alone; the layer's own weights stay as they are.
         """
         with _forked_generator(seed, self.first_tied(index), ADAPTER_STREAM), torch.no_grad():
             for name, parameter in layer.named_parameters():
@@ -176,14 +170,11 @@ class VisionLanguageModel:
         return found
 
     def weight_names(self, index: int) -> dict[str, str]:
-        """From names in layer ``index``'s ``state_dict()`` to names in a Hugging Face folder of weights.
-
-        Adapters have the names that peft gives them in its own file.
-        """
+        """From names in layer ``index``'s ``state_dict()`` to names in a Hugging Face folder, or in peft's file."""
         return {name: self.disk_name(path) for name, path in self.paths(index).items()}
 
     def parts(self, index: int) -> dict[str, nn.Module]:
-        """The modules of the skeleton that layer ``index`` consists of, by their paths in it."""
+        """The modules that layer ``index`` consists of, by their paths in the skeleton."""
         found = {path: self._part(path) for path in self._recipes[index].parts.values()}
         return {path: part for path, part in found.items() if isinstance(part, nn.Module)}
 
@@ -195,9 +186,9 @@ class VisionLanguageModel:
 
     @property
     def spare_names(self) -> tuple[str, ...]:
-        """Names on disk of weights that no layer has: parts of the ViT behind the features that the model reads.
+        """Names on disk of weights that no layer has, such as ViT blocks behind the last one whose output is read.
 
-        They are not computed, not trained, and exported as they came.
+        They are neither computed nor trained, and exported as they were loaded.
         """
         of_layers = {name for index in range(len(self.records)) for name in self.weight_names(index).values()}
         known = of_layers | self.tied_names.keys()
@@ -205,7 +196,7 @@ class VisionLanguageModel:
 
     @property
     def tied_names(self) -> dict[str, str]:
-        """From names on disk of weights that are another's to that other's name; empty for an untied model."""
+        """From the name on disk of each tied weight to the name of the weight that it shares; empty if untied."""
         tied: dict[str, str] = self.skeleton.all_tied_weights_keys
         return {self.disk_name(name): self.disk_name(source) for name, source in tied.items()}
 
@@ -251,7 +242,8 @@ class VisionLanguageModel:
         return part
 
     def _initialise_parameter(self, path: str, parameter: nn.Parameter) -> None:
-        """Initialise a parameter of a larger module: of a stand-in for that module, which has nothing else."""
+        """Initialise one parameter of a module as transformers would."""
+        # transformers initialises whole modules: give it a copy of the module that has this parameter only.
         owner, _, name = path.rpartition(".")
         stand_in = copy(self.skeleton.get_submodule(owner))
         stand_in._parameters = {name: parameter}
@@ -261,18 +253,14 @@ class VisionLanguageModel:
             initialiser._init_weights(stand_in)
 
     def _initialiser(self, path: str) -> PreTrainedModel:
-        """The innermost model around ``path``: transformers lets each initialise its own modules, by its own config."""
+        """The innermost transformers model around ``path``, whose config decides how its modules are initialised."""
         names = path.split(".")
         ancestors = (self.skeleton.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1))
         return next(ancestor for ancestor in ancestors if isinstance(ancestor, PreTrainedModel))
 
 
 def skeleton_of(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A Hugging Face model on the meta device, its attention that of packs.
-
-    Raises:
-        ConfigError: There is no such model.
-    """
+    """A Hugging Face model on the meta device, with attention for packs."""
     with torch.device("meta"):
         try:
             skeleton: PreTrainedModel = model_class._from_config(config, attn_implementation=PACKED_ATTENTION)
@@ -282,7 +270,7 @@ def skeleton_of(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _initialise(part: nn.Module, initialiser: Any, *, weights: bool) -> None:
-    """Weights where they are wanted; buffers that no file holds, such as frequencies and positions, in any case."""
+    """Initialise weights if they are wanted, and always buffers that no file holds, such as rotary frequencies."""
     with torch.no_grad():
         for name, module in part.named_modules():
             if (weights and not is_adapter(name)) or module._non_persistent_buffers_set:

@@ -1,4 +1,4 @@
-"""Measure what a piece of a model costs: seconds of its passes, and bytes it keeps between them."""
+"""Measure a piece of a model: seconds of its passes, and bytes kept from forward to backward."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from omnibal.vlm.storages import StorageMeter, address_of, tensors_in
 
-WARM_UP, STEPS = 2, 5
-"""Passes before the measured ones, and measured ones (the paper's number)."""
+WARM_UP, STEPS = 2, 5  # passes before the measured ones, and measured ones (the number of the OmniBal paper)
 
 
 class MeasurementWarning(UserWarning):
@@ -27,12 +26,10 @@ class MeasurementWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a few repetitions."""
+    """Seconds of a few repetitions: their median, and the distance between their quartiles."""
 
     seconds: float
-    """Median."""
     spread_seconds: float
-    """Between the quartiles."""
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Timing:
@@ -46,12 +43,12 @@ class Timing:
         return cls(float(median), float(third - first))
 
     def __add__(self, other: Timing) -> Timing:
-        """Of two things, one after the other; spreads add up at worst."""
+        """The timing of two pieces of work, one after the other; their spreads add up at worst."""
         return Timing(self.seconds + other.seconds, self.spread_seconds + other.spread_seconds)
 
     @property
     def spread(self) -> float:
-        """As a share of the median."""
+        """The spread as a share of the median."""
         return self.spread_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -59,14 +56,9 @@ Outputs = Tensor | Sequence[Tensor]
 
 
 def time_passes(forward: Callable[[], Outputs], device: torch.device) -> tuple[Timing, Timing]:
-    """Seconds of a forward pass and of the backward pass after it.
+    """Seconds of a forward pass and of the backward pass after it, with gradients that accumulate.
 
-    Gradients accumulate as they do over the micro-batches of a step.
-
-    Args:
-        forward: Computes outputs afresh. A backward pass is run where one of them requires a gradient; otherwise it
-            takes no time.
-        device: What it runs on, to wait for.
+    ``forward`` computes outputs anew; if none of them requires a gradient, the backward pass takes no time.
     """
     forward_seconds, backward_seconds, _ = _timings(forward, lambda: None, device)
     return forward_seconds, backward_seconds
@@ -75,13 +67,7 @@ def time_passes(forward: Callable[[], Outputs], device: torch.device) -> tuple[T
 def time_split_backward(
     forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
 ) -> tuple[Timing, Timing]:
-    """Seconds of a backward pass that leaves gradients for later, and of computing them.
-
-    Args:
-        forward: As for :func:`time_passes`.
-        weights: Computes what the backward pass has left.
-        device: As for :func:`time_passes`.
-    """
+    """Seconds of a backward pass that leaves weight gradients for later, and of ``weights``, which computes them."""
     _, backward_seconds, weight_seconds = _timings(forward, weights, device)
     return backward_seconds, weight_seconds
 
@@ -97,6 +83,7 @@ def _timings(
 def _one_pass(
     forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
 ) -> tuple[float, float, float]:
+    # Forward, backward, weights: before each clock is read the device has caught up.
     _wait(device)
     start = time.perf_counter()
     outputs = forward()
@@ -136,22 +123,24 @@ def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:
 def kept_bytes(forward: Callable[[], Outputs], *, free: Iterable[Tensor] = ()) -> int:
     """Bytes that stay alive after a forward pass because a backward pass needs them; exact on any device.
 
-    That is every storage that autograd saves, and every other one that was made during the pass and is still alive, as
-    the caches of selective recomputation are. Parts of one storage count once, as the whole storage.
+    These are the storages that autograd saves, and all others that were made during the pass and are still alive, such
+    as caches of selective recomputation. Parts of one storage count once, as the whole storage.
 
     Args:
-        forward: Computes outputs; they themselves count only if they are saved.
-        free: Tensors that are there anyway, such as parameters; what lies in their storages does not count.
+        forward: Computes outputs, which count only if they are saved.
+        free: Tensors whose storages do not count, such as parameters.
     """
     excluded = {address_of(tensor) for tensor in free}
-    holders: WeakSet[_Saved] = WeakSet()  # those that have died were of graphs that ran backward within the pass
+    # Autograd holds what ``save`` returns instead of the tensor. Holders of graphs that end within the pass die with
+    # them and leave the set.
+    holders: WeakSet[_Saved] = WeakSet()
 
     def save(tensor: Tensor) -> _Saved:
         holder = _Saved(tensor)
         holders.add(holder)
         return holder
 
-    with _young_garbage(), StorageMeter() as meter, saved_tensors_hooks(save, lambda holder: holder.tensor):
+    with _collect_gen0(), StorageMeter() as meter, saved_tensors_hooks(save, lambda holder: holder.tensor):
         outputs = forward()
     saved = {address_of(holder.tensor): holder.tensor for holder in holders}
     sizes = meter.alive | {address: tensor.untyped_storage().nbytes() for address, tensor in saved.items()}
@@ -162,15 +151,15 @@ def kept_bytes(forward: Callable[[], Outputs], *, free: Iterable[Tensor] = ()) -
 
 
 class _Saved:
-    """What autograd keeps in the place of a tensor, as long as it would keep that."""
+    """Holds a saved tensor; lives as long as autograd keeps it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 @contextmanager
-def _young_garbage() -> Iterator[None]:
-    """Free at the end what is garbage by then, without a look at everything that was there before."""
+def _collect_gen0() -> Iterator[None]:
+    """Disable the garbage collector inside the block; collect generation 0 at its end."""
     was_enabled = gc.isenabled()
     gc.collect(0)
     gc.disable()
@@ -188,7 +177,7 @@ def this_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What a profile measured on a device calls it: a GPU's model, or a CPU with the threads in use."""
+    """The name of a device in measured profiles: a GPU's model, or a CPU with the threads in use."""
     if device.type == "cpu":
         return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return str(torch.get_device_module(device).get_device_name(device))

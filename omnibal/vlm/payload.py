@@ -13,16 +13,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Payload:
-    """What every layer takes and returns. A layer changes what it names: ``payload.replace(hidden=...)``.
+    """What every layer takes and returns; a layer changes only what it names: ``payload.replace(hidden=...)``.
 
     Attributes:
-        hidden: Pixels (tiles, channels, height, width) at first, (tiles, patches, width) within the ViT, for a
-            native-resolution ViT (patches, values) and (patches, width); (image_tokens, width) out of the projector,
-            (1, tokens, width) within the language model; of the last layer the sum of losses, a number.
-        integers: What says how to read the floats, from the data; no layer changes it, and it has no gradient. On the
-            last stage also what ``omnibal.loss.targets_of`` makes of labels.
-        features: Further floats that later layers read, such as those of earlier ViT blocks. A stage that receives one
-            sends a gradient back for it.
+        hidden: Pixels (tiles, channels, height, width) first, then (tiles, patches, width) within the ViT, or
+            (patches, values) and (patches, width) for a native-resolution ViT; (image_tokens, width) behind the
+            projector; (1, tokens, width) within the language model; the sum of losses, a number, behind the last layer.
+        integers: Integers of the pack by name, such as token ids and sizes of images. They have no gradient, and no
+            layer changes them. On the last stage the results of ``omnibal.loss.targets_of`` are among them.
+        features: Further floats that later layers read, such as outputs of earlier ViT blocks. A stage that receives
+            a feature sends a gradient back for it.
     """
 
     hidden: Tensor
@@ -31,25 +31,21 @@ class Payload:
 
     @classmethod
     def of_pack(cls, pack: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Payload:
-        """The input of the first layer.
-
-        Args:
-            pack: What ``pack_samples`` returns; its labels are left behind, since later stages have their own.
-            dtype: Of the pixels.
-        """
+        """The input of the first layer, with pixels in ``dtype``, from a pack of ``pack_samples``."""
+        # Labels stay behind: the last stage reads its own.
         integers = {name: tensor for name, tensor in pack.items() if name not in ("pixel_values", "labels")}
         return cls(pack["pixel_values"].to(dtype), integers)
 
     def replace(self, **changes: Any) -> Payload:
-        """The same with other values of the attributes that are named."""
+        """A copy with other values of some attributes."""
         return replace(self, **changes)
 
     def with_integers(self, more: Mapping[str, Tensor]) -> Payload:
-        """The same with further integers."""
+        """A copy with further integers."""
         return replace(self, integers={**self.integers, **more})
 
     def with_floats(self, change: Callable[[Tensor], Tensor]) -> Payload:
-        """The same with ``change`` of the hidden states and of each feature in their places."""
+        """A copy with ``change`` applied to the hidden states and to each feature."""
         return replace(
             self,
             hidden=change(self.hidden),
@@ -67,7 +63,7 @@ class Payload:
         return self.integers["position_ids"]
 
     def on_host(self, name: str) -> list[Any]:
-        """The integers of a name as a (nested) list; what is noted of the pack, else the device is asked."""
+        """The integers of a name as a (nested) list: from the noted counts, else read from the device."""
         counts = counts_of([self.cu_seq_lens])
         known = None if counts is None else counts.integers.get(name)
         return self.integers[name].tolist() if known is None else list(known)
@@ -97,20 +93,20 @@ class Layout:
 
     @classmethod
     def of(cls, payload: Payload) -> Layout:
-        """Of all that a payload has."""
+        """The layout of everything that a payload has."""
         others = [name for name in payload.integers if name != "cu_seq_lens"]
         return cls(tuple(payload.features), (*others, "cu_seq_lens"))
 
     def flatten(self, payload: Payload) -> tuple[Tensor, ...]:
-        """A payload as a tuple of tensors: of those it has, the ones in the layout."""
+        """The tensors of a payload that the layout names, in the order in which they are sent."""
         return (*self.floats(payload), *(payload.integers[name] for name in self.integers))
 
     def floats(self, payload: Payload) -> tuple[Tensor, ...]:
-        """The first of them: hidden states and features."""
+        """The floats among `flatten`: hidden states, then features."""
         return (payload.hidden, *(payload.features[name] for name in self.features))
 
     def build(self, tensors: Sequence[Tensor]) -> Payload:
-        """The payload whose tuple of tensors this is."""
+        """The inverse of `flatten`."""
         hidden, *others = tensors
         assert len(others) == len(self.features) + len(self.integers), "the layout says which tensors there are"
         features, integers = others[: len(self.features)], others[len(self.features) :]
@@ -120,12 +116,12 @@ class Layout:
 
 
 class PackCounts(NamedTuple):
-    """What the host knows of a pack, so that no layer asks the device, which would have to catch up with it first.
+    """Numbers of a pack that the host knows: a layer that read them from the device would wait for its queue.
 
     Attributes:
-        image_tokens: In the pack; None where nobody has counted them.
+        image_tokens: Image tokens in the pack; None if nobody has counted them.
         sample_lengths: Tokens of each sample.
-        integers: Further ones of the pack's integers, such as the sizes of its images.
+        integers: Further integers of the pack by name, such as the sizes of its images.
     """
 
     image_tokens: int | None
@@ -134,12 +130,12 @@ class PackCounts(NamedTuple):
 
 
 def note_counts(tensors: Sequence[Tensor], counts: PackCounts | None) -> None:
-    """Keep a pack's counts with its tensors: on the last one, the samples' bounds, which all layers hand on."""
+    """Attach a pack's counts to the last of its tensors, the samples' bounds, which all layers hand on."""
     if counts is not None:
         tensors[-1]._omnibal_counts = counts  # type: ignore[attr-defined]
 
 
 def counts_of(tensors: Sequence[Tensor]) -> PackCounts | None:
-    """The counts that are noted of a pack; None if there are none."""
+    """The counts that `note_counts` attached; None if there are none."""
     counts: PackCounts | None = getattr(tensors[-1], "_omnibal_counts", None)
     return counts

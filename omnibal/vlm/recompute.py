@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 from omnibal.profile.levels import Level
 from omnibal.vlm.payload import Layout, Payload
 
+# Operators whose results "selective" keeps: matrix products and attention, nearly all of the work.
 _EXPENSIVE = {
     f"aten::{name}"
     for name in (
@@ -30,28 +31,27 @@ _EXPENSIVE = {
         "_scaled_dot_product_cudnn_attention",
     )
 } | {"torch_attn::_varlen_attn"}
-"""Operators whose results ``"selective"`` keeps: the products of matrices and attention, nearly all of the work."""
 
 
 def run_layer(layer: nn.Module, payload: Payload, level: Level) -> Payload:
     """Run a layer forward, keeping for its backward pass what the level says.
 
-    Outputs and gradients are the same bits at every level: recomputation repeats the same operations, dropout with the
-    same random numbers.
+    Outputs and gradients are the same bits at every level: recomputation repeats the same operations, and dropout with
+    the same random numbers.
 
     Args:
         layer: A pipeline layer.
-        payload: Its input.
-        level: ``"none"`` keeps what autograd wants; ``"selective"`` the input and the results of matrix products
-            and attention, and recomputes the cheap rest; ``"full"`` the input alone. A layer that has its gradients
-            ``at_once`` keeps them at every level: recomputing it would compute them twice.
+        payload: The layer's input.
+        level: ``"none"`` keeps all that autograd saves, ``"selective"`` the input and the results of matrix products
+            and attention, ``"full"`` the input alone. A layer that computes its gradients in the forward pass
+            (``at_once``) keeps them at every level: recomputing would compute them twice.
     """
     if level == "none" or getattr(layer, "at_once", False) or not torch.is_grad_enabled():
         return layer(payload)  # type: ignore[no-any-return]
     options: dict[str, Any] = {}
     if level == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    # Tensor by tensor: what checkpoint is given in a record, it keeps out of autograd's sight.
+    # checkpoint sees only tensors that are arguments themselves: inside a record their gradients would be lost.
     layout = Layout.of(payload)
     return checkpoint(_run, layer, layout, *layout.flatten(payload), use_reentrant=False, **options)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Bytes that a device holds: in the storages that operators make and are still alive, and the most at one time."""
+"""Bytes that a device holds: of all storages that operators have made, those alive now and the most at one time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, on any device, the storages that operators make while it is on, without keeping them alive.
+    """Counts, on any device, the storages that operators make within the context, without keeping them alive.
 
-    Parts of one storage count once, as the whole storage. Backward passes count too, where they run in this thread, as
-    they do on a CPU.
+    Parts of one storage count once, as the whole storage. Backward passes count if they run in this thread, as they do
+    on a CPU.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most_alive = 0  # what is alive at most: storages that have died since were not taken off
+        # An upper bound of the bytes alive: dead storages are subtracted only when the bound exceeds the peak, since
+        # looking at every storage after every operator would be slow.
+        self._most_alive = 0
         self._peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +52,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, tensor: Tensor) -> None:
         storage, address = tensor.untyped_storage(), address_of(tensor)
-        _, replaced = self._made.get(address, (None, 0))  # at the same address as one that has died
+        _, replaced = self._made.get(address, (None, 0))  # a dead storage may have had the same address
         self._made[address] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         self._most_alive += storage.nbytes() - replaced
         if self._most_alive > self._peak:
@@ -64,22 +66,22 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def address_of(tensor: Tensor) -> int:
-    """What tells a tensor's storage from every other one that is alive."""
+    """The address of a tensor's storage, unique among storages that are alive."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the storages of tensors; those of several tensors count once."""
+    """Bytes of the storages of tensors; a shared storage counts once."""
     return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 class DevicePeak:
-    """A context: the most that a device holds, by its allocator; on a CPU what operators make beside ``held``.
+    """A context that measures the peak of a device: by its allocator, on a CPU by a `StorageMeter`.
 
     Args:
-        device: Of this process.
-        held: What is there before: parameters, gradients and optimizer state.
+        device: The device of this process.
+        held: Tensors that exist before (parameters, gradients, optimizer state), which a CPU's meter does not see.
     """
 
     def __init__(self, device: torch.device, held: list[Tensor]) -> None:
@@ -102,14 +104,14 @@ class DevicePeak:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak."""
+        """The most bytes that the device has held within the context."""
         if self._meter is None:
             return int(torch.get_device_module(self._device).max_memory_allocated())
         return self._held + self._meter.peak_bytes
 
 
 def overhead_bytes(device: torch.device) -> int:
-    """What this process's CUDA device holds beside what torch's allocator took of it; 0 on anything else."""
+    """Bytes in use on a CUDA device beside those of torch's allocator; 0 on any other device."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
