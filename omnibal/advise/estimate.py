@@ -11,6 +11,7 @@ from omnibal.advise.batches import GROUPED, Batches, Batching, Samples, even_pac
 from omnibal.advise.communication import exposed_seconds
 from omnibal.advise.costs import phase_costs, phase_seconds
 from omnibal.advise.memory import RankMemory
+from omnibal.advise.state import USUAL, TrainingPrecision
 from omnibal.advise.wait import Trainer, wait
 from omnibal.cluster import Cluster
 from omnibal.cost import FloatArray
@@ -68,6 +69,7 @@ class Setting:
         offered: What the trainer has by one setting or call, without packs of ours: ways to batch, and ``"head"`` for a
             head on target rows alone.
         cutoff: Tokens of the trainer's own packs, where ``offered`` has them.
+        precision: What optimizer, copies of weights, and frozen weights take.
         seed: Of the draws.
     """
 
@@ -79,6 +81,7 @@ class Setting:
     spares_rows: bool = False
     offered: tuple[Batching | Literal["head"], ...] = ()
     cutoff: int | None = None
+    precision: TrainingPrecision = USUAL
     seed: int = 0
 
     @cached_property
@@ -173,11 +176,14 @@ class Estimate:
         largest = [batches.largest for batches in self.batches]
         return PackLimits(max(most.vision_units for most in largest), max(most.llm_tokens for most in largest))
 
-    @property
+    @cached_property
     def memory(self) -> RankMemory:
         """What ranks hold."""
         way, setting = self.way, self.setting
-        return RankMemory(setting.profile, way.trainer, setting.cluster, way.recompute, way.target_rows, way.offloaded)
+        return RankMemory(
+            setting.profile, way.trainer, setting.cluster, way.recompute, way.target_rows, way.offloaded,
+            setting.precision,
+        )  # fmt: skip
 
     @cached_property
     def peaks(self) -> tuple[float, float]:
@@ -196,8 +202,8 @@ class Estimate:
             part: float(sum(seconds.sum() for phase, seconds in waits.items() if phase.startswith(part)))
             for part in ("vision", "language")
         }
-        talking = float(exposed_seconds(profile, way.trainer, cluster, costs).sum()) * ranks
-        update = sum(layer.optimizer_seconds for layer in profile.layers) * steps
+        talking = float(exposed_seconds(self.memory.held, way.trainer, cluster, costs).sum()) * ranks
+        update = sum(layer.optimizer_seconds for layer in self.memory.held.layers) * steps
         update *= ranks if way.trainer == "ddp" else 1  # under ZeRO and FSDP each updates its share
         spent = [useful + update, once - useful, *_parts(by_part), run - once, talking]
         return np.array(spent) / batches.num_samples

@@ -86,5 +86,6 @@ def refuse_impossible(now: Estimate, helps: tuple[str, ...]) -> None:
     raise InfeasibleError(
         f"the present batch must fit a device's {has}, got {bytes_in_words(held)} on the mean rank ({missing} too "
         f"many, {before} of it before any sample); which is wrong: the batch of {way.batch}, {way.trainer}, "
-        f"recomputation {way.recompute!r}, what is frozen, or the cluster?{would}; --pipeline plans another way"
+        f"recomputation {way.recompute!r}, what is frozen, the optimizer, or the cluster?{would}; --pipeline plans "
+        "another way"
     )

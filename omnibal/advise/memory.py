@@ -1,15 +1,18 @@
 """What a data-parallel rank holds at its peak, with the whole model on it or its share of it under ZeRO and FSDP.
 
-Assumptions, beside those of counted costs: AdamW in float32 with a master copy of 16-bit weights (16 bytes a trained
-parameter in all), gradients in 16 bits; ZeRO 3 and FSDP hold two gathered layers at a time; the loss takes the logits
-of all tokens in float32, as transformers' own does whatever the labels, or those of target rows, some at a time.
+Assumptions, beside those of counted costs: gradients in 16 bits; unless the precision says otherwise AdamW in float32
+with a master copy of 16-bit weights (16 bytes a trained parameter in all); ZeRO 3 and FSDP hold two gathered layers at
+a time; the loss takes the logits of all tokens in float32, as transformers' own does whatever the labels, or those of
+target rows, some at a time. At the update activations have gone, and copies of gradients are there.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 
+from omnibal.advise.state import USUAL, TrainingPrecision
 from omnibal.advise.wait import Trainer
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, FloatArray, Load
@@ -49,6 +52,7 @@ class RankMemory:
         target_rows: Whether the head works on the rows that predict a target alone.
         offloaded: What the host's memory holds, as far as ranks share it: "optimizer" (gradients with it, which
             DeepSpeed updates there), "parameters".
+        precision: What optimizer, copies of weights, and frozen weights take.
     """
 
     profile: ModelProfile
@@ -57,6 +61,12 @@ class RankMemory:
     recompute: Level
     target_rows: bool = False
     offloaded: tuple[str, ...] = ()
+    precision: TrainingPrecision = USUAL
+
+    @cached_property
+    def held(self) -> ModelProfile:
+        """The profile, with the bytes that the precision says."""
+        return self.precision.applied(self.profile, self.trainer)
 
     @property
     def budget_bytes(self) -> int:
@@ -69,15 +79,22 @@ class RankMemory:
         """Weights, gradients, optimizer state and what the process holds beside the model."""
         ranks, total = self.cluster.num_devices, self.cluster.overhead_bytes
         for name in OFFLOADED_WITH:
-            held = sum(getattr(layer, name) for layer in _untied(self.profile))
+            held = sum(getattr(layer, name) for layer in _untied(self.held))
             share = 0 if OFFLOADED_WITH[name] in self.offloaded else -(-held // ranks)
             total += share if name in SHARED[self.trainer] else held
         if "parameter_bytes" in SHARED[self.trainer]:
-            total += 2 * max(layer.parameter_bytes for layer in self.profile.layers)
+            total += 2 * max(layer.parameter_bytes for layer in self.held.layers)
         return total
 
+    @property
+    def update_bytes(self) -> float:
+        """What an update needs beyond the state."""
+        if "optimizer" in self.offloaded and "optimizer_bytes" in SHARED[self.trainer]:
+            return 0.0
+        return self.precision.copied_bytes(self.profile, self.trainer, self.cluster.num_devices)
+
     def peak_bytes(self, loads: Load) -> FloatArray:
-        """What a rank holds while each micro-batch runs, in the shape of the loads."""
+        """What a rank holds while each micro-batch runs, or at the update if it is more, in the shape of the loads."""
         first = self.profile.frozen_front
         # of the head only logits count, as transformers has them all at one time
         trained = [layer for layer in self.profile.layers[first:] if layer.kind != "head"]
@@ -88,8 +105,11 @@ class RankMemory:
         head = next(layer for layer in self.profile.layers if layer.kind == "head")
         all_logits = LOGIT_BYTES * head.sizes["vocab"] * loads.llm_tokens
         logits = loss_bytes(head, loads.target_tokens) if self.target_rows else all_logits
+        if self.precision.fused_loss and not self.target_rows:
+            logits = loss_bytes(head, loads.llm_tokens)
         # behind the head the logits have gone
-        held: FloatArray = self.state_bytes + kept(loads) + np.maximum(passing, logits)
+        running = kept(loads) + np.maximum(passing, logits)
+        held: FloatArray = self.state_bytes + np.maximum(running, self.update_bytes)
         return held
 
 

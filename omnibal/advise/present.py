@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
 from omnibal.advise.batches import Batching
+from omnibal.advise.state import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
 from omnibal.advise.wait import MEETINGS, Trainer
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError
@@ -24,6 +25,16 @@ _FACTORY: Final = ("finetuning_type", "cutoff_len", "template", "freeze_vision_t
 _ARGUMENTS: Final = ("per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "num_train_epochs")
 OFFLOADS: Final = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
 """Sections of DeepSpeed's ``zero_optimization`` that put something into the host's memory."""
+PREFERENCES: Final = ("dpo", "kto", "orpo", "simpo", "cpo", "rm", "ppo", "grpo", "gkd")
+"""Stages of training that take pairs of answers, or make their own."""
+UNREAD: Final = (
+    "optim_target_modules", "use_galore", "use_apollo", "use_badam", "use_unsloth", "use_dft_loss", "use_dora",
+    "additional_target", "modules_to_save", "use_logits_to_keep", "loss_type", "activation_offloading",
+    "sequence_parallel_size", "context_parallel_size", "tensor_parallel_size", "fp8", "enable_fp8",
+    "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size", "tensor_parallel",
+    "sequence_parallel", "autotuning",
+)  # fmt: skip
+"""Keys that matter to time or memory, and have no part in an answer."""
 LARGEST_IMAGE: Final = 768 * 768
 """Pixels, by LLaMA-Factory's default."""
 
@@ -47,7 +58,14 @@ class Present:
         max_pixels: Of an image.
         model: Its name or folder.
         mixture: What share each source gets.
+        optimizer: Its name.
+        pure: Whether plain data parallelism updates 16-bit weights without a float32 copy.
+        master: Whether DeepSpeed keeps a float32 copy of 16-bit weights.
+        short_states: Whether DeepSpeed keeps the optimizer's numbers in 16 bits.
+        weight_bits: Of frozen weights.
+        fused_loss: Whether Liger's kernels keep logits away.
         said: What was read, key by key.
+        unread: What matters and was not read, key by key.
     """
 
     host: Host | None = None
@@ -64,13 +82,32 @@ class Present:
     max_pixels: int | None = None
     model: str | None = None
     mixture: Mixture | None = None
+    optimizer: str | None = None
+    pure: bool | None = None
+    master: bool | None = None
+    short_states: bool | None = None
+    weight_bits: int | None = None
+    fused_loss: bool | None = None
     said: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     def over(self, other: "Present") -> "Present":
         """What this says, and what only the other does."""
-        mine = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "said"}
+        mine = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in ("said", "unread")}
         given = {name: value for name, value in mine.items() if value is not None}
-        return replace(other, **given, said={**other.said, **self.said})
+        return replace(other, **given, said={**other.said, **self.said}, unread={**other.unread, **self.unread})
+
+    @property
+    def precision(self) -> TrainingPrecision:
+        """What a trained parameter takes; AdamW with float32 copies of 16-bit weights where nothing says otherwise."""
+        return TrainingPrecision(
+            optimizer_of(self.optimizer or "adamw") or USUAL.optimizer,
+            pure=bool(self.pure) and not self.lora,
+            master=self.master is not False,
+            state_bytes=FLOAT16 if self.short_states else FLOAT32,
+            weight_bits=self.weight_bits or USUAL.weight_bits,
+            fused_loss=bool(self.fused_loss),
+        )
 
 
 def read_present(content: Content, load: Callable[[str], Content] | None = None) -> Present:
@@ -115,12 +152,20 @@ def _deepspeed(content: Content) -> Present:
     said = (
         {"zero_optimization.stage": str(stage)} | _said(content, keys) | {OFFLOADS[part]: "yes" for part in offloaded}
     )
+    optimizer = _section(content, "optimizer").get("type")
+    half = {**_section(content, "fp16"), **_section(content, "bf16")}
+    without = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
+    said |= {"optimizer.type": str(optimizer)} if optimizer else {}
+    said |= {"master_weights_and_grads": "in 16 bits"} if without else {}
     asked = _section(_section(content, "omnibal"), "data").get("mixture")
     # A draw of the data has the shares that its repetitions make.
     mixture = None if asked in (None, "repeat_time") else Mixture.of(asked)
     return Present(
         host="transformers" if _has_auto(content) else "deepspeed", trainer=trainer, batch=batch,
-        accumulation=accumulation, step=step, offloaded=offloaded or None, mixture=mixture, said=said,
+        accumulation=accumulation, step=step, offloaded=offloaded or None, mixture=mixture,
+        optimizer=_optimizer(optimizer), master=False if without else None,
+        short_states=True if half.get("bf16_optimizer_states") else None, said=said,
+        unread={**_unread(content, optimizer, "optimizer.type"), **_unread(zero)},
     )  # fmt: skip
 
 
@@ -134,8 +179,12 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
     strategy = "group_by_length" if content.get("group_by_length") else content.get("train_sampling_strategy")
     keys = (
         "per_device_train_batch_size", "gradient_accumulation_steps", "group_by_length", "train_sampling_strategy",
-        "gradient_checkpointing", "activation_checkpointing", "fsdp", "model_name_or_path", "model",
+        "gradient_checkpointing", "activation_checkpointing", "fsdp", "model_name_or_path", "model", "optim",
+        "use_liger_kernel", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit",
     )  # fmt: skip
+    # transformers loads weights as they were saved, in 16 bits; plain data parallelism then updates these themselves
+    kept = str(content.get("dtype") or content.get("torch_dtype") or "auto")
+    in_float32 = "float32" in kept or content.get("fp16") or host != "transformers"
     batch, accumulation = _count(content, keys[0]), _count(content, keys[1])
     own = Present(
         host=host,
@@ -145,9 +194,16 @@ def _arguments(content: Content, load: Callable[[str], Content] | None, host: Ho
         batching=strategy if strategy in ("group_by_length", "batch_rebalance") else "random",  # type: ignore[arg-type]
         recompute=bool(content.get("activation_checkpointing") or content.get("gradient_checkpointing")),
         model=content.get("model_name_or_path") or content.get("model"),
+        optimizer=_optimizer(content.get("optim")),
+        pure=None if in_float32 else True,
+        weight_bits=4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else None,
+        fused_loss=True if content.get("use_liger_kernel") else None,
         said=_said(content, keys),
+        unread=_unread(content, content.get("optim"), "optim"),
     )
-    return own.over(_beside(content.get("deepspeed"), load))
+    beside = _beside(content.get("deepspeed"), load)
+    # a ds_config's optimizer goes before the Trainer's
+    return (own if beside.optimizer is None else replace(own, optimizer=None)).over(beside)
 
 
 def _beside(named: Any, load: Callable[[str], Content] | None) -> Present:
@@ -168,6 +224,8 @@ def _beside(named: Any, load: Callable[[str], Content] | None) -> Present:
 
 def _factory(content: Content, load: Callable[[str], Content] | None) -> Present:
     kind = content.get("finetuning_type", "lora")
+    _refuse_preferences(content, "stage")
+    special = next((name for name in ("muon", "adam_mini") if content.get(f"use_{name}")), None)
     packing = "packed" if content.get("packing") or content.get("neat_packing") else None
     frozen = [
         module
@@ -180,7 +238,8 @@ def _factory(content: Content, load: Callable[[str], Content] | None) -> Present
     ]
     keys = ("finetuning_type", "cutoff_len", "packing", "neat_packing", "lora_rank", "freeze_vision_tower",
             "freeze_multi_modal_projector", "freeze_language_model", "disable_gradient_checkpointing",
-            "image_max_pixels")  # fmt: skip
+            "image_max_pixels", "pure_bf16", "quantization_bit", "enable_liger_kernel", "use_muon",
+            "use_adam_mini")  # fmt: skip
     own = Present(
         batching=packing,  # type: ignore[arg-type]
         cutoff=_count(content, "cutoff_len") or 2048,
@@ -188,6 +247,10 @@ def _factory(content: Content, load: Callable[[str], Content] | None) -> Present
         frozen=tuple(frozen),
         lora=(_count(content, "lora_rank") or 8) if kind == "lora" else None,
         max_pixels=_count(content, "image_max_pixels") or LARGEST_IMAGE,
+        optimizer=special,
+        pure=True if content.get("pure_bf16") else None,
+        weight_bits=_count(content, "quantization_bit"),
+        fused_loss=True if content.get("enable_liger_kernel") else None,
         said=_said(content, keys),
     )
     return own.over(_arguments(content, load, "llama-factory"))
@@ -195,6 +258,8 @@ def _factory(content: Content, load: Callable[[str], Content] | None) -> Present
 
 def _swift(content: Content, load: Callable[[str], Content] | None) -> Present:
     kind = content.get("tuner_type", content.get("train_type", content.get("sft_type", "lora")))
+    _refuse_preferences(content, "rlhf_type")
+    special = content.get("optimizer")
     frozen = [
         module
         for key, module, default in (
@@ -206,7 +271,7 @@ def _swift(content: Content, load: Callable[[str], Content] | None) -> Present:
     ]
     batching = "packed" if content.get("packing") else "flattened" if content.get("padding_free") else None
     keys = ("train_type", "tuner_type", "lora_rank", "max_length", "packing", "padding_free", "freeze_vit",
-            "freeze_aligner", "freeze_llm", "max_pixels", "deepspeed")  # fmt: skip
+            "freeze_aligner", "freeze_llm", "max_pixels", "deepspeed", "quant_bits", "optimizer")  # fmt: skip
     own = Present(
         batch=_count(content, "per_device_train_batch_size") or 1,
         batching=batching,  # type: ignore[arg-type]
@@ -215,9 +280,32 @@ def _swift(content: Content, load: Callable[[str], Content] | None) -> Present:
         frozen=tuple(frozen),
         lora=(_count(content, "lora_rank") or 8) if kind == "lora" else None,
         max_pixels=_count(content, "max_pixels"),
+        optimizer=_optimizer(special),
+        pure=None if "float32" in str(content.get("torch_dtype")) else True,
+        weight_bits=_count(content, "quant_bits"),
         said=_said(content, keys),
+        unread=_unread({}, special, "optimizer"),
     )
     return own.over(_arguments(content, load, "ms-swift"))
+
+
+def _refuse_preferences(content: Content, key: str) -> None:
+    """Refuse training on pairs of answers, or on answers that the model gives: nothing here knows its costs."""
+    if str(content.get(key)).lower() in PREFERENCES:
+        raise ConfigError(f"{key} must be supervised training, got {content[key]!r}; its batches hold other sequences")
+
+
+def _optimizer(name: Any) -> str | None:
+    return str(name) if name and optimizer_of(str(name)) else None
+
+
+def _unread(content: Content, optimizer: Any = None, key: str = "") -> dict[str, str]:
+    """What matters and has no part in an answer."""
+    unknown = {key: f"{optimizer} (counted as AdamW)"} if optimizer and not _optimizer(optimizer) else {}
+    return unknown | {
+        name: str(content[name]) for name in UNREAD if content.get(name) not in (None, False, "", 0, 1, [], {}, "auto")
+        or content.get(name) is True
+    }  # fmt: skip
 
 
 def _section(content: Content, key: str) -> Content:

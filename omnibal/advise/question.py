@@ -138,11 +138,13 @@ class Question:
         if way.limits is not None:  # as many as its packs hold
             mean = max(float(lengths.llm_tokens.mean()), 1.0)
             per_step = max(round(devices * way.micro_batches * way.limits.llm_tokens / mean), 1)
-        # in loops of their own packs have another loss
-        spares_rows = self.present.host != "deepspeed" and lengths.target_tokens is not None
+        # in loops of their own packs have another loss, and Liger's kernels take the place of a head on target rows
+        known = lengths.target_tokens is not None and not self.present.fused_loss
+        spares_rows = self.present.host != "deepspeed" and known
         return Setting(
             lengths, self.costs or self._counted(), self.cluster, per_step, adapted=self._adapted(),
             spares_rows=spares_rows, offered=self._offered(spares_rows), cutoff=self.present.cutoff,
+            precision=self.present.precision,
         )  # fmt: skip
 
     def _offered(self, spares_rows: bool) -> tuple[Batching | Literal["head"], ...]:

@@ -14,6 +14,7 @@ from omnibal.advise.measuring import holds_conversations
 from omnibal.advise.paste import Kind, lines_to_paste, pipeline_lines
 from omnibal.advise.proposed import Proposal, propose
 from omnibal.advise.question import Question
+from omnibal.advise.state import COPIED, FLOAT16, USUAL
 from omnibal.data.streaming.buffer import buffer_of
 from omnibal.errors import DataError
 from omnibal.report.html import code, page, paragraph, picture, section, table
@@ -74,11 +75,14 @@ class Report:
         """What is the case, and what would bring how much."""
         advice, today, asked = self.advice, self.advice.today, self.question
         read = ", ".join(f"{key} {value}" for key, value in asked.present.said.items())
+        unread = asked.present.unread
         found = [
             f"{asked.model.name}{self._trained()} on {asked.cluster}: {_way(today)}, "
             f"{today.samples_per_step:,.0f} samples a step",
             f"data: {asked.measured.said}",
             *([f"read: {read}"] if read else []),
+            *([f"not read: {', '.join(f'{key} {value}' for key, value in unread.items())}"] if unread else []),
+            self._optimizer(),
             *([] if asked.costs is None else [f"costs: measured on {asked.costs.devices}"]),
             *self._offloaded(),
             f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}",
@@ -112,6 +116,8 @@ class Report:
             "cluster": str(asked.cluster),
             "data": asked.measured.said,
             "read": dict(asked.present.said),
+            "not_read": dict(asked.present.unread),
+            "optimizer": self._optimizer(),
             "costs": "counted" if asked.costs is None else "measured",
             "headline": self.headline,
             "today": _figures(advice.today),
@@ -140,6 +146,23 @@ class Report:
         if present.lora:
             return f", LoRA of rank {present.lora},"
         return f", {' and '.join(present.frozen)} frozen," if present.frozen else ""
+
+    def _optimizer(self) -> str:
+        """What a trained parameter takes."""
+        present, trainer = self.question.present, self.question.way.trainer
+        precision = present.precision
+        states, master = precision.kept(trainer)
+        name = present.optimizer or "AdamW (assumed)"
+        parts = [f"weight {FLOAT16}", f"gradient {FLOAT16}", f"states {states:.2g}"]
+        parts += [f"float32 copy {master:.0f}"] if master else []
+        found = f"optimizer: {name}; bytes of a trained parameter: {', '.join(parts)}"
+        if precision.copied_bytes(self.question.setting.profile, trainer, 1):
+            found += f", copies of the gradient at the update {COPIED}"
+        if precision.weight_bits != USUAL.weight_bits:
+            found += f"; frozen weights of the language model in {precision.weight_bits} bits, which take no more time"
+        if precision.optimizer.is_pageable:
+            found += "; paged states taken to be on the host, their transfers not counted"
+        return found + ("; Liger's loss never holds all logits" if precision.fused_loss else "")
 
     def _offloaded(self) -> list[str]:
         parts = " and ".join(self.question.way.offloaded)

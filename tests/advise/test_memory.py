@@ -1,11 +1,18 @@
-"""What the loss of transformers' Trainer holds."""
+"""What a rank holds: the loss of transformers' Trainer, optimizers, copies of gradients and weights."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
-from omnibal.advise.memory import LOGIT_BYTES
+from omnibal.advise.costs import adapted_profile
+from omnibal.advise.memory import LOGIT_BYTES, RankMemory
+from omnibal.advise.models import Model
+from omnibal.advise.state import TrainingPrecision, optimizer_of
+from omnibal.cluster import Cluster
+from omnibal.cost import Load
 from omnibal.device import DEVICES
 from omnibal.families.text import text_records
 from omnibal.integrations.target_rows import target_rows
@@ -53,3 +60,59 @@ def test_a_head_on_target_rows_holds_the_logits_of_those(tmp_path):
         *_, head = analytic_profile(text_records(config_of(vocab_size), tied=True), DEVICES["A100-80GB"]).layers
         expected.append(loss_bytes(head, np.array(targets)))
     assert peaks[1] - peaks[0] == pytest.approx(expected[1] - expected[0], rel=0.03)
+
+
+def held_bytes(model, spec, precision, trainer="ddp", tokens=1000):
+    """Of a rank that trains all of a model."""
+    cluster = Cluster.parse(spec)
+    profile = analytic_profile(Model.known(model).records, cluster.device)
+    memory = RankMemory(profile, trainer, cluster, "full", precision=precision)
+    return float(memory.peak_bytes(Load(4 * tokens, tokens, tokens**2))), memory
+
+
+def test_small_states_let_runs_fit_that_adamw_in_float32_does_not():
+    """2 billion parameters on 24 GB: bitsandbytes' 8-bit AdamW on 16-bit weights does it."""
+    usual, memory = held_bytes("Qwen2-VL-2B", "RTX4090", TrainingPrecision())
+    assert usual > memory.budget_bytes
+    small, _ = held_bytes("Qwen2-VL-2B", "RTX4090", TrainingPrecision(optimizer_of("adamw_bnb_8bit"), pure=True))
+    assert small < 0.95 * memory.budget_bytes
+    trained = sum(layer.gradient_bytes for layer in memory.profile.layers) / 2
+    embedding = next(layer for layer in memory.profile.layers if layer.kind == "text_embedding").gradient_bytes / 2
+    # 12 bytes become 2, of embeddings 8; its tied head has none of its own
+    states = sum(layer.optimizer_bytes for layer in memory.held.layers)
+    assert states == 12 * trained
+    assert memory.held.layers == memory.profile.layers
+    eight = TrainingPrecision(optimizer_of("adamw_bnb_8bit"), pure=True).applied(memory.profile, "ddp")
+    kept = sum(layer.optimizer_bytes for layer in eight.layers if layer.kind != "text_embedding")
+    assert kept == pytest.approx((2 + 2 * 4 / 256) * (trained - embedding), rel=1e-3)
+    assert next(layer for layer in eight.layers if layer.kind == "text_embedding").optimizer_bytes == 8 * embedding
+
+
+def test_copies_of_gradients_are_there_at_the_update():
+    """ZeRO on one device: 16 bytes a parameter, and 6 more while it updates, when activations have gone."""
+    peak, memory = held_bytes("Qwen2-VL-2B", "A100-80GB", TrainingPrecision(), "zero2", tokens=10)
+    trained = sum(layer.gradient_bytes for layer in memory.profile.layers) / 2
+    assert peak - memory.state_bytes == pytest.approx(6 * trained)
+    busy, _ = held_bytes("Qwen2-VL-2B", "A100-80GB", TrainingPrecision(), "zero2", tokens=12_000)
+    assert busy > peak
+    pure, memory = held_bytes("Qwen2-VL-2B", "A100-80GB", TrainingPrecision(master=False), "zero2", tokens=10)
+    assert pure - memory.state_bytes < trained
+    assert TrainingPrecision().copied_bytes(memory.profile, "zero3", 1) == 6e9  # by sub-groups
+    offloaded = RankMemory(memory.profile, "zero2", memory.cluster, "full", offloaded=("optimizer",))
+    assert offloaded.update_bytes == 0
+
+
+def test_quantized_weights_and_ligers_loss_take_less():
+    cluster = Cluster.parse("RTX4090")
+    profile = adapted_profile(Model.known("Qwen2.5-VL-7B").records, cluster.device, rank=16)
+    load = Load(4000, 2000, 2000**2)
+    plain, small = (
+        RankMemory(profile, "ddp", cluster, "full", precision=TrainingPrecision(weight_bits=bits)) for bits in (16, 4)
+    )
+    blocks = sum(
+        layer.parameter_bytes - layer.gradient_bytes for layer in profile.layers if layer.kind == "decoder_block"
+    )
+    assert plain.state_bytes - small.state_bytes == pytest.approx((1 - 4.5 / 16) * blocks, rel=1e-3)
+    fused = replace(small, precision=TrainingPrecision(weight_bits=4, fused_loss=True))
+    logits = LOGIT_BYTES * 2000 * profile.layers[-1].sizes["vocab"]
+    assert float(small.peak_bytes(load) - fused.peak_bytes(load)) > 0.4 * logits

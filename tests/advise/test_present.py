@@ -14,7 +14,9 @@ ZERO_2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "
 
 def said(content, **files):
     present = read_present(content, files.__getitem__)
-    return {name: value for name, value in vars(present).items() if name != "said" and value is not None}
+    return {
+        name: value for name, value in vars(present).items() if name not in ("said", "unread") and value is not None
+    }
 
 
 def asked(present):
@@ -65,7 +67,7 @@ def test_what_the_host_holds_needs_no_memory_on_the_devices():
 def test_training_arguments_have_transformers_defaults():
     assert said({"learning_rate": 1e-5}) == {
         "host": "transformers", "trainer": "ddp", "batch": 8, "accumulation": 1, "batching": "random",
-        "recompute": False,
+        "recompute": False, "pure": True,
     }  # fmt: skip
     found = said({"per_device_train_batch_size": 2, "gradient_checkpointing": False, "deepspeed": ZERO_2})
     assert (found["trainer"], found["batch"], found["recompute"]) == ("zero2", 2, False)
@@ -98,6 +100,7 @@ def test_ms_swift_names_deepspeeds_stages():
     assert found == {
         "host": "ms-swift", "trainer": "zero3", "batch": 1, "accumulation": 1, "batching": "flattened",
         "recompute": True, "frozen": ("vision", "projector"), "lora": 16, "offloaded": ("optimizer", "parameters"),
+        "pure": True,
     }  # fmt: skip
 
 
@@ -117,3 +120,61 @@ def test_what_is_said_on_the_command_line_goes_first():
 def test_wrong_values_are_named(content, message):
     with pytest.raises(ConfigError, match=message):
         read_present(content)
+
+
+def bytes_kept(content, trainer="zero2", **files):
+    return read_present(content, files.__getitem__).precision.kept(trainer)
+
+
+def test_what_a_trained_parameter_takes_is_read():
+    zero = {"zero_optimization": {"stage": 2}}
+    assert bytes_kept(zero) == (8, 4)
+    assert bytes_kept({**zero, "optimizer": {"type": "Lion"}}) == (4, 4)
+    assert bytes_kept({**zero, "optimizer": {"type": "Muon"}}) == (4, 4)
+    assert read_present({**zero, "optimizer": {"type": "Muon"}}).precision.kept("zero2", "head") == (8, 4)
+    pure = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    assert bytes_kept({**zero, **pure}) == (4, 0)
+    arguments = {"learning_rate": 1e-5, "bf16": True}
+    assert bytes_kept(arguments, "ddp") == (4, 0)  # as transformers loads weights, AdamW has 16-bit states
+    assert bytes_kept(arguments, "zero2") == (8, 4)
+    assert bytes_kept({**arguments, "dtype": "float32"}, "ddp") == (8, 4)
+    assert bytes_kept({**arguments, "optim": "adamw_bnb_8bit"}, "ddp") == (pytest.approx(2.03, abs=0.01), 0)
+    assert bytes_kept({**arguments, "optim": "paged_adamw_8bit"}, "ddp") == (0, 0)
+    assert bytes_kept({**arguments, "optim": "adafactor"}, "zero3") == (0, 4)
+    assert bytes_kept({**arguments, "optim": "sgd", "deepspeed": "z.json"}, **{"z.json": ZERO_2}) == (0, 4)
+    own = {**ZERO_2, "optimizer": {"type": "AdamW"}}
+    assert bytes_kept({**arguments, "optim": "sgd", "deepspeed": "z.json"}, **{"z.json": own}) == (8, 4)
+    factory = {"finetuning_type": "full", "cutoff_len": 2048}
+    assert bytes_kept(factory, "ddp") == (8, 4)
+    assert bytes_kept({**factory, "pure_bf16": True}, "ddp") == (4, 0)
+    assert bytes_kept({**factory, "use_adam_mini": True}, "ddp") == (4, 4)
+    assert bytes_kept({"train_type": "full"}, "ddp") == (4, 0)
+    assert bytes_kept({"train_type": "lora"}, "ddp") == (8, 4)  # adapters are float32
+
+
+def test_quantized_weights_and_fused_losses_are_read():
+    for content in (
+        {"finetuning_type": "lora", "quantization_bit": 4, "enable_liger_kernel": True},
+        {"train_type": "lora", "quant_bits": 4, "use_liger_kernel": True},
+        {"learning_rate": 1e-4, "load_in_4bit": True, "use_liger_kernel": True},
+    ):
+        precision = read_present(content).precision
+        assert (precision.weight_bits, precision.fused_loss) == (4, True)
+
+
+def test_what_matters_and_is_not_read_is_named():
+    present = read_present({"learning_rate": 1, "optim": "galore_adamw", "optim_target_modules": ["mlp"]})
+    assert present.unread == {"optim": "galore_adamw (counted as AdamW)", "optim_target_modules": "['mlp']"}
+    assert present.precision.kept("zero2") == (8, 4)
+    assert read_present({"finetuning_type": "full", "use_badam": True, "use_dora": False}).unread == {
+        "use_badam": "True"
+    }
+    zero = {"stage": 3, "zero_quantized_weights": True}
+    assert read_present({"zero_optimization": zero}).unread == {"zero_quantized_weights": "True"}
+
+
+def test_preferences_are_no_supervised_training():
+    for content, key in (({"finetuning_type": "lora", "stage": "dpo"}, "stage"),
+                         ({"train_type": "lora", "rlhf_type": "grpo"}, "rlhf_type")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{key} must be supervised training, got"):
+            read_present(content)

@@ -56,16 +56,20 @@ def test_the_answer_in_ten_lines(omnibal, lengths, tmp_path):
     way = "zero3, batches of 4, 8 a rank and step, recomputing, 256 samples a step"
     assert lines[0] == f"InternVL3-8B on 8xA100-80GB: {way}"
     assert lines[1] == "data: 20,000 samples of measured lengths"
-    assert lines[2].startswith("today: useful 3")
-    assert [line.split(":")[0] for line in lines[3:13]] == [
+    assert lines[2] == (
+        "optimizer: AdamW (assumed); bytes of a trained parameter: weight 2, gradient 2, states 8, float32 copy 4, "
+        "copies of the gradient at the update 6"
+    )
+    assert lines[3].startswith("today: useful 3")
+    assert [line.split(":")[0] for line in lines[4:14]] == [
         "0. head", "0. group_by_length", "0. batch_rebalance", "0. batch", "0. recompute", "0. trainer", "0. trainer",
         "1. packing", "2. balance", "3. trainer",
     ]  # fmt: skip
     # with eight micro-batches a step the trainer's own settings do as much
     assert re.match(
-        r"steps 0, which need no packs, bring (2\.[89]|3\.\d)\d ± .* at 256 samples a step as today;", lines[13]
+        r"steps 0, which need no packs, bring (2\.[89]|3\.\d)\d ± .* at 256 samples a step as today;", lines[14]
     )
-    assert lines[13].endswith("omnibal's packs nothing beyond them")
+    assert lines[14].endswith("omnibal's packs nothing beyond them")
     assert "    target_rows(model)  # before the trainer" in lines
     assert any(
         line.startswith('set: train_sampling_strategy="group_by_length" (before transformers 5') for line in lines
@@ -180,7 +184,7 @@ def test_the_present_way_is_read_from_files(omnibal, lengths, tmp_path):
     yaml = tmp_path / "train.yaml"
     yaml.write_text(
         "model_name_or_path: OpenGVLab/InternVL3-8B-hf\nfinetuning_type: lora\ndeepspeed: z2.json\n"
-        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\ncutoff_len: 1500\n"
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\ncutoff_len: 1500\nuse_galore: true\n"
     )
     found = omnibal("advise", lengths, "--today", yaml, "--cluster", "8xA100-80GB", "--json").stdout
     record = json.loads(found)
@@ -188,6 +192,7 @@ def test_the_present_way_is_read_from_files(omnibal, lengths, tmp_path):
     assert (today["trainer"], today["batch"], today["micro_batches"]) == ("zero2", 2, 4)
     assert "are cut at 1,500 tokens" in record["data"]
     assert record["read"]["cutoff_len"] == "1500"
+    assert record["not_read"] == {"use_galore": "True"}
     assert (record["model"], record["after"]["recompute"]) == ("InternVL3-8B", "none")
 
 
