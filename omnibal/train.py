@@ -45,6 +45,7 @@ from omnibal.families.base import trained_in_words
 from omnibal.plan import Plan
 from omnibal.ranks import rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
+from omnibal.vlm.passes import device_name
 
 LOG_SECONDS: Final = 10.0
 """Between two states of the progress bar where it goes into a file."""
@@ -219,7 +220,7 @@ def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog
         named.save(run.files.run_plan)
     data = loader.summary() | {"parameters trained": trained_in_words(engine.given.trained)}
     Console().print(run_table(engine.plan, engine.module.vlm.records, data), markup=False)
-    return MetricsLog(run.files.metrics, first_step=engine.global_steps)
+    return MetricsLog(run.files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 
 
 def _train(

@@ -19,7 +19,7 @@ from omnibal.cli.output import answer
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cost import Load
 from omnibal.pipeline.simulate import StepSimulation
-from omnibal.report.style import GIB, Column, scaled, table_of
+from omnibal.report.style import GIB, Column, duration, scaled, table_of
 from omnibal.report.timeline import plot_timeline
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def emulate(
         record,
         f"{plan.layout}, {plan.micro_batches} micro-batches; a second of the cluster took {task.scale:.3g} s",
         *_tables(figures),
-        f"median step {median(figures['step_seconds']):.3f} s, {figures['over_prediction']:+.1%} over the prediction",
+        f"median step {duration(median(figures['step_seconds']))}, {figures['over_prediction']:+.1%} over the "
+        "prediction",
         *(f"written: {path}" for path in written),
         as_json=as_json,
     )

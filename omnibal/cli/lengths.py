@@ -17,6 +17,7 @@ from omnibal.cli.options import JsonOption
 from omnibal.cli.output import answer
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.errors import ConfigError
+from omnibal.families.base import vision_unit_of
 from omnibal.report.style import make_table
 
 BROKEN_FILE = "broken.json"
@@ -73,24 +74,27 @@ def lengths(
             raise ConfigError(f"omnibal.data.train must name the data, got none in {source}")
         folder = out or run.files.lengths
         check_folder("out", folder)
-        found = run.usable_lengths
+        found, unit = run.usable_lengths, run.vision_unit
     elif out is None:
         raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
     elif kind != "dataset":
         refuse(options, f"{source} holds lengths")
         folder, found = out, read_lengths([source], "source")
+        unit = found.lengths.vision_unit
     elif model is None:
         raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
     else:
-        folder = out
+        from omnibal.vlm.families import load_records
+
+        folder, unit = out, vision_unit_of(load_records(model))
         found = measure_dataset(
             source, model, image_folder=images, max_tiles=max_tiles, broken=broken or "error",
             processes=processes, cache=folder,
         )  # fmt: skip
-    _say(found, folder, as_json=as_json)
+    _say(found, folder, unit, as_json=as_json)
 
 
-def _say(found: UsableLengths, folder: Path, *, as_json: bool) -> None:
+def _say(found: UsableLengths, folder: Path, vision_unit: str, *, as_json: bool) -> None:
     """Keep and show the lengths."""
     found.lengths.save(folder)
     problems = [asdict(problem) for problem in found.problems]
@@ -98,7 +102,14 @@ def _say(found: UsableLengths, folder: Path, *, as_json: bool) -> None:
     figures = statistics_of(found.lengths)
     record = {"folder": folder, "content_hash": found.lengths.content_hash, **figures, "broken": problems}
     whole = [f"all of them: {folder / BROKEN_FILE}"] if problems else []
-    answer(record, lengths_table(figures), *found.problem_lines(), *whole, f"written: {folder}", as_json=as_json)
+    answer(
+        record,
+        lengths_table(figures, vision_unit),
+        *found.problem_lines(),
+        *whole,
+        f"written: {folder}",
+        as_json=as_json,
+    )
 
 
 def statistics_of(lengths: SampleLengths) -> dict[str, Any]:
@@ -133,7 +144,7 @@ def _distribution(values: IntArray) -> dict[str, float]:
     return {"total": total, "mean": float(values.mean()), "p50": p50, "p99": p99, "max": int(values.max())}
 
 
-def lengths_table(figures: Mapping[str, Any]) -> Table:
+def lengths_table(figures: Mapping[str, Any], vision_unit: str = "vision units") -> Table:
     """A section per source, and one for all where there are several; a row per load."""
 
     def cells(load: Mapping[str, float]) -> list[str]:
@@ -145,7 +156,7 @@ def lengths_table(figures: Mapping[str, Any]) -> Table:
     for entry in [*sources, *([figures["all"]] if len(sources) > 1 else [])]:
         targets = entry["target_tokens"]
         rows += [
-            (entry["name"], "vision units", *cells(entry["vision_units"])),
+            (entry["name"], vision_unit, *cells(entry["vision_units"])),
             (f"  {entry['samples']:,} samples", "LLM tokens", *cells(entry["llm_tokens"])),
             (
                 f"  {entry['with_image'] / max(entry['samples'], 1):.1%} with image",

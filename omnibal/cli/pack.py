@@ -24,7 +24,14 @@ from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method, Oversized
 from omnibal.errors import ConfigError
-from omnibal.report.packing import Arranged, PackingFigures, measure_packing, packing_table, plot_rank_loads
+from omnibal.report.packing import (
+    Arranged,
+    PackingFigures,
+    measure_packing,
+    packing_notes,
+    packing_table,
+    plot_rank_loads,
+)
 
 REPLICAS = 8
 """Ranks where nothing says how many."""
@@ -81,12 +88,13 @@ def pack(
         num_replicas=num_replicas or _replicas(run),
         micro_batches=micro_batches or (1 if run is None else run.num_micro_batches),
         packing=packing,
+        vision_unit=found.lengths.vision_unit if run is None else run.vision_unit,
     )
     shown = get_args(Method) if compare else (packing.method,)
     drawn = tuple(dict.fromkeys((BEFORE, packing.method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
     if plot is not None:
-        plot_rank_loads({f"{name} packs": results[name][1] for name in drawn}, plot)
+        plot_rank_loads({f"{name} packs": results[name][1] for name in drawn}, plot, task.vision_unit)
     figures, plots = [results[name][0] for name in shown], [] if plot is None else [str(plot)]
     trap = find_trap(task.lengths, task.limits)
     warnings = [] if trap is None else [trap]
@@ -100,7 +108,8 @@ def pack(
         record,
         *found.problem_lines(),
         task.title,
-        packing_table(figures),
+        packing_table(figures, task.num_replicas, task.vision_unit),
+        *packing_notes(task.num_replicas),
         *(f"warning: {warning}" for warning in warnings),
         *(f"drawn: {path}" for path in plots),
         as_json=as_json,
@@ -134,6 +143,7 @@ class _Task:
     num_replicas: int
     micro_batches: int
     packing: PackingSection
+    vision_unit: str
 
     def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
         """Arrange the epoch and measure it."""
@@ -170,7 +180,7 @@ class _Task:
     def title(self) -> str:
         """The task in a line, and a second one where samples exceed a limit."""
         task = (
-            f"{len(self.lengths):,} samples, limits {self.limits.vision_units:,} vision units and "
+            f"{len(self.lengths):,} samples, limits {self.limits.vision_units:,} {self.vision_unit} and "
             f"{self.limits.llm_tokens:,} LLM tokens, {self.num_replicas} ranks × {self.micro_batches} micro-batches"
         )
         if not self.num_oversized:

@@ -18,14 +18,14 @@ from omnibal.cli.trials import trials_table
 from omnibal.config import keys_of_plan, read_config
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words
-from omnibal.families.base import trained_in_words
+from omnibal.families.base import trained_in_words, vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
 from omnibal.report.stages import cut_of, memory_table, stage_table, step_figures
-from omnibal.report.style import Row, excess, table_of
+from omnibal.report.style import Row, duration, excess, in_milliseconds, table_of
 
 STEPS: Final = 32
 """Of an epoch, that ways to train are compared on."""
@@ -147,14 +147,15 @@ class PlanReport:
         assert predicted is not None
         fullest = max(m.total / budget for m, budget in zip(self._memory(), self._budgets, strict=True))
         rate = predicted.samples_per_step / predicted.step_seconds
+        unit = vision_unit_of(self.result.choice.model.profile.layers)
         return [
             *(self._explanations() if explain else ()),
             f"chosen: {plan.layout} of {plan.known_cluster}, {plan.schedule}, {plan.micro_batches} micro-batches of at "
-            f"most {limits.vision_units:,} vision units and {limits.llm_tokens:,} LLM tokens",
+            f"most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens",
             f"cut at {cut_of(plan.partition.boundaries)}; {sum(level != 'none' for level in plan.recompute)} of "
             f"{len(plan.recompute)} layers recompute; the fullest device holds {fullest:.1%} of its memory",
             f"parameters trained: {trained_in_words(self.result.choice.model.profile.trained)}",
-            f"predicted: step {predicted.step_seconds:.3f} s of {predicted.samples_per_step:,.0f} samples, "
+            f"predicted: step {duration(predicted.step_seconds)} of {predicted.samples_per_step:,.0f} samples, "
             f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
             *self.gain.lines(),
             *([self._bound()] if explain or not self.gain.variants else ()),
@@ -173,7 +174,7 @@ class PlanReport:
         return [
             stages,
             memory_table(self._memory(), self._budgets),
-            _weighed_table([_record(choice) for choice in self.result.tried]),
+            _weighed_table([_record(choice) for choice in self.result.tried], vision_unit_of(model.profile.layers)),
         ]
 
     def _bound(self) -> str:
@@ -210,7 +211,7 @@ def _record(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _weighed_table(choices: Sequence[Row]) -> Table:
+def _weighed_table(choices: Sequence[Row], vision_unit: str) -> Table:
     """A row per packing and number of stages: packs of a replica's step, their limits, and what a step is like."""
     return table_of(
         choices,
@@ -218,10 +219,10 @@ def _weighed_table(choices: Sequence[Row]) -> Table:
             ("schedule", "{schedule}"),
             ("stages", "{num_stages}"),
             ("packs", "{micro_batches}"),
-            ("tiles", "{limits[vision_units]:,}"),
+            (vision_unit.replace(" ", "\n"), "{limits[vision_units]:,}"),
             ("tokens", "{limits[llm_tokens]:,}"),
             ("samples", "{samples_per_step:,.0f}"),
-            ("step s", "{step_seconds:.3f}"),
+            ("step ms", in_milliseconds("step_seconds")),
             ("samples\na second", lambda row: f"{row['samples_per_step'] / row['step_seconds']:,.1f}"),
             ("re-\ncompute", lambda row: f"{sum(row['recomputed'])}"),
         ],

@@ -19,6 +19,7 @@ from omnibal.cli.output import answer
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
+from omnibal.families.base import vision_unit_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.style import MIB, Row, scaled, table_of
@@ -96,7 +97,7 @@ def _say(made: ModelProfile, limits: tuple[int, int], notes: list[str], out: Pat
         "warnings": notes,
         "kinds": rows,
     }
-    pack_of = " and ".join(f"{size:,} {name}" for name, size in sizes.items())
+    pack_of = f"{limits[0]:,} {vision_unit_of(made.layers)} and {limits[1]:,} LLM tokens"
     answer(
         record,
         f"a layer of each kind on {made.devices} ({made.dtype}), a pack of {pack_of}",

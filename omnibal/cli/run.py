@@ -15,6 +15,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.data.mixing import typical_lengths
 from omnibal.errors import ConfigError, DataError
+from omnibal.families.base import vision_unit_of
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 
@@ -135,6 +136,14 @@ class Run:
         """What samples hold; under a mixture, samples as it draws them."""
         found, mixture = self.usable_lengths, self.section.data.mixture
         return typical_lengths(found.lengths, found.repeat_time if mixture == "repeat_time" else mixture)
+
+    @property
+    def vision_unit(self) -> str:
+        """What the model counts images in: tiles or patches."""
+        unit = self.lengths.vision_unit
+        if unit != "patches" and not self._lengths and self.section.model.path is not None:
+            return vision_unit_of(self.records)
+        return unit
 
     @cached_property
     def usable_lengths(self) -> UsableLengths:

@@ -11,6 +11,7 @@ from omnibal.cli.opening import open_run
 from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, PresentOption, ProfileOption
 from omnibal.cli.output import answer
 from omnibal.cli.present import median_packs, present_plan
+from omnibal.families.base import vision_unit_of
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
@@ -86,7 +87,7 @@ def title_of(profile: ModelProfile, plan: Plan, packing: Packing) -> str:
     packs = f"step {packing.numbers[0]} of an epoch, packs of at most" if packing.numbers else "equal packs of"
     return (
         f"{len(profile.layers)} layers on {plan.known_cluster} ({profile.dtype}): {plan.layout}, {plan.schedule}\n"
-        f"{plan.micro_batches} micro-batches; {packs} {limits.vision_units:,} vision units and "
+        f"{plan.micro_batches} micro-batches; {packs} {limits.vision_units:,} {vision_unit_of(profile.layers)} and "
         f"{limits.llm_tokens:,} LLM tokens"
     )
 

@@ -36,6 +36,7 @@ def _row(name: str, trial: Trial) -> Row:
         ],
         "measured_seconds": None if trial.error else trial.median_seconds,
         "predicted_seconds": None if predicted is None else predicted.step_seconds,
+        "predicted_for": None if plan.cluster is None else plan.cluster.device.name,
         "samples_per_step": None if predicted is None else predicted.samples_per_step,
         "peak_bytes": trial.peak_bytes,
         "predicted_bytes": [stage.memory.total - stage.memory.overhead for stage in stages],
@@ -46,7 +47,7 @@ def _row(name: str, trial: Trial) -> Row:
 def _line(row: Row) -> str:
     """The trial in a line, as it is said when it is done."""
     measured, predicted = row["measured_seconds"], row["predicted_seconds"]
-    expected = "" if predicted is None else f"predicted {milliseconds(predicted)} ms, "
+    expected = "" if predicted is None else f"predicted {milliseconds(predicted)} ms on {row['predicted_for']}, "
     done = "" if measured is None else f"measured {milliseconds(measured)} ms: "
     return f"{row['name']}: {expected}{done}{row['outcome']}"
 

@@ -88,6 +88,11 @@ class SampleLengths:
     def __repr__(self) -> str:
         return f"SampleLengths({len(self)} samples: {', '.join(self.columns())})"
 
+    @property
+    def vision_unit(self) -> str:
+        """What images are counted in: ``"patches"`` where their squares are known, else not told by lengths."""
+        return "vision units" if self.vision_squared is None else "patches"
+
     def columns(self) -> dict[str, IntArray]:
         """Return the columns that are present, by name."""
         return {name: column for name in COLUMN_TYPES if (column := getattr(self, name)) is not None}

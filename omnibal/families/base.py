@@ -61,6 +61,14 @@ class Trained(NamedTuple):
     parameters: int
 
 
+class HasSizes(Protocol):
+    """A layer, as a record of a model or as costs in a profile."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Widths and counts that decide what the layer costs."""
+
+
 @dataclass(frozen=True)
 class LayerRecord:
     """One pipeline layer: the smallest part of a model that a partition moves between stages.
@@ -103,6 +111,12 @@ class LayerRecord:
     def trained(self, frozen: Collection[str]) -> Trained:
         """Parameters that get a gradient, and all."""
         return Trained(self.trainable_parameters(frozen), self.sizes["parameters"])
+
+
+def vision_unit_of(layers: Iterable[HasSizes]) -> str:
+    """What the ViT of some layers counts images in: ``"tiles"``, ``"patches"``, or ``"vision units"`` if none says."""
+    patches = {layer.sizes["patches_per_tile"] for layer in layers if "patches_per_tile" in layer.sizes}
+    return "vision units" if not patches else "patches" if patches == {1} else "tiles"
 
 
 class ImageLoad(NamedTuple):

@@ -172,13 +172,13 @@ _SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
         "  if packs were padded": lambda entry: f"{entry.pad_ratio_if_padded:.3f}",
     },
     {
-        "Dist Ratio, vision units": lambda entry: f"{entry.dist_ratio_vision:.4f}",
+        "Dist Ratio, {vision_unit}": lambda entry: f"{entry.dist_ratio_vision:.4f}",
         "Dist Ratio, LLM tokens": lambda entry: f"{entry.dist_ratio_tokens:.4f}",
         "Dist Ratio, LLM cost": lambda entry: f"{entry.dist_ratio_cost:.4f}",
         "χ² of steps (1: shuffled)": lambda entry: _number(entry.randomness, ".2f"),
     },
     {
-        "largest, vision units": lambda entry: f"{entry.largest.vision_units:,}",
+        "largest, {vision_unit}": lambda entry: f"{entry.largest.vision_units:,}",
         "largest, LLM tokens": lambda entry: f"{entry.largest.llm_tokens:,}",
     },
     {
@@ -188,12 +188,24 @@ _SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
 )
 
 
-def packing_table(figures: Sequence[PackingFigures]) -> Table:
-    """Figures row by row, methods side by side."""
+def packing_table(figures: Sequence[PackingFigures], num_replicas: int = 2, vision_unit: str = "vision units") -> Table:
+    """Figures row by row, methods side by side; one rank has nobody to wait for."""
     rows: list[tuple[str, ...]] = []
     for section in _SECTIONS:
-        rows += [*((name, *map(cell, figures)) for name, cell in section.items()), ()]
+        for name, cell in section.items():
+            if num_replicas > 1 or not name.startswith("Dist Ratio"):
+                rows.append((name.format(vision_unit=vision_unit), *map(cell, figures)))
+        rows.append(())
     return make_table(("", *(entry.method for entry in figures)), rows)
+
+
+def packing_notes(num_replicas: int) -> list[str]:
+    """What the figures of the table mean, in a line each."""
+    notes = ["Pad Ratio: share of an LLM's tokens that are padding"]
+    if num_replicas > 1:
+        notes.append("Dist Ratio: share of the time that ranks wait for the one with the largest micro-batch")
+    notes.append("χ² of steps: how unlike the mixes of sources (else lengths) are, a degree of freedom")
+    return notes
 
 
 @dataclass(frozen=True)
@@ -213,7 +225,7 @@ class Arranged:
         return values[self.steps].transpose(0, 2, 1).reshape(-1, self.steps.shape[1])
 
 
-def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path) -> None:
+def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path, vision_unit: str = "vision units") -> None:
     """Draw the ranks' vision units and LLM cost over some steps, a column per method on common axes."""
     with drawing(path, 4.6 * len(arranged), 5.2) as figure:
         axes = figure.subplots(2, len(arranged), sharey="row", squeeze=False)
@@ -222,7 +234,7 @@ def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path) -> None:
             _draw_waiting(axes[0, column], method, entry.by_rank(entry.load.vision_units))
             _draw_waiting(axes[1, column], "", cost / max(cost.mean(), np.finfo(float).tiny))
             axes[1, column].set_xlabel("micro-batch of the epoch")
-        axes[0, 0].set_ylabel("vision units in a micro-batch")
+        axes[0, 0].set_ylabel(f"{vision_unit} in a micro-batch")
         axes[1, 0].set_ylabel("LLM cost, relative to the mean")
         whole_numbers(axes[0, 0].yaxis)
         for row in axes:

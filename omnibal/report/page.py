@@ -14,6 +14,7 @@ import numpy as np
 
 from omnibal.cost import FloatArray, Load
 from omnibal.data.metrics import dist_ratio
+from omnibal.families.base import vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner.prediction import Variant
@@ -22,7 +23,7 @@ from omnibal.profile.records import ModelProfile
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.packing import Arranged, plot_rank_loads
 from omnibal.report.stages import plot_memory
-from omnibal.report.style import GIB, SERIES, drawing, legend_below
+from omnibal.report.style import GIB, SERIES, drawing, legend_below, milliseconds
 from omnibal.report.timeline import plot_timeline
 from omnibal.report.training import Metrics, plot_shares, plot_training, training_rows
 
@@ -133,10 +134,10 @@ def _lead(plan: PlanPart | None, run: Metrics | None) -> str:
         parts.append(
             f"{last.samples_per_second / first.samples_per_second:.2f} times the throughput of present batching is "
             f"predicted: {first.samples_per_second:,.1f} → {last.samples_per_second:,.1f} samples/s on "
-            f"{plan.plan.layout}."
+            f"{plan.plan.layout} of {plan.plan.known_cluster}."
         )
     if run is not None:
-        parts.append(f"{len(run.steps):,} steps were measured.")
+        parts.append(f"{len(run.steps):,} steps were measured on {run.devices}.")
     return " ".join(parts)
 
 
@@ -177,14 +178,17 @@ def _imbalance(part: PlanPart, folder: Path) -> str:
 def _data(part: PlanPart, folder: Path) -> str:
     first, last = part.variants[0], part.variants[-1]
     rows = [_data_row("as today", first), _data_row("with the plan", last)]
-    plot_rank_loads({"as today": _arranged(first), "with the plan": _arranged(last)}, folder / "ranks.png")
-    limits = part.plan.limits
-    names = ("", "samples in a micro-batch", "tiles or patches", "LLM tokens", "Dist Ratio, ViT", "Dist Ratio, LLM")
+    unit, limits, has_ranks = vision_unit_of(last.profile.layers), part.plan.limits, part.plan.layout.num_replicas > 1
+    plot_rank_loads({"as today": _arranged(first), "with the plan": _arranged(last)}, folder / "ranks.png", unit)
+    names: tuple[str, ...] = ("", "samples in a micro-batch", unit, "LLM tokens", "Dist Ratio, ViT", "Dist Ratio, LLM")
+    if not has_ranks:  # nobody waits
+        names, rows = names[:4], [row[:4] for row in rows]
+    waiting = " The Dist Ratio is the share of time that ranks would wait for the one with the largest load."
     return section(
         "Data: which samples share a micro-batch",
         paragraph(
-            f"Packs hold at most {limits.vision_units:,} vision units and {limits.llm_tokens:,} LLM tokens, without "
-            "padding. The Dist Ratio is the share of time that ranks would wait for the one with the largest load."
+            f"Packs hold at most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens, without padding."
+            + waiting * has_ranks
         ),
         table(names, rows),
         picture(
@@ -258,7 +262,7 @@ def _gain(part: PlanPart) -> str:
     rows = [
         (
             variant.name,
-            f"{variant.step_seconds:.3f}",
+            milliseconds(variant.step_seconds),
             f"{variant.samples_per_step:,.0f}",
             f"{variant.samples_per_second:,.1f}",
             f"{variant.bubble_ratio:.0%}",
@@ -269,10 +273,10 @@ def _gain(part: PlanPart) -> str:
     return section(
         "What it gains, one idea after the other",
         paragraph(
-            "Simulated on real packs. `omnibal emulate` runs the plan on DeepSpeed's engine without an accelerator; "
-            "`omnibal plan --trials` measures it on yours."
+            f"Simulated on real packs, for {first.plan.known_cluster}. `omnibal emulate` runs the plan on DeepSpeed's "
+            "engine without an accelerator; `omnibal plan --trials` measures it on yours."
         ),
-        table(("", "step, s", "samples a step", "samples/s", "idle", "gain"), rows, marked=len(rows) - 1),
+        table(("", "step, ms", "samples a step", "samples/s", "idle", "gain"), rows, marked=len(rows) - 1),
     )
 
 

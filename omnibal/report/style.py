@@ -117,6 +117,15 @@ def milliseconds(seconds: float | None) -> str:
     return f"{1e3 * seconds:,.1f}" if seconds >= 1e-3 else f"{1e3 * seconds:.3g}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds with three digits and more before the point, in milliseconds below one.
+
+    >>> duration(12.3456), duration(0.0004321)
+    ('12.346 s', '0.432 ms')
+    """
+    return f"{seconds:,.3f} s" if seconds >= 1 else f"{milliseconds(seconds)} ms"
+
+
 def excess(value: float, least: float) -> float:
     """By what share a value is above the least possible one; rounding puts none below it.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import NotRequired  # pydantic needs it before Python 3.12
+from typing import Final, NotRequired  # pydantic needs it before Python 3.12
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -18,11 +18,12 @@ from typing_extensions import TypedDict, Unpack
 from omnibal.cost import FloatArray
 from omnibal.data.policies import Oversized
 from omnibal.errors import DataError, bytes_in_words
-from omnibal.families.base import LayerRecord
+from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
-from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, drawing, legend_below
+from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, drawing, duration, legend_below
 
+BALANCE: Final = "mean load of a step's packs over the largest, 1 if all are alike"
 SHARE_STEPS, SHARE_POINTS = 50, 20
 """Steps over which shares are averaged, and points of a shorter run: a single step's are up to chance."""
 SMOOTHING = 0.9
@@ -47,6 +48,8 @@ class StepRecord(TypedDict):
     """Likewise."""
     balance: dict[str, float]
     """Mean load over largest load, for each kind of load."""
+    device: NotRequired[str]
+    """What rank 0 ran on; in a run's first line, and in the first one after it went on."""
     shares: NotRequired[dict[str, tuple[float, float]]]
     """Of a mixture's sources: the share that was asked for, and the one that the step holds."""
     oversized: NotRequired[dict[Oversized, int]]
@@ -68,6 +71,12 @@ class Metrics:
 
     steps: list[StepRecord]
     evaluations: list[EvaluationRecord]
+
+    @property
+    def devices(self) -> str:
+        """What the run was measured on."""
+        named = dict.fromkeys(record["device"] for record in self.steps if "device" in record)
+        return " and ".join(named) or "devices that its log does not name"
 
 
 _STEP, _EVALUATION = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord)
@@ -106,10 +115,12 @@ class MetricsLog:
         path: The JSON Lines file; its folder is made.
         first_step: Steps that the run has done before; what the file says of later ones is dropped (they will be
             trained again), and with 0 the file starts anew.
+        device: What the run is on; the next step's line names it.
     """
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
+    def __init__(self, path: Path, *, first_step: int, device: str = "") -> None:
         self._path = path
+        self._device = device
         self._rates: dict[str, float] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -121,7 +132,9 @@ class MetricsLog:
 
     def training_step(self, **record: Unpack[StepRecord]) -> str:
         """Log a training step, and render it as a progress bar's line; rates are smoothed over the last steps."""
-        self._append(record)
+        named: StepRecord = {**record, "device": self._device} if self._device else record
+        self._device = ""
+        self._append(named)
         loss, seconds, samples, tokens = (
             self._smooth(name, float(record[name]))  # type: ignore[literal-required]
             for name in ("loss", "seconds", "samples", "llm_tokens")
@@ -156,7 +169,9 @@ def run_table(plan: Plan, records: Sequence[LayerRecord], data: Mapping[str, str
         "plan",
         {
             **data,
-            "a pack holds at most": f"{plan.limits.vision_units} tiles, {plan.limits.llm_tokens} LLM tokens",
+            "a pack holds at most": f"{plan.limits.vision_units} {vision_unit_of(records)}, {plan.limits.llm_tokens} "
+            "LLM tokens",
+            "balance, as steps log it": BALANCE,
         }
         | {f"stage {stage}": _stage(plan, records, stage) for stage in range(plan.num_stages)},
     )
@@ -211,14 +226,16 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
         for name in ("seconds", "samples", "llm_tokens", "loss")
     )
     rows = {
+        "device": metrics.devices,
         "steps": f"{last['step']:,}, the last one in epoch {last['epoch'] + 1}",
         "loss": f"{first['loss']:.3f} → {_moving_mean(losses)[-1]:.3f} (mean of the last steps)",
-        "step": f"{np.median(seconds):.3f} s, 10 % … 90 %: {np.quantile(seconds, 0.1):.3f} … "
-        f"{np.quantile(seconds, 0.9):.3f} s",
+        "step": f"{duration(np.median(seconds))}, 10 % … 90 %: {duration(np.quantile(seconds, 0.1))} … "
+        f"{duration(np.quantile(seconds, 0.9))}",
         "speed": f"{samples.sum() / seconds.sum():,.1f} samples/s, {tokens.sum() / seconds.sum():,.0f} LLM tokens/s",
     }
     for name in last["balance"]:
-        rows[f"balance, {name}"] = f"{np.mean([record['balance'][name] for record in metrics.steps]):.3f}"
+        mean = np.mean([record["balance"][name] for record in metrics.steps])
+        rows[f"balance, {name}"] = f"{mean:.3f} ({BALANCE})"
     for fate, count in last.get("oversized", {}).items():
         if count:
             rows["over the limits"] = (

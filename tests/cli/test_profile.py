@@ -72,7 +72,7 @@ def test_the_table_has_a_row_for_each_kind(omnibal, model, tmp_path):
         "profile", model, tmp_path / "p.json", "--cluster", "H100", "--limits", "3,99",
         "--frozen", "vision_block", "--frozen", "projector", "--dtype", "float32", "--tensor-parallel", 2,
     ).stdout  # fmt: skip
-    assert "2 x H100-80GB (float32), a pack of 3 vision units" in text
+    assert "2 x H100-80GB (float32), a pack of 3 tiles and 99 LLM tokens" in text
     assert all(kind[:11] in text for kind in KINDS)
     assert text.count("frozen") == 2 * 2  # times, and bytes
     profile = ModelProfile.load(tmp_path / "p.json")

@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from omnibal.cli.main import app
 from omnibal.config import dtype_of, layout_of, read_config
 from omnibal.data.limits import largest_load
 from omnibal.engine.resolve import Given, resolve_plan, shape_of
@@ -53,6 +55,14 @@ def test_a_configuration_has_a_plan_that_fits(name, in_repository):
     memory = plan.memory(profile, largest_load(lengths, plan.limits))
     for stage, budget in zip(memory, section.cluster.stage_memory_bytes(layout), strict=True):
         assert stage.total <= budget
+
+
+def test_units_are_named_as_the_family_counts_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ds_configs").symlink_to(ROOT / "ds_configs")
+    for name, unit in (("qwen2.5-vl-7b-8gpu", "patches"), ("internvl3-8b-8gpu", "tiles")):
+        said = CliRunner().invoke(app, ["simulate", str(CONFIGS[name])]).stdout
+        assert f" {unit} and " in said and "vision units" not in said
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

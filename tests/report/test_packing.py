@@ -12,7 +12,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
-from omnibal.report.packing import Arranged, measure_packing, mix_labels, packing_table, plot_rank_loads
+from omnibal.report.packing import Arranged, measure_packing, mix_labels, packing_notes, packing_table, plot_rank_loads
 from tests.report.printed import text_of
 
 LENGTHS = SampleLengths([1, 2, 3, 4], [10, 20, 30, 40], source=[0, 1, 0, 1])
@@ -111,6 +111,9 @@ def test_the_table_holds_methods_side_by_side_in_80_columns():
     assert rows["lost, repeated, over limit"] == ["0,", "0,", "0", "0,", "0,", "0"]
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text_of(packing_table([figures_of()] * 3))
+    alone = text_of(packing_table([figures_of()], 1, "tiles"))
+    assert "Dist Ratio" not in alone + " ".join(packing_notes(1)) and "largest, tiles" in alone
+    assert any("Dist Ratio: " in note for note in packing_notes(2))
 
 
 def test_missing_randomness_is_a_dash_and_null():

@@ -123,7 +123,23 @@ def test_table_and_plot(tmp_path):
     assert "4.000 → 2.083" in text
     assert "4.0 samples/s, 300 LLM tokens/s" in text
     assert "25.0% of 40" in text
-    assert "balance, vision" in text
+    assert "balance, vision" in text and "mean load of a step's packs over the largest" in " ".join(text.split())
+    assert "step │ 2.000 s, 10 % … 90 %" in " ".join(text.split())
+    assert metrics.devices == "devices that its log does not name"
+
+
+def test_a_log_names_the_devices_of_a_run_that_went_on_elsewhere(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for first_step, device in ((0, "x86_64 CPU, 1 threads"), (1, "A100")):
+        log = MetricsLog(path, first_step=first_step, device=device)
+        for step in (first_step + 1, first_step + 2):
+            log.training_step(
+                step=step, epoch=0, loss=1.0, learning_rate=0.1, seconds=4e-5, samples=8, llm_tokens=60, balance=BALANCE
+            )
+    metrics = read_metrics(path)
+    assert ["device" in record for record in metrics.steps] == [True, True, False]
+    assert training_rows(metrics)["device"] == metrics.devices == "x86_64 CPU, 1 threads and A100"
+    assert training_rows(metrics)["step"] == "0.04 ms, 10 % … 90 %: 0.04 ms … 0.04 ms"
     plot_training(metrics, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
