@@ -22,6 +22,7 @@ from omnibal.engine.loader import Loader
 from omnibal.engine.optimizer import grouping
 from omnibal.engine.resolve import Given
 from omnibal.engine.saved_files import BASE_WEIGHTS, SavedFile
+from omnibal.engine.settings import Settings, renew_rate
 from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
@@ -46,6 +47,7 @@ class CheckpointedEngine(TableEngine):
     given: Given
     plan: Plan
     loader: Loader
+    settings: Settings
 
     @property
     def where(self) -> str:
@@ -138,7 +140,8 @@ class CheckpointedEngine(TableEngine):
             for path in own:
                 saved_files.flush(path)
                 files[str(path.relative_to(unfinished))] = SavedFile.of(path, 0)
-            saved_files.write_manifest(unfinished, self._layout(), files)
+            layout = {**self._layout(), "settings": self.settings.record()}
+            saved_files.write_manifest(unfinished, layout, files)
             saved_files.finish(unfinished, is_latest=save_latest)
 
         _explained(complete, unfinished)
@@ -184,6 +187,16 @@ class CheckpointedEngine(TableEngine):
             lambda: self._check_readable(folder / name, layout, with_optimizer, strict=load_module_strict),
             where=self.where,
         )
+        saved = saved_files.read_manifest(folder / name).get("settings")
+        changed = run_on_all_ranks(
+            lambda: (
+                []
+                if saved is None
+                else self.settings.changed_from(saved, with_optimizer=with_optimizer, with_schedule=with_schedule)
+            ),
+            where=self.where,
+        )
+        rates = [group["lr"] for group in self.basic_optimizer.param_groups]
         # DeepSpeed saves this optimizer's state beside the weights as ZeRO's, but looks for it there under ZeRO only.
         apart = self.using_bf16_optimizer and not self.zero_optimization()
         with _loads_of(self.checkpoint_engine):
@@ -199,9 +212,36 @@ class CheckpointedEngine(TableEngine):
                 self._load_zero_checkpoint(str(load_dir), name)
         if apart and not with_optimizer:
             self.optimizer.refresh_fp32_params()
+        self._renew(saved, rates, with_optimizer=with_optimizer, with_schedule=with_schedule)
+        if self.global_rank == 0 and (changed or saved is None):
+            LOG.warning(
+                "going on from %s with %s",
+                folder / name,
+                f"other settings: {', '.join(map(str, changed))}"
+                if saved is not None
+                else "the optimizer's settings that it was saved with: an older omnibal kept no others to compare",
+            )
         state.pop("optimizer", None)
         run_on_all_ranks(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
         return path, state
+
+    def _renew(
+        self, saved: dict[str, Any] | None, rates: list[float], *, with_optimizer: bool, with_schedule: bool
+    ) -> None:
+        """Let the settings of this run hold where loading has brought back those of the checkpoint."""
+        if hasattr(self.optimizer, "clip_grad"):
+            self.optimizer.clip_grad = self.gradient_clipping()
+        if saved is not None and with_optimizer:
+            self.settings.renew_optimizer(self.basic_optimizer, saved)
+        if self.lr_scheduler is None:
+            return
+        if with_schedule:
+            if saved is not None:
+                self.settings.renew_schedule(self.lr_scheduler, saved)
+            renew_rate(self.lr_scheduler)
+        else:  # it begins anew
+            for group, rate in zip(self.basic_optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def _choose(self, folder: Path, tag: str | None, *, fall_back: bool) -> str:
         """The checkpoint to go on from: rank 0 looks which one, and all ranks read its files, each what it wrote."""

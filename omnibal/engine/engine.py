@@ -13,12 +13,14 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
+from omnibal.config.resuming import settings_of
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, checked_lengths
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
 from omnibal.engine.module import joined
 from omnibal.engine.optimizer import OnGradient, gradients
 from omnibal.engine.resolve import Given
+from omnibal.engine.settings import Settings
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
@@ -92,6 +94,9 @@ class OmnibalEngine(CheckpointedEngine):
             **deepspeed_arguments,
         )
         self.given = given
+        self.settings = Settings.of(
+            settings_of(self._config._param_dict, given.section), self.basic_optimizer, self.lr_scheduler
+        )
         self.plan = plan
         self.loader = loader
         self.last_step: Step | None = None

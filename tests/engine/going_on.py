@@ -14,6 +14,7 @@ from transformers import InternVLForConditionalGeneration
 
 from omnibal import train as train_file
 from omnibal.data.limits import PackLimits
+from omnibal.engine import checkpointed
 from omnibal.engine import engine as engine_file
 from omnibal.engine.initialize import LOG, initialize
 from omnibal.engine.saved_files import latest_checkpoint
@@ -42,6 +43,7 @@ def all_at_once(precisions, unsaved, saved, others, whole, folder):
         "poisoned": [poisoned(config) for config in precisions],
         "weights": weights_only(unsaved, folder / "weights"),
         **saved_run(saved, others, folder),
+        "renewed": [renewed(saved, folder / "checkpoints"), renewed(unsaved, folder / "weights")],
         "whole": whole_run(changed(whole, "run", output=str(folder / "whole"), epochs=2, evaluate_every=3)),
     }
 
@@ -237,6 +239,28 @@ def weights_only(config, folder):
     loaded = weights_of(other)
     other.train_batch()
     return [_distance(weights, saved) for weights in (initial, loaded, weights_of(other))]
+
+
+def renewed(config, checkpoints):
+    """What holds, and what is said, where a run goes on under other settings."""
+    params = {"lr": 0.003, "weight_decay": 0.4, "torch_adam": True}
+    other = config | {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": 0.25}
+    other = changed(other | {"gradient_accumulation_steps": 1}, "run", epochs=5)
+    engine, _, _, scheduler = initialize(config=other, dataset=SmallDataset())
+    with pytest.MonkeyPatch.context() as patch:
+        told = []
+        patch.setattr(checkpointed.LOG, "warning", lambda message, *values: told.append(message % values))
+        engine.load_checkpoint(checkpoints)
+    groups, steps = engine.basic_optimizer.param_groups, engine.global_steps
+    found = {
+        "decay": {group["weight_decay"] for group in groups},
+        "clipping": {engine.gradient_clipping(), engine.optimizer.clip_grad},
+        "rates": {group["lr"] for group in groups},
+        "scheduled": scheduler.get_lr()[0],
+        "told": told,
+    }
+    engine.train_batch()
+    return found | {"went_on": engine.global_steps == steps + 1 > 1}
 
 
 def _distance(weights, others):

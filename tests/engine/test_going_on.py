@@ -43,6 +43,7 @@ def seen(model, tmp_path_factory):
         saved | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True},
         {key: value for key, value in saved.items() if key != "scheduler"},
         changed(saved, "optimizer", weight_decay="matrices"),
+        saved | {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
     ]
     folder = tmp_path_factory.mktemp("written")
     whole = settings(model, num_stages=2)
@@ -77,13 +78,37 @@ def test_what_cannot_go_on_from_a_checkpoint_is_named(seen):
     for result in by_rank:
         for message, key, saved, own in zip(
             result["refused"],
-            ("frozen", "optimizer", "scheduler", "parameter_groups"),
-            ("[]", "AdamW", "WarmupCosineLR", "None"),
-            ("['patch_embedding']", "SGD", "None", "weight decay of matrices"),
+            ("frozen", "optimizer", "scheduler", "parameter_groups", "zero_optimization.round_robin_gradients"),
+            ("[]", "AdamW", "WarmupCosineLR", "None", "None"),
+            ("['patch_embedding']", "SGD", "None", "weight decay of matrices", "True"),
             strict=True,
         ):
             assert f": {key} must be that of the checkpoint " in message
             assert f"({saved}) to resume, got {own}; " in message
+
+
+@pytest.mark.distributed
+def test_settings_of_the_run_that_goes_on_hold_and_are_said(seen):
+    by_rank, _ = seen
+    assert by_rank[0]["renewed"][1]["scheduled"] > 0  # the other one is still at the beginning of its warmup
+    for rank, result in enumerate(by_rank):
+        for run in result["renewed"]:
+            assert run["decay"] == {0.4}
+            assert run["clipping"] == {0.25}
+            assert run["rates"] == {run["scheduled"]}
+            assert run["scheduled"] <= 0.003
+            assert run["went_on"]
+            if rank == 0:
+                (told,) = run["told"]
+                assert "with other settings: " in told
+                for change in (
+                    "gradient_accumulation_steps 1 (was 2)",
+                    "optimizer.params.lr 0.003 (was 0.01)",
+                    "optimizer.params.weight_decay 0.4 (was left out)",
+                    "gradient_clipping 0.25 (was ",
+                    "omnibal.run.epochs 5 (was 4)",
+                ):
+                    assert change in told
 
 
 @pytest.mark.distributed
