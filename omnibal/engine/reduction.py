@@ -1,4 +1,9 @@
-"""Gradients and weights of a stage's layers on their way between its replicas, while other layers are computed."""
+"""Gradients and weights of a stage's layers move between its replicas while other layers are computed.
+
+A layer's gradients leave when the last micro-batch's backward pass through the layer has ended, from the last layer to
+the first. Updated weights come back from the first layer to the last, while the next step's forward pass begins; the
+forward pass waits for a layer's weights right before it runs the layer.
+"""
 
 import atexit
 from collections import deque
@@ -16,26 +21,25 @@ from omnibal.engine.sums import Sums
 Layers = Sequence[Sequence[nn.Parameter]]
 
 
-_ALONE = 2**18
-"""Numbers of a row that is sent from where it is; shorter ones are copied together."""
+_ALONE = 2**18  # rows of at least so many numbers are sent from their own memory; shorter ones are copied together
 
 
 class Exchange:
     """What a stage's replicas send each other in a step, layer by layer.
 
-    All replicas start the same layers in the same order, whatever their packs hold, so that no two of them wait for
-    each other.
+    All replicas start the same layers in the same order, whatever their packs hold: collectives of one group must
+    start in one order.
 
     Args:
-        sums: Where the gradients are.
-        layers: What each layer trains; a parameter is in one of them.
-        others: What else the stage trains.
-        group: The replicas.
-        dtype: In which gradients are sent.
+        sums: The optimizer's sums of gradients.
+        layers: Trained parameters of each layer; a parameter is in one layer only.
+        others: Trained parameters of the stage that are in no layer.
+        group: The replicas of the stage.
+        dtype: The dtype in which gradients are sent.
 
     Attributes:
-        gradients: Where they are averaged.
-        weights: Where updated ones come from.
+        gradients: Averages gradients.
+        weights: Sends and receives updated weights.
     """
 
     def __init__(
@@ -56,19 +60,19 @@ class _UnderWay(NamedTuple):
     work: Any
     owner: int | None
     sent: Tensor
-    """What is added up, in place."""
+    """The tensor that the collective sums in place."""
     rows: list[Tensor]
-    """Where the sum belongs, if ``sent`` is a copy."""
+    """The rows that the sum is copied to; empty if ``sent`` is the row itself."""
 
 
 class Reduction:
     """Averages gradients over the replicas, from the last layer on.
 
-    Each part of a gradient goes to the replica that updates it; to all of them where each one does. Arguments are those
+    Each part of a gradient goes to the replica that owns it, or to all if every replica updates it. Arguments are those
     of ``Exchange``.
 
     Attributes:
-        left: How many layers have not started: the first ones.
+        left: Number of layers, the first ones, that have not started.
     """
 
     def __init__(
@@ -81,13 +85,13 @@ class Reduction:
         self._under_way: deque[_UnderWay] = deque()
 
     def start(self, layer: int) -> None:
-        """Start with a layer whose gradients are complete; later, if one behind it has not started."""
+        """Start a layer whose gradients are complete; a layer whose successor has not started is skipped."""
         if layer == self.left - 1:
             self.left = layer
             self._start(self._layers[layer])
 
     def finish(self) -> None:
-        """Start with what is in no layer, and wait for all."""
+        """Start the parameters that are in no layer, and wait for all reductions."""
         assert self.left == 0, "layers go before"
         self._start(self._others)
         while self._under_way:
@@ -97,7 +101,8 @@ class Reduction:
 
     @torch.no_grad()
     def _start(self, parameters: Sequence[nn.Parameter]) -> None:
-        while self._under_way and self._under_way[0].work.is_completed():  # copies need not wait for the step's end
+        # Finish what is complete already, so that its copies do not all wait for the end of the step.
+        while self._under_way and self._under_way[0].work.is_completed():
             self._finish(self._under_way.popleft())
         for owner, rows in _by_owner(self._sums, parameters, self._sums.take):
             small = [row for row in rows if row.numel() < _ALONE]
@@ -125,26 +130,28 @@ class Reduction:
 class Spread:
     """Sends updated weights to the replicas that do not own them, from the first layer on, while the next step begins.
 
-    Where the optimizer does not let it, nothing is ever awaited. Arguments are those of ``Exchange``.
+    With an optimizer that gathers weights itself, `start` is never called and there is nothing to wait for. Arguments
+    are those of ``Exchange``.
     """
 
     def __init__(self, sums: Sums, layers: Layers, others: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._sums, self._group = sums, group
         self._layers = [others, *layers]
         self._coming: deque[list[Any]] = deque()
-        """For each layer that has not been awaited, the others before them."""
+        """Running broadcasts of ``others``, then of each layer, up to those that have been awaited."""
         sums.leave_weights(self.start)
-        atexit.register(_take_leave, ref(self))  # replicas may still be in need of what this one sends
+        atexit.register(_flush_at_exit, ref(self))  # other replicas may still receive what this one sends
 
     def start(self) -> None:
-        """Start to send those of all layers."""
+        """Start to send and receive the weights of all layers."""
         self.settle()
         for parameters in self._layers:
             rows = _by_owner(self._sums, parameters, lambda parameter: parameter.data.view(-1))
             self._coming.append([self._send(owner, row) for owner, owned in rows for row in owned])
 
     def settle(self, layer: int | None = None) -> None:
-        """Wait for the weights of the layers up to one; by default of all."""
+        """Wait for the weights of the layers up to ``layer``; by default of all layers."""
+        # ``others`` and layers 0 to ``layer`` are awaited, so len(layers) - layer - 1 lists of broadcasts stay.
         left = 0 if layer is None else len(self._layers) - layer - 2
         while len(self._coming) > left:
             for work in self._coming.popleft():
@@ -155,7 +162,7 @@ class Spread:
         return dist.broadcast(row, dist.get_global_rank(self._group, owner), group=self._group, async_op=True)
 
 
-def _take_leave(of: ref[Spread]) -> None:
+def _flush_at_exit(of: ref[Spread]) -> None:
     spread = of()
     if spread is not None and spread._coming:
         spread.settle()
@@ -165,7 +172,7 @@ def _take_leave(of: ref[Spread]) -> None:
 def _by_owner(
     sums: Sums, parameters: Sequence[nn.Parameter], row_of: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[int | None, list[Tensor]]]:
-    """What each replica owns of some parameters, or of their gradients, in as few rows as memory allows."""
+    """By owner, the rows of some parameters (or of their gradients); rows adjacent in memory are joined."""
     found: dict[int | None, list[Tensor]] = {}
     for parameter in parameters:
         whole = row_of(parameter)
@@ -179,7 +186,7 @@ def _by_owner(
 
 
 def _adjoin(one: Tensor, other: Tensor) -> bool:
-    """Whether two rows lie one behind the other in the same memory."""
+    """Whether the second row begins where the first one ends, in the same storage."""
     return (
         one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         and one.dtype == other.dtype
@@ -188,10 +195,10 @@ def _adjoin(one: Tensor, other: Tensor) -> bool:
 
 
 def exchange_of(engine: Any, sums: Sums) -> Exchange | None:
-    """That of an engine's stage; None for what DeepSpeed does itself.
+    """The exchange of an engine's stage; None with one replica, or if DeepSpeed has to reduce gradients itself.
 
-    That is nothing where there is one replica, and everything where ZeRO copies gradients to where it wants them
-    (contiguous ones, an optimizer on the host), or where they are to be scaled in another way.
+    DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
+    host), or if they are to be scaled in another way than by the number of replicas.
     """
     of_its_own = (
         getattr(engine.optimizer, "cpu_offload", False)
@@ -201,10 +208,11 @@ def exchange_of(engine: Any, sums: Sums) -> Exchange | None:
     )
     if engine.dp_world_size == 1 or of_its_own:
         return None
-    # Tied weights are added up between their stages first, and so come last.
+    # Gradients of tied weights are first added up between their stages, so they can only leave last.
     others = [weight for weight, _ in engine.module.get_tied_weights_and_groups()] + list(engine.module.placeholders)
     seen, layers = set(others), []
-    for layer in engine.module.forward_funcs:  # a weight with two uses is complete when the first layer's pass is done
+    # A weight that two layers share belongs to the first of them: its gradient is complete when that one has run.
+    for layer in engine.module.forward_funcs:
         layers.append([p for p in layer.parameters() if p.requires_grad and p.numel() and p not in seen])
         seen.update(layers[-1])
     group = engine.grid.get_data_parallel_group()

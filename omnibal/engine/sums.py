@@ -1,4 +1,8 @@
-"""Where DeepSpeed's optimizers keep the sums of a step's gradients, and which replica needs which part of them."""
+"""Where DeepSpeed's optimizers keep the sums of a step's gradients, and which replica owns which part of them.
+
+DeepSpeed has three optimizers for a pipeline. They sum the gradients of micro-batches in different places (`add`,
+`take`), and split the update of parameters differently over the replicas (`parts`).
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -19,9 +23,9 @@ class Part(NamedTuple):
     """A part of a parameter's gradient.
 
     Attributes:
-        owner: The replica that updates it; None where each one does.
-        start: First element, of the gradient as one row.
-        stop: Behind the last one.
+        owner: The replica that updates this part; None if every replica updates it.
+        start: First element of the part, in the flattened gradient.
+        stop: One behind its last element.
     """
 
     owner: int | None
@@ -30,49 +34,49 @@ class Part(NamedTuple):
 
 
 class Sums:
-    """Those of an optimizer that every replica runs on all parameters: in ``parameter.grad``, where autograd adds."""
+    """Sums in ``parameter.grad``, of an optimizer that every replica runs on all parameters."""
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a micro-batch's gradient, as its backward pass would."""
+        """Add a micro-batch's gradient to the sum, as a backward pass does."""
         add_gradient(parameter, gradient)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """The sum as one row, to be changed in place; what the running backward pass has found is in it.
+        """The flattened sum, to be changed in place, with the gradients of the running backward pass.
 
-        Zeros where no micro-batch had a gradient: another replica's may have.
+        It is zero if no micro-batch had a gradient: micro-batches of another replica may have had one.
         """
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad.view(-1)
 
     def parts(self, parameter: nn.Parameter) -> tuple[Part, ...]:
-        """All of it, in order."""
+        """The parts of the gradient, in order."""
         return (Part(None, 0, parameter.numel()),)
 
     def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that lie one behind the other one behind the other; the same order on all replicas."""
+        """Parameters sorted by position in the flat buffer: the same order on every replica."""
         return list(parameters)
 
     def end_passes(self) -> None:
-        """The last backward pass of a step is done, and ``take`` finds nothing new."""
+        """Called when the last backward pass of a step has ended: ``take`` finds no new gradient from then on."""
 
     def take_over(self) -> None:
-        """From now on sums are added up over replicas here and not by DeepSpeed."""
+        """Called once: from then on `omnibal.engine.reduction` reduces the sums over replicas, not DeepSpeed."""
 
     def leave_weights(self, then: Callable[[], None]) -> None:
-        """Where replicas own parts, let ``then`` send updated weights to the others, if the optimizer permits it."""
+        """If replicas own parts: let ``then`` send updated weights, in place of DeepSpeed's own gathering."""
 
     def hand_over(self) -> None:
-        """All sums are those of all replicas: let the optimizer know them."""
+        """Called when the sums have been reduced over replicas: the optimizer takes them from there."""
 
 
 class _OwnedSums(Sums):
-    """Each replica updates an equal share of every group of parameters, laid one behind the other.
+    """Sums of optimizers under which each replica updates an equal share of every group's flat buffer.
 
     Args:
-        flats: Each group's parameters as one row, of which they are views.
-        groups: The parameters.
-        replicas: How many there are.
+        flats: The flat buffer of each group, of which its parameters are views.
+        groups: The parameters of each group.
+        replicas: Number of replicas.
     """
 
     def __init__(self, flats: list[Tensor], groups: list[list[nn.Parameter]], replicas: int) -> None:
@@ -84,15 +88,16 @@ class _OwnedSums(Sums):
         self._order = {parameter: place for place, parameter in enumerate(self._parts)}
 
     def parts(self, parameter: nn.Parameter) -> tuple[Part, ...]:
-        """Of each replica whose share it touches."""
+        """One part for each replica whose share the parameter overlaps."""
         return self._parts[parameter]
 
     def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """As the groups hold them."""
+        """Parameters sorted by position in the flat buffers."""
         return sorted(parameters, key=self._order.__getitem__)
 
 
 def _parts(parameter: nn.Parameter, flat: Tensor, share: int) -> Iterator[Part]:
+    # Replica r owns elements r·share to (r + 1)·share of the buffer; the parameter's position follows from its address.
     first = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
     last = first + parameter.numel()
     for owner in range(first // share, (last - 1) // share + 1):
@@ -100,7 +105,7 @@ def _parts(parameter: nn.Parameter, flat: Tensor, share: int) -> Iterator[Part]:
 
 
 class ZeroSums(_OwnedSums):
-    """Those of ZeRO 1: in ``parameter.grad``, or in ``parameter.grad_accum`` where they have a dtype of their own."""
+    """Sums of ZeRO 1: in ``parameter.grad``, or in ``parameter.grad_accum`` if they have a dtype of their own."""
 
     def __init__(self, optimizer: Any, replicas: int) -> None:
         super().__init__(optimizer.bit16_groups_flat, optimizer.bit16_groups, replicas)
@@ -108,7 +113,7 @@ class ZeroSums(_OwnedSums):
         self._name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """As ZeRO's hook does with gradients of backward passes."""
+        """Add a micro-batch's gradient as ZeRO's hook does in a backward pass."""
         if self._name == "grad":
             add_gradient(parameter, gradient)
         else:
@@ -116,7 +121,7 @@ class ZeroSums(_OwnedSums):
             self._optimizer._fill_param_grad_accum_attribute(parameter)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """In the sums' own dtype."""
+        """The flattened sum, in the dtype in which gradients are summed."""
         if getattr(parameter, self._name) is None:
             dtype = self._optimizer.gradient_accumulation_dtype if self._name == "grad_accum" else parameter.dtype
             setattr(parameter, self._name, torch.zeros_like(parameter, dtype=dtype))
@@ -124,13 +129,13 @@ class ZeroSums(_OwnedSums):
         return gradient.view(-1)
 
     def hand_over(self) -> None:
-        """What its own reduction ends with; its buckets are empty."""
+        """End the step's gradients as ZeRO's own reduction does; its buckets are empty."""
         self._optimizer.set_gradient_accumulation_boundary(True)
         self._optimizer.overlapping_partition_gradients_reduce_epilogue()
 
 
 class Bfloat16Sums(_OwnedSums):
-    """Those of bfloat16 parameters: in rows beside them, where each pass's gradients are added when it is done."""
+    """Sums of BF16_Optimizer: in float32 rows beside the parameters, added to after every backward pass."""
 
     def __init__(self, optimizer: Any, replicas: int) -> None:
         super().__init__(optimizer.bf16_groups_flat, optimizer.bf16_groups, replicas)
@@ -142,34 +147,35 @@ class Bfloat16Sums(_OwnedSums):
         }
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """And clear it, or the next pass would add it again."""
+        """Add a micro-batch's gradient to the parameter's row."""
         parameter.grad = gradient
         self._optimizer._update_hp_grad(parameter, *self._places[parameter], clear_lp_grads=False)
-        parameter.grad = None
+        parameter.grad = None  # or the end of the next pass would add it again
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """With what the running pass has found."""
+        """The parameter's row, with the gradient of the running pass."""
         if parameter.grad is not None:
             self.add(parameter, parameter.grad)
         return self._row(parameter)
 
     def end_passes(self) -> None:
-        """DeepSpeed has added what the pass has found."""
+        """Clear the gradients, which DeepSpeed has added to the rows by now."""
         for parameter in self._places:
             parameter.grad = None
 
     def take_over(self) -> None:
-        """The norm that clips is taken of owned parts, over all processes: it differs in its last bits."""
+        """Let DeepSpeed take the norm of owned parts over all processes; it differs in its last bits."""
         self._optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: dist.group.WORLD)
         self._optimizer.get_grads_for_norm = self._owned
 
     def leave_weights(self, then: Callable[[], None]) -> None:
-        """Its last work in a step."""
+        """Replace the last work of the optimizer's step, the gathering of weights."""
         self._optimizer.update_lp_params = partial(self._update, then)
 
     @torch.no_grad()
     def _update(self, then: Callable[[], None]) -> None:
-        """In place of DeepSpeed's, which then gathers the weights of all, and waits for them."""
+        """Copy this replica's updated share into the parameters, then start to send it."""
+        # DeepSpeed's own update_lp_params gathers the shares of all replicas here, and waits for them.
         optimizer = self._optimizer
         for shares, updated in zip(
             optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition, strict=True
@@ -183,9 +189,12 @@ class Bfloat16Sums(_OwnedSums):
         return gradient.view(-1)
 
     def _owned(self, for_clipping: bool = False) -> Any:
-        """In place of DeepSpeed's, which has every replica take the norm of all gradients, and so needs them there."""
+        """Gradients of this rank's own shards, for the norm.
+
+        DeepSpeed's ``get_grads_for_norm`` needs all gradients on every replica, and here each has only its own.
+        """
         rank, device = self._optimizer.dp_rank, self._optimizer.bf16_groups_flat[0].device
-        owned = [torch.zeros(1, device=device)]  # a replica may own nothing else
+        owned = [torch.zeros(1, device=device)]  # a replica may own no part, and the norm needs a tensor
         for parameter in self._places:
             # A tied weight counts once, on the first of its stages.
             if for_clipping or not getattr(parameter, PIPE_REPLICATED, False):
@@ -195,7 +204,7 @@ class Bfloat16Sums(_OwnedSums):
 
 
 def sums_of(optimizer: Any, replicas: int) -> Sums:
-    """Those of a stage's optimizer."""
+    """The sums of a stage's optimizer."""
     if isinstance(optimizer, BF16_Optimizer):
         return Bfloat16Sums(optimizer, replicas)
     return ZeroSums(optimizer, replicas) if isinstance(optimizer, DeepSpeedZeroOptimizer) else Sums()

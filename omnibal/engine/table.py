@@ -1,4 +1,9 @@
-"""DeepSpeed's PipelineEngine that also runs a schedule table, with split backward passes and transfers beside them."""
+"""DeepSpeed's PipelineEngine that also runs a schedule table: split backward passes, transfers beside computations.
+
+DeepSpeed runs a list of instructions through a table of methods (``_INSTRUCTION_MAP``). `TableSchedule` gives it one
+instruction of ours per entry of the schedule; `TableEngine` runs the pass with DeepSpeed's own methods and moves tensors
+by `omnibal.engine.transfers`.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,19 +34,14 @@ class RunEntry(deepspeed_schedule.PipeInstruction):
 
 
 class TableSchedule(deepspeed_schedule.PipeSchedule):
-    """One stage of a schedule table as DeepSpeed's engine takes schedules.
-
-    Args:
-        table: Of all stages.
-        stage: Which one.
-    """
+    """One stage of a schedule table, in the form in which DeepSpeed's engine takes schedules."""
 
     def __init__(self, table: Schedule, stage: int) -> None:
         super().__init__(micro_batches=table.micro_batches, stages=table.num_stages, stage_id=stage)
         self._entries: tuple[Instruction, ...] = table.stages[stage]
 
     def steps(self) -> Iterator[list[Any]]:
-        """The stage's entries one after the other, and then what ends a step."""
+        """The stage's entries one after another, then the instructions that end a step."""
         for operation, micro_batch in self._entries:
             yield [RunEntry(operation=operation, micro_batch=micro_batch)]
         yield [
@@ -51,16 +51,16 @@ class TableSchedule(deepspeed_schedule.PipeSchedule):
         ]
 
     def num_pipe_buffers(self) -> int:
-        """A buffer for each micro-batch, named by its number."""
+        """One buffer per micro-batch: the number of the micro-batch is the index."""
         return int(self.micro_batches)
 
 
 class BehindFrozenFront(deepspeed_schedule.PipeSchedule):
-    """DeepSpeed's own schedule of a stage, without what is of no use where the first stages train nothing.
+    """DeepSpeed's own schedule of a stage, without the backward passes and gradients of a frozen front.
 
     Args:
-        whole: The schedule.
-        frozen_stages: How many those are.
+        whole: DeepSpeed's schedule.
+        frozen_stages: Number of the first stages that train nothing.
     """
 
     def __init__(self, whole: deepspeed_schedule.PipeSchedule, frozen_stages: int) -> None:
@@ -73,30 +73,32 @@ class BehindFrozenFront(deepspeed_schedule.PipeSchedule):
             self._left_out += (deepspeed_schedule.RecvGrad, deepspeed_schedule.BackwardPass)
 
     def steps(self) -> Iterator[list[Any]]:
-        """Those of the whole schedule, less some instructions; a transfer is left out on both its sides."""
+        """The steps of the whole schedule without some instructions; transfers are left out on both sides."""
         for step in self._whole.steps():
             yield [instruction for instruction in step if not isinstance(instruction, self._left_out)]
 
     def num_pipe_buffers(self) -> int:
-        """As many as ever: instructions name them."""
+        """DeepSpeed's own number of buffers; its instructions index them."""
         return int(self._whole.num_pipe_buffers())
 
 
 class TableEngine(ExplainedEngine):
-    """Runs training steps by a table, or by DeepSpeed's own 1F1B where there is none.
+    """Runs training steps by a table, or by DeepSpeed's own 1F1B without one.
 
-    Where the first stages of ``module`` train nothing (``frozen_stages``), they run forward only, keep nothing, and
-    no gradient is sent to them. DeepSpeed's methods run the passes. Weight gradients of linear layers wait in
-    ``weight_gradients`` for their ``W``. Nothing waits for what is sent. Of the gradients to receive, the next one
-    is on its way already, save a step's first, which is expected no sooner than its sender can get to it: on a GPU
-    a receive that waits holds up a host that waits for its device. It is expected no later either: its sender may
-    wait before it takes the next activation.
+    DeepSpeed's methods run the passes. Weight gradients of linear layers wait in ``weight_gradients`` for their ``W``.
+    If the first stages of ``module`` train nothing (``frozen_stages``), they run forward only, keep nothing, and get no
+    gradient.
+
+    Under a table, no send is waited for. A stage posts the receive of the next gradient right after it has taken one,
+    so that the gradient arrives during computations. Only a step's first receive is posted later, exactly where the
+    blocking order would receive it: earlier, and on a GPU the waiting receive holds up the host when it synchronises
+    with the device; later, and the sender may wait before it takes the next activation.
 
     Args:
-        table: What every stage runs; micro-batches pass each stage in order, forward and backward. None for DeepSpeed's
-            1F1B, with transfers that block.
+        table: The schedule of all stages, in which micro-batches pass each stage in order, forward and backward. None
+            for DeepSpeed's 1F1B, whose transfers block.
         pending_bytes: For each stage the most that weight gradients may keep while they wait; None for no limit.
-        **deepspeed_arguments: As for DeepSpeed's engine.
+        **deepspeed_arguments: Arguments of DeepSpeed's engine.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class TableEngine(ExplainedEngine):
             self._try_links()
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        # Here and not where DeepSpeed makes a schedule: before 0.19.8 it does so in the middle of train_batch.
+        # train_batch makes its schedule in its middle before DeepSpeed 0.19.8, so it is replaced where it is executed.
         if isinstance(pipe_schedule, deepspeed_schedule.TrainSchedule):
             self._forwards_left = self._backwards_left = pipe_schedule.micro_batches
             if self.table is not None:
@@ -137,12 +139,13 @@ class TableEngine(ExplainedEngine):
             sender.settle(pipe_schedule.micro_batches)
 
     def _exec_reduce_tied_grads(self) -> None:
-        assert not len(self.weight_gradients), "a gradient that still waits would be missing from what ranks add up"
-        if not self._runs_backward:  # optimizers want a gradient to take the norm of
+        assert not len(self.weight_gradients), "a gradient that still waits would be missing from the ranks' sum"
+        if not self._runs_backward:  # optimizers fail on the norm of no gradient at all
             for placeholder in self.module.placeholders:
                 self.weight_gradients.accumulate(placeholder, torch.zeros_like(placeholder))
         if self.exchange is not None:
-            for layer in reversed(range(self.exchange.gradients.left)):  # the stage's passes are done
+            # The passes of the stage have ended: start the layers whose hook has not run, as with packs without images.
+            for layer in reversed(range(self.exchange.gradients.left)):
                 self._start_reduction(layer)
         super()._exec_reduce_tied_grads()
 
@@ -163,12 +166,13 @@ class TableEngine(ExplainedEngine):
             self.sums.end_passes()
 
     def _before_layer(self, layer: int, hidden: Tensor) -> None:
-        """Wait for a layer's weights, and see when the last micro-batch's gradients come back before it."""
+        """Wait for a layer's weights; under the last micro-batch, let the layer's gradients leave when it is done."""
         assert self.exchange is not None
         self.exchange.weights.settle(layer)
         if self._forwards_left == 0 and hidden.requires_grad:
-            # Autograd runs first what was computed last: nothing of the layer, or behind it, is left for later. Weight
-            # gradients that wait are before this in their queue.
+            # The hook runs when the gradient of the layer's input is known. Autograd runs later operations first, so
+            # nothing of this layer or a later one is left then, but for weight gradients that wait: the start of the
+            # reduction queues behind those.
             start = partial(self.weight_gradients.defer, partial(self._start_reduction, layer))
             hidden.register_hook(lambda gradient: start())  # type: ignore[no-untyped-call]
 
@@ -179,7 +183,8 @@ class TableEngine(ExplainedEngine):
     def settle_weights(self) -> None:
         """Wait for updated weights that other replicas still send.
 
-        After ``train_batch`` they come while the next step begins. What reads them without the engine calls this first.
+        After ``train_batch`` weights arrive while the next step begins: whoever reads them outside the engine's passes
+        (saving, evaluation) calls this method first.
         """
         if self.exchange is not None:
             self.exchange.weights.settle()
@@ -188,7 +193,7 @@ class TableEngine(ExplainedEngine):
         p2p.send(describe(buffer).to(self.device, non_blocking=True), recv_stage)
 
     def _recv_tensor_meta(self, send_stage: int) -> tuple[Tensor, ...]:
-        # DeepSpeed would ask the device for one number after the other.
+        # One message in place of DeepSpeed's, which reads one number after another from the device.
         dtype, size = DESCRIPTION
         description = torch.empty(size, dtype=dtype, device=self.device)
         p2p.recv(description, send_stage)
@@ -197,7 +202,7 @@ class TableEngine(ExplainedEngine):
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         super()._exec_recv_activations(buffer_id)
-        self.pipe_recv_buf = None  # DeepSpeed has cloned it
+        self.pipe_recv_buf = None  # DeepSpeed keeps this buffer for ever, though it has cloned it
         received = self.pipe_buffers["inputs"][buffer_id]
         for tensor in floats_of(received):
             tensor.requires_grad_(self._sends_gradients)
@@ -229,7 +234,7 @@ class TableEngine(ExplainedEngine):
                     self._senders.append(self._gradients_out)
 
     def _pairs_below(self, stage: int) -> list[tuple[int, int]]:
-        """The processes of a stage in all replicas, each with that of the next stage."""
+        """Pairs of ranks, one per replica: the rank of a stage and that of the next stage."""
         layout = self.module.layout
         return [
             (layout.rank(stage, replica), layout.rank(stage + 1, replica)) for replica in range(layout.num_replicas)
@@ -276,7 +281,8 @@ class TableEngine(ExplainedEngine):
 
     def _run_forward(self, micro_batch: int) -> None:
         if not self._runs_backward:
-            # No further ahead of the next stage than backward passes would let it be, or outputs would pile up.
+            # A frozen stage has no backward pass that holds it back. It waits until the next stage has received all but
+            # as many micro-batches as would be in flight, or outputs would pile up.
             self._activations_out.settle(micro_batch - self._in_flight)
         if self.is_first_stage() or self.is_last_stage():
             self._exec_load_micro_batch(micro_batch)
@@ -290,7 +296,7 @@ class TableEngine(ExplainedEngine):
             self._losses[micro_batch] = self.loss
         else:
             if self._first_gradient_before == (Operation.SEND_ACTIVATION, micro_batch):
-                self._expect_gradients()
+                self._expect_gradients()  # the step's first: the blocking order receives it before this send
             outputs = self.pipe_buffers["outputs"][micro_batch]
             self._activations_out.send_described(micro_batch, outputs)
             if self._runs_backward:
@@ -302,21 +308,22 @@ class TableEngine(ExplainedEngine):
         if self.is_last_stage():
             self.loss = self._losses.pop(micro_batch)
         else:
-            self._expect_gradients()  # unless they are expected since the backward pass before
+            self._expect_gradients()  # does nothing if the last backward pass has posted the receive
             self.grad_layer = self._gradients_in.take()
-            self._activations_out.settle(micro_batch)  # has been received, since its gradient has come back
-            self._expect_gradients()
+            self._activations_out.settle(micro_batch)  # its gradient has come back, so it has been received
+            self._expect_gradients()  # the next micro-batch's
         self.weight_gradients.micro_batch = micro_batch
         self._exec_backward_pass(micro_batch)
         if self._sends_gradients:
             gradients = [tensor.grad for tensor in floats_of(self.pipe_buffers["inputs"][micro_batch])]
             self._gradients_out.send(micro_batch, cast(list[Tensor], gradients))
-            # So much earlier ones have been received, or the stage before could not have sent this micro-batch.
+            # The stage before has at most _in_flight_before micro-batches in flight: it has received the gradients of
+            # earlier ones, or it could not have sent this micro-batch.
             self._gradients_out.settle(micro_batch - self._in_flight_before)
         self._free(micro_batch)
 
     def _expect_gradients(self) -> None:
-        """Start to receive the next gradients, if they are of a micro-batch that has been sent."""
+        """Post the receive of the next gradients, if their micro-batch has been sent and no receive is posted."""
         if self._awaited and self._gradients_in.is_idle:
             self._gradients_in.expect(self._awaited.popleft())
 
@@ -334,11 +341,11 @@ class TableEngine(ExplainedEngine):
 
 
 def _behind_first_gradient(order: Sequence[Instruction]) -> Instruction | None:
-    """What comes after a step's first gradient is received, where transfers block; None for the last stage."""
+    """The instruction behind a step's first receive of a gradient, in the blocking order; None on the last stage."""
     gradient = Operation.RECEIVE_GRADIENT
     return next((after for before, after in pairwise(order) if before.operation == gradient), None)
 
 
 def floats_of(payload: Iterable[Tensor]) -> list[Tensor]:
-    """Those of a payload's tensors that have gradients."""
+    """The tensors of a payload that have gradients."""
     return [tensor for tensor in payload if tensor.is_floating_point()]

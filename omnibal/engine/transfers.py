@@ -1,4 +1,4 @@
-"""Tensors on their way between neighbouring stages while these compute: sends and receives that do not block."""
+"""Sends and receives between neighbouring stages that run while the stages compute."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,37 +14,32 @@ from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32)
+# A message of fixed size before the tensors of a pack: JSON, padded with spaces, of the dtype (an index of _DTYPES) and
+# shape of each tensor, and of the pack's counts (null if they are unknown or too long for the message).
 DESCRIPTION: Shape = (torch.uint8, (8192,))
-"""What tells a receiver of a pack to come, as JSON with spaces behind it: of each of its tensors the dtype's place and
-the shape, and the pack's counts, null where they are not known or would not fit in."""
 
 
 class Link(NamedTuple):
     """One direction between two processes.
 
     Attributes:
-        on_device: Sends a device's tensors, by the device's backend. Each direction has a group of its own: what goes
-            one way then never waits for what comes the other way.
-        on_host: Sends the CPU's tensors by gloo, so that to read a description no device is waited for.
+        on_device: Sends a device's tensors by the device's backend. Each direction has a group of its own, since NCCL
+            runs the operations of one group in order: a send would wait for a receive of the other direction.
+        on_host: Sends the CPU's tensors by gloo: descriptions are read without waiting for a device.
     """
 
     on_device: dist.ProcessGroup
     on_host: dist.ProcessGroup
 
     def group(self, tensor: Tensor) -> dist.ProcessGroup:
-        """Which of them a tensor goes by."""
+        """The group that sends a tensor."""
         return self.on_host if tensor.device.type == "cpu" else self.on_device
 
 
 def new_link(pairs: Sequence[tuple[int, int]], device: torch.device) -> Link | None:
-    """This process's link among those of some pairs; all processes of the run call this together.
+    """The link of this process's pair of ranks, or None if it is in none; all processes of the run call this together.
 
-    Args:
-        pairs: Ranks of the processes that a link joins; no process is in two pairs.
-        device: Where tensors are.
-
-    Returns:
-        None for a process that is in no pair.
+    No rank may be in two of the ``pairs``. ``device`` is where tensors are.
     """
     on_host = gloo_group(dist.group.WORLD)
     on_device = on_host if device.type == "cpu" else _device_group(pairs, device)
@@ -64,15 +59,7 @@ def _device_group(pairs: Sequence[tuple[int, int]], device: torch.device) -> dis
 
 
 class Sender:
-    """The end of a link that sends.
-
-    Args:
-        link: Of the two processes.
-        peer: Rank of the other one.
-
-    Attributes:
-        peer: As given.
-    """
+    """The end of a link that sends to the rank ``peer``."""
 
     def __init__(self, link: Link, peer: int) -> None:
         self._link, self.peer = link, peer
@@ -82,29 +69,23 @@ class Sender:
         """Start to send contiguous tensors, which must not change until ``settle``."""
         under_way = self._under_way.setdefault(micro_batch, [])
         for tensor in tensors:
-            if tensor.numel():  # the receiver knows the shape, so nothing is to be sent otherwise
+            if tensor.numel():  # the receiver makes an empty tensor from its shape alone
                 under_way.append((dist.isend(tensor, self.peer, group=self._link.group(tensor)), tensor))
 
     def send_described(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        """The same to a receiver that does not know dtypes and shapes."""
+        """Send tensors to a receiver that does not know their dtypes and shapes."""
         self.send(micro_batch, [describe(tensors)])
         self.send(micro_batch, tensors)
 
     def settle(self, micro_batch: int) -> None:
-        """Wait until everything up to this micro-batch has been received, and let go of it."""
+        """Wait until all tensors up to this micro-batch have been sent, and drop the references to them."""
         for done in [number for number in self._under_way if number <= micro_batch]:
             for work, _ in self._under_way.pop(done):
                 work.wait()
 
 
 class Receiver:
-    """The end that receives, in the order of the sends.
-
-    Args:
-        link: Of the two processes.
-        peer: Rank of the other one.
-        device: Where tensors are put.
-    """
+    """The end of a link that receives from the rank ``peer``, in the order of the sends, onto ``device``."""
 
     def __init__(self, link: Link, peer: int, device: torch.device) -> None:
         self._link, self._peer, self._device = link, peer, device
@@ -116,11 +97,11 @@ class Receiver:
         return self._coming is None
 
     def expect(self, shapes: Iterable[Shape]) -> None:
-        """Start to receive tensors, into fresh memory: what came before may still be in use."""
+        """Start to receive tensors into new memory: earlier tensors may still be in use."""
         self._coming = self._start(shapes, self._device)
 
     def take(self) -> tuple[Tensor, ...]:
-        """Wait for what is expected."""
+        """Wait for the expected tensors."""
         assert self._coming is not None, "nothing is expected"
         coming, self._coming = self._coming, None
         return _finish(coming)
@@ -151,18 +132,19 @@ def _finish(coming: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, ...]:
 
 
 def describe(tensors: Sequence[Tensor]) -> Tensor:
-    """The DESCRIPTION of a pack's tensors and of what is noted of it."""
+    """The DESCRIPTION of a pack's tensors and counts."""
     shapes = [[_DTYPES.index(tensor.dtype), tensor.shape] for tensor in tensors]
     counts = counts_of(tensors)
     known = None if counts is None or counts.image_tokens is None else counts._replace(integers=dict(counts.integers))
     dtype, (size,) = DESCRIPTION
+    # The first text that fits: with the counts, or without.
     texts = (json.dumps([shapes, told], separators=(",", ":")).encode() for told in (known, None))
     text = next(text for text in texts if len(text) <= size)
     return torch.frombuffer(bytearray(text.ljust(size)), dtype=dtype)
 
 
 def read_description(description: Tensor) -> tuple[list[Shape], PackCounts | None]:
-    """Dtypes and shapes of the tensors, and the counts; the host waits for a device's description."""
+    """The inverse of `describe`: dtypes and shapes of the tensors, and the counts."""
     shapes, counts = json.loads(bytes(description.tolist()))
     told = None if counts is None else PackCounts(counts[0], tuple(counts[1]), counts[2])
     return [(_DTYPES[dtype], tuple(shape)) for dtype, shape in shapes], told
