@@ -1,8 +1,8 @@
 """DeepSpeed's PipelineEngine that also runs a schedule table: split backward passes, transfers beside computations.
 
 DeepSpeed runs a list of instructions through a table of methods (``_INSTRUCTION_MAP``). `TableSchedule` gives it one
-instruction of ours per entry of the schedule; `TableEngine` runs the pass with DeepSpeed's own methods and moves tensors
-by `omnibal.engine.transfers`.
+instruction of ours per entry of the schedule; `TableEngine` runs the pass with DeepSpeed's own methods and moves
+tensors by `omnibal.engine.transfers`.
 """
 
 from collections import deque
