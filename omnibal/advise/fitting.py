@@ -34,6 +34,8 @@ def what_fits(now: Estimate) -> tuple[str, ...]:
     if now.peaks[0] <= now.memory.budget_bytes:
         return ()
     setting, kinds = now.setting, _kinds(now.way)
+    if "head" in setting.offered and not now.way.target_rows:
+        kinds.insert(0, [("target_rows(model)", {"target_rows": True})])
     adapted = None if setting.adapted is None else replace(setting, profile=setting.adapted)
     firsts = ((name for name, way in kind if fits(setting.estimate(replace(now.way, **way)))) for kind in kinds)
     found = [name for first in firsts if (name := next(first, None)) is not None]

@@ -150,7 +150,8 @@ def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, 
 def _of_head(items: Iterable[Drawn], data: Sequence[Path], named: NamedModel, rule: ImageRule) -> Measured:
     counter = _tokenizer(named.folder)
     drawn = measure_items(Opened(islice(items, HEAD)), rule, counter or estimated_tokens, ", ".join(map(str, data)))
-    text = f"the first {len(drawn.lengths):,} samples of a stream measured{_drift(drawn.lengths)}"
+    drift = _drift(drawn.lengths, named.model.units)
+    text = f"the first {len(drawn.lengths):,} samples of a stream measured{drift}"
     return replace(_told(drawn, text, counter is None), is_stream=True)
 
 
@@ -172,10 +173,10 @@ def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measur
     return Measured(lengths, said, is_stream=True)
 
 
-def _drift(lengths: SampleLengths) -> str:
+def _drift(lengths: SampleLengths, units: str = "vision units") -> str:
     """Whether a stream's head changes on the way, so that it cannot stand for what follows."""
     half = len(lengths) // 2
-    for name, load in (("vision units", lengths.vision_units), ("tokens", lengths.llm_tokens)):
+    for name, load in ((units, lengths.vision_units), ("tokens", lengths.llm_tokens)):
         first, second = load[:half], load[half:]
         if half and abs(first.mean() - second.mean()) > DRIFT * np.hypot(first.std(), second.std()) / half**0.5:
             means = f"{first.mean():,.1f} and {second.mean():,.1f} {name} a sample"
@@ -250,6 +251,6 @@ def _check_tokens(lengths: SampleLengths, model: Model) -> None:
         rule = f"{group} patches for each image token" if group > 1 else f"{per_tile} LLM tokens for each tile"
         raise DataError(
             f"lengths must be of {model.name}, with {rule}, got sample {first} of "
-            f"{lengths.vision_units[first]} vision units and {lengths.llm_tokens[first]} tokens "
+            f"{lengths.vision_units[first]} {model.units} and {lengths.llm_tokens[first]} tokens "
             f"({int(wrong.sum())} such samples); they are of another model or tokenizer"
         )

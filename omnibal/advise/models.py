@@ -30,6 +30,10 @@ class Text(NamedTuple):
     head_dim: int | None = None
 
 
+MOST_TILES: Final = 1024
+"""Of an image; more are somebody's pixels."""
+
+
 @dataclass(frozen=True)
 class Model:
     """What is known of a model without its weights.
@@ -63,7 +67,7 @@ class Model:
             max_pixels: Most pixels of an image that the family resizes.
 
         Raises:
-            ConfigError: The family has no such limit.
+            ConfigError: The family has no such limit, or a limit is of the other kind by its size.
         """
         preprocessor, family = dict(self.preprocessor), family_of(self.config)
         if max_pixels is not None:
@@ -71,7 +75,18 @@ class Model:
                 raise ConfigError(
                     f"max_image must be left out for {self.name}, which has no such limit, got {max_pixels}"
                 )
+            least = preprocessor["size"].get("shortest_edge", 1)
+            if max_pixels < least:
+                raise ConfigError(
+                    f"max_image must be at least {least:,} pixels for {self.name}, which resizes images, got "
+                    f"{max_pixels}; tiles are of models that cut them"
+                )
             preprocessor["size"] = {**preprocessor["size"], "longest_edge": max_pixels}
+        if max_tiles is not None and max_tiles > MOST_TILES:
+            raise ConfigError(
+                f"max_image must be at most {MOST_TILES:,} tiles for {self.name}, which cuts images, got {max_tiles}; "
+                "pixels are of models that resize them"
+            )
         return family.images(self.config, preprocessor, max_tiles=max_tiles)[1]
 
     @classmethod

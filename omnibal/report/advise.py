@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omnibal.advise.changes import Advice, Change, Gain, causes, count_of
+from omnibal.advise.changes import MODEL_ERROR, UNSEEN, Advice, Change, Gain, causes, count_of
 from omnibal.advise.estimate import Estimate, Way
 from omnibal.advise.measuring import holds_conversations
 from omnibal.advise.paste import Kind, lines_to_paste, pipeline_lines
@@ -79,7 +79,7 @@ class Report:
         found = [
             f"{asked.model.name}{self._trained()} on {asked.cluster}: {_way(today)}, "
             f"{today.samples_per_step:,.0f} samples a step",
-            f"data: {asked.measured.said}",
+            f"data: {asked.measured.said}{self._few()}",
             *([f"read: {read}"] if read else []),
             *([f"not read: {', '.join(f'{key} {value}' for key, value in unread.items())}"] if unread else []),
             self._optimizer(),
@@ -146,6 +146,10 @@ class Report:
         if present.lora:
             return f", LoRA of rank {present.lora},"
         return f", {' and '.join(present.frozen)} frozen," if present.frozen else ""
+
+    def _few(self) -> str:
+        unseen = min(UNSEEN / len(self.question.measured.lengths), 1.0)
+        return f"; so few that {unseen:.0%} of the data may be unlike them" if unseen > MODEL_ERROR else ""
 
     def _optimizer(self) -> str:
         """What a trained parameter takes."""

@@ -68,6 +68,17 @@ def test_pixels_of_a_preprocessor_may_stand_at_the_top():
     assert Model.known("Qwen2.5-VL-7B").image_rule(max_pixels=56 * 56 * 4)([(1000, 1000)])[0].vision_units == 64
 
 
+def test_a_limit_of_the_other_kind_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"max_image must be at least 3,136 pixels for Qwen2.5-VL-7B, .*, got 12; tiles"
+    ):
+        Model.known("Qwen2.5-VL-7B").image_rule(max_pixels=12)
+    with pytest.raises(
+        ConfigError, match=r"max_image must be at most 1,024 tiles for InternVL3-8B, .*, got 1003520; pix"
+    ):
+        Model.known("InternVL3-8B").image_rule(max_tiles=1_003_520)
+
+
 def test_a_name_that_is_not_known_gets_the_nearest_one():
     with pytest.raises(ConfigError, match=r"got 'Qwen2.5-VL-8B'; did you mean Qwen2.5-VL-7B\? of another model give"):
         Model.known("Qwen2.5-VL-8B")

@@ -42,7 +42,9 @@ MARKS: Final = re.compile(r"<image>|<\|?image_pad\|?>|<img>|</img>")
 NAMED_IMAGE: Final = re.compile(r"<img>([^<>]+)</img>")
 """Qwen-VL's way to name an image within the text."""
 ASKED_KEYS: Final = ("system", "instruction", "input", "prompt", "query", "question")
-ANSWER_KEYS: Final = ("output", "response", "answer")
+ANSWER_KEYS: Final = ("output", "response", "answer", "completion")
+PREFERENCE_KEYS: Final = ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag")
+"""Of records for training on preferences, whose batches hold other sequences than a conversation."""
 ASKERS: Final = ("system", "user", "human", "tool", "observation", "tool_response", "function_response")
 """Whose turns carry no loss; all others' do."""
 TURN_KEYS: Final = ("conversations", "messages", "conversation")
@@ -256,10 +258,13 @@ def parse_item(record: Mapping[str, Any], root: Path) -> Item:
     (('<image>What?',), (), ('a.jpg',))
 
     Raises:
-        DataError: It holds no conversation, or a video.
+        DataError: It holds no conversation, preferences, or a video.
     """
     if any(record.get(key) for key in VIDEO_KEYS):
         raise DataError("samples must hold images and text, got a video, which is not supported")
+    preferred = next((key for key in PREFERENCE_KEYS if record.get(key) is not None), None)
+    if preferred is not None:
+        raise DataError(f"samples must be for supervised training, got preferences ({preferred!r})")
     turns = next((record[key] for key in TURN_KEYS if isinstance(record.get(key), list)), None)
     images = [image for key in IMAGE_KEYS for image in _listed(record.get(key))]
     said = _pairs(record) if turns is None else [("system", record.get("system")), *map(_turn, turns)]
@@ -282,8 +287,16 @@ def _pairs(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
     before = [
         turn for pair in _listed(record.get("history")) for turn in zip(("user", "assistant"), pair, strict=False)
     ]
-    asked = [("user", record[key]) for key in ASKED_KEYS if record.get(key)]
-    return before + asked + [("assistant", record[key]) for key in ANSWER_KEYS if record.get(key)]
+    asked = [turn for key in ASKED_KEYS if record.get(key) for turn in _turns(record[key], "user")]
+    return (
+        before + asked + [turn for key in ANSWER_KEYS if record.get(key) for turn in _turns(record[key], "assistant")]
+    )
+
+
+def _turns(value: Any, role: str) -> list[tuple[str, Any]]:
+    """What one key of a record says: a text or its parts, or turns as TRL's ``prompt`` and ``completion`` have them."""
+    is_conversation = isinstance(value, list) and all(isinstance(turn, Mapping) and "role" in turn for turn in value)
+    return [_turn(turn) for turn in value] if is_conversation else [(role, value)]
 
 
 def _turn(turn: Any) -> tuple[str, Any]:

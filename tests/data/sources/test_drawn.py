@@ -35,6 +35,8 @@ FORMS = {
         "conversations": [{"from": "user", "value": f"<img>a.jpg</img>\n{ASKED}"}, SHAREGPT["conversations"][1]]
     },
     "question": {"query": f"<image>{ASKED}", "response": SAID, "images": ["a.jpg"]},
+    "completion": {"prompt": f"<image>{ASKED}", "completion": SAID, "images": ["a.jpg"]},
+    "completion in turns": {"prompt": MESSAGES[:1], "completion": MESSAGES[1:], "images": ["a.jpg"]},
     "stated": SHAREGPT | {"image": "nowhere.jpg", "width": 280, "height": 140},
 }
 
@@ -123,3 +125,21 @@ def test_what_cannot_be_measured_is_said(folder):
     ):
         with pytest.raises(DataError, match=message):
             parse_item(record, folder)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": ASKED, "chosen": SAID, "rejected": "No."},
+        {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": MESSAGES[1:]},
+        {"messages": MESSAGES, "rejected_response": "No."},
+        {**SHAREGPT, "kto_tag": False},
+    ],
+)
+def test_preferences_are_refused(record, tmp_path):
+    with pytest.raises(DataError, match="samples must be for supervised training, got preferences"):
+        parse_item(record, tmp_path)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join([json.dumps(record)] * 5))
+    with pytest.raises(DataError, match=r"got 5 of 5 that have none in .*; .*got preferences"):
+        draw_lengths(path, RULE)
