@@ -22,7 +22,7 @@ from omnibal.errors import require
 
 require("torch", "transformers", "safetensors", "deepspeed")
 
-from omnibal.engine.launch import let_segments_grow
+from omnibal.engine.launch import keep_extensions_apart, let_segments_grow
 
 let_segments_grow()
 
@@ -312,6 +312,7 @@ def _due(step: int, every: int) -> bool:
 
 def main() -> None:
     """Train as the command line says; what is wrong is said in one line."""
+    keep_extensions_apart()
     arguments = _arguments()
     try:
         train(

@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from omnibal.engine.launch import LAUNCHER, free_port, let_segments_grow, reason_of
+from omnibal.engine.launch import LAUNCHER, free_port, keep_extensions_apart, let_segments_grow, reason_of
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
 
@@ -165,6 +165,7 @@ def _bytes(found: re.Match[str] | None) -> int:
 def main() -> None:
     """Time the steps that follow one to warm up, from barrier to barrier, and measure the memory of one more."""
     let_segments_grow()
+    keep_extensions_apart()
     import torch
 
     from omnibal.engine.initialize import initialize

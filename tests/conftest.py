@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import sys
 from pathlib import Path
 
 from hypothesis import settings
@@ -10,12 +11,14 @@ settings.register_profile("omnibal", deadline=None)
 settings.load_profile("omnibal")
 
 # Processes load DeepSpeed's extension under a lock. One that a test kills meanwhile leaves it, and all that come after
-# wait for ever. So each worker keeps the extension for itself, and each test begins without locks.
-if {"PYTEST_XDIST_WORKER", "TORCH_EXTENSIONS_DIR"} <= os.environ.keys():
-    os.environ["TORCH_EXTENSIONS_DIR"] += "/" + os.environ["PYTEST_XDIST_WORKER"]
+# wait for ever. So each environment and worker keeps the extension for itself, and each test begins without dead locks.
+EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")))
+EXTENSIONS /= os.environ.get("PYTEST_XDIST_WORKER", "")
+os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 
 
 def pytest_runtest_setup():
-    if "PYTEST_XDIST_WORKER" in os.environ and "TORCH_EXTENSIONS_DIR" in os.environ:
-        for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
-            lock.unlink(missing_ok=True)
+    if [*EXTENSIONS.glob("*/lock")]:  # it takes torch
+        from omnibal.ranks.extensions import remove_dead_locks
+
+        remove_dead_locks()

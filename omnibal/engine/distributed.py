@@ -10,8 +10,9 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from omnibal.engine.launch import end_with_launcher, explained_wait
+from omnibal.engine.launch import end_with_launcher
 from omnibal.errors import ConfigError
+from omnibal.ranks.extensions import explained_wait
 from omnibal.ranks.hosts import gloo_group
 
 SHARED_MEMORY = Path("/dev/shm")

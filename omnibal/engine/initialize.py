@@ -23,7 +23,6 @@ from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import meet
 from omnibal.engine.doubts import warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.launch import explained_wait
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, Own, parameter_groups
@@ -34,6 +33,7 @@ from omnibal.families.base import trained_in_words
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
+from omnibal.ranks.extensions import explained_wait
 from omnibal.vlm.weights import spare_weights
 
 LOG: Final = logging.getLogger(__name__)

@@ -1,20 +1,17 @@
-"""The processes of a launch: how they are started, what they wait for, why they end, and that they end together."""
+"""The processes of a launch: how they are started, why they end, and that they end together."""
 
 import os
 import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Thread
 
 LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning")
 ERROR_MARKS = ("Error:", "OutOfMemory")
 RUNNER, LAUNCH = "deepspeed", "deepspeed.launcher.launch"
-PATIENCE_SECONDS = 10.0
-"""How long a start may take before it is explained."""
 
 
 def free_port() -> int:
@@ -38,6 +35,16 @@ def let_segments_grow() -> None:
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which torch reads too
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def keep_extensions_apart() -> None:
+    """Let this process and those that it starts keep compiled extensions within their virtual environment.
+
+    By default all environments of a user share a folder, and compile for each other whenever their torch or DeepSpeed
+    differ. What the user says in ``TORCH_EXTENSIONS_DIR`` stays; outside virtual environments nothing changes.
+    """
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
 def end_with_launcher() -> None:
@@ -86,34 +93,3 @@ def _parent(process: int) -> int:
     except OSError:
         return 0
     return int(stat.rsplit(")", 1)[1].split()[1])  # the name before it may hold anything
-
-
-@contextmanager
-def explained_wait(seconds: float = PATIENCE_SECONDS) -> Iterator[Timer]:
-    """Say on standard error what is waited for, if it takes long and an extension is the reason.
-
-    The first process of each node speaks. torch lets one process compile and all others wait for the file ``lock`` to
-    go away, for ever and without a word; a process that is killed while it compiles leaves that file behind.
-    """
-    timer = Timer(seconds, _explain)
-    timer.daemon = True
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        timer.start()
-    try:
-        yield timer
-    finally:
-        timer.cancel()
-
-
-def _explain() -> None:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    for lock in Path(_get_build_directory("", verbose=False)).glob("*/lock"):
-        name = lock.parent.name
-        spared = '; with "torch_adam": true among the optimizer\'s params it is not needed' if "adam" in name else ""
-        print(
-            f"Waiting for DeepSpeed's extension {name} to be compiled, which happens once and takes minutes{spared}. "
-            f"If no process compiles it, one was killed meanwhile: delete {lock}",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -14,6 +14,7 @@ from omnibal.integrations.expected import Costs, Waiting
 from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
+from omnibal.ranks.extensions import ExplainedWait
 
 GIB: Final = 2**30
 
@@ -167,6 +168,17 @@ def _means(steps: list[Trained]) -> dict[str, float]:
         figures["waited_seconds"] = sum((share or 0.0) * seconds for share, seconds in shares) / count
     held = {source: sum(step.shares[source][1] for step in steps) / count for source in steps[0].shares}
     return figures | {f"share_{source}": share for source, share in held.items()}
+
+
+class ExplainsStart(TrainerCallback):
+    """Explains what a start under DeepSpeed waits for, until training begins."""
+
+    def __init__(self) -> None:
+        self._wait = ExplainedWait()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
+        """The optimizer is there: all extensions are loaded."""
+        self._wait.stop()
 
 
 def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:

@@ -33,7 +33,13 @@ from omnibal.integrations.losses import Reduction, StepLoss
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.searched import fit_step
-from omnibal.integrations.trainer_hooks import PacksCallback, check_model, load_by_names_on_disk, log_figures
+from omnibal.integrations.trainer_hooks import (
+    ExplainsStart,
+    PacksCallback,
+    check_model,
+    load_by_names_on_disk,
+    log_figures,
+)
 from omnibal.integrations.trainer_rearranging import rearrange_samples
 from omnibal.integrations.trainer_settings import (
     layout_of,
@@ -157,6 +163,8 @@ def balance(
         InfeasibleError: The memory does not suffice for the largest sample.
     """
     refuse_settings(trainer)
+    if trainer.is_deepspeed_enabled:
+        trainer.add_callback(ExplainsStart())
     loss, mixture = StepLoss(trainer, loss_reduction), None if mixture is None else Mixture.of(mixture)
     if rearrange:
         others = (lengths, samples_per_step, memory_gib, mixture)

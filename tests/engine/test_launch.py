@@ -1,4 +1,4 @@
-"""Training processes end with the launcher that started them; a start that waits for an extension says for which."""
+"""Training processes end with the launcher that started them, and keep what they compile to themselves."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from omnibal.engine.launch import _command, _parent, _watch, end_with_launcher, explained_wait
+from omnibal.engine.launch import _command, _parent, _watch, end_with_launcher, keep_extensions_apart
 
 WAITS = [sys.executable, "-c", "input()"]
 
@@ -86,37 +86,14 @@ def test_when_torch_is_imported_its_segments_may_grow(module, given, expected):
     assert done.stdout == f"{expected}\n"
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for name in ("compiled", "fused_adam", "some_op"):
-        (tmp_path / name).mkdir()
-    return tmp_path
-
-
-def said_after(seconds, capsys):
-    with explained_wait(seconds) as timer:
-        if seconds == 0 and timer.ident is not None:
-            timer.join()
-    return capsys.readouterr().err
-
-
-def test_a_wait_for_a_lock_is_explained(folder, capsys):
-    (folder / "some_op" / "lock").touch()
-    said = said_after(0, capsys)
-    assert "Waiting for DeepSpeed's extension some_op to be compiled" in said  # torch may have warned before
-    assert said.endswith(f"delete {folder / 'some_op' / 'lock'}\n")
-    assert "torch_adam" not in said
-
-
-def test_an_optimizer_that_need_not_be_compiled_is_named(folder, capsys):
-    (folder / "fused_adam" / "lock").touch()
-    assert '"torch_adam": true' in said_after(0, capsys)
-
-
-def test_nothing_is_said_without_a_lock_or_in_good_time_or_by_other_processes(folder, capsys, monkeypatch):
-    assert said_after(0, capsys) == ""
-    (folder / "some_op" / "lock").touch()
-    assert said_after(3600, capsys) == ""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert said_after(0, capsys) == ""
+@pytest.mark.parametrize("given", [None, "elsewhere"])
+def test_extensions_are_kept_in_the_virtual_environment(given, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    keep_extensions_apart()
+    assert os.environ.get("TORCH_EXTENSIONS_DIR") == given
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    keep_extensions_apart()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == (given or str(tmp_path / "torch_extensions"))

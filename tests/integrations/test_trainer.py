@@ -1,13 +1,17 @@
 """transformers.Trainer on two gloo processes trains what plain transformers would, sample by sample."""
 
+import os
 import re
+import threading
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.utils.data import IterableDataset
 
@@ -23,6 +27,7 @@ from omnibal.integrations.expected import counted_profile
 from omnibal.integrations.losses import StepLoss, loss_per_target
 from omnibal.integrations.trainer_settings import memory_of, recompute_of, replicas_of, wants_all_gradients
 from omnibal.integrations.transformers import balance
+from omnibal.ranks import extensions
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.trainers import (
@@ -70,12 +75,19 @@ def check_exact(case, folder, limits=None):
     weights = Weights(trainer)
     trainer.add_callback(weights)
     limits = limits or LIMITS[case.family]
-    options = {"loss_reduction": case.loss_reduction, "padded": case.padded}
-    sampler = balance(trainer, limits, samples_per_step=samples_under_limits(trainer), **options)
+    options = {"samples_per_step": samples_under_limits(trainer)}
+    options |= {"loss_reduction": case.loss_reduction, "padded": case.padded}
+    lock = dead_lock(folder)
+    sampler = balance(trainer, limits, **options)
+    explains = trainer.is_deepspeed_enabled and dist.get_rank() == 0
+    assert (lock.exists(), len(explaining())) == (not trainer.is_deepspeed_enabled, explains)
     assert sampler.num_replicas == trainer.args.world_size // (2 if case.layout == "tp" else 1)
     if case.layout == "tp":
         assert sampler.rank == trainer.model._device_mesh["fsdp"].get_local_rank()
     trainer.train()
+    for thread in explaining():
+        thread.join(60)
+    assert not explaining()
 
     backward = plain_backward if case.loss_reduction == "token" else square_backward
     optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=LEARNING_RATE)
@@ -98,6 +110,20 @@ def check_exact(case, folder, limits=None):
     if case.family == "internvl":
         assert fillers, "no rank would have waited for another"
         assert any(is_empty for is_empty, _ in fillers) == (case.samples is not None)
+
+
+def dead_lock(folder):
+    """That of an extension which a process of this rank has compiled and that was killed."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"extensions{dist.get_rank()}")
+    lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "fused_adam" / "lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock.touch()
+    return lock
+
+
+def explaining():
+    """Threads that explain what a start waits for."""
+    return [thread for thread in threading.enumerate() if thread.name == extensions.THREAD]
 
 
 def square_backward(plain, samples):
