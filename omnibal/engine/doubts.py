@@ -1,6 +1,7 @@
 """What a run does all the same though its user may not want it, said once when it begins."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Final
 
 from omnibal.data.lengths import SampleLengths
@@ -16,6 +17,22 @@ def warn_of_float32(device_name: str, dtype: str) -> None:
         LOG.warning(
             "bf16.enabled should be true on a GPU, got float32; it takes twice the memory, and attention runs sample "
             'by sample: set "bf16": {"enabled": true}'
+        )
+
+
+def warn_of_added_end(samples: Any) -> None:
+    """Say that answers are trained with an end which the model's chat template does not write, if they are.
+
+    Args:
+        samples: As of ``initialize``: a dataset, a stream, or several streams by name.
+    """
+    sources = samples.values() if isinstance(samples, Mapping) else (samples,)
+    for end in {getattr(source, "added_end", "") for source in sources} - {""}:
+        LOG.warning(
+            "the model's chat template should end answers, got one that writes nothing behind them (as Vicuna's): each "
+            "answer is trained with %r behind it, the tokenizer's eos_token, or the model would not learn to stop; a "
+            "template that ends answers itself decides otherwise",
+            end,
         )
 
 

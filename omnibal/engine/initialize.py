@@ -21,7 +21,7 @@ from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import meet
-from omnibal.engine.doubts import warn_of_float32, warn_of_long_samples, warn_of_other_data
+from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
@@ -103,6 +103,7 @@ def initialize(
     if rank == 0:
         LOG.info("parameters trained: %s", trained_in_words(given.trained))
         warn_of_float32(get_accelerator().device_name(), given.layout.precision)
+        warn_of_added_end(samples)
     make_loader = partial(
         PackLoader,
         view=view_of(place.stage, given.layout.num_stages),

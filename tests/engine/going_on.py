@@ -14,7 +14,7 @@ from transformers import InternVLForConditionalGeneration
 
 from omnibal import train as train_file
 from omnibal.data.limits import PackLimits
-from omnibal.engine import checkpointed
+from omnibal.engine import checkpointed, doubts
 from omnibal.engine import engine as engine_file
 from omnibal.engine.initialize import LOG, initialize
 from omnibal.engine.saved_files import latest_checkpoint
@@ -175,7 +175,9 @@ def goes_on_under_its_own_plan(config, output):
 
 
 class UntargetedDataset(SmallDataset):
-    """The small samples, of which no token is a target."""
+    """The small samples, of which no token is a target; as if their template ended no answer."""
+
+    added_end = "</end>"
 
     def __getitem__(self, index):
         sample = super().__getitem__(index)
@@ -186,17 +188,19 @@ class UntargetedDataset(SmallDataset):
 
 
 def learns_nothing(config):
-    """What is trained is told at the start, and a step without targets."""
+    """What is trained is told at the start, an end that no template writes, and a step without targets."""
     with pytest.MonkeyPatch.context() as patch:
         told = []
-        patch.setattr(LOG, "info", lambda message, *values: told.append(message % values))
-        patch.setattr(engine_file.LOG, "warning", lambda message, *values: told.append(message % values))
+        for log, level in ((LOG, "info"), (doubts.LOG, "warning"), (engine_file.LOG, "warning")):
+            patch.setattr(log, level, lambda message, *values: told.append(message % values))
         engine, *_ = initialize(config=changed(config, "model", frozen=["vision"]), dataset=UntargetedDataset())
         assert engine.train_batch() == 0
     expected = [
         f"parameters trained: {trained_in_words(engine.given.trained)}",
         "labels must name targets, got none in a whole step (0 of epoch 0)",
     ]
+    if engine.global_rank == 0:
+        assert "each answer is trained with '</end>' behind it" in told.pop(1)
     assert told == (expected if engine.global_rank == 0 else [])
     assert engine.given.trained["vision"].trained == 0 < engine.given.trained["language"].trained
 

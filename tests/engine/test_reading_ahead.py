@@ -11,7 +11,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.engine import loader as loader_file
-from omnibal.engine.doubts import warn_of_float32, warn_of_long_samples, warn_of_other_data
+from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.loader import PackLoader, workers_for
 from omnibal.errors import DataError
 from omnibal.pipeline.partition import Partition
@@ -176,6 +176,21 @@ def test_workers_are_as_many_as_a_step_needs(monkeypatch, read, step, micro_batc
 def test_float32_on_a_gpu_is_warned_of(caplog, device, dtype, warns):
     warn_of_float32(device, dtype)
     assert ("bf16.enabled should be true on a GPU" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("samples", "warns"),
+    [
+        (SimpleNamespace(added_end="</s>"), True),
+        ({"a": SimpleNamespace(added_end="</s>"), "b": SimpleNamespace(added_end="</s>")}, True),
+        (SimpleNamespace(added_end=""), False),
+        ({"a": object()}, False),
+        (SmallDataset(), False),
+    ],
+)
+def test_an_end_that_the_template_does_not_write_is_told(caplog, samples, warns):
+    warn_of_added_end(samples)
+    assert caplog.text.count("each answer is trained with '</s>' behind it") == warns
 
 
 @pytest.mark.parametrize(("made_from", "warns"), [({"lengths": "f00"}, True), ({}, False), (None, False)])

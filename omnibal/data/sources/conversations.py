@@ -77,6 +77,11 @@ class ConversationDataset:
         """The model's tokenizer."""
         return self._format.tokenizer
 
+    @property
+    def added_end(self) -> str:
+        """What ends each answer where the model's chat template writes nothing; empty where it does."""
+        return self._format.added_end
+
     def __len__(self) -> int:
         return self._all.num_samples - len(self._left_out)
 

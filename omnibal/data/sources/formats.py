@@ -60,6 +60,7 @@ class ModelFormat:
         render: The conversation as one text that holds `image_token` once for each image.
         image_token: What a rendered conversation holds once for each image.
         image_token_id: Its id.
+        added_end: What ends each answer where the folder's chat template writes nothing; empty where it does.
 
     Raises:
         ConfigError: If the family is unknown or has no such limits, or the folder's parts do not fit one another.
@@ -89,7 +90,9 @@ class ModelFormat:
         if token is None:
             raise ConfigError(f"image_token_id in {folder}/config.json must be a token, got {self.image_token_id}")
         self.image_token: str = token
-        self.render: Render = self._chatml() if self.family.image_tokens else self._template().render
+        template = None if self.family.image_tokens else self._template()
+        self.render: Render = self._chatml() if template is None else template.render
+        self.added_end: str = "" if template is None else template.end
 
     @cached_property
     def fingerprint(self) -> str:

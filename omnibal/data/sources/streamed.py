@@ -47,6 +47,11 @@ class ConversationStream:
         self._file, self._format, self._broken, self._workers, self._share = file, model_format, broken, workers, share
         self._begins = self._place = _START
 
+    @property
+    def added_end(self) -> str:
+        """What ends each answer where the model's chat template writes nothing; empty where it does."""
+        return self._format.added_end
+
     def part(self, rank: int, num_ranks: int) -> "ConversationStream":
         """Every ``num_ranks``-th line; the others are not parsed."""
         return ConversationStream(

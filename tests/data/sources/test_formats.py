@@ -102,10 +102,12 @@ def as_messages(model_type, turns):
 
 def test_labels_are_the_answers_with_their_end(family, annotations):
     model_type, folder, tokenizer = family
-    labels = open_dataset(annotations, folder).text(1)["labels"]
+    dataset = open_dataset(annotations, folder)
+    labels = dataset.text(1)["labels"]
     said = tokenizer.decode(labels[labels != -100]).replace(" ", "")  # some tokens hold the space before a word
     end = "</s>" if model_type in BEGIN_TEXTS else "<|im_end|>"
     assert said == f"red{end}onehat{end}"
+    assert dataset.added_end == ("</s>" if model_type == "llava" else "")  # Vicuna's template ends no answer
 
 
 def test_pixels_are_the_image_processors_by_the_names_of_the_models_arguments(family, annotations):
