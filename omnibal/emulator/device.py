@@ -1,4 +1,9 @@
-"""The device that a process of an emulated cluster plays: it sleeps, accounts memory and keeps a log."""
+"""An emulated device: it sleeps for the predicted seconds of each layer, counts predicted bytes, and keeps a log.
+
+Sleeps are computed from due times and not from durations, so that the time that Python and DeepSpeed take does not add
+to them. Transfers beside the computations take no time of a process: the sender writes the arrival time into memory
+that all processes share, and the receiver sleeps until then.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +27,12 @@ if TYPE_CHECKING:
     from omnibal.emulator.run import EmulationTask
 
 COMPUTATIONS = (Operation.F, Operation.BW, Operation.B, Operation.W)
-DOWN, UP = 0, 1
-"""Directions in which tensors are sent beside the computations."""
+DOWN, UP = 0, 1  # directions in which tensors are sent beside the computations
 DOWNSTREAM = (Operation.SEND_ACTIVATION, Operation.RECEIVE_GRADIENT)
 
 
 class Entry(NamedTuple):
-    """One instruction as it ran, in the wall's seconds."""
+    """One instruction as it ran, in seconds of the wall clock."""
 
     operation: Operation
     start: float
@@ -41,8 +45,8 @@ class StepLog:
 
     Attributes:
         entries: Instructions of the pipeline.
-        reduced: When its gradients were reduced.
-        updated: When its parameters were updated.
+        reduced: When the gradients were reduced.
+        updated: When the parameters were updated.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -57,12 +61,12 @@ class StepLog:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """All that a device has to tell.
+    """What a device reports at the end.
 
     Attributes:
-        steps: Behind the one to warm up.
-        peak_bytes: The most that it held.
-        start_seconds: Until the first step began.
+        steps: Logs of all steps but the first, which warms up.
+        peak_bytes: The most bytes that the device held.
+        start_seconds: Seconds until the first step began.
     """
 
     steps: list[StepLog]
@@ -72,23 +76,23 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a device does in one step, by micro-batch; seconds are the cluster's.
+    """What a device does in one step, in seconds of the cluster.
 
     Attributes:
-        forward: Seconds of each layer, shape (micro-batches, layers).
-        backward: To the inputs, recomputation included; the same shape.
-        weight: To the weights; the same shape.
-        split: What the backward pass to the inputs takes longer where that to the weights waits; the same shape.
-        sent_bytes: Of each layer's output, the same shape; the pixels' before the first.
-        upstream: Seconds of the transfer from and to the stage before, shape (micro-batches,); 0 in the first stage.
-        downstream: The same with the stage behind; 0 in the last stage.
-        reduce: Seconds in which the replicas add up each layer's gradients, shape (layers,).
-        gather: Seconds in which each layer's updated weights come from the replicas that own them, shape (layers,).
-        optimizer: Seconds of the optimizer step.
+        forward: Forward pass, shape (micro-batches, layers).
+        backward: Backward to the inputs, recomputation included, shape (micro-batches, layers).
+        weight: Backward to the weights, shape (micro-batches, layers).
+        split: What the backward to the inputs takes longer if that to the weights waits, shape (micro-batches, layers).
+        sent_bytes: Bytes of each layer's output, shape (micro-batches, layers).
+        upstream: Transfer from and to the stage before, shape (micro-batches,); 0 in the first stage.
+        downstream: Transfer from and to the stage behind, shape (micro-batches,); 0 in the last stage.
+        reduce: Adding up each layer's gradients over the replicas, shape (layers,).
+        gather: Sending each layer's updated weights to the replicas that do not own them, shape (layers,).
+        optimizer: The optimizer step.
         fixed_bytes: Held throughout the step.
-        kept_bytes: Of each micro-batch from its forward to its backward.
-        transient_bytes: Beside those, while its backward runs.
-        pending_bytes: Of each micro-batch from its split backward to its weight gradients.
+        kept_bytes: By micro-batch, held from its forward to its backward.
+        transient_bytes: By micro-batch, held beside those while its backward runs.
+        pending_bytes: By micro-batch, held from its split backward to its weight gradients.
     """
 
     forward: FloatArray
@@ -108,12 +112,12 @@ class StageWork:
 
 
 class Clocks(NamedTuple):
-    """Times of the wall that all devices of a cluster share.
+    """Times of the wall clock that all devices of a cluster read and write.
 
     Attributes:
-        arrivals: When what is sent beside the computations arrives, shape (directions, stages, replicas, micro-batches)
-            by who receives it.
-        complete: When the last gradient of each layer is there, shape (replicas, layers).
+        arrivals: When a tensor that is sent beside the computations arrives, shape (directions, stages, replicas,
+            micro-batches), by receiver.
+        complete: When the last gradient of each layer is complete, shape (replicas, layers).
     """
 
     arrivals: FloatArray
@@ -121,17 +125,14 @@ class Clocks(NamedTuple):
 
     @classmethod
     def of(cls, task: EmulationTask) -> Clocks:
-        """In memory that forked processes share."""
+        """Zeros in memory that forked processes share."""
         stages, replicas, micro_batches = task.plan.num_stages, task.plan.layout.num_replicas, task.plan.micro_batches
         shapes = (2, stages, replicas, micro_batches), (replicas, len(task.profile.layers))
         return cls(*(np.frombuffer(mmap(-1, 8 * prod(shape)), dtype=np.float64).reshape(shape) for shape in shapes))
 
 
 def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> StageWork:
-    """What the device of a stage and replica does in a step.
-
-    As in the real engine, a micro-batch above the plan's limits recomputes everything.
-    """
+    """The work of one device in a step; a micro-batch above the plan's limits recomputes everything, as in the engine."""
     loads, layers = task.steps[step], task.plan.partition.layers(stage)
     own, first, last = loads[replica], layers.start, layers.stop
     exceeds = _exceeds(task, own)
@@ -148,6 +149,7 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
     levels = [tuple(_levels(task)[int(above)][first:last]) for above in exceeds]
     footprints = [task.footprint(load) for load in own]
     memory = [footprint.stage(stage, layers, of) for footprint, of in zip(footprints, levels, strict=True)]
+    # A Footprint counts all micro-batches in flight: divide, to hold and free the bytes micro-batch by micro-batch.
     held, waiting = max(task.schedule.in_flight[stage], 1), max(task.schedule.pending_weights[stage], 1)
     return StageWork(
         forward=between("forward"),
@@ -168,7 +170,7 @@ def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> Stag
 
 
 def _levels(task: EmulationTask) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
-    """Those of the plan, and those of a micro-batch above its limits."""
+    """The plan's recompute levels, and those of a micro-batch above its limits."""
     return task.plan.recompute, every_layer("full", len(task.profile.layers))
 
 
@@ -179,14 +181,14 @@ def _exceeds(task: EmulationTask, load: Load) -> NDArray[np.bool_]:
 
 
 class Device:
-    """The device of a stage and replica.
+    """The device of one stage and replica.
 
     Args:
         task: The run.
-        stage: Its pipeline stage.
-        replica: Its data-parallel rank.
-        where: Its place in error messages.
-        clocks: Of the cluster.
+        stage: Pipeline stage of the device.
+        replica: Data-parallel rank of the device.
+        where: The place of the device in error messages.
+        clocks: Times that the devices share.
     """
 
     def __init__(self, task: EmulationTask, stage: int, replica: int, where: str, clocks: Clocks) -> None:
@@ -202,19 +204,19 @@ class Device:
         self._complete = clocks.complete[:, layers.start : layers.stop]
         self._weights_arrive = np.zeros(len(layers))
         self._link_is_free = [0.0, 0.0]
-        in_front = stage < task.schedule.frozen_stages  # it runs forward only
+        in_front = stage < task.schedule.frozen_stages  # a frozen stage runs forward only
         self._with_transient = (Operation.F,) if in_front else (Operation.BW, Operation.B)
 
     def begin_step(self, step: int) -> None:
-        """Look up what the step brings; before it begins, as it takes time of its own."""
+        """Compute the work of a step; called before the step begins, since it takes time itself."""
         self.work = stage_work(self.task, step, self.stage, self.replica)
         self.log = StepLog()
         self._ran: Counter[Operation] = Counter()
         self._step = step
-        self._held_bytes = self.work.fixed_bytes  # the first forward pass tells whether it fits
+        self._held_bytes = self.work.fixed_bytes  # compared with the budget in the first forward pass
 
     def begin(self, operation: Operation) -> float:
-        """An instruction begins: the time, from which its sleeps are counted."""
+        """Begin an instruction: hold its bytes, and return the time from which its sleeps are counted."""
         micro_batch = self._ran[operation]
         self._splits = operation == Operation.B
         if operation == Operation.F:
@@ -227,7 +229,7 @@ class Device:
         return self._due
 
     def end(self, operation: Operation, start: float) -> None:
-        """An instruction has run; a transfer takes the link's time from here on."""
+        """End an instruction: free its bytes; a blocking transfer sleeps for the time of its link."""
         micro_batch = self._ran[operation]
         if operation in COMPUTATIONS:
             if operation in (Operation.BW, Operation.B):
@@ -243,12 +245,12 @@ class Device:
         self.log.entries.append(Entry(operation, start, perf_counter()))
 
     def backward_seconds(self, micro_batch: int, place: int) -> float:
-        """Of a layer to its inputs, in the instruction that has begun."""
+        """Backward of a layer to its inputs, as part of the instruction that has begun."""
         seconds = self.work.backward[micro_batch, place]
         return float(seconds + self.work.split[micro_batch, place] if self._splits else seconds)
 
     def send(self, direction: int, micro_batch: int) -> None:
-        """A tensor leaves while the device goes on; a link carries one at a time."""
+        """Send a tensor beside the computations; a link carries one tensor at a time."""
         link = self.work.downstream if direction == DOWN else self.work.upstream
         start = max(perf_counter(), self._link_is_free[direction])
         arrival = self._link_is_free[direction] = start + float(link[micro_batch]) * self.task.scale
@@ -256,38 +258,38 @@ class Device:
         self._arrivals[direction, peer, micro_batch] = arrival
 
     def receive(self, direction: int, micro_batch: int) -> None:
-        """Wait for a tensor whose bytes are there already until it would have arrived."""
+        """Sleep until a tensor, whose bytes have come already, would have arrived."""
         _sleep_until(float(self._arrivals[direction, self.stage, micro_batch]))
 
     def complete(self, layer: int) -> None:
-        """The last gradient of a layer of the stage is there, and may leave."""
+        """Note that the last gradient of a layer is complete."""
         self._complete[self.replica, layer] = perf_counter()
 
     def add_up(self) -> None:
-        """Wait until gradients that are complete in all replicas would be added up, one layer after the other."""
-        due = 0.0
+        """Sleep until the gradients would be added up over the replicas."""
+        due = 0.0  # each layer starts when it is complete in all replicas and the layer behind it is done
         for complete, seconds in zip(self._complete.max(axis=0)[::-1], self.work.reduce[::-1], strict=True):
             due = max(due, float(complete)) + float(seconds) * self.task.scale
         _sleep_until(due)
 
     def spread_weights(self) -> None:
-        """Updated weights of the layers leave for the other replicas, one layer after the other."""
+        """Note when the updated weights of each layer arrive, one layer after another."""
         self._weights_arrive = perf_counter() + np.cumsum(self.work.gather) * self.task.scale
 
     def await_weights(self, layer: int) -> None:
-        """In the instruction that has begun, wait for those of a layer."""
+        """Sleep until the updated weights of a layer have arrived, as part of the instruction that has begun."""
         due = float(self._weights_arrive[layer])
         if due > self._due:
             _sleep_until(due)
             self._due = due
 
     def compute(self, seconds: float) -> None:
-        """Be busy for so long behind what the instruction has done so far; what Python takes is not added."""
+        """Sleep for the seconds of a computation, counted from the end of the instruction's earlier ones."""
         self._due += seconds * self.task.scale
         _sleep_until(self._due)
 
     def rest(self, seconds: float) -> None:
-        """Be busy for so long from now on."""
+        """Sleep for some seconds from now on."""
         sleep(seconds * self.task.scale)
 
     def _hold(self, size: int, micro_batch: int) -> None:

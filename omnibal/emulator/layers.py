@@ -1,4 +1,4 @@
-"""What a process of an emulated cluster trains: layers that sleep, and packs that are nothing but numbers."""
+"""The model and data of an emulated cluster: layers that sleep, and packs that only carry their number."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,9 +20,9 @@ ELEMENT_BYTES: Final = 2
 
 
 class _Inputs(torch.autograd.Function):
-    """A layer's way from input to output: sleeps, and puts out what a cut behind the layer would send.
+    """Sleeps for a layer's forward and backward pass, and puts out as many bytes as a cut behind the layer sends.
 
-    It takes the weight too: a layer that is trained runs backward also where nothing before it is.
+    The weight is an input, so that a trained layer runs backward even if no layer before it is trained.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """A layer's weights, apart from its input: a schedule may run their backward pass at another time."""
+    """Sleeps for the backward pass to a layer's weights, which a schedule may run later than that to the inputs."""
 
     @staticmethod
     def forward(context: Any, weight: Tensor, layer: "EmulatedLayer", micro_batch: int) -> Tensor:
@@ -57,22 +57,23 @@ class _Weights(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """Takes as long as the layer is predicted to, for the micro-batch whose number the payload's tokens are.
+    """Sleeps as long as a layer is predicted to take for the micro-batch whose number stands in ``input_ids``.
 
     Args:
-        device: This process's.
-        place: Of the layer in its stage.
-        trainable: Whether it has a weight that is trained; frozen layers get a frozen one.
+        device: The device of this process.
+        place: Index of the layer in its stage.
+        trainable: Whether the layer's only weight is trained.
+        dtype: The dtype of the weight.
     """
 
     def __init__(self, device: Device, place: int, *, trainable: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.device, self.place = device, place
-        self.weight_gradients = WeightGradients(budget_bytes=0)  # none waits
+        self.weight_gradients = WeightGradients(budget_bytes=0)  # under DeepSpeed's 1F1B none waits
         self.weight = nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=trainable)
 
     def forward(self, payload: Payload) -> Payload:
-        """The output's bytes and time."""
+        """Sleep, and return an output of the predicted size."""
         micro_batch = int(payload.input_ids)
         output = _Inputs.apply(payload.hidden, self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
         if self.weight.requires_grad:
@@ -81,10 +82,9 @@ class EmulatedLayer(nn.Module):
 
 
 class EmulatedModel:
-    """The model as the pipeline module asks for it: records, and a layer by its index."""
+    """The part of a `VisionLanguageModel` that the pipeline module calls."""
 
     spare_names = ()
-    """Every weight is in a layer."""
 
     def __init__(self, task: EmulationTask, device: Device) -> None:
         self._device, self._layers = device, task.profile.layers
@@ -92,15 +92,15 @@ class EmulatedModel:
         self.records = [LayerRecord(layer.name, layer.kind, {}, module=layer.module) for layer in self._layers]
 
     def layout(self, boundary: int) -> Layout:
-        """The same at all cuts."""
+        """Hidden states alone at every cut."""
         return Layout()
 
     def layer_class(self, index: int) -> type[nn.Module]:
-        """The same for all."""
+        """`EmulatedLayer`, whichever layer."""
         return EmulatedLayer
 
     def weight_names(self, index: int) -> dict[str, str]:
-        """From names in layer ``index`` to names of all."""
+        """The layer's only weight has the layer's number as its name."""
         return {"weight": f"{index}"}
 
     def build_layer(self, index: int, *, seed: int | None, dtype: torch.dtype) -> nn.Module:
@@ -109,7 +109,7 @@ class EmulatedModel:
 
 
 class EmulatedModule(VlmPipelineModule):
-    """The pipeline module; recompute levels are in the layers' times."""
+    """The pipeline module without recomputation, whose time is part of what layers sleep."""
 
     def _run_layers(self, payload: Payload) -> Payload:
         for place, layer in enumerate(self.forward_funcs):
@@ -118,7 +118,7 @@ class EmulatedModule(VlmPipelineModule):
         return payload
 
     def count(self, batch: Mapping[str, Tensor]) -> None:
-        """Nothing: there are no tokens."""
+        """Count nothing: there are no tokens."""
 
     def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         hidden: Tensor = self.vlm.layout(self._local_stop).build(outputs).hidden
@@ -126,7 +126,7 @@ class EmulatedModule(VlmPipelineModule):
 
 
 class EmulatedLoader:
-    """Yields the task's steps, the first one twice: to warm up, and to count."""
+    """Yields the task's steps, the first one twice, since its first run warms up and is not logged."""
 
     def __init__(self, task: EmulationTask, device: Device) -> None:
         self._task, self._device = task, device
@@ -134,7 +134,7 @@ class EmulatedLoader:
         self.micro_batches = task.plan.micro_batches
 
     def next_step(self) -> tuple[Step, list[Batch]]:
-        """The next step; a micro-batch's number in the place of its tokens."""
+        """The next step, whose batches have their number in place of tokens."""
         number = max(self._next, 0)
         self._next += 1
         self._device.begin_step(number)

@@ -121,12 +121,12 @@ class EmulationTask:
 
 @dataclass(frozen=True, eq=False)
 class Emulation:
-    """What came of an emulated run, in the cluster's time.
+    """The result of an emulated run, in seconds of the cluster.
 
     Attributes:
         steps: When each stage of each replica ran what, step by step.
         peak_bytes: The most that a device of each stage held.
-        start_seconds: Until the first step began, of the wall's time.
+        start_seconds: Seconds of the wall clock until the first step began.
     """
 
     steps: tuple[StepSimulation, ...]
@@ -164,7 +164,7 @@ def run_emulation(task: EmulationTask) -> Emulation:
 
 
 def report_file(folder: Path, rank: int) -> Path:
-    """Where a process leaves its report."""
+    """The file in which a process leaves its report."""
     return folder / f"rank{rank}.pickle"
 
 
@@ -203,7 +203,7 @@ def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulat
 
 
 def _pipeline(task: EmulationTask, logs: Sequence[StepLog], start: float) -> Simulation:
-    table = task.predicted[0].replicas[0].table  # both run the same instructions
+    table = task.predicted[0].replicas[0].table  # simulation and engine run the same instructions
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     for stage, log in enumerate(logs):
         length = table.lengths[stage]
