@@ -132,7 +132,7 @@ class Clocks(NamedTuple):
 
 
 def stage_work(task: EmulationTask, step: int, stage: int, replica: int) -> StageWork:
-    """The work of one device in a step; a micro-batch above the plan's limits recomputes everything, as in the engine."""
+    """The work of one device in a step; as in the engine, a micro-batch above the plan's limits recomputes all."""
     loads, layers = task.steps[step], task.plan.partition.layers(stage)
     own, first, last = loads[replica], layers.start, layers.stop
     exceeds = _exceeds(task, own)
