@@ -1,8 +1,9 @@
 """Tensors of samples go to the ranks that a rearrangement names, and their gradients come back."""
 
-from collections.abc import Mapping
-from math import prod
-from typing import Any
+from collections.abc import Mapping, Sequence
+from math import gcd, prod
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,24 +14,30 @@ from omnibal.cost import IntArray
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.errors import ConfigError
 
+CARRIERS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
+    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+)
+"""Integers of so many bytes."""
+
 
 def exchange(
     tensors: Mapping[str, Tensor],
     rows: Mapping[str, IntArray],
-    rearrangement: Rearrangement,
+    rearrangement: Rearrangement | Mapping[str, Rearrangement],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """Bring what belongs to each sample to its new rank: one all-to-all for each dtype, however many tensors.
+    """Bring what belongs to each sample to its new rank.
 
-    Nothing is sent where no sample moves. All ranks call it with the same names, dtypes, rows and rearrangement.
-    Gradients of what arrives go back by the inverse exchange, again one for each dtype; so all ranks must want
+    Tensors that need no gradients travel as bytes in one all-to-all, however many and of whatever dtypes; those that
+    need gradients travel in one all-to-all for each dtype, and their gradients come back in another one. A tensor whose
+    samples all stay is not sent. All ranks call it with the same names, dtypes, rows and rearrangements, and want
     gradients of the same tensors.
 
     Args:
         tensors: Of each name, what this rank's samples hold, sample after sample in the order of ``held_by(rank)``:
             (rows of all of them, ...); an empty tensor with the same trailing shape where they have no rows.
         rows: Of each name, how many rows every sample has, (samples,), over all ranks.
-        rearrangement: Over the group's ranks.
+        rearrangement: Over the group's ranks, for all tensors; or one for each name, all with the same source.
         group: The default group by default.
 
     Returns:
@@ -40,67 +47,88 @@ def exchange(
         ConfigError: A tensor has not as many rows as its samples are said to have. On this rank alone: check what comes
             from outside on all ranks before.
     """
-    held = rearrangement.held_by(dist.get_rank(group))
+    moves = dict.fromkeys(tensors, rearrangement) if isinstance(rearrangement, Rearrangement) else dict(rearrangement)
+    rank = dist.get_rank(group)
     for name, tensor in tensors.items():
-        if len(tensor) != rows[name][held].sum():
-            raise ConfigError(f"{name} must have the {rows[name][held].sum()} rows of its samples, got {len(tensor)}")
-    if rearrangement.is_still:
-        return dict(tensors)
-    arrived: dict[str, Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
-        of_dtype = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
-        arrived |= _exchange(of_dtype, rows, rearrangement, group)
-    return {name: arrived[name] for name in tensors}
-
-
-def _exchange(
-    tensors: Mapping[str, Tensor],
-    rows: Mapping[str, IntArray],
-    rearrangement: Rearrangement,
-    group: dist.ProcessGroup | None,
-) -> dict[str, Tensor]:
-    """Of one dtype: a rank gets the parts of all tensors in one piece, tensor after tensor."""
-    rank, num_ranks = dist.get_rank(group), rearrangement.num_ranks
-    held, sent = rearrangement.held_by(rank), rearrangement.sent_by(rank)
-    received, brought = rearrangement.received_by(rank), rearrangement.brought_to(rank)
-    parts, out_sizes = [], []
+        expected = rows[name][moves[name].held_by(rank)].sum()
+        if len(tensor) != expected:
+            raise ConfigError(f"{name} must have the {expected} rows of its samples, got {len(tensor)}")
+    # What travels together, by dtype; None: as bytes.
+    parcels: dict[torch.dtype | None, list[str]] = {}
     for name, tensor in tensors.items():
-        count = rows[name]
-        by_rank = _per_rank(count[sent], rearrangement.destination[sent], num_ranks)
-        ordered = tensor.index_select(0, _places(count, held, sent).to(tensor.device))
-        parts.append(torch.split(ordered, by_rank.tolist()))
-        row_size = prod(tensor.shape[1:])
-        out_sizes.append(row_size * _per_rank(count[received], rearrangement.source[received], num_ranks))
-    flat = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
-    in_splits = [sum(part.numel() for part in of_rank) for of_rank in zip(*parts, strict=True)]
-    sizes = np.stack(out_sizes, axis=1)  # (ranks, tensors)
-    together: Tensor = _AllToAll.apply(flat, sizes.sum(axis=1).tolist(), in_splits, group)  # type: ignore[no-untyped-call]
-    pieces = torch.split(together, sizes.ravel().tolist())
-    arrived = {}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        by_source = torch.cat(pieces[number :: len(tensors)]).reshape(-1, *tensor.shape[1:])
-        arrived[name] = by_source.index_select(0, _places(rows[name], received, brought).to(tensor.device))
+        if not moves[name].is_still:
+            parcels.setdefault(tensor.dtype if tensor.requires_grad else None, []).append(name)
+    arrived = dict(tensors)
+    for names in parcels.values():
+        sent = [tensors[name] for name in names]
+        found = _exchange(sent, [rows[name] for name in names], [moves[name] for name in names], group)
+        arrived |= dict(zip(names, found, strict=True))
     return arrived
 
 
-def _per_rank(counts: IntArray, ranks: IntArray, num_ranks: int) -> IntArray:
-    return np.bincount(ranks, counts, num_ranks).astype(np.int64)
+def _exchange(
+    tensors: Sequence[Tensor],
+    rows: Sequence[IntArray],
+    moves: Sequence[Rearrangement],
+    group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """Send tensors without gradients, or tensors of one dtype, in one all-to-all.
 
-
-def _places(count: IntArray, before: IntArray, after: IntArray) -> Tensor:
-    """Which rows to take so that what lay in the order of ``before`` lies in that of ``after``.
-
-    Args:
-        count: Rows of every sample, (samples,).
-        before: The samples at hand.
-        after: The same ones, in another order.
+    A message to a rank holds tensor after tensor, and of each its samples in ascending order. What is sent is copied
+    once, into that order, and what arrives once, out of it; a single tensor that lies in that order is not copied.
     """
-    starts = np.zeros(len(count), dtype=np.int64)
-    starts[before] = np.cumsum(count[before]) - count[before]
-    counts = count[after]
-    ends = np.cumsum(counts)
-    places = np.repeat(starts[after] - (ends - counts), counts) + np.arange(counts.sum())
-    return torch.from_numpy(places)
+    rank, num_ranks = dist.get_rank(group), moves[0].num_ranks
+    widths, dtype = [prod(tensor.shape[1:]) for tensor in tensors], tensors[0].dtype
+    if not tensors[0].requires_grad:  # as bytes: as the widest integers that rows of all tensors consist of
+        widths = [width * tensor.element_size() for width, tensor in zip(widths, tensors, strict=True)]
+        unit = gcd(8, *widths)
+        widths, dtype = [width // unit for width in widths], CARRIERS[unit]
+    flats = [_flat(tensor, dtype) for tensor in tensors]
+    sizes = [count * width for count, width in zip(rows, widths, strict=True)]  # elements of each sample
+    held = [move.held_by(rank) for move in moves]
+    to = np.concatenate([move.destination[samples] for move, samples in zip(moves, held, strict=True)])
+    sent = np.concatenate([size[samples] for size, samples in zip(sizes, held, strict=True)])
+    order = np.argsort(to, kind="stable")
+    brought = [move.brought_to(rank) for move in moves]
+    source = np.concatenate([move.source[samples] for move, samples in zip(moves, brought, strict=True)])
+    received = np.concatenate([size[samples] for size, samples in zip(sizes, brought, strict=True)])
+    order_there = np.argsort(source, kind="stable")
+
+    own = flats[0]
+    if len(flats) > 1 or (order[1:] < order[:-1]).any():
+        parts = [torch.split(flat, size[of].tolist()) for flat, size, of in zip(flats, sizes, held, strict=True)]
+        pieces = [piece for of_tensor in parts for piece in of_tensor]
+        own = torch.cat([pieces[number] for number in order] or flats)
+    splits = _per_rank(received, source, num_ranks), _per_rank(sent, to, num_ranks)
+    together: Tensor = _AllToAll.apply(own, *splits, group)  # type: ignore[no-untyped-call]
+    if len(flats) == 1 and (order_there[1:] > order_there[:-1]).all():
+        whole = [together]
+    else:
+        there = torch.split(together, received[order_there].tolist())
+        pieces = [there[number] for number in np.argsort(order_there)]
+        ends = np.cumsum([len(samples) for samples in brought])
+        groups = [pieces[end - len(of) : end] for end, of in zip(ends, brought, strict=True)]
+        whole = [torch.cat(of_tensor or [together[:0]]) for of_tensor in groups]
+    return [
+        _viewed(flat, tensor.dtype).reshape(-1, *tensor.shape[1:]) for flat, tensor in zip(whole, tensors, strict=True)
+    ]
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = tensor.reshape(-1)
+    if flat.storage_offset() * flat.element_size() % dtype.itemsize:  # a part of another tensor, which no view can take
+        flat = flat.clone()
+    return _viewed(flat, dtype)
+
+
+def _viewed(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes as another type; a view of a type has no gradients, not even one of the same type."""
+    return flat if flat.dtype == dtype else flat.view(dtype)
+
+
+def _per_rank(sizes: IntArray, ranks: IntArray, num_ranks: int) -> list[int]:
+    totals: list[int] = np.bincount(ranks, sizes, num_ranks).astype(np.int64).tolist()
+    return totals
 
 
 class _AllToAll(torch.autograd.Function):

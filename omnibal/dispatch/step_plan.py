@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from itertools import product
 from typing import Final
 
@@ -46,12 +47,16 @@ class Link:
             move: From where to where.
             sizes: Bytes of each sample, (samples,).
         """
-        away = move.source != move.destination
-        if not away.any():
+        return self.seconds_together((move, sizes))
+
+    def seconds_together(self, *moves: tuple[Rearrangement, npt.ArrayLike]) -> float:
+        """Seconds of one exchange that carries several moves of the same group, each with the bytes of its samples."""
+        carried = [(move, np.where(move.source != move.destination, sizes, 0)) for move, sizes in moves]
+        if all(move.is_still for move, _ in carried):
             return 0.0
-        moved = np.asarray(sizes)[away]
-        most = max(np.bincount(ranks[away], moved).max() for ranks in (move.source, move.destination))
-        return self.latency_seconds + float(most) / self.bytes_per_second
+        sent = sum(np.bincount(move.source, moved, move.num_ranks) for move, moved in carried)
+        received = sum(np.bincount(move.destination, moved, move.num_ranks) for move, moved in carried)
+        return self.latency_seconds + float(np.maximum(sent, received).max()) / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,14 @@ class StepPlan:
     def features(self) -> Rearrangement:
         """From where samples are encoded to where the LLM gets them, at once."""
         return self.to_llm.after(self.to_vision.inverse())
+
+    @cached_property
+    def digest(self) -> int:
+        """62 bits of a hash of where all samples go: ranks that hold other plans are told apart by it."""
+        digest = sha256()
+        for ranks in (self.to_vision.source, self.to_vision.destination, self.to_llm.destination):
+            digest.update(ranks.astype(np.int32).tobytes())
+        return int.from_bytes(digest.digest()[:8], "little") >> 2
 
     @cached_property
     def imbalance(self) -> dict[str, tuple[float, float]]:
@@ -260,11 +273,9 @@ def _seconds(
     """Of computing, until the last rank is done, and of exchanges, if samples move so."""
     vision, llm = moves
     features = llm.after(vision.inverse())
-    exchanged = (
-        link.seconds(vision, sizes["vision_units"] * link.vision_unit_bytes)
-        + link.seconds(features, sizes["image_tokens"] * link.image_token_bytes)
-        + link.seconds(llm, sizes["llm_tokens"] * link.token_bytes)
-    )
+    pixels, tokens = sizes["vision_units"] * link.vision_unit_bytes, sizes["llm_tokens"] * link.token_bytes
+    exchanged = link.seconds_together((vision, pixels), (llm, tokens))
+    exchanged += link.seconds(features, sizes["image_tokens"] * link.image_token_bytes)
     if exchanged or link.phases_meet:
         return sum(phase.largest(move) for phase, move in zip(phases, moves, strict=True)), exchanged
     # Nobody waits between phases: what a rank has less of the one may make up for what it has more of the other.

@@ -23,6 +23,7 @@ from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import as_one_row
+from omnibal.integrations.step_check import Passes, StepCheck
 from omnibal.ranks import failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]
@@ -39,6 +40,8 @@ class Drawn:
     """Tensors of all samples' images, sample after sample; ``plan.sizes`` has each sample's rows by the same names. The
     same names on all ranks, with no rows on a rank without images; none where no rank has any."""
     plan: StepPlan
+    check: StepCheck
+    """Compares this micro-batch with those of the other ranks."""
 
 
 class RearrangedModel(nn.Module):
@@ -51,11 +54,13 @@ class RearrangedModel(nn.Module):
     nothing, so that all ranks run the same layers. If the encoder and what follows it are frozen, nothing goes back.
 
     A rank that fails tells the others: each says so and ends within seconds, where it would wait for the failed one.
+    Before the forward and the backward pass of a micro-batch ranks compare its number and its plan: a rank that has
+    skipped a step ends all with a message.
 
     Args:
         model: Takes ``mm_encoder_outputs``, as about eighty of transformers' models do, and packs by positions that
             restart; with ``get_image_features``.
-        group: Of the ranks that share samples; by default all.
+        group: Of the ranks that share samples, as of the loader; by default all.
         blank: What ``model.model.get_image_features`` takes of a small image, for ranks without one; by default made
             from the model's configuration. Its pixels must not be zeros, which some models take for padding.
 
@@ -104,31 +109,37 @@ class Phases:
                 f"{', '.join(taking_encoded_images())} do, got {type(model).__name__}"
             )
         self.model, self._forward, self._group = model, forward, group
+        self._passes = Passes(model)
         self._takes = [*_taken_of_images(model)]
         self._blank = dict(blank or blank_image(model))
         self._listed = False
 
     def __call__(self, drawn: Drawn) -> Tensor:
         """As of ``RearrangedModel.forward``."""
+        if (planned := drawn.plan.to_llm.num_ranks) != (num_ranks := dist.get_world_size(self._group)):
+            raise ConfigError(f"group must be that of the loader, of {planned} ranks, got one of {num_ranks}")
+        self._passes.begin_forward(drawn.check)  # raises on all ranks alike
         with failures_reach_all_ranks():
-            return self._loss(drawn)
+            loss = self._loss(drawn) * num_ranks
+        return self._passes.begin_backward(loss, drawn.check)
 
     def _loss(self, drawn: Drawn) -> Tensor:
         plan, sizes = drawn.plan, drawn.plan.sizes
-        images = {name: self._placed(tensor) for name, tensor in drawn.images.items()}
-        if images:  # else no rank has any
-            images = exchange(images, {name: sizes[name] for name in images}, plan.to_vision, self._group)
+        tensors = {name: self._placed(tensor) for name, tensor in drawn.images.items()}  # none where no rank has any
+        moves = dict.fromkeys(tensors, plan.to_vision) | {"tokens": plan.to_llm}
+        tensors["tokens"] = self._placed(drawn.tokens)
+        images = exchange(tensors, {**sizes, "tokens": sizes["llm_tokens"]}, moves, self._group)
+        tokens = images.pop("tokens")
         features = self._encode(images)
         features = exchange(features, dict.fromkeys(features, sizes["image_tokens"]), plan.features, self._group)
-        tokens = exchange(
-            {"tokens": self._placed(drawn.tokens)}, {"tokens": sizes["llm_tokens"]}, plan.to_llm, self._group
-        )["tokens"]
-        return self._language(tokens, features, plan) * plan.to_llm.num_ranks
+        return self._language(tokens, features, plan)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """Where the model computes; what is no integer in the model's precision, before it travels."""
         device, dtype = _place(self.model)
-        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        # A copy from pinned memory that converts would convert on the processor, into memory that is not pinned.
+        tensor = tensor.to(device, non_blocking=True)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def _encode(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Features of the images at hand, (image tokens, hidden); deep-stack features beside them."""

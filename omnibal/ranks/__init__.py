@@ -1,7 +1,7 @@
 """How the processes of a run agree: a failure on one rank is raised on all, and none is left waiting.
 
 `agreement` is for failures that a rank can report when all ranks meet, `failures` for one that ends a rank in between,
-`hosts` for the network that both need.
+`meeting` for ranks that go on apart from one another, `hosts` for the network that all of these need.
 """
 
 from omnibal.ranks.agreement import (
@@ -14,8 +14,10 @@ from omnibal.ranks.agreement import (
 )
 from omnibal.ranks.failures import failures_reach_all_ranks
 from omnibal.ranks.hosts import new_gloo_group
+from omnibal.ranks.meeting import Meeting
 
 __all__ = [
+    "Meeting",
     "check_shared",
     "failures_reach_all_ranks",
     "gather",

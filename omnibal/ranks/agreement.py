@@ -42,20 +42,20 @@ def place() -> tuple[int, int]:
 
 
 def gather(value: T | Exception, *, where: str | None = None, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Send a value to all ranks and return the values of all ranks, ordered by rank.
+    """Send a value to all ranks of a group and return the values of all of them, ordered by rank.
 
     A rank that has failed passes its exception in place of a value: then all ranks raise.
 
     Args:
         value: Anything that pickle can write.
         where: The place of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
-        group: A gloo group of all ranks; a thread needs one of its own (`new_gloo_group`).
+        group: A gloo group, by default of all ranks; a thread needs one of its own (`new_gloo_group`).
 
     Raises:
         OmnibalError: Some rank passed an exception. The first such rank's message follows its place; the class is that
             of the exception where it is one of omnibal's. The rank's own exception is the cause.
     """
-    rank, num_ranks = place()
+    rank, num_ranks = place()[0], dist.get_world_size(group) if dist.is_initialized() else 1
     own: Any = value
     if isinstance(value, Exception):
         kind, message = OmnibalError, f"{type(value).__name__}: {value}"

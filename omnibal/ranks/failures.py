@@ -1,5 +1,6 @@
 """A rank that fails between two exchanges tells the others, which would wait for it: all say why, and end."""
 
+import json
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from omnibal.ranks.hosts import store
 POLL_SECONDS: Final = 1.0
 GRACE_SECONDS: Final = 3.0
 """For a failed rank to be heard, and for a rank that has heard of it to fail by itself, as gloo lets it."""
-FAILED, SAID, HEARD = "omnibal/failed", "omnibal/said", "omnibal/heard"
+FAILED, SAID, HEARD, LEFT = "omnibal/failed", "omnibal/said", "omnibal/heard", "omnibal/left"
 
 
 @contextmanager
@@ -28,21 +29,26 @@ def failures_reach_all_ranks() -> Iterator[None]:
     A rank that hears of it and has not failed by itself some seconds later ends with status 1: what it waits for, such
     as an exchange that takes place on a GPU, can neither be finished nor interrupted.
     """
-    watch = _watch(id(dist.group.WORLD))
+    watching = watch()
     try:
         yield
     except Exception as error:
-        watch.tell(error)
+        watching.tell(error)
         raise
 
 
+def watch() -> "Watch":
+    """The watch of this process, which starts with the first call."""
+    return _watch(id(dist.group.WORLD))
+
+
 @lru_cache(maxsize=1)
-def _watch(world: int) -> "_Watch":
-    """This process's, of the group of all ranks that has this ``id``."""
-    return _Watch()
+def _watch(world: int) -> "Watch":
+    """The watch of the group of all ranks that has this ``id``."""
+    return Watch()
 
 
-class _Watch:
+class Watch:
     """Looks now and then at the store by which the ranks met, which works while collectives wait."""
 
     def __init__(self) -> None:
@@ -52,6 +58,7 @@ class _Watch:
             shared = shared.underlying_store
         self._store = shared.clone()  # a connection of its own: the other one may be waiting for a peer
         self._has_failed = Event()
+        self._waits_at: tuple[int, ...] | None = None
         self._show = sys.excepthook
         sys.excepthook = self._at_the_end
         Thread(target=self._look, daemon=True, name="omnibal-watches-ranks").start()
@@ -62,11 +69,36 @@ class _Watch:
             return
         self._has_failed.set()
         with suppress(Exception):  # the store has ended with its rank: this is not the first failure
-            if self._store.add(FAILED, 1) == 1:
-                self._store.set(SAID, f"rank {self._rank} failed: {said(error)}")  # type: ignore[arg-type]
+            self._say(f"rank {self._rank} failed: {said(error)}")  # type: ignore[arg-type]
             ends = time.monotonic() + GRACE_SECONDS
             while self._store.add(HEARD, 0) < self._num_ranks and time.monotonic() < ends:
                 time.sleep(POLL_SECONDS / 10)
+
+    def _say(self, text: str) -> None:
+        if self._store.add(FAILED, 1) == 1:  # the first failure is the cause of the others
+            self._store.set(SAID, text)
+
+    @contextmanager
+    def waiting_at(self, place: tuple[int, ...]) -> Iterator[None]:
+        """End this process if a rank that it waits for within has left behind an earlier place of the same loop."""
+        self._waits_at = place
+        try:
+            yield
+        finally:
+            self._waits_at = None
+
+    def leave(self, place: tuple[int, ...]) -> None:
+        """Tell the others that this rank takes part no longer in a loop, the first number of ``place``."""
+        self._store.set(LEFT, json.dumps([self._rank, place]))
+
+    def left_before(self, place: tuple[int, ...]) -> str | None:
+        """Which rank has left the loop before a place; None where no rank has."""
+        with suppress(Exception):  # the store has ended with its rank
+            if self._store.check([LEFT]):
+                rank, last = json.loads(self._store.get(LEFT))
+                if last[0] == place[0] and tuple(last) < place:
+                    return f"rank {rank} left the loop while rank {self._rank} went on"
+        return None
 
     def _at_the_end(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """In place of ``sys.excepthook``: failures of backward passes, of optimizers, of whatever the user does."""
@@ -78,6 +110,8 @@ class _Watch:
         with suppress(Exception):  # the store has ended with its rank, as at the end of training
             while not self._store.check([SAID]):
                 time.sleep(POLL_SECONDS)
+                if (place := self._waits_at) is not None and (left := self.left_before(place)) is not None:
+                    self._say(f"all ranks must take part in each step, got {left}")
             text = self._store.get(SAID).decode()
             if not self._has_failed.is_set():
                 print(f"omnibal: rank {self._rank} ends, for {text}", file=sys.stderr, flush=True)

@@ -42,23 +42,33 @@ def gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-def new_gloo_group() -> dist.ProcessGroup | None:
+def new_gloo_group(
+    among: dist.ProcessGroup | None = None, *, timeout: timedelta = WORK_TIMEOUT
+) -> dist.ProcessGroup | None:
     """A gloo group of all ranks, for objects and for tensors on the CPU; the processes connect at once.
 
     Without a process group there is nobody to connect to, and the result is None. A thread that communicates needs a
     group of its own, since the members of a group must enter its collectives in the same order.
+
+    Args:
+        among: The ranks of this group alone, which call it together.
+        timeout: After which a collective that waits for a rank fails.
 
     Raises:
         ConfigError: A process cannot be reached; the message names its host.
     """
     if not dist.is_initialized():
         return None
+    if among not in (None, dist.group.WORLD):  # hosts of other ranks are not known: these need not come here
+        ranks = dist.get_process_group_ranks(among)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        return group
     hosts = hosts_of(dist.group.WORLD)
     try:
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=CONNECT_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=CONNECT_TIMEOUT)
     except RuntimeError as error:
         raise ConfigError(unreachable(dist.get_rank(), range(len(hosts)), hosts, str(error))) from error
-    _set_pg_timeout(WORK_TIMEOUT, group)
+    _set_pg_timeout(timeout, group)
     return group
 
 

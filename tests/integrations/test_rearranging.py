@@ -4,6 +4,8 @@ import os
 import re
 import threading
 from copy import deepcopy
+from dataclasses import replace
+from unittest.mock import Mock
 
 import deepspeed
 import numpy as np
@@ -26,6 +28,7 @@ from omnibal.integrations.packing import FAMILIES, PackCollator, positions_of
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Phases, RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader
+from omnibal.integrations.step_check import Passes
 from tests.engine.launch import ROOT, launch
 from tests.families.models import small_config
 from tests.integrations.items import FOREIGN, UNPACKED, Collate, collated_backward, config_of, items_of
@@ -170,7 +173,7 @@ def the_documented_loop_trains():
 
 
 def frozen_encoder_sends_nothing_back():
-    """Pixels, tokens and features travel once each; with a frozen encoder no gradient does."""
+    """Pixels and tokens travel together, features after them; with a frozen encoder no gradient does."""
     sent = {}
     for frozen in (False, True):
         model = plain_family_model(small_config("internvl"))
@@ -181,7 +184,7 @@ def frozen_encoder_sends_nothing_back():
         with CommDebugMode() as counted:
             RearrangedModel(model)(drawn).backward()
         sent[frozen] = counted.get_total_counts()
-    assert sent == {False: 4, True: 3}
+    assert sent == {False: 3, True: 2}
 
 
 class Numbers:
@@ -258,9 +261,10 @@ def on_devices(families, _):
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.backends.cudnn.allow_tf32 = False
     moves_there_and_back()
+    assert next(iter(loader_of("internvl", batches_of("internvl", dist.get_rank())))).tokens.is_pinned()
     num, sent = dist.get_world_size(), torch.arange(6.0, device=device()).requires_grad_()
     to_itself = Rearrangement(np.arange(num), np.arange(num), num)
-    arrived = _exchange({"sent": sent}, {"sent": np.full(num, 6)}, to_itself, None)["sent"]
+    (arrived,) = _exchange([sent], [np.full(num, 6)], [to_itself], None)
     arrived.sum().backward()
     assert torch.equal(arrived, sent)
     assert torch.equal(sent.grad, torch.ones_like(sent))
@@ -275,12 +279,92 @@ def other_settings_end_all_ranks():
     told = r"rank 1: settings must be those of rank 0, micro_batches=1, .* got micro_batches=2"
     with pytest.raises(ConfigError, match=told):
         next(iter(loader_of("internvl", batches_of("internvl", rank), micro_batches=1 + (rank == 1))))
-    batches = batches_of("internvl", rank)
+    image = items_of("internvl")[0]
+    other = image | {"pixel_values": image["pixel_values"].double()}
+    for on_rank_1 in ([other], [image, other]):
+        with pytest.raises(DataError, match="rank 1: rows of pixel_values must be alike in all samples"):
+            next(iter(loader_of("internvl", [on_rank_1 if rank else [image]])))
+
+
+def steps_that_ranks_run_unlike_end_all():
+    """A step that one rank skips, in whole or in part, and a plan that another rank does not hold."""
+    rank, rearranged = dist.get_rank(), RearrangedModel(plain_family_model(small_config("internvl")))
+
+    def passes():
+        return iter(loader_of("internvl", batches_of("internvl", rank)))
+
+    def refused(on_rank_0, on_rank_1):
+        names = f"the {on_rank_0}, micro-batch 0.* on rank 0 and the {on_rank_1}, micro-batch 0.* on rank 1; a"
+        return pytest.raises(ConfigError, match=f"all ranks must run the same pass, got {names}")
+
+    drawn = passes()
     if rank == 1:
-        image = items_of("internvl")[0]
-        batches[0][0] = image | {"pixel_values": image["pixel_values"].double()}
-    with pytest.raises(DataError, match="rank 1: rows of pixel_values must be as on other ranks"):
-        next(iter(loader_of("internvl", batches)))
+        next(drawn)
+    with refused("forward pass of step 0", "forward pass of step 1"):
+        rearranged(next(drawn))
+    if rank == 0:
+        next(drawn)  # ranks leave together
+    drawn = passes()
+    loss = rearranged(next(drawn))
+    with refused("backward pass of step 0", "forward pass of step 1"):
+        loss.backward() if rank == 0 else rearranged(next(drawn))
+    if rank == 0:
+        next(drawn)
+    drawn = next(passes())
+    other = replace(drawn, check=replace(drawn.check, digest=drawn.check.digest ^ (rank == 1)))
+    with pytest.raises(ConfigError, match="all ranks must plan alike, got another plan of the forward pass of step 0"):
+        rearranged(other)
+
+
+def ranks_of_a_group_share_their_samples(size):
+    """And no others; what their losses are divided by is the group's."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([*range(first, first + size)]) for first in range(0, num_ranks, size)]
+    group, items = groups[rank // size], items_of("internvl")
+    model = plain_family_model(config_of("internvl"))
+    plain = deepcopy(model)
+    loader = loader_of("internvl", [[items[number] for number in (rank, rank + 4)]], group=group)
+    (drawn,) = loader
+    assert loader.state_dict()["num_ranks"] == drawn.plan.to_llm.num_ranks == size
+    with pytest.raises(ConfigError, match=f"group must be that of the loader, of {size} ranks, got one of {num_ranks}"):
+        RearrangedModel(model)(drawn)
+    loss = RearrangedModel(model, group)(drawn)
+    loss.backward()
+    of_group = [
+        items[number]
+        for other in range(size)
+        for number in (rank - rank % size + other, rank - rank % size + other + 4)
+    ]
+    expected = plain_backward(plain, of_group)[0]
+    for value in (loss.detach(), model.lm_head.weight.grad):
+        dist.all_reduce(value, group=group)
+    assert float(loss) / size == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(model.lm_head.weight.grad / size, plain.lm_head.weight.grad, **EXACT)
+
+
+def parameters_without_a_part_in_the_loss_are_named():
+    """CLIP's last layer, of which LLaVA takes no features."""
+    model = plain_family_model(config_of("llava"))
+    drawn, *_ = loader_of("llava", batches_of("llava", dist.get_rank()))
+    told = r"must have find_unused_parameters=True for LlavaFor\w+, got False: \d+ of its parameters .* as \S*vision"
+    with pytest.raises(ConfigError, match=told):
+        DistributedDataParallel(RearrangedModel(model))(drawn).backward()
+    told_to = DistributedDataParallel(RearrangedModel(model), find_unused_parameters=True)
+    for drawn in loader_of("llava", batches_of("llava", dist.get_rank())):
+        told_to(drawn).backward()
+
+
+def lengths_travel_as_integers():
+    """Also where a later step has more samples than any before."""
+    rank, items = dist.get_rank(), items_of("internvl")
+    numbers = [[0], [1, 2, 3, 4, 5] if rank else [6], [], [7, 8, 9]]
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(dist, "all_gather_object", fail)
+        drawn = [*loader_of("internvl", [[items[number] for number in of_step] for of_step in numbers])]
+    num_ranks, lengths = dist.get_world_size(), [len(item["input_ids"]) for item in items]
+    assert [len(of.plan.to_llm) for of in drawn] == [num_ranks, 1 + 5 * (num_ranks - 1), 0, 3 * num_ranks]
+    assert drawn[1].plan.sizes["llm_tokens"].tolist() == [lengths[6], *(lengths[1:6] * (num_ranks - 1))]
 
 
 class Broken:
@@ -324,15 +408,19 @@ def fails_in_the_middle(where):
         threading.Thread(target=threading.Event().wait).start()  # as threads of a real program may
         if where == "forward":
             model.model.get_image_features = fail
-        else:
+        elif where != "leaves":
             model.lm_head.weight.register_hook(fail)
-    drawn = next(iter(loader_of("internvl", batches_of("internvl", rank))))
-    try:
-        rearranged(drawn).backward()
-    except MemoryError:
-        if where == "forward":
-            threading.Event().wait()
-        raise
+    for drawn in loader_of("internvl", batches_of("internvl", rank)):
+        try:
+            rearranged(drawn).backward()
+        except MemoryError:
+            if where == "forward":
+                threading.Event().wait()
+            if where == "backward":
+                raise
+        if where == "leaves" and rank == 1:
+            break
+    threading.Event().wait()
 
 
 def fail(*_, **__):
@@ -340,9 +428,17 @@ def fail(*_, **__):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-def test_a_rank_that_fails_is_heard_by_the_others_which_end(where):
-    heard = re.compile(r"rank 0:\n.*omnibal: rank 0 ends, for rank 1 failed: MemoryError: no memory", re.DOTALL)
+@pytest.mark.parametrize(
+    ("where", "cause"),
+    [
+        ("forward", "rank 1 failed: MemoryError: no memory"),
+        pytest.param("backward", "rank 1 failed: MemoryError: no memory", marks=pytest.mark.slow),
+        pytest.param("caught", "rank 1 failed: each backward pass must end, got an error", marks=pytest.mark.slow),
+        ("leaves", "all ranks must take part in each step, got rank 1 left the loop while rank 0 went on"),
+    ],
+)
+def test_a_rank_that_fails_or_leaves_is_heard_by_the_others_which_end(where, cause):
+    heard = re.compile(rf"rank 0:\n.*omnibal: rank 0 ends, for {cause}", re.DOTALL)
     with pytest.raises(AssertionError, match=heard):
         launch(2, "tests.integrations.test_rearranging:fails_in_the_middle", where, ends=True)
 
@@ -357,6 +453,10 @@ def work(families, hosts):
     what_costs_more_than_it_saves_does_not_move()
     links_are_measured()
     other_settings_end_all_ranks()
+    steps_that_ranks_run_unlike_end_all()
+    ranks_of_a_group_share_their_samples(dist.get_world_size() // 2)
+    parameters_without_a_part_in_the_loss_are_named()
+    lengths_travel_as_integers()
     return {family: gradients(family) for family in families}, {host: trained(*host) for host in hosts}
 
 
@@ -453,3 +553,16 @@ def test_what_travels_is_weighed():
     assert costs.vision.vision_units > 0
     assert costs.llm.llm_tokens_squared > 0
     assert costs.llm.fixed == 0
+
+
+def test_a_rank_goes_on_after_whole_backward_passes_alone():
+    weight, check = torch.ones(1, requires_grad=True), Mock(place=(0, 3, 0))
+    passes = Passes(torch.nn.Linear(1, 1))
+    passes.begin_backward((2 * weight).sum(), check).backward()
+    passes.begin_forward(check)
+    assert [call.kwargs["backward"] for call in check.compare.call_args_list] == [True, False]
+    interrupted = 2 * weight
+    interrupted.register_hook(fail)
+    with pytest.raises(MemoryError):
+        passes.begin_backward(interrupted.sum(), check).backward()
+    assert passes._unfinished is check

@@ -23,6 +23,7 @@ def test_work_together(tmp_path):
         assert result.pop("each its own").startswith(message)
     first = by_rank[0]
     assert by_rank == [first] * 3
+    assert first["extremes"] == ([7, 0, 3, 2], [7, 1, 4, 1])
     assert first["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     assert first["one fails"] == f"DataError: rank 1: {BROKEN}"
     assert first["rank 0 fails first"] == first["rank 0 alone fails"] == f"DataError: rank 0: {BROKEN}"

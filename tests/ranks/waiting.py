@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from omnibal.errors import DataError, OmnibalError
 from omnibal.integrations.lengths import kept_lengths
-from omnibal.ranks import agreement, check_shared, gather, rank_zero_first, rank_zero_only, run_on_all_ranks
+from omnibal.ranks import Meeting, agreement, check_shared, gather, rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.ranks.hosts import store
 
 
@@ -33,6 +33,7 @@ def _work_of_all_kinds(rank, folder):
         "shared": _said(lambda: check_shared(folder / "shared", name="run.output", where=f"rank {rank}")),
         "each its own": _said(lambda: check_shared(folder / str(rank), name="run.output", where=f"rank {rank}")),
         "not a folder": _said(lambda: check_shared(Path(os.devnull) / "x", name="run.output", where=f"rank {rank}")),
+        "extremes": Meeting().extremes((7, rank == 1), (5 - rank,)),
         "left": sorted(path.name for path in folder.rglob("*")),
         **lengths_that_ranks_keep(folder / "kept"),
         "said": long_work_of_rank_zero(),

@@ -42,8 +42,8 @@ class TimedLoader(RearrangingLoader):
         super().__init__(*args, **options)
         self.steps, self.plans = list[float](), list[float]()
 
-    def _next_step(self, batches: Any) -> Any:
-        return timed(self.steps, partial(super()._next_step, batches))
+    def _next_step(self, *where: Any) -> Any:
+        return timed(self.steps, partial(super()._next_step, *where))
 
     def _plan(self, ranks: Any, total_targets: int) -> StepPlan:
         return timed(self.plans, partial(super()._plan, ranks, total_targets))
