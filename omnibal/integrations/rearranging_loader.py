@@ -85,6 +85,7 @@ class RearrangingLoader:
 
     def __iter__(self) -> Iterator[Drawn]:
         iteration = next(_iterations)
+        beginning = received = (iteration, -1, -1)
         try:
             for step in ahead(partial(self._steps, iteration), AHEAD):
                 if self._prints:
@@ -93,9 +94,10 @@ class RearrangingLoader:
                 for number, drawn in enumerate(step.micro_batches, start=1):
                     if number == self._micro_batches:  # who saves after the last one's backward pass has trained it
                         self._steps_done, self._state = self._steps_done + 1, step.state
+                    received = drawn.check.place
                     yield drawn
         except GeneratorExit:
-            self._meeting.leave((iteration, -1, -1))
+            self._meeting.leave(beginning, received)
             raise
         self._steps_done, self._state = 0, None
 

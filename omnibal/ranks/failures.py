@@ -19,6 +19,8 @@ from omnibal.ranks.hosts import store
 POLL_SECONDS: Final = 1.0
 GRACE_SECONDS: Final = 3.0
 """For a failed rank to be heard, and for a rank that has heard of it to fail by itself, as gloo lets it."""
+PATIENCE_SECONDS: Final = 120.0
+"""For a rank that has left a loop and may still run what it has received last."""
 FAILED, SAID, HEARD, LEFT = "omnibal/failed", "omnibal/said", "omnibal/heard", "omnibal/left"
 
 
@@ -58,7 +60,7 @@ class Watch:
             shared = shared.underlying_store
         self._store = shared.clone()  # a connection of its own: the other one may be waiting for a peer
         self._has_failed = Event()
-        self._waits_at: tuple[int, ...] | None = None
+        self._waits: tuple[tuple[int, ...], float] | None = None
         self._show = sys.excepthook
         sys.excepthook = self._at_the_end
         Thread(target=self._look, daemon=True, name="omnibal-watches-ranks").start()
@@ -81,21 +83,27 @@ class Watch:
     @contextmanager
     def waiting_at(self, place: tuple[int, ...]) -> Iterator[None]:
         """End this process if a rank that it waits for within has left behind an earlier place of the same loop."""
-        self._waits_at = place
+        self._waits = place, time.monotonic()
         try:
             yield
         finally:
-            self._waits_at = None
+            self._waits = None
 
-    def leave(self, place: tuple[int, ...]) -> None:
-        """Tell the others that this rank takes part no longer in a loop, the first number of ``place``."""
-        self._store.set(LEFT, json.dumps([self._rank, place]))
+    def leave(self, met: tuple[int, ...], received: tuple[int, ...]) -> None:
+        """Tell the others that this rank has left a loop, the first number of a place.
 
-    def left_before(self, place: tuple[int, ...]) -> str | None:
-        """Which rank has left the loop before a place; None where no rank has."""
+        Args:
+            met: The last place where this rank took part.
+            received: The last place that it may still come to, with what it has received in the loop.
+        """
+        self._store.set(LEFT, json.dumps([self._rank, met, received]))
+
+    def left_before(self, place: tuple[int, ...], waited_seconds: float) -> str | None:
+        """Which rank has left the loop and will not come to a place; None where no rank has."""
         with suppress(Exception):  # the store has ended with its rank
             if self._store.check([LEFT]):
-                rank, last = json.loads(self._store.get(LEFT))
+                rank, met, received = json.loads(self._store.get(LEFT))
+                last = met if waited_seconds > PATIENCE_SECONDS else received
                 if last[0] == place[0] and tuple(last) < place:
                     return f"rank {rank} left the loop while rank {self._rank} went on"
         return None
@@ -110,8 +118,10 @@ class Watch:
         with suppress(Exception):  # the store has ended with its rank, as at the end of training
             while not self._store.check([SAID]):
                 time.sleep(POLL_SECONDS)
-                if (place := self._waits_at) is not None and (left := self.left_before(place)) is not None:
-                    self._say(f"all ranks must take part in each step, got {left}")
+                if (waits := self._waits) is not None:
+                    place, since = waits
+                    if (left := self.left_before(place, time.monotonic() - since)) is not None:
+                        self._say(f"all ranks must take part in each step, got {left}")
             text = self._store.get(SAID).decode()
             if not self._has_failed.is_set():
                 print(f"omnibal: rank {self._rank} ends, for {text}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from math import inf
 from typing import Final
 
 import torch
@@ -54,17 +55,18 @@ class Meeting:
                     assert sending is not None, "this rank is a member of the group"
                     sending.wait()
                 except RuntimeError as error:
-                    left = watch().left_before(self._last) or f"rank {source} takes no part any more"
+                    left = watch().left_before(self._last, inf) or f"rank {source} takes no part any more"
                     raise ConfigError(f"all ranks must take part in each step, got {left} ({said(error)})") from error
             least, greatest = min(least, theirs[0].tolist()), max(greatest, theirs[1].tolist())
             distance *= 2
         return least, greatest
 
-    def leave(self, beginning: Sequence[int]) -> None:
+    def leave(self, beginning: tuple[int, ...], received: tuple[int, ...]) -> None:
         """Tell the ranks that will wait at a later place of this loop that this rank will not come.
 
         Args:
             beginning: A place before all others of the loop: where this rank stands if it has met nobody there.
+            received: The last place of the loop that this rank can come to.
         """
         with suppress(Exception):  # at the end of the process the store may be gone
-            watch().leave(max(self._last, tuple(beginning)))
+            watch().leave(max(self._last, beginning), max(self._last, received))
