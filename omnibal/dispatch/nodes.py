@@ -250,21 +250,21 @@ def _changes(
     count = 0
     for moved, other in ((come, go), (go, come)):
         for entry in range(list_starts[moved], list_starts[moved + 1]):
-            rank = holders[entry]
-            node = rank // ranks_per_node
+            holder = holders[entry]
+            node = holder // ranks_per_node
             if node == node_of[moved]:  # the list leaves its node
                 amount = volumes[entry]
             elif node == node_of[other]:
                 amount = -volumes[entry]
             else:
                 continue
-            if not is_touched[rank]:
-                is_touched[rank] = True
-                touched[count] = rank
+            if not is_touched[holder]:
+                is_touched[holder] = True
+                touched[count] = holder
                 count += 1
-            change[rank] += amount
-    for rank in touched[:count]:
-        is_touched[rank] = False
+            change[holder] += amount
+    for holder in touched[:count]:
+        is_touched[holder] = False
     return count
 
 
