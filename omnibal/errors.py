@@ -3,8 +3,9 @@
 Messages follow one form: ``<name> must <rule>, got <value>[; <remedy>]``.
 """
 
+import re
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 _EXTRAS: Final = {
     "matplotlib": "plots",
@@ -19,8 +20,28 @@ _EXTRAS: Final = {
 """What setup.cfg's extras bring, by the names they are imported by."""
 
 
+MOST_CHARACTERS: Final = 4000
+"""Of a message; what it repeats of a file or an argument may be of any length."""
+MOST_OF_A_WORD: Final = 500
+
+
+def shortened(text: str) -> str:
+    """A message in which overlong values are cut in their middle.
+
+    >>> len(shortened("seed must be an integer, got " + "7" * 100_000))
+    332
+    """
+    text = re.sub(rf"\S{{{MOST_OF_A_WORD},}}", lambda word: f"{word[0][:200]} … {word[0][-100:]}", text)
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[: MOST_CHARACTERS * 3 // 4]} … {text[-MOST_CHARACTERS // 4 :]}"
+
+
 class OmnibalError(Exception):
     """Base of every error that omnibal raises on purpose."""
+
+    def __init__(self, *args: object, **of_import_errors: Any) -> None:
+        super().__init__(*(shortened(part) if isinstance(part, str) else part for part in args), **of_import_errors)
 
 
 class ConfigError(OmnibalError, ValueError):
@@ -70,7 +91,7 @@ def said(error: Exception) -> str:
     >>> said(KeyError("added_tokens")), said(ValueError("no\n  such key"))
     ("KeyError: 'added_tokens'", 'no such key')
     """
-    text = " ".join(str(error).split())
+    text = shortened(" ".join(str(error).split()))
     return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,8 @@ from omnibal.profile.records import ModelProfile
 from omnibal.records import Record, read_record
 
 VERSION = 3
+ROUNDING = 1e-6
+"""By which a ratio of nothing may be below 0."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,8 @@ class Plan:
         """
         content = read_record(path, _PlanFile, "plan", version=VERSION)
         try:
+            if content.predicted is not None:
+                _check_numbers("predicted", asdict(content.predicted))
             partition = Partition(content.partition)
             return cls(
                 limits=PackLimits(**vars(content.limits)),  # pydantic runs no __init__ of a dataclass
@@ -224,6 +229,18 @@ class _PlanFile(Record):
     schedule: ScheduleName
     predicted: Prediction | None
     made_from: dict[str, Any]
+
+
+def _check_numbers(place: str, value: Any) -> None:
+    """Refuse what no step can be predicted to take, down to the last entry of a record."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            _check_numbers(f"{place}.{name}", part)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            _check_numbers(f"{place}[{number}]", part)
+    elif not (isfinite(value) and value > -ROUNDING):
+        raise ConfigError(f"{place} must be finite and at least 0, got {value}")
 
 
 def _levels(stages: Sequence[str], partition: Partition) -> tuple[Level, ...]:

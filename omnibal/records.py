@@ -76,6 +76,8 @@ def parse_relaxed(text: str | bytes) -> Any:
             return hjson.loads(string, object_pairs_hook=_once)
         except hjson.HjsonDecodeError:
             raise error from None
+        except RecursionError:
+            raise ValueError("brackets nest too deeply") from None
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog
     else:
         named.save(run.files.run_plan)
     data = loader.summary() | {"parameters trained": trained_in_words(engine.given.trained)}
-    Console().print(run_table(engine.plan, engine.module.vlm.records, data), markup=False)
+    Console(markup=False).print(run_table(engine.plan, engine.module.vlm.records, data))
     return MetricsLog(run.files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 
 
@@ -303,7 +303,7 @@ def _finish(run: RunSection) -> None:
         return
     plot_training(metrics, files.loss_curve)
     written = {"metrics": files.metrics, "loss curve": files.loss_curve, "checkpoint": checkpoint, "model": model}
-    Console().print(training_table(metrics, written), markup=False)
+    Console(markup=False).print(training_table(metrics, written))
 
 
 def _due(step: int, every: int) -> bool:

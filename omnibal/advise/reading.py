@@ -91,7 +91,7 @@ def _content(path: Path) -> dict[str, Any]:
         raise ConfigError(f"today must name readable files, got {path}: {said(error)}") from error
     try:
         content = yaml.safe_load(text) if path.suffix.lower() in (".yaml", ".yml") else parse_relaxed(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"today must be JSON or YAML, got {path}: {said(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"today must hold an object, got {path} with a {type(content).__name__}")

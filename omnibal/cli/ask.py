@@ -57,7 +57,7 @@ def ask(
         for text, images, right, answer in answers
     )
     table = make_table(("question", "images", "answer", "right answer"), rows, words=4)
-    Console().print(f"{model} answers", table, markup=False)  # an answer may hold [/INST]
+    Console(markup=False).print(f"{model} answers", table)  # an answer may hold [/INST]
 
 
 def _held_out(source: Path) -> Path | None:

@@ -25,6 +25,6 @@ def answer(record: Any, *parts: str | Table, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(record, indent=2, default=str))
         return
-    console = Console()
+    console = Console(markup=False)  # also of cells: what users call things may look like tags
     for part in parts:
         console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str) and not console.is_terminal)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from omnibal.errors import DataError
+from omnibal.errors import DataError, said
 from omnibal.records import parse_json
 
 SUMMARY_FILE: Final = "lengths.json"
@@ -150,8 +150,8 @@ def _read_record(path: Path) -> Record:
 def _map_column(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     try:
         column = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} must be a column that SampleLengths.save wrote, got {error}") from error
+    except Exception as error:  # numpy parses headers as Python, which damaged ones make fail in many ways
+        raise DataError(f"{path} must be a column that SampleLengths.save wrote, got {said(error)}") from error
     if column.ndim != 1 or column.dtype != dtype:
         raise DataError(
             f"{path} must be one-dimensional of {np.dtype(dtype)}, got {column.dtype} of shape {column.shape}"

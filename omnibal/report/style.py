@@ -25,6 +25,7 @@ SERIES: Final = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", VERMILION, "#F0E442", "#8
 """Okabe and Ito's colours, which the colour-blind can tell apart, and three more."""
 
 DOTS_PER_INCH: Final = 160
+MOST_OF_A_LABEL: Final = 40
 _STYLE: Final[Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -34,6 +35,7 @@ _STYLE: Final[Any] = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "axes.grid": True,
+    "text.parse_math": False,  # what users call their sources is no formula
     "grid.alpha": 0.25,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
@@ -177,6 +179,13 @@ def whole_numbers(axis: Axis) -> None:
 
     axis.set_major_locator(MaxNLocator(integer=True))
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def label_of(name: str) -> str:
+    """A user's name as a legend shows it: in one line, cut where it is long; matplotlib hides what begins with "_"."""
+    line = " ".join(name.split())
+    line = f"{line[:MOST_OF_A_LABEL]}…" if len(line) > MOST_OF_A_LABEL else line
+    return f" {line}" if line.startswith("_") else line
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Final, NotRequired  # pydantic needs it before Python 3.12
+from typing import Annotated, Final, NotRequired  # pydantic needs it before Python 3.12
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from rich.table import Table
 from typing_extensions import TypedDict, Unpack
 
@@ -21,7 +21,7 @@ from omnibal.errors import DataError, bytes_in_words
 from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
-from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, drawing, duration, legend_below
+from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, drawing, duration, label_of, legend_below
 
 BALANCE: Final = "mean load of a step's packs over the largest, 1 if all are alike"
 SHARE_STEPS, SHARE_POINTS = 50, 20
@@ -30,39 +30,50 @@ SMOOTHING = 0.9
 """Weight of the past in the figures that are shown while training."""
 
 
+def _possible_loss(loss: float) -> float:
+    if loss < 0:
+        raise ValueError("a loss is at least 0, or not finite where training diverged")
+    return loss
+
+
+Count = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Loss = Annotated[float, AfterValidator(_possible_loss)]
+
+
 class StepRecord(TypedDict):
     """A training step."""
 
-    step: int
+    step: Count
     """Steps done."""
-    epoch: int
+    epoch: Count
     """The epoch it lies in, from 0."""
-    loss: float
+    loss: Loss
     """Mean loss of a target token."""
-    learning_rate: float
+    learning_rate: Finite
     """After the step."""
-    seconds: float
-    samples: int
+    seconds: Finite
+    samples: Count
     """In all packs of the step."""
-    llm_tokens: int
+    llm_tokens: Count
     """Likewise."""
-    balance: dict[str, float]
+    balance: dict[str, Finite]
     """Mean load over largest load, for each kind of load."""
     device: NotRequired[str]
     """What rank 0 ran on; in a run's first line, and in the first one after it went on."""
-    shares: NotRequired[dict[str, tuple[float, float]]]
+    shares: NotRequired[dict[str, tuple[Finite, Finite]]]
     """Of a mixture's sources: the share that was asked for, and the one that the step holds."""
-    oversized: NotRequired[dict[Oversized, int]]
+    oversized: NotRequired[dict[Oversized, Count]]
     """Of a stream: what becomes of samples over a limit, and how many the run has met of them so far."""
 
 
 class EvaluationRecord(TypedDict):
     """An evaluation on held-out samples."""
 
-    step: int
-    held_out_loss: float
-    held_out_accuracy: float
-    held_out_samples: int
+    step: Count
+    held_out_loss: Loss
+    held_out_accuracy: Finite
+    held_out_samples: Count
 
 
 @dataclass(frozen=True)
@@ -234,8 +245,8 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
         "speed": f"{samples.sum() / seconds.sum():,.1f} samples/s, {tokens.sum() / seconds.sum():,.0f} LLM tokens/s",
     }
     for name in last["balance"]:
-        mean = np.mean([record["balance"][name] for record in metrics.steps])
-        rows[f"balance, {name}"] = f"{mean:.3f} ({BALANCE})"
+        known = [record["balance"][name] for record in metrics.steps if name in record["balance"]]
+        rows[f"balance, {name}"] = f"{np.mean(known):.3f} ({BALANCE})"
     for fate, count in last.get("oversized", {}).items():
         if count:
             rows["over the limits"] = (
@@ -289,12 +300,14 @@ def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float,
     middles = np.add.reduceat(np.asarray(steps), begins) / np.diff([*begins, len(steps)])
     with drawing(path, 9, 3.6) as figure:
         axes = figure.subplots()
-        for number, name in enumerate(shares[0]):
-            asked, held = 100 * np.array([step[name] for step in shares]).T
+        for number, name in enumerate(dict.fromkeys(name for step in shares for name in step)):
+            # A source that came or went with a resumed run is drawn where it was.
+            asked, held = 100 * np.array([step.get(name, (np.nan, np.nan)) for step in shares]).T
             color = SERIES[number % len(SERIES)]
             axes.plot(steps, asked, color=color, linewidth=0.8, linestyle="--")
-            means = np.add.reduceat(held, begins) / np.diff([*begins, len(steps)])
-            axes.plot(middles, means, color=color, label=name)
+            counts = np.add.reduceat(np.isfinite(held).astype(np.int64), begins)
+            means = np.add.reduceat(np.nan_to_num(held), begins) / np.where(counts, counts, np.nan)
+            axes.plot(middles, means, color=color, label=label_of(name))
         axes.set(xlabel="step", ylabel="share, %", ylim=(0, None))
         legend_below(figure, axes)
 

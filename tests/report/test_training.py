@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 from math import inf, nan
 
+import numpy as np
 import pytest
 
 from omnibal.data.limits import PackLimits
@@ -9,7 +10,16 @@ from omnibal.errors import DataError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
-from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, training_rows, training_table
+from omnibal.report import training
+from omnibal.report.training import (
+    MetricsLog,
+    peak_text,
+    plot_shares,
+    plot_training,
+    read_metrics,
+    training_rows,
+    training_table,
+)
 from tests.report.printed import text_of
 
 MIB = 2**20
@@ -74,6 +84,25 @@ def test_samples_over_the_limits_of_a_stream_are_counted(tmp_path):
     for fate, words in (("drop", "1,200 samples, left out"), ("alone", "1,200 samples, each in a pack of its own")):
         log.training_step(step=3, loss=2.0, oversized={fate: 1200}, **figures)
         assert training_rows(read_metrics(path))["over the limits"] == words
+
+
+def test_shares_of_sources_that_change_and_have_odd_names_are_drawn(tmp_path, monkeypatch):
+    names = ["$\\alpah$", "_hidden", "x" * 1000, "two\nlines"]
+    shares = [{names[0]: (0.5, 0.4), names[1]: (0.5, 0.6)}] * 3 + [{name: (0.25, 0.2) for name in names}] * 3
+    shares += [{names[3]: (1.0, 1.0)}] * 3
+    drawn = []
+    monkeypatch.setattr(training, "legend_below", lambda figure, axes: drawn.append(axes))
+    plot_shares([*range(1, 10)], shares, tmp_path / "shares.png")
+    lines = drawn[0].get_legend_handles_labels()[0]
+    assert [line.get_label() for line in lines] == ["$\\alpah$", " _hidden", "x" * 40 + "…", "two lines"]
+    first, *_, last = (line.get_ydata() for line in lines)
+    assert first.tolist()[:6] == [40] * 3 + [20] * 3
+    assert np.isnan(first[6:]).all()
+    assert np.isnan(last[:3]).all()
+    assert last.tolist()[3:] == [20] * 3 + [100] * 3
+    monkeypatch.undo()
+    plot_shares([*range(1, 10)], shares, tmp_path / "shares.png")
+    assert (tmp_path / "shares.png").stat().st_size > 0
 
 
 def test_a_resumed_run_drops_what_it_trains_again(tmp_path):

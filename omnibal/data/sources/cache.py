@@ -5,7 +5,6 @@ import json
 import logging
 import shutil
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.sources.survey import Measure, Measured, Problem, Survey, in_chunks, survey
 from omnibal.data.stored import replaced_folder
-from omnibal.errors import DataError
+from omnibal.errors import said
 from omnibal.records import load_json
 
 FORMAT: Final = 1
@@ -46,11 +45,11 @@ class LengthsCache:
         try:
             lengths = SampleLengths.load(self.path)
             kept = load_json(self.path / PROBLEMS_FILE)
-        except (OSError, ValueError, DataError) as error:
-            logger.warning("Lengths are measured anew, because the kept ones cannot be read: %s", error)
+            problems = tuple(Problem(Path(entry["file"]), entry["line"], entry["reason"]) for entry in kept)
+            return Measured(lengths, problems, np.array([entry["item"] for entry in kept], dtype=np.int64))
+        except Exception as error:  # a file of ours that is damaged may hold anything
+            logger.warning("Lengths are measured anew, because the kept ones cannot be read: %s", said(error))
             return None
-        problems = tuple(Problem(Path(entry["file"]), entry["line"], entry["reason"]) for entry in kept)
-        return Measured(lengths, problems, np.array([entry["item"] for entry in kept], dtype=np.int64))
 
     def save(self, measured: Measured) -> None:
         """Keeps lengths in place of older ones, and forgets the blocks."""
@@ -118,7 +117,7 @@ def _kept(path: Path, shape: tuple[int, int]) -> Survey | None:
         return None
     try:
         loads = np.load(path)["loads"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        logger.warning("A part of the lengths is measured anew, because it cannot be read: %s", error)
+    except Exception as error:  # as in ``omnibal.data.stored``
+        logger.warning("A part of the lengths is measured anew, because it cannot be read: %s", said(error))
         return None
     return Survey(loads, np.ones(len(loads), dtype=np.bool_), ()) if loads.shape == shape else None

@@ -50,20 +50,20 @@ def _parse_turns(record: Mapping[str, Any]) -> tuple[Turn, ...]:
     turns = record.get("conversations")
     if not isinstance(turns, list):
         raise ValueError(
-            f"conversations must be a list of turns, got {turns!r}" if turns else "conversations is missing"
+            f"conversations must be a list of turns, got {turns!r:.80}" if turns else "conversations is missing"
         )
     parsed = [_parse_turn(turn, number) for number, turn in enumerate(turns)]
     sides = [turn.role for turn in parsed]
     asked = sides[1:] if sides[:1] == ["system"] else sides
     if not asked or asked != ["user", "assistant"] * (len(asked) // 2):
-        raise ValueError(f"conversations must alternate human, gpt and end with gpt, got {sides}")
+        raise ValueError(f"conversations must alternate human, gpt and end with gpt, got {sides!s:.200}")
     return tuple(parsed)
 
 
 def _parse_turn(turn: Any, number: int) -> Turn:
-    if not isinstance(turn, dict) or turn.get("from") not in ROLES or not isinstance(turn.get("value"), str):
+    if not isinstance(turn, dict) or str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
         raise ValueError(f"conversations[{number}] must have from ({', '.join(ROLES)}) and value, got {turn!r:.80}")
-    role = ROLES[turn["from"]]
+    role = ROLES[str(turn["from"])]
     if role == "assistant" and not turn["value"].strip():
         raise ValueError(f"conversations[{number}] must hold an answer, got an empty one")
     return Turn(role, turn["value"])

@@ -151,8 +151,8 @@ def measure_items(opened: Opened, rule: ImageRule, count_tokens: Count, named: s
         try:
             item = read()
             loads = rule(_sizes(item))
-        except ValueError as error:
-            problems.append(f"{place}: {error}")
+        except Exception as error:  # records in forms of others may hold anything
+            problems.append(f"{place}: {said(error)}")
             continue
         asked, answered = (count_tokens(MARKS.sub("", "\n".join(turns))) for turns in (item.asked, item.answers))
         tokens = asked + answered + TURN_TOKENS * item.turns + IMAGE_TOKENS * len(loads)

@@ -163,8 +163,13 @@ class ModelFormat:
     def _template(self) -> ChatTemplate:
         """The processor's chat template, which knows of images; the tokenizer's where the folder has no other."""
         legacy = self._folder / "chat_template.json"
-        template = read_json(legacy, "chat_template.json")["chat_template"] if legacy.is_file() else None
-        return ChatTemplate.of(self.tokenizer, template or self.tokenizer.chat_template, self.image_token)
+        if not legacy.is_file():
+            return ChatTemplate.of(self.tokenizer, self.tokenizer.chat_template, self.image_token)
+        content = read_json(legacy, "chat_template.json")
+        template = content.get("chat_template") if isinstance(content, dict) else None
+        if not (isinstance(template, str) and template):
+            raise ConfigError(f"chat_template.json must hold a text as chat_template, got {content!r:.80} in {legacy}")
+        return ChatTemplate.of(self.tokenizer, template, self.image_token)
 
 
 def _named_token(tokenizer: Any, attribute: str, usual: str) -> str:

@@ -1,6 +1,5 @@
 """The head of a stream: its first items, from webdataset shards or from standard input, without torch."""
 
-import json
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from omnibal.data.sources.drawn import Drawn, Item, parse_item
-from omnibal.errors import DataError
+from omnibal.errors import DataError, said
+from omnibal.records import parse_json
 
 STANDARD_INPUT: Final = Path("-")
 SHARDS: Final = (".tar", ".tar.gz", ".tgz")
@@ -57,8 +57,10 @@ def _shard(path: Path, root: Path) -> Iterator[Drawn]:
             for key, members in groupby(files, key=lambda member: _key_and_kind(member.name)[0]):
                 held = {_key_and_kind(member.name)[1]: shard.extractfile(member).read() for member in members}  # type: ignore[union-attr]
                 yield f"{path}, {key}", partial(_assembled, held, root)
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(f"data must be shards that can be read, got {path}: {error}") from error
+        if path.suffix == ".tar" and path.stat().st_size % tarfile.BLOCKSIZE:  # which tarfile takes for the end
+            raise tarfile.ReadError("unexpected end of data")
+    except Exception as error:  # decompressors of damaged bytes fail in many ways
+        raise DataError(f"data must be shards that can be read, got {path}: {said(error)}") from error
 
 
 def _key_and_kind(name: str) -> tuple[str, str]:
@@ -82,7 +84,7 @@ def _parsed(line: str, root: Path) -> Item:
 
 
 def _record(text: str) -> Mapping[str, Any]:
-    record = json.loads(text)
+    record = parse_json(text)
     if not isinstance(record, Mapping):
         raise DataError(f"an item must be a JSON object, got {text:.80}")
     return record

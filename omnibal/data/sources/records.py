@@ -11,7 +11,7 @@ import numpy as np
 
 from omnibal.data.sources.scan import ArrayScanner, Entries, LineScanner
 from omnibal.data.stored import read_only, replaced_folder
-from omnibal.errors import DataError
+from omnibal.errors import DataError, said
 from omnibal.records import parse_json
 
 BLOCK_BYTES: Final = 1 << 20
@@ -154,8 +154,8 @@ def _load_index(path: Path) -> tuple[Entries, str] | None:
     try:
         content_hash = json.loads((path / RECORD_FILE).read_text())["content_hash"]
         starts, stops, lines = map(read_only, np.load(path / ENTRIES_FILE, mmap_mode="r"))
-    except (OSError, ValueError, KeyError) as error:
-        logger.warning("Annotations are indexed anew, because the kept index cannot be read: %s", error)
+    except Exception as error:  # as in ``omnibal.data.stored``
+        logger.warning("Annotations are indexed anew, because the kept index cannot be read: %s", said(error))
         return None
     return Entries(starts, stops, lines), content_hash
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from omnibal.data.sources.chat import Conversation, parse_conversation
 from omnibal.data.sources.records import Records
 from omnibal.data.sources.survey import Problem
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import ConfigError, DataError, shortened
 from omnibal.records import load_json
 
 KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")
@@ -92,7 +92,7 @@ class Shard:
 
     def problem(self, place: int, error: ValueError) -> Problem:
         """What is wrong with one of its items."""
-        return Problem(self.records.path, self.records.line(place), str(error))
+        return Problem(self.records.path, self.records.line(place), shortened(str(error)))
 
 
 class Shards:
@@ -261,4 +261,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _resolve(meta: Path, path: str) -> Path:
     beside = meta.parent / path
-    return Path(path) if Path(path).exists() and not beside.exists() else beside
+    try:
+        return Path(path) if Path(path).exists() and not beside.exists() else beside
+    except OSError:  # a name that is too long, say: whoever opens the file tells
+        return beside

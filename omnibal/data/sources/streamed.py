@@ -15,7 +15,7 @@ from omnibal.data.sources.records import parse_entry
 from omnibal.data.sources.samples import pixels_of, prepare, text_of
 from omnibal.data.sources.shards import AnnotationFile, named_files, names_of
 from omnibal.data.sources.survey import Broken, Problem
-from omnibal.errors import ConfigError, DataError, said
+from omnibal.errors import ConfigError, DataError, said, shortened
 
 LOG = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class _Samples(IterableDataset[tuple[_Place, Any]]):
         except ConfigError:
             raise
         except ValueError as error:
-            return Problem(self._file.path, number + 1, str(error))
+            return Problem(self._file.path, number + 1, shortened(str(error)))
 
 
 def open_streams(

@@ -1,8 +1,11 @@
 """Conversations as the text that a model reads, by ChatML or by a chat template, and as token ids and labels."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +15,8 @@ from omnibal.data.sources.chat import IMAGE_MARK, Conversation
 from omnibal.errors import ConfigError, said
 
 PROBE = "probe"
+MOST_LINES: Final = 200_000
+"""Lines of its code that a template may run for a few short turns: it takes some hundreds."""
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -98,8 +103,9 @@ class ChatTemplate:
         written = cls(tokenizer, template)
         asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROBE}]}
         try:
-            probe = written._text([asked])
-            answered = written._text([written._message("user", "question"), written._message("assistant", PROBE)])
+            with _bounded_lines():
+                probe = written._text([asked])
+                answered = written._text([written._message("user", "question"), written._message("assistant", PROBE)])
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if probe.count(image_token) != 1:
@@ -155,6 +161,29 @@ class ChatTemplate:
             rest = part.removeprefix("\n") if self.breaks_line else part
             content += [{"type": "image"}, *([{"type": "text", "text": rest}] if rest else [])]
         return {"role": role, "content": content}
+
+
+@contextmanager
+def _bounded_lines() -> Iterator[None]:
+    """Stop a template that loops without end: its sandbox bounds a range, but not ranges within ranges."""
+    lines = 0
+
+    def count(_frame: FrameType, event: str, _value: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines > MOST_LINES:
+            raise RuntimeError(f"it ran more than {MOST_LINES:,} lines for a few short turns")
+        return count
+
+    def enter(frame: FrameType, _event: str, _value: Any) -> Any:
+        return count if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _answer_begin(prompt: str, answered: str) -> int | None:

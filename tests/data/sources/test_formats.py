@@ -141,6 +141,15 @@ def test_a_processors_own_template_goes_first(family, annotations):
 
 
 @ONE_FAMILY
+@pytest.mark.parametrize("content", [[], "text", {}, {"chat_template": 5}, {"chat_template": {"a": "b"}}, 7])
+def test_a_legacy_template_of_another_kind_is_refused(family, content):
+    folder = family[1]
+    (folder / "chat_template.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"chat_template.json must hold a text as chat_template, got .* in "):
+        ModelFormat(folder)
+
+
+@ONE_FAMILY
 def test_a_folder_without_a_chat_template_is_refused(family):
     _, folder, tokenizer = family
     tokenizer.chat_template = None

@@ -78,3 +78,25 @@ def test_what_is_no_shard_is_refused(tmp_path):
     (tmp_path / "a.tar").write_text("no archive")
     with pytest.raises(DataError, match=r"data must be shards that can be read, got .*a\.tar"):
         measured(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.95])
+def test_shards_that_are_cut_off_are_refused(tmp_path, name, share):
+    path = tmp_path / name
+    with tarfile.open(path, "w:gz" if name.endswith("gz") else "w") as tar:
+        for number in range(30):
+            content = json.dumps({"query": ASKED, "number": number}).encode()
+            entry = tarfile.TarInfo(f"{number}.json")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content)) // 512 * 512 + 100])
+    with pytest.raises(DataError, match=rf"data must be shards that can be read, got .*{name}: "):
+        measured(path)
+
+
+def test_a_record_of_a_shard_that_nests_too_deeply_is_a_problem(tmp_path):
+    fine = {f"{n}.json": json.dumps({"query": ASKED}).encode() for n in range(20)}
+    found = measured(shard(tmp_path / "a.tar", fine | {"deep.json": b"[" * 100_000}))
+    assert found.problems == (f"{tmp_path}/a.tar, deep: brackets nest too deeply",)
