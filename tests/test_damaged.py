@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omnibal.advise.reading import read_today
+from omnibal.cli.output import answer
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -20,6 +21,7 @@ from omnibal.errors import MOST_CHARACTERS, ConfigError, DataError, OmnibalError
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.records import parse_relaxed
+from omnibal.report.style import make_table
 from omnibal.report.training import read_metrics, training_rows
 from tests.data.sources.test_drawn import FORMS, RULE
 from tests.report.test_training import logged
@@ -244,3 +246,9 @@ def test_messages_cut_what_they_repeat():
     with pytest.raises(ConfigError, match="77 … 77") as caught:
         Cluster.parse(long)
     assert len(str(caught.value)) < 1000
+
+
+def test_names_that_look_like_tags_are_printed_as_they_are(capsys):
+    answer({}, "of [/b]", make_table(("[/red]", "share"), [("[/INST] [bold]x", "1")]), as_json=False)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("of [/b]", "[/red]", "[/INST] [bold]x"))

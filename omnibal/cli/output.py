@@ -27,4 +27,4 @@ def answer(record: Any, *parts: str | Table, as_json: bool) -> None:
         return
     console = Console(markup=False)  # also of cells: what users call things may look like tags
     for part in parts:
-        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str) and not console.is_terminal)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnibal.data.streaming.sources import EveryNth
+from omnibal.data.streaming.sources import EveryNth, iterated
 
 
 class Epochs:
@@ -60,7 +60,6 @@ class Stream:
 
             dataset, rank, num_ranks = split_dataset_by_node(dataset, rank, num_ranks), 0, 1
         self._share = _Share(dataset, rank, num_ranks)
-        self.num_workers = options.get("num_workers", 0)
         # A generator of its own, since this is drawn in a thread beside the model's.
         generator = torch.Generator()
         self._loader = DataLoader(self._share, batch_size=size, collate_fn=as_it_is, generator=generator, **options)
@@ -68,7 +67,7 @@ class Stream:
             vars(self).update(state_dict=dataset.state_dict, load_state_dict=self._share.load_state_dict)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self._loader)
+        return iterated(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream, if it wants to know."""

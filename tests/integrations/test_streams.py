@@ -19,6 +19,7 @@ from omnibal.data.mixture import Mixture
 from omnibal.data.streaming.draws import Draws, Sample
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loops import balanced_loader, pack_loss
+from omnibal.integrations.shares import Stream
 from omnibal.integrations.streams import balanced_stream
 from tests.engine.launch import launch
 from tests.families.models import small_config
@@ -494,6 +495,15 @@ def test_workers_that_read_the_same_are_noticed():
             list(stream_of(DataLoader(dataset, batch_size=None, num_workers=2)))
     loader = stream_of(DataLoader(divided, batch_size=None, num_workers=2))
     assert sorted(number for batch in loader for number in numbers(batch)) == [*range(100)]
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_workers_that_read_the_same_are_noticed_in_a_trainers_stream(size):
+    with pytest.raises(DataError, match="samples must be divided over 2 worker processes, got each one 2 times; let"):
+        list(Stream(Undivided(100), size, 0, 2, {"num_workers": 2}))
+    read = list(Stream(Undivided(100, divides=True), size, 0, 1, {"num_workers": 2}))
+    samples = read if size is None else [sample for batch in read for sample in batch]
+    assert sorted(numbers(samples)) == [*range(100)]
 
 
 def test_a_worker_that_is_killed_is_named_with_its_signal():
