@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from omnibal.errors import ConfigError
 from omnibal.families import family_of, layer_records
-from omnibal.families.base import Config, ImageRule, LayerRecord
+from omnibal.families.base import Config, ImageRule, LayerRecord, vision_unit_of
 
 
 class Text(NamedTuple):
@@ -56,8 +56,7 @@ class Model:
     @property
     def units(self) -> str:
         """What the ViT of this model counts: ``"patches"`` at native resolution, or ``"tiles"``."""
-        projector = next(record.sizes for record in self.records if record.kind == "projector")
-        return "patches" if projector.get("units_per_token", 1) > 1 else "tiles"
+        return vision_unit_of(self.records)
 
     def image_rule(self, max_tiles: int | None = None, max_pixels: int | None = None) -> ImageRule:
         """What images bring.

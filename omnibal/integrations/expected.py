@@ -90,8 +90,11 @@ class Waiting:
             share = float(waited.sum() / (busy + waited).sum())
         return cls(dist_ratio(columns[0]), dist_ratio(columns[1]), share)
 
-    def __str__(self) -> str:
-        return f"Dist Ratio {self.vision:.1%} in vision units, {self.tokens:.1%} in tokens"
+    def told(self, sampler: PackSampler) -> list[str]:
+        """In words, between ranks: one by itself waits for nobody."""
+        if sampler.num_replicas == 1:
+            return []
+        return [f"Dist Ratio {self.vision:.1%} in {sampler.lengths.vision_unit}, {self.tokens:.1%} in tokens"]
 
 
 def _busy_and_waited(loads: Load, costs: Costs, layout: Trainer) -> tuple[FloatArray, FloatArray]:
@@ -222,8 +225,25 @@ def samples_per_step(sampler: PackSampler) -> float:
     return float(np.mean([sampler.step(step).num_samples for step in range(min(sampler.num_steps, COMPARED_STEPS))]))
 
 
-def describe(sampler: PackSampler, limits: PackLimits, costs: Costs | None, layout: Trainer, schedule: Schedule) -> str:
-    """One line before training: what an epoch becomes, what changes, and what is expected of it."""
+def describe(
+    sampler: PackSampler,
+    limits: PackLimits,
+    costs: Costs | None,
+    layout: Trainer,
+    schedule: Schedule,
+    *,
+    device: str | None = None,
+) -> str:
+    """One line before training: what an epoch becomes, what changes, and what is expected of it.
+
+    Args:
+        sampler: At the beginning of an epoch.
+        limits: Of a micro-batch.
+        costs: As of ``phase_costs``.
+        layout: How ranks share their work.
+        schedule: What the host's settings say of its steps.
+        device: What the costs are counted for.
+    """
     lengths, before = sampler.lengths, {"batch_size": schedule.batch_size, "micro_batches": schedule.micro_batches}
     padded, per_step = isinstance(sampler, PaddedSampler), sampler.num_replicas * sampler.micro_batches
     samples, ranks = _drawn(sampler, **before)
@@ -232,17 +252,18 @@ def describe(sampler: PackSampler, limits: PackLimits, costs: Costs | None, layo
     alone = len(limits.oversized(lengths))
     parts = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
-        f"{limits.vision_units} vision units and {limits.llm_tokens} tokens, "
+        f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens, "
         f"{samples_per_step(sampler) / per_step:.1f} samples each",
         *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
         schedule.told(sampler),
-        str(Waiting.of(first_steps(sampler), costs, layout)),
+        *Waiting.of(first_steps(sampler), costs, layout).told(sampler),
         *([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else []),
-        f"random batches of {schedule.batch_size}: {Waiting.of(random.loads, costs, layout)}, "
-        f"{padding:.0%} of tokens are padding",
+        f"random batches of {schedule.batch_size}: "
+        + ", ".join([*Waiting.of(random.loads, costs, layout).told(sampler), f"{padding:.0%} of tokens are padding"]),
     ]
     if costs is not None:
-        parts.append(f"{compare(sampler, limits, costs, layout, **before)} (counted, not measured)")
+        counted = "counted" if device is None else f"counted for {device}"
+        parts.append(f"{compare(sampler, limits, costs, layout, **before)} ({counted}, not measured)")
     return "; ".join(parts)
 
 

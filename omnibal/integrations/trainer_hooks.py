@@ -144,10 +144,11 @@ class PacksCallback(RecipeCallback):
         samples = sum(step.samples for step in steps)
         text = (
             f"omnibal: {samples} samples in {len(steps)} steps of {seconds / len(steps):.3g} s, without loading "
-            f"{samples / seconds:.3g} samples a second; Dist Ratio {figures['dist_ratio_vision']:.1%} in vision units, "
-            f"{figures['dist_ratio_tokens']:.1%} in tokens"
+            f"{samples / seconds:.3g} samples a second"
         )
-        if "waited_seconds" in figures:
+        waiting = Waiting(figures["dist_ratio_vision"], figures["dist_ratio_tokens"], None)
+        text += "".join(f"; {told}" for told in waiting.told(self._sampler))
+        if "waited_seconds" in figures and self._sampler.num_replicas > 1:
             text += f"; by counted costs a rank waited {figures['waited_seconds']:.2g} s a step"
         if self._peaks:
             text += f"; at most {max(self._peaks):.1f} GiB on a rank"

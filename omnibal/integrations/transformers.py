@@ -234,7 +234,8 @@ def balance(
         # Batches of the samples asked for are what packs are compared with.
         batches = max(round(asked / (num_replicas * args.per_device_train_batch_size)), 1)
         schedule = Schedule(asked, args.per_device_train_batch_size, batches, args.num_train_epochs, args.max_steps)
-        print(describe(sampler, limits, costs, layout_of(trainer), schedule))
+        device = None if profile is None else profile.device
+        print(describe(sampler, limits, costs, layout_of(trainer), schedule, device=device))
     return sampler
 
 
