@@ -39,7 +39,9 @@ class Proposal:
     oversized: float
 
 
-def propose(estimate: Estimate, lengths: SampleLengths, *, num_samples: int | None = None) -> Proposal:
+def propose(
+    estimate: Estimate, lengths: SampleLengths, *, num_samples: int | None = None, holds_all: bool = False
+) -> Proposal:
     """Limits in about the proportion of what even packs hold, under which a step has the estimate's samples.
 
     A sample that is larger has a pack of its own, and at least half of the samples fit. Some vision limits waste room
@@ -50,13 +52,16 @@ def propose(estimate: Estimate, lengths: SampleLengths, *, num_samples: int | No
         estimate: Of even packs.
         lengths: Of the samples, or of a part of them.
         num_samples: Of an epoch, where known.
+        holds_all: Whether limits must hold every sample, as for streams, which leave out larger ones.
     """
     part = lengths
     if len(lengths) > SURVEYED:
         part = lengths.take(np.random.default_rng(0).permutation(len(lengths))[:SURVEYED])
     packs, wanted = estimate.setting.cluster.num_devices * estimate.way.micro_batches, estimate.samples_per_step
     vision, tokens = estimate.limits.vision_units, estimate.limits.llm_tokens
+    summary = lengths.summary
     least = (int(np.median(part.vision_units)), max(int(np.median(part.llm_tokens)), 1))
+    least = (summary.max_vision_units, max(summary.max_llm_tokens, 1)) if holds_all else least
 
     def scaled(factor: float) -> PackLimits:
         return PackLimits(_within(least[0], factor * vision), _within(least[1], factor * tokens))

@@ -48,7 +48,7 @@ class Report:
             return None
         measured = self.question.measured
         whole = len(measured.lengths) if measured.is_whole else None
-        return propose(self.advice.after, measured.lengths, num_samples=whole)
+        return propose(self.advice.after, measured.lengths, num_samples=whole, holds_all=measured.is_stream)
 
     @cached_property
     def headline(self) -> str:

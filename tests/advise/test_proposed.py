@@ -53,5 +53,6 @@ def test_limits_are_no_trap_and_hold_at_least_half_of_the_samples():
     found = propose(even(lengths, 8, 2, 4), lengths)
     assert (found.oversized, found.limits.vision_units >= 5) == (0, True)
     assert found.limits.vision_units != 9  # holds a 5 and a 3, and wastes what is left
+    assert propose(even(lengths, 8, 1, 4), lengths, holds_all=True).oversized == 0
     single = propose(even(lengths, 8, 1, 4), lengths)
     assert single.oversized <= 0.5
