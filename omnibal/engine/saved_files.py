@@ -1,11 +1,13 @@
 """The files of a checkpoint: whether all are there and whole, and which checkpoint of a folder to go on from."""
 
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from zlib import crc32
@@ -13,6 +15,7 @@ from zlib import crc32
 from omnibal.errors import ConfigError, said
 from omnibal.records import load_json
 
+LOG: Final = logging.getLogger(__name__)
 MANIFEST: Final = "omnibal.json"
 BASE_WEIGHTS: Final = "base_weights"
 """Of the manifest: the ``fingerprint`` of what adapters are trained beside."""
@@ -283,13 +286,12 @@ def begin(folder: Path, tag: str) -> Path:
     """An empty folder for the files of a new checkpoint; what unfinished saves and deletions left is deleted.
 
     Raises:
-        ConfigError: The tag cannot be the name of a checkpoint, or is that of something else.
+        ConfigError: The tag cannot be the name of a checkpoint.
     """
     if not _can_be_tag(tag):
         raise ConfigError(
             f"tag must be a name for a folder, not '{LATEST}', '…{UNFINISHED}' or '…{REPLACED}', got {tag!r}"
         )
-    check_replaceable(folder / tag)
     for left in folder.glob(f"*{UNFINISHED}"):
         _remove(left)
     unfinished = folder / f"{tag}{UNFINISHED}"
@@ -297,29 +299,22 @@ def begin(folder: Path, tag: str) -> Path:
     return unfinished
 
 
-def check_replaceable(checkpoint: Path) -> None:
-    """Refuse to save a checkpoint in the place of what is none.
-
-    Raises:
-        ConfigError: Something without a manifest has its name.
-    """
-    if os.path.lexists(checkpoint) and not (checkpoint / MANIFEST).is_file():
-        raise ConfigError(
-            f"tag must be a new name or that of a checkpoint, got {checkpoint}, which is there without a {MANIFEST}; "
-            "move it elsewhere"
-        )
-
-
 def finish(unfinished: Path, *, is_latest: bool) -> None:
     """Give a complete checkpoint its name, in the place of an older one of that name.
 
     Whenever a kill comes, a whole checkpoint stays: the older one under another name until the new one has its own.
+    What has the name and is no checkpoint stays, too, under another one.
     """
     checkpoint = unfinished.with_suffix("")
     replaced = checkpoint.parent / f"{checkpoint.name}{REPLACED}"
-    if checkpoint.exists():
+    if (checkpoint / MANIFEST).is_file():
         delete(replaced)
         checkpoint.rename(replaced)
+    elif os.path.lexists(checkpoint):
+        names = (checkpoint.with_name(f"{checkpoint.name}.aside{number}") for number in count(1))
+        aside = next(name for name in names if not os.path.lexists(name))
+        checkpoint.rename(aside)
+        LOG.warning("%s had no %s: it is %s now", checkpoint, MANIFEST, aside.name)
     unfinished.rename(checkpoint)
     flush(checkpoint.parent)
     if is_latest:

@@ -267,11 +267,11 @@ def test_only_what_omnibal_wrote_is_deleted_behind_a_link_too(folder, tmp_path_f
     assert delete_all(link) == [link / "hf", link / "notes.txt"]
     assert sorted(path.name for path in folder.iterdir()) == ["hf", "notes.txt"]
     assert (notes / "omnibal.json").is_file()
-    with pytest.raises(ConfigError, match=r"got .*checkpoints/hf, which is there without a omnibal.json; move it"):
-        begin(link, "hf")
-    save(link, "one", 1)
+    for value in (1, 2):
+        save(link, "hf", value)
+    assert delete_all(link) == [link / "hf.aside1", link / "notes.txt"]
     (folder / "notes.txt").unlink()
-    (folder / "hf").rmdir()
+    (folder / "hf.aside1").rmdir()
     assert delete_all(link) == []
     assert link.is_symlink()
     assert delete_all(folder) == []
