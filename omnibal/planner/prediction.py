@@ -119,7 +119,8 @@ def variants_up_to(
     num_replicas = plan.layout.num_replicas
     epoch = arrange_epoch(lengths, plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches, seed=seed)
     packed = Packing.of(epoch, lengths, plan.limits, spread_steps(epoch.num_steps, steps))
-    micro_batches = max(1, round(packed.samples_per_step / (num_replicas * batch_size)))
+    alike = round(packed.samples_per_step / (num_replicas * batch_size))
+    micro_batches = max(1, min(alike, len(lengths) // (num_replicas * batch_size)))  # a step of few data is all of them
     padded = random_padded_steps(
         lengths, batch_size=batch_size, num_replicas=num_replicas, micro_batches=micro_batches, steps=steps, seed=seed
     )

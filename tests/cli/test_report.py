@@ -120,3 +120,9 @@ def test_a_browser_shows_the_page(omnibal, inputs, tmp_path):
             assert len(picture.crop((0, top, width, top + 600)).getcolors()) > 20
     margin = picture.crop((width - 12, 0, width, height))  # of the narrow page, which as a whole does not scroll
     assert margin.getextrema()[0] > 200
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_page_about_few_samples_compares_with_a_step_of_all(omnibal, ds_config, tmp_path):
+    omnibal("report", ds_config(packing={"samples_per_step": 60}), "--steps", 2)
+    assert "How uneven the work is" in (tmp_path / "run" / "report.html").read_text()
