@@ -246,6 +246,8 @@ class CheckpointedEngine(TableEngine):
     def _choose(self, folder: Path, tag: str | None, *, fall_back: bool) -> str:
         """The checkpoint to go on from: rank 0 looks which one, and all ranks read its files, each what it wrote."""
         damaged: dict[str, str] = {}
+        # Each rank reads the files that it wrote; rank 0 also those of ranks that there are no more.
+        readers = range(dist.get_world_size())
 
         def check(checkpoint: Path) -> str | None:
             return damaged.get(checkpoint.name) or saved_files.has_all_files(checkpoint)
@@ -259,7 +261,7 @@ class CheckpointedEngine(TableEngine):
             own = partial(
                 saved_files.problem_of,
                 folder / name,
-                lambda _, saved: saved.rank % dist.get_world_size() == self.global_rank,
+                lambda _, saved: (saved.rank if saved.rank in readers else 0) == self.global_rank,
             )
             problems = gather(run_on_all_ranks(own, where=self.where))
             problem = next((found for found in problems if found is not None), None)
