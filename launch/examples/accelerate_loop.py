@@ -21,7 +21,7 @@ def train(
     accelerator = Accelerator(gradient_accumulation_steps=micro_batches)
     loader = balanced_loader(dataset, collate, limits, model=model, micro_batches=micro_batches)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    model, optimizer = accelerator.prepare(model, optimizer)  # the loader stays: its packs are this rank's already
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # the loader stays as it is
     accelerator.register_for_checkpointing(loader)
     path = folder / "checkpoint"
     if path.exists():

@@ -9,7 +9,7 @@ from tiny import ADAM, LIMITS, collate, demo
 from trl import SFTConfig, SFTTrainer
 
 from omnibal import PackLimits
-from omnibal.integrations.loops import replace_loader
+from omnibal.integrations.transformers import balance
 
 
 def train(
@@ -22,9 +22,13 @@ def train(
     tokenizer: Any,
     epochs: int = 2,
     micro_batches: int = 2,
+    samples_per_step: int | None = None,
     **options: Any,
 ) -> None:
-    """Goes on from the last checkpoint in the folder, if there is one."""
+    """Goes on from the last checkpoint in the folder, if there is one.
+
+    A step holds ``samples_per_step`` samples, by default those that the arguments ask for.
+    """
     config = SFTConfig(
         output_dir=str(folder),
         num_train_epochs=epochs,
@@ -44,8 +48,7 @@ def train(
         data_collator=lambda rows: collate([dataset[row["number"]] for row in rows]),
         processing_class=tokenizer,
     )
-    replace_loader(trainer, limits, model=model)
-    trainer.model_accepts_loss_kwargs = True  # it divides by the target tokens of a step, if they are counted
+    balance(trainer, limits, samples_per_step=samples_per_step)
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
 
 

@@ -29,7 +29,7 @@ from omnibal.integrations.lengths import (
 )
 from omnibal.integrations.loading import Dataset, Drawn, Loads, PackedView, PackSampler, PlannedLoads
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import Collator, PackCollator, check_packed, positions_of
+from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.ranks import gather, place
 
@@ -42,6 +42,9 @@ TOKEN_WEIGHT: Final = "token_weight"
 
 class PackLoader(DataLoader[Any]):
     """A loader that tells its batch sampler which epoch it is, as trainers tell the loader."""
+
+    _is_accelerate_prepared = True
+    """``accelerator.prepare`` then hands it back as it is, in place of dealing each rank's packs to all ranks again."""
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; where it is the current one, stay where a state was loaded."""
@@ -183,8 +186,8 @@ def balanced_loader(
     """A loader of this rank's packs: every sample once an epoch, and ranks that end together.
 
     Call it on all ranks, behind ``init_process_group`` and before the model is wrapped or sharded. Hand the loader to
-    nothing that deals batches to ranks again. Where a pack has no image, an image of another sample is run along
-    without its targets: all ranks run the ViT, and none waits for another.
+    nothing that deals batches to ranks again; ``accelerator.prepare`` leaves it as it is. Where a pack has no image, an
+    image of another sample is run along without its targets: all ranks run the ViT, and none waits for another.
 
     Args:
         dataset: Read by index; the same on all ranks.
@@ -222,7 +225,7 @@ def balanced_loader(
     if model is None:
         collator_of = partial(ItemCollator, collate, measure)
     else:
-        collator_of = partial(PackCollator, collate, positions_of(model.config))
+        collator_of = partial(PackCollator, collate, positions_of(model.config), arguments=arguments_of(model))
     if not is_indexed(dataset):
         found = type(dataset).__name__
         raise DataError(f"dataset must be read by index and have a length, got {found}; balanced_stream packs streams")
@@ -230,6 +233,7 @@ def balanced_loader(
     if not isinstance(lengths, SampleLengths):
         workers = options.get("num_workers", 0)
         lengths = kept_lengths(collator_of(), dataset, lengths, saves=place()[0] == 0, num_workers=workers)
+    limits.refuse_none(lengths)
     if mixture is not None:
         lengths = with_sources(lengths, dataset)
     if weigh_tokens and lengths.target_tokens is None:
@@ -299,8 +303,11 @@ def pack_loss(
     Args:
         model: Returns ``logits``, wrapped or not.
         batch: Of a ``StepLoader``.
-        device: Where to send the batch; by default it stays where it is.
+        device: Where to send the batch; by default to the model's first parameter, where the batch is in the host's
+            memory.
     """
+    if device is None and batch["input_ids"].device.type == "cpu":
+        device = next((parameter.device for parameter in getattr(model, "parameters", tuple)()), None)
     inputs = {
         name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         for name, value in batch.items()

@@ -1,24 +1,29 @@
 """The loss of a step, exact over all of its packs: of its target tokens, weighed or not, and of a router."""
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional
 
 from omnibal.data.collate import IGNORED
 from omnibal.errors import ConfigError
-from omnibal.integrations.packing import FAMILIES
+from omnibal.integrations.packing import FAMILIES, vary_lengths
 
 Reduction = Literal["token", "sample", "square"]
 POWERS: Final[Mapping[Reduction, float]] = MappingProxyType({"token": 0.0, "sample": 1.0, "square": 0.5})
 """A target token of a sample with n of them weighs 1 / n to this power; named as InternVL's ``loss_reduction``."""
 ROUTED: Final = ("qwen3_vl_moe",)
 """Of each ``model_type`` whose router's loss is known to be ``router_loss``."""
+SFT_FLOOR: Final = "1.16"
+"""The oldest TRL that the tests run with: its SFTTrainer's loss is called with the target tokens of the whole step."""
 LEAST: Final = 1e-8
 """A step without any target has no loss, rather than none that is a number."""
 
@@ -140,6 +145,19 @@ def works_on_targets(trainer: Any) -> bool:
     return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and kind in FAMILIES
 
 
+def keeps_sft_loss(trainer: Any) -> bool:
+    """Whether a trainer is TRL's SFTTrainer with its own loss: that of a step's target tokens, if they are counted.
+
+    Older versions than ``SFT_FLOOR`` hand the loss to the model.
+    """
+    module = sys.modules.get("trl.trainer.sft_trainer")  # not imported for trainers of other kinds
+    if module is None or not isinstance(trainer, module.SFTTrainer):
+        return False
+    methods = ("compute_loss", "training_step", "log")
+    is_own = all(getattr(type(trainer), name) is getattr(module.SFTTrainer, name) for name in methods)
+    return is_own and Version(version("trl")) >= Version(SFT_FLOOR)
+
+
 class StepLoss:
     """Losses of a step's target tokens by their weights, over the sum of the weights, on all ranks and in all packs.
 
@@ -152,7 +170,7 @@ class StepLoss:
 
     Raises:
         ConfigError: There is no such reduction; or the model has a router's loss, and nobody has shown that it is
-            ``router_loss``.
+            ``router_loss``; or an SFTTrainer, which keeps its own loss, would need another.
     """
 
     def __init__(self, trainer: Any, reduction: Reduction) -> None:
@@ -161,6 +179,11 @@ class StepLoss:
         config = trainer.accelerator.unwrap_model(trainer.model).config
         text = config.get_text_config()
         self.routes = bool(getattr(text, "output_router_logits", False))
+        self._keeps_loss = keeps_sft_loss(trainer)
+        if self._keeps_loss and (self.routes or reduction != "token"):
+            name, found = ("loss_reduction", reduction) if reduction != "token" else ("output_router_logits", True)
+            expected = "'token'" if reduction != "token" else "False (router_aux_loss_coef=0)"
+            raise ConfigError(f"{name} must be {expected} for an SFTTrainer, which keeps its own loss, got {found!r}")
         if self.routes:
             if config.model_type not in ROUTED:
                 raise ConfigError(
@@ -173,20 +196,33 @@ class StepLoss:
         self._weights = deque[Tensor]()  # of the step's micro-batches, in their order
         self._routed = deque[Tensor]()
         self._routed_of_step = torch.zeros(())
+        self._tokens = 0
+        """Of all steps that were drawn, on all ranks."""
         self._head: Any = None
         """The head of the micro-batch that is computed, where it works on target rows alone."""
         self._replicas = trainer.args.world_size // trainer.get_tp_size()
 
     def install(self) -> None:
         """Let the trainer train with it."""
-        self._trainer.compute_loss_func = self
         vars(self._trainer).update(get_batch_samples=self.draw, compute_loss=self.compute)
+        if self._keeps_loss:
+            self._trainer.loss_is_scaled_for_ga = True  # by the target tokens of the step
+        else:
+            self._trainer.compute_loss_func = self
 
     def compute(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
         """In the place of ``compute_loss``: where it trains, the model's head works on target rows alone, if it can.
 
         The model is as ever before and behind it: to be copied, saved, evaluated or given to another trainer.
         """
+        if self._trainer.args.torch_compile:
+            vary_lengths(inputs)
+        if self._keeps_loss:
+            loss = self._compute(model, inputs, *others, **options)
+            if self._trains():  # SFTTrainer counts one token of positions in several rows
+                self._trainer._total_train_tokens = self._tokens
+                self._trainer._metrics["train"]["num_tokens"] = [self._tokens]
+            return loss
         if not (self._trains() and works_on_targets(self._trainer)):
             return self._compute(model, inputs, *others, **options)
         from omnibal.integrations.target_rows import base_of, head_on_targets  # hosts may lack transformers
@@ -206,12 +242,14 @@ class StepLoss:
         batches, _ = self._draw(iterator, num_batches, device)
         self._weights = deque(token_weights(batch, self._reduction)[:, 1:].to(device) for batch in batches)
         self._routed = deque(routed_tokens(batch).flatten().to(device) for batch in batches if self.routes)
-        totals = torch.zeros(2, device=device)
-        for weights, routed in zip_longest(self._weights, self._routed, fillvalue=totals.new_zeros(())):
-            totals += torch.stack([weights.sum(), routed.sum()])
+        tokens = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum() for batch in batches]
+        totals = torch.zeros(3, device=device)
+        for step in zip_longest(self._weights, self._routed, tokens, fillvalue=totals.new_zeros(())):
+            totals += torch.stack([of_batch.sum().to(device) for of_batch in step])
         if self._trainer.args.world_size > 1:
             totals = self._trainer.accelerator.gather(totals[None]).sum(0) / self._trainer.get_tp_size()
-        total, self._routed_of_step = totals
+        total, self._routed_of_step, tokens_of_step = totals
+        self._tokens += int(tokens_of_step)
         return batches, total
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

@@ -6,6 +6,7 @@ even of ones, or with the cache that is the default, samples see each other with
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
@@ -28,6 +29,11 @@ PER_IMAGE: Final = (
     *("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask"),
     "spatial_shapes",
 )
+WHY_LEFT_OUT: Final = MappingProxyType(
+    {"position_ids": "packs count positions themselves"}
+    | dict.fromkeys(("pixel_values_videos", "video_grid_thw"), "packs hold images and text")
+)
+"""Why packs cannot have a field, whether the model names it or not."""
 CHECKED_TOKENS: Final = 8
 EXACT: Final = 1e-3
 ROUNDED: Final = 0.05
@@ -56,6 +62,44 @@ def positions_of(config: Any, *, packed: bool = True) -> Positions | None:
     return partial(_four_rows, image_token_id=config.image_token_id, merge_size=merge_size)
 
 
+def arguments_of(model: Any) -> frozenset[str] | None:
+    """Names that a model's forward pass takes; None where it does not name them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = frozenset(signature(type(base).forward).parameters)  # an instance's own may be a host's wrapper
+    return names if "input_ids" in names else None
+
+
+def refuse_missing(fields: Mapping[str, Any], arguments: frozenset[str] | None) -> None:
+    """Refuse what a collator gives of a sample or batch where the model would learn nothing, or something wrong.
+
+    Raises:
+        DataError: The message names the field that is missing, and what to write.
+    """
+    for name, remedy in (("input_ids", ""), ("labels", "; labels are input_ids, with -100 where nothing is learned")):
+        if name not in fields:
+            raise DataError(f"data_collator must give {name}, got only {', '.join(map(str, fields))}{remedy}")
+    # Without token types, transformers 5.23 counts the positions of images as those of text: for Qwen2.5-VL silently.
+    wants_types = arguments is not None and "mm_token_type_ids" in arguments and "image_grid_thw" in fields
+    if wants_types and not {"mm_token_type_ids", "position_ids"} & fields.keys():
+        raise DataError(
+            f"data_collator must give mm_token_type_ids beside images, got only {', '.join(map(str, fields))}; without "
+            "it transformers counts image tokens' positions in one row, in plain training too: take what the processor "
+            'returns, or batch["mm_token_type_ids"] = (batch["input_ids"] == model.config.image_token_id).long()'
+        )
+
+
+def vary_lengths(batch: Mapping[str, Any]) -> None:
+    """Tell torch.compile which sizes differ from pack to pack, so that it compiles once for all of them.
+
+    Images of a grid are left alone: models read the grid's numbers, and are compiled for each anyway.
+    """
+    for name in (*PER_TOKEN, "position_ids"):
+        if name in batch:
+            torch._dynamo.maybe_mark_dynamic(batch[name], batch[name].dim() - 1)
+    if "pixel_values" in batch and "image_grid_thw" not in batch:
+        torch._dynamo.maybe_mark_dynamic(batch["pixel_values"], 0)
+
+
 def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
     """The text's positions, which tell samples apart, above those in time, height and width."""
     return torch.cat([torch.arange(len(ids))[None], mrope_positions(ids, sample, **sizes)])
@@ -70,6 +114,7 @@ class PackCollator:
         positions: As ``positions_of`` gives it.
         lengths: What the packs were planned with, to refuse other samples than were planned; None to take any.
         absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
+        arguments: As of ``arguments_of``: tensors under other names are dropped, as the model would ignore them.
     """
 
     per_token: ClassVar[tuple[str, ...]] = PER_TOKEN
@@ -82,24 +127,28 @@ class PackCollator:
         lengths: SampleLengths | None = None,
         *,
         absorb: bool = False,
+        arguments: frozenset[str] | None = None,
     ) -> None:
-        self._collate, self._positions = collate, positions
+        self._collate, self._positions, self._arguments = collate, positions, arguments
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
     def sample(self, item: Any) -> dict[str, Tensor]:
         """One item as a pack of its own would hold it: per token (tokens,), per image as the model takes it.
 
         Raises:
-            DataError: The collator gives a field that packs cannot have, or lacks ids or labels.
+            DataError: The collator gives a field that packs cannot have, or as of ``refuse_missing``.
         """
         fields = dict(self._collate([item]))
         mask = fields.pop("attention_mask", None)
         fields = {name: value for name, value in fields.items() if value is not None}
-        unknown, missing = sorted(set(fields) - {*self.per_token, *PER_IMAGE}), {"input_ids", "labels"} - set(fields)
-        if unknown or missing:
+        fields = {name: value for name, value in fields.items() if not self._is_idle(name, value)}
+        refuse_missing(fields, self._arguments)
+        surplus = sorted(set(fields) - {*self.per_token, *PER_IMAGE})
+        if surplus:
+            why = "; ".join(f"{name}: {WHY_LEFT_OUT[name]}" for name in surplus if name in WHY_LEFT_OUT)
             raise DataError(
-                "data_collator must give input_ids, labels and of the others only attention_mask, mm_token_type_ids, "
-                f"{', '.join(PER_IMAGE)}, got {', '.join(map(str, [*fields]))}"
+                f"data_collator must leave out {', '.join(surplus)} to train on packs{f' ({why})' if why else ''}, got "
+                f"{', '.join(map(str, fields))}; padded=True trains on its own batches"
             )
         for name in self.per_token:
             if name in fields:
@@ -108,6 +157,12 @@ class PackCollator:
         fields["labels"] = fields["labels"].clone()
         fields["labels"][:1] = IGNORED  # or the sample before it would predict it
         return fields
+
+    def _is_idle(self, name: str, value: Any) -> bool:
+        """Whether the model does nothing with a field: notes of the dataset, such as names and indices of samples."""
+        if name in {*self.per_token, *PER_IMAGE, *WHY_LEFT_OUT}:
+            return False
+        return not isinstance(value, Tensor) or (self._arguments is not None and name not in self._arguments)
 
     def __call__(self, drawn: Drawn) -> dict[str, Any]:
         """The arguments of the model's forward pass for a pack.

@@ -17,9 +17,8 @@ from omnibal.data.collate import IGNORED
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.errors import DataError
 from omnibal.integrations.loading import Drawn, Loads, PackSampler, PlannedLoads
-from omnibal.integrations.packing import PER_TOKEN, Collator, PackCollator, unpadded_images
+from omnibal.integrations.packing import PER_TOKEN, Collator, PackCollator, refuse_missing, unpadded_images
 
 PLANNED_SHARE: Final = 0.75
 """Of the limits that packs are planned with: the rest is for padding, and for what sorting leaves uneven.
@@ -133,10 +132,18 @@ class PaddedCollator:
             ``attention_mask`` of them where samples are padded, and images as rows of ``pixel_values``.
         lengths: What the batches were planned with, to refuse other samples than were planned; None to take any.
         absorb: Whether samples of other lengths are trained all the same, with a warning, as far as ranks stay alike.
+        arguments: As of ``arguments_of``.
     """
 
-    def __init__(self, collate: Collator, lengths: SampleLengths | None = None, *, absorb: bool = False) -> None:
-        self._collate = collate
+    def __init__(
+        self,
+        collate: Collator,
+        lengths: SampleLengths | None = None,
+        *,
+        absorb: bool = False,
+        arguments: frozenset[str] | None = None,
+    ) -> None:
+        self._collate, self._arguments = collate, arguments
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
     def __call__(self, drawn: Drawn) -> dict[str, Any]:
@@ -157,15 +164,14 @@ class PaddedCollator:
         """Vision units, LLM tokens and target tokens of some samples: reads each of them once.
 
         Raises:
-            DataError: The collator gives no ids or labels.
+            DataError: As of ``refuse_missing``.
         """
         batches = (self._collated([dataset[number]]) for number in numbers)
         return [(_units(batch), *_rows(batch)[0]) for batch in batches]
 
     def _collated(self, items: Sequence[Any]) -> dict[str, Any]:
         batch = {name: value for name, value in self._collate(list(items)).items() if value is not None}
-        if not {"input_ids", "labels"} <= batch.keys():
-            raise DataError(f"data_collator must give input_ids and labels, got {', '.join(map(str, batch))}")
+        refuse_missing(batch, self._arguments)
         batch["labels"] = batch["labels"].clone()
         batch["labels"][:, :1] = IGNORED  # nothing predicts it: some hosts count it
         return batch

@@ -26,7 +26,7 @@ from omnibal.data.streaming.windows import (
 from omnibal.errors import DataError
 from omnibal.integrations.loading import Loads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
-from omnibal.integrations.packing import Collator, PackCollator, check_packed, positions_of, two_texts
+from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of, two_texts
 from omnibal.ranks import gather, new_gloo_group, place
 
 
@@ -197,7 +197,7 @@ def balanced_stream(
     """
     collator: PackCollator | ItemCollator = ItemCollator(collate, measure)
     if model is not None:
-        collator = PackCollator(collate, positions_of(model.config))
+        collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
         check_packed(model, *two_texts(model.config))
     return StreamLoader(
         sources if isinstance(sources, Mapping) else {"data": sources},

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -191,7 +192,10 @@ def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) 
     model = trainer.model_wrapped
     # DeepSpeed rounds to 16 bits without telling Accelerate.
     rounded = trainer.accelerator.mixed_precision != "no" or next(model.parameters()).dtype.itemsize < 4
-    check_packed(model, collator, items, device=trainer.args.device, rounded=rounded)
+    # Compiled for two more kinds of batches, the model would meet torch.compile's limit of kinds sooner.
+    eager = torch.compiler.set_stance("force_eager") if trainer.args.torch_compile else nullcontext()
+    with eager:
+        check_packed(model, collator, items, device=trainer.args.device, rounded=rounded)
 
 
 def log_figures(trainer: Trainer, logged: Callable[[], dict[str, float]]) -> None:

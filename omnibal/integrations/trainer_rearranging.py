@@ -18,7 +18,8 @@ from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, said
 from omnibal.integrations.exchange_costs import counted_costs
-from omnibal.integrations.packing import PackCollator, positions_of, two_texts
+from omnibal.integrations.losses import keeps_sft_loss
+from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader
@@ -49,6 +50,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         "train_dataset": (not isinstance(dataset, Mapping | None), "a dataset or stream", type(dataset).__name__),
         "world_size": (num_ranks > 1, "above 1", num_ranks),
         "ranks that get one draw": (num_ranks == trainer.args.world_size, "1", trainer.args.world_size // num_ranks),
+        "trainer": (not keeps_sft_loss(trainer), "a Trainer with its own loss", type(trainer).__name__),
         "torch_compile": (not trainer.args.torch_compile, "False", True),
         "model_init": (trainer.model_init is None, "None", "one"),  # it would make a model with a forward of its own
     }
@@ -58,7 +60,8 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     positions = positions_of(model.config, packed=not padded)
-    collator = (RowCollator if padded else PackCollator)(trainer.data_collator, positions)
+    kind = RowCollator if padded else PackCollator
+    collator = kind(trainer.data_collator, positions, arguments=arguments_of(model))
     _rearrange_forward(model)
     costs = counted_costs(
         model,

@@ -9,10 +9,10 @@ from transformers import Trainer
 
 from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import Trainer as Layout
-from omnibal.cluster import Cluster
+from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.device import Device
 from omnibal.errors import ConfigError
-from omnibal.integrations.losses import works_on_targets
+from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
 from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 
@@ -77,8 +77,11 @@ def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float)
             f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
             f"{type(trainer.model).__name__}; say how much a pack may hold: balance(trainer, PackLimits(…))"
         )
-    if not memory_gib > 0:
-        raise ConfigError(f"memory_gib must be positive, got {memory_gib}")
+    least = OVERHEAD_BYTES / 2**30
+    if not least < memory_gib < float("inf"):
+        raise ConfigError(
+            f"memory_gib must be more than the {least:.1f} GiB that a device holds beside the model, got {memory_gib}"
+        )
     device = Device.named(profile.device)
     cluster = Cluster(1, trainer.args.world_size, device, memory_bytes=memory_gib * 2**30)
     return RankMemory(profile, layout_of(trainer), cluster, recompute_of(trainer), works_on_targets(trainer))
@@ -109,9 +112,13 @@ def refuse_settings(trainer: Trainer) -> None:
     args, kind = trainer.args, type(trainer)
     if "get_train_dataloader" in vars(trainer):
         raise ConfigError("balance must be called once for a trainer, got one that trains on packs")
-    for method in ("get_train_dataloader", "_get_train_sampler", "compute_loss", "training_step"):
+    of_loss = () if keeps_sft_loss(trainer) else ("compute_loss", "training_step")
+    for method in ("get_train_dataloader", "_get_train_sampler", *of_loss):
         if getattr(kind, method) is not getattr(Trainer, method):
-            raise ConfigError(f"trainer must have Trainer's own {method}, got that of {kind.__name__}")
+            raise ConfigError(
+                f"trainer must have Trainer's own {method}, got that of {kind.__name__}; "
+                "omnibal.integrations.loops.replace_loader(trainer, limits, model=model) changes its loader alone"
+            )
     settings = {
         "train_sampling_strategy": (args.train_sampling_strategy, "random"),
         "remove_unused_columns": (args.remove_unused_columns, False),
@@ -119,6 +126,8 @@ def refuse_settings(trainer: Trainer) -> None:
         "label_smoothing_factor": (args.label_smoothing_factor, 0.0),
         "neftune_noise_alpha": (args.neftune_noise_alpha, None),  # its noise shrinks with the length of what is run
         "auto_find_batch_size": (args.auto_find_batch_size, False),
+        "packing": (getattr(args, "packing", None) or False, False),  # SFTTrainer's
+        "padding_free": (getattr(args, "padding_free", None) or False, False),
         "pipeline-parallel ranks": (_of_mesh(trainer, "pp_size"), 1),
         "n_gpu of a process": (max(args.n_gpu, 1), 1),
     }

@@ -19,7 +19,7 @@ from omnibal.data.streaming.sources import is_indexed
 from omnibal.data.streaming.windows import FREE
 from omnibal.errors import ConfigError
 from omnibal.integrations.expected import Costs
-from omnibal.integrations.packing import PackCollator, positions_of, two_texts
+from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.shares import Stream, as_it_is
 from omnibal.integrations.streams import StreamLoader
 from omnibal.integrations.trainer_hooks import PacksCallback, check_model, load_by_names_on_disk, log_figures
@@ -50,10 +50,10 @@ def pack_stream(
     if trainer.get_tp_size() != 1:
         raise ConfigError(f"tensor-parallel ranks must be 1 to train on a stream, got {trainer.get_tp_size()}")
     buffer = buffer_of(args.gradient_accumulation_steps)
-    config = trainer.accelerator.unwrap_model(trainer.model).config
+    model = trainer.accelerator.unwrap_model(trainer.model)
     loader = StreamLoader(
         _sources(trainer, mixture),
-        PackCollator(trainer.data_collator, positions_of(config)),
+        PackCollator(trainer.data_collator, positions_of(model.config), arguments=arguments_of(model)),
         limits,
         mixture=mixture,
         buffer=buffer,

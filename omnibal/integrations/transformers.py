@@ -30,7 +30,7 @@ from omnibal.integrations.lengths import (
 from omnibal.integrations.loading import PackedView, PackSampler
 from omnibal.integrations.loops import PackLoader
 from omnibal.integrations.losses import Reduction, StepLoss
-from omnibal.integrations.packing import PackCollator, positions_of
+from omnibal.integrations.packing import PackCollator, arguments_of, positions_of
 from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.searched import fit_step
 from omnibal.integrations.trainer_hooks import (
@@ -187,11 +187,11 @@ def balance(
     args, dataset = trainer.args, _sized_dataset(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     packing = partial(PackCollator, positions=None if padded else positions_of(model.config))
-    collator_of = partial(PaddedCollator if padded else packing, collate=trainer.data_collator)
+    kind = PaddedCollator if padded else packing
+    collator_of = partial(kind, collate=trainer.data_collator, arguments=arguments_of(model))
     rank, num_replicas = replicas_of(trainer)
-    asked = samples_of(trainer, num_replicas)
-    if samples_per_step is not None:
-        asked = integer("samples_per_step", samples_per_step, num_replicas)
+    by_arguments = samples_of(trainer, num_replicas)
+    asked = by_arguments if samples_per_step is None else integer("samples_per_step", samples_per_step, num_replicas)
     refuse_unlike_sizes(len(dataset), None if lengths is None else len(lengths))
     if lengths is None:
         options = {"saves": args.should_save, "num_workers": args.dataloader_num_workers}

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from transformers import AttentionInterface, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AttentionInterface, PreTrainedTokenizerFast
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -115,14 +115,13 @@ def run_lightning(example, steps, *arguments):
 def run_trl(example, steps, model, dataset, collate, limits, folder):
     words = Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="a")
-    for checkpoint in folder.glob(f"checkpoint-{STOPPED}"):
-        # Trainer saves this family's weights under the names on disk, and does not find them by these names again.
-        model.load_state_dict(AutoModelForImageTextToText.from_pretrained(checkpoint).state_dict())
     example.train(
         *(model, dataset, collate, limits, folder),
         tokenizer=tokenizer,
         micro_batches=MICRO_BATCHES,
+        samples_per_step=6,  # two packs of each rank, as in the plan
         max_steps=-1 if steps is None else steps,
+        ddp_find_unused_parameters=False,  # so every pack has an image, as in the plan
         **{"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0, "disable_tqdm": True},
         **{"adam_epsilon": ADAM["eps"], "max_grad_norm": 0, "lr_scheduler_type": "constant", "logging_strategy": "no"},
     )

@@ -2,12 +2,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.loading import Drawn
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import FAMILIES, PackCollator, check_packed, positions_of
+from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of
+from omnibal.integrations.padded import PaddedCollator
 from tests.integrations.items import Collate, config_of, items_of
 from tests.vlm.families import plain_backward, plain_family_model
 
@@ -85,11 +87,59 @@ def test_other_samples_than_planned_are_named():
         collator_of("internvl", lengths)(replaced)
 
 
-@pytest.mark.parametrize("change", [{"video_grid_thw": torch.ones(1, 3)}, {"labels": None}])
-def test_fields_that_packs_cannot_have_are_refused(change):
-    collator = PackCollator(lambda items: Collate("internvl")(items) | change, None)
-    with pytest.raises(DataError, match="data_collator must give input_ids, labels and of the others only"):
-        collator(drawn_of("internvl", [0]))
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("internvl", {"labels": None}, r"must give labels, got only input_ids, .*; labels are input_ids, with -100"),
+        ("internvl", {"input_ids": None}, "must give input_ids, got only labels"),
+        ("internvl", {"position_ids": torch.ones(1, 3)}, r"must leave out position_ids .*: packs count positions them"),
+        (
+            "qwen2_5_vl",
+            {"video_grid_thw": torch.ones(1, 3), "inputs_embeds": torch.ones(1)},
+            r"must leave out inputs_embeds, video_grid_thw to train on packs \(video_grid_thw: packs hold images",
+        ),
+        (
+            "qwen2_5_vl",
+            {"mm_token_type_ids": None},
+            r'must give mm_token_type_ids beside images, .* in plain training too: .* batch\["mm_token_type_ids"\] = ',
+        ),
+    ],
+)
+def test_what_a_collator_gives_too_much_or_too_little_is_named(family, change, message):
+    model = plain_family_model(config_of(family))
+
+    def collate(items):
+        return Collate(family)(items) | change
+
+    collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
+    with pytest.raises(DataError, match=f"data_collator {message}"):
+        collator(drawn_of(family, [0]))
+    if change.keys() != {"position_ids"} and None in change.values():
+        with pytest.raises(DataError, match=f"data_collator {message}"):
+            PaddedCollator(collate, arguments=arguments_of(model))(drawn_of(family, [0]))
+
+
+def test_texts_need_no_types_of_tokens_and_notes_of_the_dataset_are_dropped():
+    model = plain_family_model(config_of("qwen2_5_vl"))
+
+    def collate(items):
+        notes = {"id": ["a"], "source": "web", "index": torch.tensor([3]), "seconds": torch.ones(1)}
+        return {name: value for name, value in Collate("qwen2_5_vl")(items).items() if "mm_" not in name} | notes
+
+    collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
+    text = next(item for item in items_of("qwen2_5_vl") if item["pixel_values"] is None)
+    pack = collator(Drawn((0,), (text,), has_filler=False))
+    assert pack.keys() == {"input_ids", "labels", "position_ids", "use_cache"}
+    unknown_model = PackCollator(collate, positions_of(model.config))
+    with pytest.raises(DataError, match="must leave out index, seconds to train on packs, got input_ids"):
+        unknown_model(Drawn((0,), (text,), has_filler=False))
+
+
+def test_arguments_are_those_of_the_model_below_adapters():
+    model = plain_family_model(config_of("internvl"))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert arguments_of(adapted) == arguments_of(model) >= {"input_ids", "pixel_values", "labels"}
+    assert arguments_of(torch.nn.Linear(1, 1)) is None
 
 
 def test_families_that_nobody_has_shown_to_pack_are_refused():

@@ -1,5 +1,6 @@
 """transformers.Trainer on two gloo processes trains what plain transformers would, sample by sample."""
 
+import logging
 import os
 import re
 import threading
@@ -17,13 +18,16 @@ from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate")
 
-from transformers import Trainer, TrainerCallback
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.expected import counted_profile
+from omnibal.integrations.loops import balanced_loader
 from omnibal.integrations.losses import StepLoss, loss_per_target
 from omnibal.integrations.trainer_settings import memory_of, recompute_of, replicas_of, wants_all_gradients
 from omnibal.integrations.transformers import balance
@@ -502,6 +506,9 @@ def test_ddp_awaits_gradients_that_it_does_not_look_for(options, of_model, recom
 def test_unknown_reductions_and_memory_of_uncounted_models_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="loss_reduction must be one of token, sample, square, got 'mean'"):
         balance(trainer_of("internvl", tmp_path), PackLimits(8, 70), loss_reduction="mean")
+    for memory in (0.5, float("inf")):
+        with pytest.raises(ConfigError, match=rf"memory_gib must be more than the \d\.\d GiB .*, got {memory}"):
+            balance(trainer_of("internvl", tmp_path), memory_gib=memory)
     with pytest.raises(ConfigError, match="memory_gib must be None for a model whose layers are not counted, got 8"):
         balance(trainer_of("idefics3", tmp_path), memory_gib=8)
 
@@ -599,7 +606,12 @@ def with_video(items):
         ({}, {"get_train_dataloader": min}, ConfigError, "balance must be called once for a trainer"),
         ({}, {"compute_loss_func": min}, ConfigError, "compute_loss_func must be None"),
         *[
-            ({}, {"__class__": own(method)}, ConfigError, f"trainer must have Trainer's own {method}, got that of Own")
+            (
+                {},
+                {"__class__": own(method)},
+                ConfigError,
+                f"trainer must have Trainer's own {method}, got that of Own; .*replace_loader",
+            )
             for method in ("get_train_dataloader", "_get_train_sampler", "compute_loss", "training_step")
         ],
         (
@@ -612,7 +624,7 @@ def with_video(items):
             {},
             {"data_collator": with_video},
             DataError,
-            "rank 0: sample 0: data_collator must give .* got .*video_grid_thw",
+            "rank 0: sample 0: data_collator must leave out video_grid_thw .* got .*video_grid_thw",
         ),
         ({}, {"train_dataset": None}, DataError, "train_dataset must be read by index .* or be a stream, got NoneType"),
     ],
@@ -623,6 +635,80 @@ def test_what_packs_would_break_is_refused(options, change, error, message, tmp_
         setattr(trainer, name, value)
     with pytest.raises(error, match=message):
         balance(trainer, PackLimits(7, 60))
+
+
+def test_limits_that_nothing_keeps_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"limits must hold at least one sample, got 0 vision units and 4 LLM tokens"):
+        balance(trainer_of("internvl", tmp_path), PackLimits(0, 4))
+    with pytest.raises(DataError, match=r"limits must hold at least one sample, got 0 vision units and 4 LLM tokens"):
+        balanced_loader(items_of("internvl"), Collate("internvl"), PackLimits(0, 4), weigh_tokens=False)
+
+
+def test_samples_of_a_step_are_at_least_one_of_each_rank(tmp_path):
+    with pytest.raises(ConfigError, match="samples_per_step must be at least 1, got 0"):
+        balance(trainer_of("internvl", tmp_path), samples_per_step=0)
+    with pytest.raises(ConfigError, match=r"a stream must be packed without lengths, samples_per_step, .* got one"):
+        stream = trainer_of("internvl", tmp_path, max_steps=1)
+        stream.train_dataset = Endless()
+        balance(stream, LIMITS["internvl"], samples_per_step=4)
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl"])
+def test_an_sft_trainer_keeps_its_loss_and_counts_its_tokens(family, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    items, words = items_of(family), Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    config = trl.SFTConfig(
+        str(tmp_path),
+        **{"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3, "optim": "sgd"},
+        **{"learning_rate": LEARNING_RATE, "max_grad_norm": 0, "lr_scheduler_type": "constant", "logging_steps": 1},
+        **{"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [], "disable_tqdm": True},
+        **{"save_strategy": "no", "remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True}},
+    )
+
+    def sft():
+        return trl.SFTTrainer(
+            model=Case(family).plain(),
+            args=config,
+            train_dataset=datasets.Dataset.from_dict({"number": range(len(items))}),
+            data_collator=lambda rows: Collate(family)([items[row["number"]] for row in rows]),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="a"),
+        )
+
+    trainer = sft()
+    sampler = balance(trainer, LIMITS[family])
+    trainer.train()
+    plain, tokens = Case(family).plain(), 0
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
+    for number in range(3):
+        sampler.set_epoch(number // sampler.num_steps)
+        packs = sampler.packs_of_all_ranks(number % sampler.num_steps)
+        tokens += sum(len(items[sample]["input_ids"]) for pack in packs for sample in with_filler(pack))
+        plain_backward(plain, [items[sample] for pack in packs for sample in pack])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(weights_of(trainer.model), weights_of(plain))
+    assert [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1] == tokens
+    with pytest.raises(ConfigError, match="loss_reduction must be 'token' for an SFTTrainer, which keeps its own loss"):
+        balance(sft(), LIMITS[family], loss_reduction="square")
+    with pytest.raises(
+        ConfigError, match="trainer must be a Trainer with its own loss to rearrange samples, got SFTTrainer"
+    ):
+        balance(sft(), rearrange=True)
+
+
+def test_packs_of_unlike_lengths_are_compiled_once(tmp_path):
+    trainer = trainer_of(Case("internvl", options=COMPILED), tmp_path, max_steps=12)
+    balance(trainer, LIMITS["internvl"], samples_per_step=3)
+    found, handler = [], logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    log = logging.getLogger("torch._dynamo")
+    log.addHandler(handler)
+    try:
+        trainer.train()
+    finally:
+        log.removeHandler(handler)
+        torch._dynamo.reset()
+    assert not [message for message in found if "recompile_limit" in message]
 
 
 def test_lengths_are_counted_once_for_a_dataset(tmp_path):

@@ -133,7 +133,7 @@ def test_two_ranks_pack_a_stream_as_plain_transformers_would_train_it(tmp_path):
     ("options", "message"),
     [
         ({"limits": None}, "limits must say what a pack of a stream may hold, got None"),
-        ({"padded": True}, "a stream must be packed without lengths, padded and memory_gib, got one"),
+        ({"padded": True}, "a stream must be packed without lengths, samples_per_step, padded and memory_gib, got one"),
         ({"mixture": {"a": 1}}, "train_dataset must be streams by name, as the mixture calls them, got Endless"),
     ],
 )
