@@ -47,10 +47,10 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     rank, num_ranks = replicas_of(trainer)
     dataset = trainer.train_dataset
     settings = {
+        "trainer": (not keeps_sft_loss(trainer), "a Trainer with its own loss", type(trainer).__name__),
         "train_dataset": (not isinstance(dataset, Mapping | None), "a dataset or stream", type(dataset).__name__),
         "world_size": (num_ranks > 1, "above 1", num_ranks),
         "ranks that get one draw": (num_ranks == trainer.args.world_size, "1", trainer.args.world_size // num_ranks),
-        "trainer": (not keeps_sft_loss(trainer), "a Trainer with its own loss", type(trainer).__name__),
         "torch_compile": (not trainer.args.torch_compile, "False", True),
         "model_init": (trainer.model_init is None, "None", "one"),  # it would make a model with a forward of its own
     }
