@@ -1,11 +1,11 @@
 """Mixture: what share of training each source gets, step by step."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
-from math import isfinite
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -148,6 +148,8 @@ class Mixture:
         """Shares at the beginning and at each knot, shape (1 + knots, sources)."""
         named = [self.shares, *(knot.shares for knot in self.schedule)]
         rows = np.array([[shares.get(name, 0.0) for name in self.sources] for shares in named], dtype=np.float64)
+        # A power of two first: shares near the largest float sum to a number, and no digit of others changes.
+        rows = np.ldexp(rows, -np.frexp(rows.max(axis=1, keepdims=True))[1])
         table: FloatArray = rows / rows.sum(axis=1, keepdims=True)
         return table
 
@@ -163,7 +165,7 @@ def _check(name: str, shares: Any) -> None:
     if not isinstance(shares, Mapping) or not all(isinstance(source, str) for source in shares):
         raise ConfigError(f"{name} must be an object of numbers by source, got {shares!r:.80}")
     for source, share in shares.items():
-        if isinstance(share, bool) or not isinstance(share, int | float) or not isfinite(share) or share < 0:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= sys.float_info.max:
             rule = "at least 0" if isinstance(share, int | float) and share < 0 else "numbers"
             raise ConfigError(f"{name} must be {rule}, got {source}: {share!r}")
     if not sum(shares.values()) > 0:

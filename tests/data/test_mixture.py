@@ -1,5 +1,7 @@
 """What a mixture says of shares, and what it refuses."""
 
+import sys
+
 import numpy as np
 import pytest
 from pydantic import BaseModel
@@ -11,6 +13,8 @@ from omnibal.errors import ConfigError
 
 def test_shares_are_weights():
     assert Mixture({"ocr": 3, "chat": 5, "text": 2}).shares_at(7).tolist() == [0.3, 0.5, 0.2]
+    for share in (sys.float_info.max, 1e308, 1e-300, 5e-324):
+        assert Mixture({"ocr": share, "chat": share}).shares_at(7).tolist() == [0.5, 0.5]
 
 
 def test_schedule_is_linear_between_knots():
@@ -44,6 +48,7 @@ def test_forms(written, meant):
         ({"a": -1, "b": 2}, "shares must be at least 0, got a: -1.0"),
         ({"a": 0}, "shares must sum to more than 0, got {'a': 0.0}"),
         ({"a": float("nan")}, "shares must be numbers, got a: nan"),
+        ({"a": float("inf")}, "shares must be numbers, got a: inf"),
         ({"a": "much"}, "mixture.shares must be a valid number, .* got 'much'"),
         (3, "mixture must be shares by source, or an object that has them, got 3"),
         ({"shares": {"a": 1}, "by": "tokens"}, "mixture.by must be 'samples', .* got 'tokens'"),
@@ -60,6 +65,11 @@ def test_refused(written, message):
     with pytest.raises(ConfigError, match=message) as error:
         Mixture.of(written)
     assert "\n" not in str(error.value)
+
+
+def test_a_share_beyond_floating_point_is_refused():
+    with pytest.raises(ConfigError, match="shares must be numbers, got a: 1000"):
+        Mixture({"a": 10**400, "b": 1})
 
 
 def test_refused_in_a_configuration():

@@ -1,6 +1,7 @@
 """Table 1 with Figure 2, and Figure 4: what is uneven in the paper's setting, and how ISF converges; see README.md."""
 
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -16,27 +17,28 @@ from omnibal.data.metrics import dist_ratio
 from omnibal.report.page import Imbalance, plot_imbalance
 from omnibal.report.style import SERIES, drawing
 
-HERE = Path(__file__).parent
 PUBLISHED = {"across stages": ("85 ± 93 ms", "39 ± 23 GB"), "in stage 0, over time": ("136 ± 155 ms", "73 ± 6 GB")}
 RANKS, MOST_ITERATIONS = 4, 10
 app = typer.Typer(help=__doc__)
+Picture = Annotated[Path | None, typer.Option(help="Draw the figure, too, to this file.")]
 
 
 @app.command()
-def table_1() -> None:
-    """Print Table 1 and draw Figure 2: the baseline, and our plan."""
+def table_1(picture: Picture = None) -> None:
+    """Print Table 1: the baseline, and our plan. Figure 2 shows both."""
     setting = Setting()
     rungs = ladder(setting)
     found = {rung.name: Imbalance.of(rung.profile, rung.load, rung.plan) for rung in (rungs[0], rungs[-1])}
     rows = [(f"{name}, {where}", *cells) for name, entry in found.items() for where, *cells in entry.rows()]
     paper = [(f"the paper, {where}", *cells) for where, cells in PUBLISHED.items()]
     print(table(("", "forward pass of a micro-batch", "memory of a device"), [*paper, *rows]))
-    plot_imbalance(found, HERE / "figure_2.png")
+    if picture is not None:
+        plot_imbalance(found, picture)
 
 
 @app.command()
-def figure_4() -> None:
-    """Print and draw the Dist Ratios of ISF's packs after each iteration."""
+def figure_4(picture: Picture = None) -> None:
+    """Print the Dist Ratios of ISF's packs after each iteration."""
     found = {
         name: [_ratios(lengths, limits, count) for count in range(1, MOST_ITERATIONS + 1)]
         for name, (lengths, limits) in _cases().items()
@@ -47,7 +49,12 @@ def figure_4() -> None:
         for name, ratios in found.items()
     ]
     print(table(names, rows))
-    with drawing(HERE / "figure_4.png", 9.5, 3.4) as figure:
+    if picture is not None:
+        _draw_convergence(found, picture)
+
+
+def _draw_convergence(found: dict[str, list[tuple[float, float]]], path: Path) -> None:
+    with drawing(path, 9.5, 3.4) as figure:
         for number, (panel, kind) in enumerate(zip(figure.subplots(1, 2, sharey=True), ("ViT", "LLM"), strict=True)):
             for colour, (name, ratios) in zip(SERIES, found.items(), strict=False):
                 values = [ratio[number] for ratio in ratios]
