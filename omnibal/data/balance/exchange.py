@@ -58,10 +58,13 @@ def exchange(
             ``BY_ALL_MEANS``: the same, and the other one may be farther over where the first one gains more by it.
     """
     samples, packs, scratch = window.samples, window.packs, window.scratch
-    goal, bound = _aim(packs, pack, other, wish, mode)
+    step, other_step, small = pack // rules.step_packs, other // rules.step_packs, rules.effort.small_pack
+    free_vision = (
+        min(window.free_vision[step], window.free_vision[other_step]) if mode == LEVELLING and wish == 0 else 0
+    )
+    goal, bound = _aim(packs, pack, other, wish, mode, free_vision)
     if bound <= gain:
         return False
-    step, other_step, small = pack // rules.step_packs, other // rules.step_packs, rules.effort.small_pack
     # 1. What either pack could give away. Where both list all their subsets, to swap the rest of both instead makes
     # the same two packs with changed places. Within a step either will do: the first pack's last sample stays where it
     # is, which halves the work. With a wish it stays, too: then less of a pack changes steps, which are more random (χ²
@@ -95,7 +98,9 @@ def exchange(
 
 
 @compiled_part
-def _aim(packs: Int64Array, pack: Integer, other: Integer, wish: Integer, mode: int) -> tuple[Goal, Integer]:
+def _aim(
+    packs: Int64Array, pack: Integer, other: Integer, wish: Integer, mode: int, free_vision: Integer
+) -> tuple[Goal, Integer]:
     """What a swap should move, and how near it must come to that.
 
     How much either pack may gain depends on ``mode``; see ``exchange``.
@@ -103,7 +108,9 @@ def _aim(packs: Int64Array, pack: Integer, other: Integer, wish: Integer, mode: 
     # The best swap moves half the difference from one to the other.
     vision = _within((packs[pack, VISION_EXCESS] + wish - packs[other, VISION_EXCESS]) >> 1)
     cost = _within((packs[pack, COST_EXCESS] - packs[other, COST_EXCESS]) >> 1)
-    bound = abs(vision) + abs(cost)
+    # A swap that misses half the difference by x leaves one of both packs x above their mean.
+    slack = _within(max(free_vision - (packs[pack, VISION_EXCESS] + packs[other, VISION_EXCESS] + 1 >> 1), 0))
+    bound = max(abs(vision) - slack, 0) + abs(cost)
     over, other_over = _excess_of(packs, pack), _excess_of(packs, other)
     # Repairs: the first pack loses what it has too much (its room is below 0), the other one stays within its limits,
     # or as far over them as it is.
@@ -123,8 +130,9 @@ def _aim(packs: Int64Array, pack: Integer, other: Integer, wish: Integer, mode: 
     if min(width[0], width[1]) < 0:
         bound = np.int64(0)  # together they hold too much
     goal = Goal(
-        np.int32(vision), np.int32(cost), np.int32(room[0]), np.int32(room[1]), np.uint32(width[0]), np.uint32(width[1])
-    )
+        np.int32(vision), np.int32(cost), np.int32(room[0]), np.int32(room[1]),
+        np.uint32(width[0]), np.uint32(width[1]), np.int32(slack),
+    )  # fmt: skip
     return goal, bound
 
 

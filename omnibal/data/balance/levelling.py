@@ -10,7 +10,12 @@ from omnibal.data.balance.rules import TOLERANCE, Rules
 from omnibal.data.balance.shuffle import scrambled
 from omnibal.data.balance.tables import (
     COST_EXCESS,
+    COUNT,
+    FIRST,
+    NEXT,
+    NOWHERE,
     TOKEN_ROOM,
+    VISION,
     VISION_EXCESS,
     VISION_ROOM,
     Int64Array,
@@ -48,8 +53,7 @@ def level_window(window: Window, rules: Rules, seed: np.uint64) -> int:
     """
     step_packs, number = rules.step_packs, len(window.packs)
     group_packs = rules.group_steps * step_packs
-    _center(window, step_packs, VISION_EXCESS)
-    _center(window, step_packs, COST_EXCESS)
+    center(window, rules, True, False)
     if rules.repair_first:
         repair(window, rules, seed)
     level_parts(window, rules, step_packs, rules.effort.step_rounds, False)
@@ -60,16 +64,58 @@ def level_window(window: Window, rules: Rules, seed: np.uint64) -> int:
             if left > max(number // HOPELESS, FEW):
                 return left
         level_parts(window, rules, group_packs, rules.effort.group_rounds, False)
-        _center(window, step_packs, COST_EXCESS)  # vision units keep their aims, which are whole
+        center(window, rules, False, turn == rules.effort.passes - 1)
         level_parts(window, rules, step_packs, rules.effort.step_rounds, False)
     level_parts(window, rules, step_packs, rules.effort.heaviest_rounds, True)
     return repair(window, rules, seed)
 
 
-def _center(window: Window, step_packs: int, column: int) -> None:
-    """Measure the packs of every step against their mean."""
-    excess = window.packs[:, column].reshape(-1, step_packs)  # a view: packs change with it
-    excess -= excess.sum(axis=1, keepdims=True) // step_packs
+@compiled
+def center(window: Window, rules: Rules, first: bool, last: bool) -> None:
+    """Measure the cost of every step's packs against their mean, and how much vision load a pack may have at no loss.
+
+    A pack that one sample fills takes no part: nobody can make it lighter, and the others should be alike.
+
+    Args:
+        window: Changed in place.
+        rules: What all windows have in common.
+        first: Measure vision load against the mean, too. It keeps its aims after that, which are whole units.
+        last: Set how much vision load is free. Until then it is levelled with other steps: that keeps packs within the
+            limits, and takes steps that repairs have sorted back to the usual mix.
+    """
+    packs, order = window.packs, window.order
+    for step in range(len(window.free_vision)):
+        begin = step * rules.step_packs
+        number = open_packs(packs, begin, rules.step_packs, order)
+        vision = cost = np.int64(0)
+        for place in range(number):
+            vision += packs[order[place], VISION_EXCESS]
+            cost += packs[order[place], COST_EXCESS]
+        costliest = np.int64(0)
+        for pack in range(begin, begin + rules.step_packs):
+            packs[pack, VISION_EXCESS] -= vision // number if first else 0
+            packs[pack, COST_EXCESS] -= cost // number
+        for place in range(number):
+            costliest = max(costliest, packs[order[place], COST_EXCESS])
+        # What some pack must have anyway is free for all; and where cost is more uneven than the limit lets vision
+        # loads be, all of them are. Ranks that run several packs wait for the largest in one only: nothing is free.
+        if last and rules.num_replicas == rules.step_packs:
+            limit = packs[begin, VISION_EXCESS] + packs[begin, VISION_ROOM]
+            window.free_vision[step] = limit if costliest > limit else _least_most_vision(window, rules, begin)
+
+
+@compiled_part
+def _least_most_vision(window: Window, rules: Rules, begin: Integer) -> Any:
+    """How far above the mean a step's largest vision load is at least: whole units, and the largest sample."""
+    packs, samples = window.packs, window.samples
+    aim = rules.most_vision * rules.vision_weight - packs[begin, VISION_ROOM] - packs[begin, VISION_EXCESS]
+    most = -(-aim // rules.vision_weight) * rules.vision_weight
+    for pack in range(begin, begin + rules.step_packs):
+        sample = packs[pack, FIRST]
+        while sample != NOWHERE:
+            most = max(most, np.int64(samples[sample, VISION]))
+            sample = samples[sample, NEXT]
+    return most - aim
 
 
 @compiled
@@ -86,13 +132,11 @@ def level_parts(window: Window, rules: Rules, part_packs: int, rounds: int, heav
     """
     packs, order = window.packs, window.order
     for begin in range(0, len(packs), part_packs):
-        number = min(part_packs, len(packs) - begin)
-        for place in range(number):
-            order[place] = begin + place
+        number = open_packs(packs, begin, min(part_packs, len(packs) - begin), order)
         for turn in range(rounds):
             wrong = 0
-            for pack in range(begin, begin + number):
-                wrong += abs(packs[pack, VISION_EXCESS]) > rules.vision_tolerance
+            for place in range(number):
+                wrong += _vision_wrong(window, rules, order[place]) != 0
             # Vision units decide in every other round while they are uneven: they come in few sizes, and are soon
             # even or never.
             by_vision = wrong > 0 and turn % 2 == 0 and not heaviest_alone
@@ -101,10 +145,10 @@ def level_parts(window: Window, rules: Rules, part_packs: int, rounds: int, heav
             for place in range(number - 1 if heaviest_alone else number // 2):
                 if heaviest_alone:
                     heavy, light = order[number - 1], order[place]
-                    uneven = _is_uneven(packs, heavy, rules)
+                    uneven = _is_uneven(window, rules, heavy)
                 else:  # each round shifts the light half by one, so that others meet
                     heavy, light = order[number - 1 - place], order[(place + turn) % (number // 2)]
-                    uneven = _is_uneven(packs, heavy, rules) or _is_uneven(packs, light, rules)
+                    uneven = _is_uneven(window, rules, heavy) or _is_uneven(window, rules, light)
                 if uneven:
                     tries += 1
                     done += exchange(window, rules, heavy, light, 0, GAIN, turn, LEVELLING)
@@ -128,10 +172,11 @@ def even_vision(window: Window, rules: Rules, group_packs: int, seed: Any) -> No
             # Packs with too many vision units are listed from the front of the order, those with too few from its end.
             heavy = light = 0
             for pack in range(begin, begin + number):
-                if packs[pack, VISION_EXCESS] > tolerance:
+                wrong = 0 if _is_filled(packs, pack) else _vision_wrong(window, rules, pack)
+                if wrong > 0:
                     order[heavy] = pack
                     heavy += 1
-                elif packs[pack, VISION_EXCESS] < -tolerance:
+                elif wrong < 0:
                     light += 1
                     order[number - light] = pack
             stuck = STUCK * (heavy + light) > number and 10 * (heavy + light) > 9 * before
@@ -226,13 +271,42 @@ def _is_over(packs: Int64Array, pack: Integer) -> bool:
 
 
 @compiled_part
-def _is_uneven(packs: Int64Array, pack: Integer, rules: Rules) -> bool:
+def _vision_wrong(window: Window, rules: Rules, pack: Integer) -> int:
+    """1 where a pack has too many vision units, −1 where it has too few for its step to be even."""
+    excess, free = window.packs[pack, VISION_EXCESS], window.free_vision[pack // rules.step_packs]
+    if excess > max(free, rules.vision_tolerance):
+        return 1
+    return -1 if excess < -rules.vision_tolerance and free <= rules.vision_tolerance else 0
+
+
+@compiled_part
+def _is_uneven(window: Window, rules: Rules, pack: Integer) -> bool:
     """Tell whether a pack is worth a meeting: away from its step's mean, or over a limit."""
     return bool(
-        abs(packs[pack, VISION_EXCESS]) > rules.vision_tolerance
-        or abs(packs[pack, COST_EXCESS]) > TOLERANCE
-        or _is_over(packs, pack)
+        _vision_wrong(window, rules, pack) != 0
+        or abs(window.packs[pack, COST_EXCESS]) > TOLERANCE
+        or _is_over(window.packs, pack)
     )
+
+
+@compiled_part
+def open_packs(packs: Int64Array, begin: Integer, number: Integer, order: Int64Array) -> int:
+    """List the packs that no single sample fills, and return how many they are; all of them where there is none."""
+    found = 0
+    for pack in range(begin, begin + number):
+        order[found] = pack
+        found += not _is_filled(packs, pack)
+    if found == 0:
+        for place in range(number):
+            order[place] = begin + place
+        found = number
+    return found
+
+
+@compiled_part
+def _is_filled(packs: Int64Array, pack: Integer) -> bool:
+    """Tell whether a single sample fills a pack: one over the limits, or with as many tokens."""
+    return bool(packs[pack, COUNT] == 1 and packs[pack, TOKEN_ROOM] <= 0)
 
 
 @compiled_part

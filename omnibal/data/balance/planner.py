@@ -129,7 +129,7 @@ class BalancedPacks:
         chance = np.random.default_rng([self._seed, epoch, index, attempt])
         chosen, rules = self._draw(int(begin), int(end), epoch), self._rules
         if attempt:
-            chosen, rules = chance.permutation(chosen), rules._replace(repair_first=True)
+            chosen, rules = chance.permutation(chosen), rules.for_another_attempt()
         return plan_window(chosen, self._columns, self._share_of, rules, int(np.diff(starts)[index]), chance)
 
     def _draw(self, begin: int, end: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from omnibal.compiled import compiled, compiled_part
-from omnibal.data.balance.levelling import sort_packs
+from omnibal.data.balance.levelling import open_packs, sort_packs
 from omnibal.data.balance.rules import Rules
 from omnibal.data.balance.subsets import WITHIN, Goal, add_subsets, nearest
 from omnibal.data.balance.tables import (
@@ -126,7 +126,7 @@ def _trim(
     num_theirs = add_subsets(table, scratch[1], theirs, rules.effort.trimmed)
     vision, cost = min(max(excess[0], -WITHIN), WITHIN), min(max(excess[1], -WITHIN), WITHIN)
     anything, twice = np.int32(WITHIN), np.uint32(2 * WITHIN)  # steps are not limited; packs are
-    goal = Goal(np.int32(vision), np.int32(cost), anything, anything, twice, twice)
+    goal = Goal(np.int32(vision), np.int32(cost), anything, anything, twice, twice, np.int32(0))
     given, taken = nearest(scratch, num_mine, num_theirs, goal, np.int32(abs(vision) + abs(cost)))
     if given < 0:
         return end
@@ -171,13 +171,15 @@ def deal_samples(
     """
     for step in range(len(starts) - 1):
         begin = step * rules.step_packs
-        for place in range(rules.step_packs):
+        number, turn = rules.step_packs, 0
+        for place in range(number):
             order[place] = begin + place
         for place in range(starts[step], starts[step + 1]):
-            turn = (place - starts[step]) % rules.step_packs
-            if turn == 0 and place > starts[step]:  # a new round: the lightest packs come first
-                sort_packs(packs, order, weights, rules.step_packs, True, True)
+            if turn == number:  # a new round: the lightest packs come first
+                number, turn = open_packs(packs, begin, rules.step_packs, order), 0
+                sort_packs(packs, order, weights, number, True, True)
             sample, pack = by_size[place], order[turn]
+            turn += 1
             prepend(samples, packs, pack, sample)
             packs[pack, COUNT] += 1
             packs[pack, VISION_EXCESS] += samples[sample, VISION]

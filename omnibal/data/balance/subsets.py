@@ -48,6 +48,8 @@ class Goal(NamedTuple):
     """The same plus what the second one may gain: unsigned, so that one comparison checks both."""
     token_width: Any
     """The same of tokens."""
+    vision_slack: Any
+    """How far from ``vision`` a swap may come at no loss."""
 
 
 class Excess(NamedTuple):
@@ -167,7 +169,10 @@ def _distance(scratch: Int32Array, subset: int, candidate: int, goal: Goal) -> A
     fits = (np.uint32(np.int32(vision + goal.vision_room)) <= goal.vision_width) & (
         np.uint32(np.int32(tokens + goal.token_room)) <= goal.token_width
     )
-    distance = np.int32(abs(np.int32(vision - goal.vision)) + abs(np.int32(cost - goal.cost)))
+    distance = np.int32(
+        max(np.int32(abs(np.int32(vision - goal.vision)) - goal.vision_slack), np.int32(0))
+        + abs(np.int32(cost - goal.cost))
+    )
     return distance if fits else FAR
 
 

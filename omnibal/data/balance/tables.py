@@ -56,6 +56,8 @@ class Window(NamedTuple):
     """A row per pack, step after step."""
     mixes: Mixes
     """What sizes of samples each step holds."""
+    free_vision: Int64Array
+    """For each step, how far above the mean a pack's vision load may be at no loss: one of its packs is, anyway."""
     order: Int64Array
     """Room for a list of packs."""
     weights: Int64Array

@@ -137,7 +137,7 @@ def _make_window(
     # Step, size, place in one number each: no two are equal, so that every machine sorts them alike.
     keys = ((step << 26) - sizes << 20) + np.arange(len(order))
     deal_samples(samples, packs, order[np.argsort(keys)], starts, rules, room, weights)
-    return Window(samples, packs, mixes, room, weights, scratch)
+    return Window(samples, packs, mixes, np.zeros(num_steps, dtype=np.int64), room, weights, scratch)
 
 
 def _running_order(packs: Int64Array, rules: Rules, chance: np.random.Generator) -> Int64Array:

@@ -188,7 +188,7 @@ class MixedPacks:
         chosen, num_steps = stretch.samples[part], int(np.diff(stretch.starts)[place])
         if chance_of[-1]:
             chosen = chosen[_shuffled_blocks(stretch.blocks[part], chance)]
-            rules = rules._replace(repair_first=True)
+            rules = rules.for_another_attempt()
         return plan_window(chosen, self._columns, stretch.share_of, rules, num_steps, chance)
 
 

@@ -58,6 +58,7 @@ def make_window(loads, members, rules, *, targets=None, mixes=None):
     window = Window(
         samples, packs,
         Mixes(counts, usual, precision, strangeness_of(counts, usual, precision), np.zeros(thresholds + 1, np.int64)),
+        np.zeros(len(steps), dtype=np.int64),
         *np.empty((2, max(len(packs), rules.step_packs)), dtype=np.int64),
         np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32),
     )  # fmt: skip

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.data.balance.levelling import even_vision, level_parts, level_window, repair
+from omnibal.data.balance.levelling import center, even_vision, level_parts, level_window, repair
 from omnibal.data.balance.tables import TOKEN_ROOM, VISION_ROOM
 from tests.data.balance.tables import check_window, make_rules, make_window, members_of
 
@@ -93,3 +93,17 @@ def test_a_few_tokens_too_many_outweigh_uneven_vision_units():
     targets = [(7 * unit, 0)] * 8
     window = make_window([(unit * v, 0, 1024 * t) for v, t in sizes], members, rules, targets=targets)
     assert repair(window, rules, np.uint64(1)) == 0
+
+
+def test_others_are_levelled_beside_a_sample_that_fills_its_pack():
+    """The others are measured against their own mean, and may have as many vision units as the large sample has."""
+    contents = [[(50, 2000, 100)], [(30, 900, 10), (10, 300, 10)], [(5, 100, 10), (15, 300, 10)]]
+    sizes = [size for pack in contents for size in pack]
+    rules = make_rules(3, limits=(50, 100))
+    window = make_window([(v, c << 10, t) for v, c, t in sizes], [[0], [1, 2], [3, 4]], rules, targets=[(0, 0)] * 3)
+    center(window, rules, True, True)
+    assert window.packs[:, 2].tolist() == [20, 10, -10]
+    assert window.packs[:, 3].tolist() == [1200 << 10, 400 << 10, -400 << 10]
+    assert window.free_vision.tolist() == [20]
+    level_parts(window, rules, 3, 4, False)
+    assert sorted(map(sorted, members_of(window))) == [[0], [1], [2, 3, 4]]  # costs of 900 and 700, units of 30 and 30
