@@ -112,8 +112,8 @@ class PackingSection(Section):
     method: Literal["balanced", "isf", "random"] = "balanced"
     """``balanced``; ``isf``, the OmniBal paper's packing; or ``random``, samples as they are drawn."""
     oversized: Literal["alone", "error", "drop"] = "alone"
-    """Samples that exceed a limit on their own: each in a pack of its own, refused, or left out and counted. Of streams
-    they are left out where this is not given: the log names the first one, metrics and report count them."""
+    """Samples that exceed a limit on their own: each in a pack of its own, refused, or left out. Of streams the log
+    names the first one, and metrics and report count them."""
     exchange_steps: Count = EXCHANGE_STEPS
     """Consecutive steps that may exchange samples for balance; 1 keeps every step exactly as it was drawn."""
     samples_per_step: Count | None = None

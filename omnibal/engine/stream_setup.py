@@ -60,8 +60,6 @@ def stream_loader(
     """
     section, rules = given.section, SampleRules.of(given.vlm)
     num_steps, mixture = _checked(section)
-    # A sample far beyond the limits would end a run, for lack of memory, when nobody looks any more.
-    oversized = section.packing.oversized if "oversized" in section.packing.model_fields_set else "drop"
     plan = resolve_plan(given, None)
     loader = StreamLoader(
         sources if isinstance(sources, Mapping) else {"data": sources},
@@ -72,7 +70,7 @@ def stream_loader(
         micro_batches=plan.micro_batches,
         num_steps=num_steps,
         seed=section.packing.seed,
-        oversized=oversized,
+        oversized=section.packing.oversized,
         read=partial(checked_sample, rules=rules, dtype=given.dtype),
         collate=partial(
             pack_samples,

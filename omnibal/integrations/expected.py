@@ -90,11 +90,11 @@ class Waiting:
             share = float(waited.sum() / (busy + waited).sum())
         return cls(dist_ratio(columns[0]), dist_ratio(columns[1]), share)
 
-    def told(self, sampler: PackSampler) -> list[str]:
-        """In words, between ranks: one by itself waits for nobody."""
-        if sampler.num_replicas == 1:
+    def told(self, num_ranks: int, vision_unit: str) -> list[str]:
+        """Dist Ratios in words; none of one rank, which waits for nobody."""
+        if num_ranks == 1:
             return []
-        return [f"Dist Ratio {self.vision:.1%} in {sampler.lengths.vision_unit}, {self.tokens:.1%} in tokens"]
+        return [f"Dist Ratio {self.vision:.1%} in {vision_unit}, {self.tokens:.1%} in tokens"]
 
 
 def _busy_and_waited(loads: Load, costs: Costs, layout: Trainer) -> tuple[FloatArray, FloatArray]:
@@ -250,16 +250,20 @@ def describe(
     random = padded_batches(samples, batch=schedule.batch_size, **ranks)
     padding = 1 - float(random.real.llm_tokens.sum() / random.loads.llm_tokens.sum())
     alone = len(limits.oversized(lengths))
+
+    def waiting_of(loads: Load) -> list[str]:
+        return Waiting.of(loads, costs, layout).told(sampler.num_replicas, lengths.vision_unit)
+
     parts = [
         f"omnibal: {len(lengths)} samples in {'padded batches' if padded else 'packs'} of at most "
         f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens, "
         f"{samples_per_step(sampler) / per_step:.1f} samples each",
         *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
         schedule.told(sampler),
-        *Waiting.of(first_steps(sampler), costs, layout).told(sampler),
+        *waiting_of(first_steps(sampler)),
         *([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else []),
         f"random batches of {schedule.batch_size}: "
-        + ", ".join([*Waiting.of(random.loads, costs, layout).told(sampler), f"{padding:.0%} of tokens are padding"]),
+        + ", ".join([*waiting_of(random.loads), f"{padding:.0%} of tokens are padding"]),
     ]
     if costs is not None:
         counted = "counted" if device is None else f"counted for {device}"

@@ -51,14 +51,14 @@ class StreamLoader:
         mixture: Mixture | None = None,
         micro_batches: int = 1,
         seed: int = 0,
-        oversized: Oversized = "drop",
+        oversized: Oversized = "alone",
         warn_seconds: float = 60,
         wait_seconds: float = 1800,
         weigh_tokens: bool = True,
     ) -> None:
         self._collator, self._limits = collator, kind("limits", limits, PackLimits)
-        self._rank, self._num_ranks = place()
-        self._micro_batches = ranks(self._num_ranks, micro_batches)[1]
+        self._rank, self.num_replicas = place()
+        self._micro_batches = ranks(self.num_replicas, micro_batches)[1]
         self._weigh_tokens = weigh_tokens
         draws = partial(
             Draws,
@@ -70,14 +70,14 @@ class StreamLoader:
             most_bytes=buffer_bytes,
             mixture=mixture,
             rank=self._rank,
-            num_ranks=self._num_ranks,
+            num_ranks=self.num_replicas,
             seed=integer("seed", seed, 0),
         )
         self._mixture, names = mixture, draws().names  # refuses what is wrong with the arguments, too
         self._made_from: dict[str, Any] = {"sources": names, "buffer": buffer, "seed": seed}
         self._made_from |= {"limits": [limits.vision_units, limits.llm_tokens], "oversized": oversized}
         self._made_from["mixture"] = None if mixture is None else mixture.record(names)
-        self._made_from |= {"num_ranks": self._num_ranks, "micro_batches": self._micro_batches}
+        self._made_from |= {"num_ranks": self.num_replicas, "micro_batches": self._micro_batches}
         self._windows = Windows(
             draws,
             limits,
@@ -106,7 +106,7 @@ class StreamLoader:
                     self._position = window.position_behind(step + 1)
                 batch, window.batches[number] = window.batches[number], None
                 targets = int(self.step_loads[..., 3].sum())
-                weight = {TOKEN_WEIGHT: torch.tensor(self._num_ranks / max(targets, 1))} if self._weigh_tokens else {}
+                weight = {TOKEN_WEIGHT: torch.tensor(self.num_replicas / max(targets, 1))} if self._weigh_tokens else {}
                 yield batch | weight if weight else batch
         self._position = beginning(begun["epoch"] + 1, self.oversized)
 
@@ -160,7 +160,7 @@ def balanced_stream(
     buffer_bytes: int | None = None,
     micro_batches: int = 1,
     seed: int = 0,
-    oversized: Oversized = "drop",
+    oversized: Oversized = "alone",
     warn_seconds: float = 60,
     wait_seconds: float = 1800,
     weigh_tokens: bool = True,
@@ -185,8 +185,8 @@ def balanced_stream(
         buffer_bytes: The most bytes that they may take, likewise: a buffer does not grow beyond, and packs get emptier.
         micro_batches: Packs of each rank and step.
         seed: The same seed and sources give the same packs.
-        oversized: What becomes of a sample that exceeds a limit on its own: it is left out (``"drop"``), gets a pack of
-            its own (``"alone"``), or ends the run (``"error"``). The first one is named; ``loader.oversized`` counts.
+        oversized: What becomes of a sample that exceeds a limit on its own: it gets a pack of its own (``"alone"``), is
+            left out (``"drop"``), or ends the run (``"error"``). The first one is named; ``loader.oversized`` counts.
         warn_seconds: After how long a source that is waited for is named, on all ranks.
         wait_seconds: After how long without a sample it ends the run, on all ranks.
         weigh_tokens: Whether batches hold what ``pack_loss`` needs.

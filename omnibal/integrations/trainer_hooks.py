@@ -85,6 +85,11 @@ class PacksCallback(RecipeCallback):
         self._began, self._steps, self._unlogged = 0.0, list[Trained](), list[Trained]()
         self._peaks: list[float] = []
 
+    @property
+    def vision_unit(self) -> str:
+        """What vision units are, for people."""
+        return self._sampler.lengths.vision_unit
+
     def made_from(self) -> dict[str, Any]:
         """The packs', and who trains them."""
         sampler = self._sampler
@@ -148,7 +153,7 @@ class PacksCallback(RecipeCallback):
             f"{samples / seconds:.3g} samples a second"
         )
         waiting = Waiting(figures["dist_ratio_vision"], figures["dist_ratio_tokens"], None)
-        text += "".join(f"; {told}" for told in waiting.told(self._sampler))
+        text += "".join(f"; {told}" for told in waiting.told(self._sampler.num_replicas, self.vision_unit))
         if "waited_seconds" in figures and self._sampler.num_replicas > 1:
             text += f"; by counted costs a rank waited {figures['waited_seconds']:.2g} s a step"
         if self._peaks:

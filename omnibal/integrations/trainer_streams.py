@@ -14,9 +14,10 @@ from omnibal.advise.costs import phase_costs
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
+from omnibal.data.policies import Oversized
 from omnibal.data.streaming.buffer import buffer_of
 from omnibal.data.streaming.sources import is_indexed
-from omnibal.data.streaming.windows import FREE
+from omnibal.data.streaming.windows import FATES, FREE
 from omnibal.errors import ConfigError
 from omnibal.integrations.expected import Costs
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
@@ -29,7 +30,11 @@ from omnibal.profile.records import ModelProfile
 
 
 def pack_stream(
-    trainer: Trainer, limits: PackLimits | None, profile: ModelProfile | None, mixture: Mixture | None
+    trainer: Trainer,
+    limits: PackLimits | None,
+    profile: ModelProfile | None,
+    mixture: Mixture | None,
+    oversized: Oversized = "alone",
 ) -> None:
     """Let a trainer train on packs of its stream, or of several by name, the same on all ranks; before training.
 
@@ -38,6 +43,7 @@ def pack_stream(
         limits: The most a pack may hold.
         profile: Of the model, if its layers can be counted.
         mixture: What share each of several streams gets.
+        oversized: What becomes of a sample that exceeds a limit on its own.
 
     Raises:
         ConfigError: Its settings or its model do not allow packs of a stream, or the mixture does not name the streams.
@@ -56,6 +62,7 @@ def pack_stream(
         PackCollator(trainer.data_collator, positions_of(model.config), arguments=arguments_of(model)),
         limits,
         mixture=mixture,
+        oversized=oversized,
         buffer=buffer,
         micro_batches=args.gradient_accumulation_steps,
         seed=args.seed if args.data_seed is None else args.data_seed,
@@ -128,7 +135,12 @@ class StreamCallback(PacksCallback):
         texts = two_texts(trainer.accelerator.unwrap_model(trainer.model).config)
         sampler: Any = loader
         super().__init__(trainer, sampler, costs, layout_of(trainer), lambda: check_model(trainer, *texts))
-        self._loader = loader
+        self._loader, self._fate = loader, FATES.get(loader.state_dict()["made_from"]["oversized"])
+
+    @property
+    def vision_unit(self) -> str:
+        """A stream does not say what its vision units are."""
+        return "vision units"
 
     def made_from(self) -> dict[str, Any]:
         """What packs depend on; a change of the rest is told where the rank's place is loaded."""
@@ -136,14 +148,14 @@ class StreamCallback(PacksCallback):
         return {name: value for name, value in made_from.items() if name not in FREE}
 
     def logged(self) -> dict[str, float]:
-        """As of ``PacksCallback``, and how many samples were left out so far."""
-        return super().logged() | {"left_out": self._loader.oversized}
+        """As of ``PacksCallback``, and how many samples exceeded a limit so far."""
+        return super().logged() | {"oversized": self._loader.oversized}
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """As of ``PacksCallback``."""
         super().on_train_end(args, state, control, **others)
         if self._loader.oversized and state.is_world_process_zero:
-            print(f"omnibal: {self._loader.oversized:,} samples exceeded a limit on their own and were left out")
+            print(f"omnibal: {self._loader.oversized:,} samples exceeded a limit on their own; each {self._fate}")
 
     def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
         """As of ``PacksCallback``."""

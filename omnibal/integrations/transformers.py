@@ -16,6 +16,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixing import typical_lengths
 from omnibal.data.mixture import Mixture
+from omnibal.data.policies import Oversized
 from omnibal.data.resume import check_agreement
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
@@ -92,6 +93,7 @@ def balance(  # None where the trainer has a stream, which its type does not say
     loss_reduction: Reduction = "token",
     memory_gib: float | None = None,
     mixture: Mixture | Mapping[str, Any] | None = None,
+    oversized: Oversized = "alone",
     rearrange: Literal[False] = False,
 ) -> PackSampler | None: ...
 
@@ -107,6 +109,7 @@ def balance(
     loss_reduction: Reduction = "token",
     memory_gib: float | None = None,
     mixture: Mixture | Mapping[str, Any] | None = None,
+    oversized: Oversized = "alone",
     rearrange: bool = False,
 ) -> PackSampler | None:
     """Train on balanced packs: the same samples, each once an epoch, without padding and with ranks that end together.
@@ -149,6 +152,9 @@ def balance(
         mixture: What share each source gets, as of ``BalancedBatchSampler``, by the names that ``lengths`` have for
             them; the parts of a ``ConcatDataset`` are "0", "1", …. ``max_steps`` says when to end, or an epoch holds
             about as many samples as there are.
+        oversized: What becomes of a stream's sample that exceeds a limit on its own: it gets a pack of its own
+            (``"alone"``), is left out (``"drop"``) or ends the run (``"error"``). The first one is named, all are
+            counted.
         rearrange: Whether ranks draw ``per_device_train_batch_size`` samples at random, whose lengths nobody knows
             before, and then work on each other's, so that both phases are even: for streams, and for data that is
             augmented as it is drawn. ``limits`` are then the most that a rank may hold; beside them ``padded`` alone
@@ -181,10 +187,10 @@ def balance(
                 "a stream must be packed without lengths, samples_per_step, padded and memory_gib, got one; its "
                 "lengths are not known yet, so a step holds gradient_accumulation_steps packs of each rank"
             )
-        pack_stream(trainer, limits, _profile(trainer), mixture)
+        pack_stream(trainer, limits, _profile(trainer), mixture, oversized)
         loss.install()
         return None
-    args, dataset = trainer.args, _sized_dataset(trainer)
+    args, dataset = trainer.args, _sized_dataset(trainer, oversized)
     model = trainer.accelerator.unwrap_model(trainer.model)
     packing = partial(PackCollator, positions=None if padded else positions_of(model.config))
     kind = PaddedCollator if padded else packing
@@ -291,8 +297,12 @@ def _is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"))
 
 
-def _sized_dataset(trainer: Trainer) -> Any:
+def _sized_dataset(trainer: Trainer, oversized: Oversized) -> Any:
     dataset = trainer.train_dataset
+    if oversized != "alone":
+        raise ConfigError(
+            f"oversized must be 'alone' for a dataset that is no stream, got {oversized!r}; leave samples out of it"
+        )
     if dataset is None or not hasattr(dataset, "__len__"):
         found = type(dataset).__name__
         raise DataError(f"train_dataset must be read by index and have a length, or be a stream, got {found}")

@@ -189,7 +189,7 @@ def failed(config):
         "gone": (one, Broken(some)),
         "bad": (one, Finite([bad] * 4)),
         "long": (changed(one, "packing", oversized="error"), Finite([long] * 4)),
-        "all": (one, Finite([long] * 4)),
+        "all": (changed(one, "packing", oversized="drop"), Finite([long] * 4)),
         "stuck": (one, Stuck(some)),
     }
     told = {name: _said(lambda case=case: _trained(*case)) for name, case in cases.items()}

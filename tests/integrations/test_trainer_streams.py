@@ -69,7 +69,7 @@ def check_exact(case, folder):
     ids = [{tuple(sample["input_ids"].tolist()) for pack in packs for sample in pack} for packs in of_ranks]
     assert len(ids[0] | ids[1]) > 1
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all(0 <= entry["dist_ratio_tokens"] < 1 and entry["left_out"] >= 0 for entry in logged)
+    assert all(0 <= entry["dist_ratio_tokens"] < 1 and entry["oversized"] >= 0 for entry in logged)
     assert len(logged) == 3
 
 
