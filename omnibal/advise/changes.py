@@ -28,6 +28,7 @@ Source: the rule of three; Hanley and Lippman-Hand, "If nothing goes wrong, is e
 """
 MOST_TRIED: Final = 12
 """Numbers of micro-batches that are tried, in about equal ratios."""
+MOST_ROUNDS: Final = 4  # in which settings are tried one after another; two to three bring something
 LEAST_FILL: Final = 0.75
 """Of the largest pack that packs hold on average: among emptier ones a few large samples lie in packs of their own."""
 ALIKE: Final = 1.005
@@ -231,27 +232,47 @@ def advise(setting: Setting, today: Way, *, with_pipeline: bool = False) -> Advi
 
 
 def _settings(now: Estimate) -> tuple[list[Change], Estimate]:
-    """What the trainer offers without packs of ours, and what those settings that bring something end in."""
+    """What the trainer offers without packs of ours, and what those settings that bring something end in.
+
+    Settings are tried in rounds until a round brings nothing: batches of like samples, say, may bring something only
+    where they are larger, which another setting brings. What a setting brings in several rounds is told as one change,
+    and so are ways to bring samples together that took each other's place.
+    """
     setting, changes, current = now.setting, list[Change](), now
+    batchings = {name for name, _ in BATCHINGS.values()}
 
     def tried(change: Change | None) -> None:
         nonlocal current
-        if change is not None:
-            changes.append(replace(change, is_setting=True))
-            current = change.after if change.brings and change.after is not None else current
+        if change is None:
+            return
+        if not change.brings or change.after is None:
+            if all(found.name != change.name for found in changes):
+                changes.append(replace(change, is_setting=True))
+            return
+        current, gain = change.after, change.gain
+        for found in list(changes):
+            if found.name == change.name or (found.brings and {found.name, change.name} <= batchings):
+                changes.remove(found)
+                if found.brings and found.gain and gain:
+                    gain = found.gain * gain
+        changes.append(replace(change, gain=gain, is_setting=True))
 
     if "head" in setting.offered:
         tried(_head(now))
-    for batching in BATCHINGS:
-        if batching in setting.offered and now.way.batching in PADDED and batching != now.way.batching:
-            tried(_batched(current, batching))
-    if current.way.limits is None:
-        tried(_other_batch(current))
-    tried(_recompute(current))
-    for _ in SHARING_LESS:
-        before = current
-        tried(_trainer(current))
-        if current is before:
+    for _ in range(MOST_ROUNDS):
+        begun = current
+        for batching in BATCHINGS:
+            if batching in setting.offered and current.way.batching in PADDED and batching != current.way.batching:
+                tried(_batched(current, batching))
+        if current.way.limits is None:
+            tried(_other_batch(current))
+        tried(_recompute(current))
+        for _ in SHARING_LESS:
+            before_sharing = current
+            tried(_trainer(current))
+            if current is before_sharing:
+                break
+        if current is begun:
             break
     return changes, current
 

@@ -83,6 +83,23 @@ def test_what_the_trainer_has_by_a_setting_is_no_gain_of_packs():
     assert again.beyond.factor == pytest.approx(offered.beyond.factor, rel=0.03)
 
 
+def test_settings_end_alike_wherever_a_trainer_begins():
+    """Batches by length bring nothing while batches are small, and much once another setting has made them larger."""
+    lengths = tiled_lengths(1_000, seed=3)
+    offered = ("group_by_length", "batch_rebalance")
+    found = [
+        advise(replace(setting(lengths, per_rank=16), offered=offered), Way("zero3", "random", batch, 16 // batch))
+        for batch in (1, 4, 16)
+    ]
+    seconds = [float(advice.settled.sample_seconds.mean()) for advice in found]
+    assert max(seconds) < 1.05 * min(seconds)
+    for advice in found:
+        names = [change.name for change in advice.changes if change.is_setting]
+        assert len(names) == len(set(names))  # one line for each
+        ways = [change for change in advice.adopted if change.name in offered]
+        assert [change.name for change in ways] in ([], [advice.settled.way.batching])
+
+
 def test_packs_that_lose_by_themselves_are_part_of_the_gain_with_balance():
     """One micro-batch of unlike ranks: random packs wait longer than batches by length, even packs do not."""
     advice = advise(setting(), Way("zero3", "group_by_length", 4, 8, "none"))
