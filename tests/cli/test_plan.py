@@ -206,6 +206,9 @@ def test_a_missing_model_is_no_matter_of_the_present_configuration(refusal, ds_c
 def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path):
     config = ds_config(
         deepspeed={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}},
+        packing={
+            "samples_per_step": 15
+        },  # or the second plan would be asked for the samples that the first one came to
         pipeline={"schedule": "1f1b", "num_stages": 2},
     )
     before = config.read_text()

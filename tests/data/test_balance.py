@@ -108,7 +108,7 @@ def test_steps_stay_random_with_many_oversized_samples():
     source, text = (chance.random(60_000) < 0.12).astype(int), chance.lognormal(5, 0.8, 60_000).astype(int)
     units = np.where(source, chance.integers(9000, 16000, 60_000), chance.lognormal(7.2, 0.5, 60_000).astype(int))
     lengths = SampleLengths(units, units // 4 + text, source=source)
-    packs = BalancedPacks(lengths, PackLimits(8192, 4096), num_replicas=256).window(0, 0)
+    packs = BalancedPacks(PackingSpec(lengths, PackLimits(8192, 4096)), Ranks(256)).window(0, 0)
     mixes = source_mix(lengths.source, packs, np.arange(len(packs)).reshape(-1, 256))
     assert step_randomness(mixes) < 1.3
 
@@ -116,7 +116,7 @@ def test_steps_stay_random_with_many_oversized_samples():
 def test_cost_is_even_beside_samples_that_take_the_most_vision_units():
     """Nobody waits for the vision units of the others, which then make room for long texts (0.10 in place of 0.03)."""
     lengths, ranks = patch_lengths(60_000, seed=7), 256
-    packs = BalancedPacks(lengths, PackLimits(16384, 8192), num_replicas=ranks).window(0, 0)
+    packs = BalancedPacks(PackingSpec(lengths, PackLimits(16384, 8192)), Ranks(ranks)).window(0, 0)
     steps = np.arange(len(packs)).reshape(-1, ranks)
     assert dist_ratio(packs.vision_units(lengths)[steps]) < 0.08
     assert dist_ratio(DEFAULT_COST(packs.load(lengths))[steps]) < 0.05

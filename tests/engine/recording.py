@@ -10,6 +10,8 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from omnibal.cluster import Layout
+from omnibal.config import OmnibalSection
 from omnibal.engine import transfers
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.table import RunEntry
@@ -117,7 +119,7 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, fr
         programs = []
         for stage in range(plan.num_stages):
             network.enter(stage)
-            engine = engine_class(given=None, plan=plan, loader=None)
+            engine = engine_class(given=SimpleNamespace(section=OmnibalSection()), plan=plan, loader=None)
             for _ in range(steps):
                 kind = schedule.InferenceSchedule if forward_only else schedule.TrainSchedule
                 engine._exec_schedule(kind(plan.micro_batches, plan.num_stages, stage))
@@ -132,13 +134,14 @@ def _bare(network, plan, frozen_stages):
         nn.Module.__init__(engine)
         module = nn.Module()
         module.frozen_stages = frozen_stages
-        topology = SimpleNamespace(get_rank=lambda pipe, data: pipe)
+        module.layout = Layout(plan.num_stages)
         engine.__dict__ |= {
             "network": network,
             "device": network.device,
             "module": module,
             "optimizer": None,
-            "grid": SimpleNamespace(topology=lambda: topology),
+            "basic_optimizer": SimpleNamespace(param_groups=[]),
+            "lr_scheduler": None,
             "stage_id": network.rank,
             "global_rank": network.rank,
             "num_stages": plan.num_stages,
@@ -153,7 +156,7 @@ def _bare(network, plan, frozen_stages):
             "dynamic_shape": True,
             "first_output_send": True,
             "_forwards": 0,
-            "_config": SimpleNamespace(wall_clock_breakdown=False),
+            "_config": SimpleNamespace(wall_clock_breakdown=False, _param_dict={}),
             **dict.fromkeys(("is_pipe_partitioned", "is_grad_partitioned"), False),
             **dict.fromkeys(("has_attention_mask", "has_bool_tensors"), False),
         }

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
+from omnibal.cluster import Layout
 from omnibal.engine import transfers
 from omnibal.engine.table import TableEngine
 
@@ -46,8 +46,8 @@ def open_links(monkeypatch):
         monkeypatch.setattr(transfers, "gloo_group", lambda world: "gloo")
         engine = TableEngine.__new__(TableEngine)
         engine.__dict__ |= {"num_stages": STAGES, "dp_world_size": REPLICAS, "global_rank": rank, "_senders": []}
-        topology = PipeDataParallelTopology(num_pp=STAGES, num_dp=REPLICAS)
-        engine.__dict__ |= {"device": torch.device(device), "grid": SimpleNamespace(topology=lambda: topology)}
+        module = SimpleNamespace(layout=Layout(STAGES, REPLICAS))
+        engine.__dict__ |= {"device": torch.device(device), "module": module}
         engine._open_links()
         return network, engine
 

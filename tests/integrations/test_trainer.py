@@ -31,7 +31,7 @@ from omnibal.integrations.loops import balanced_loader
 from omnibal.integrations.losses import StepLoss, loss_per_target
 from omnibal.integrations.trainer_settings import memory_of, recompute_of, replicas_of, wants_all_gradients
 from omnibal.integrations.transformers import balance
-from omnibal.ranks import extensions
+from omnibal.ranks import extensions, place
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.trainers import (
@@ -118,7 +118,7 @@ def check_exact(case, folder, limits=None):
 
 def dead_lock(folder):
     """That of an extension which a process of this rank has compiled and that was killed."""
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"extensions{dist.get_rank()}")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"extensions{place()[0]}")
     lock = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "fused_adam" / "lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
