@@ -33,14 +33,14 @@ Precision = Literal["bfloat16", "float32"]
 def replicas_of(
     num_stages: int, num_devices: int, *, num_layers: int, num_tensor: int = 1, devices: str = "devices"
 ) -> int:
-    """How many replicas devices make.
+    """How many replicas of a pipeline some devices hold.
 
     Args:
-        num_stages: Of the pipeline.
-        num_devices: All that take part.
-        num_layers: Of the model.
+        num_stages: Pipeline stages.
+        num_devices: Devices of all replicas together.
+        num_layers: Layers of the model, at least one per stage.
         num_tensor: Devices that share each layer.
-        devices: What they are, for messages.
+        devices: The word for devices in messages.
 
     Raises:
         ConfigError: Devices would be left over, or stages without a layer.
@@ -110,7 +110,7 @@ class Layout:
     """
 
     num_stages: int = 1
-    """Of the pipeline, those of the encoder among them."""
+    """Pipeline stages, those of the encoder among them."""
     num_replicas: int = 1
     """Data-parallel ranks of each stage."""
     _: KW_ONLY
@@ -155,7 +155,7 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """All that take part."""
+        """Devices of all stages, replicas and tensor ranks."""
         return self._first_ranks[-1]
 
     def shape(self, stage: int) -> tuple[int, int]:
@@ -371,15 +371,11 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
         return tuple(min(map(self._memory_of, layout.ranks(stage))) for stage in range(layout.num_stages))
 
     def allocatable_bytes(self, layout: Layout) -> tuple[int, ...]:
-        """What tensors may take of it; the same."""
+        """What tensors may take on every device of each stage at least: its memory without the overhead."""
         return tuple(memory - self.overhead_bytes for memory in self.stage_memory_bytes(layout))
 
     def check(self, layout: Layout) -> None:
-        """Refuse a layout of more devices.
-
-        Raises:
-            ConfigError: There are fewer.
-        """
+        """Refuse a layout of more devices than the cluster has."""
         if layout.num_devices > self.num_devices:
             raise ConfigError(
                 f"layout must have at most the {self.num_devices} devices of {self}, got {layout.num_devices}: {layout}"

@@ -98,10 +98,10 @@ class PacksCallback(RecipeCallback):
         return kept | ranks | {"padded": isinstance(sampler, PaddedSampler)}
 
     def check(self) -> None:
-        """That steps are still as they were planned; and as it was given.
+        """Refuse micro-batches that changed since ``balance``, then run the check that was given.
 
         Raises:
-            ConfigError: They are not, as where a search of hyperparameters changes them.
+            ConfigError: Their number is another one, as where a search of hyperparameters sets it.
         """
         found = self._trainer.args.gradient_accumulation_steps
         if found != self._accumulation:

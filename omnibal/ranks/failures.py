@@ -17,19 +17,19 @@ from omnibal.errors import said
 from omnibal.ranks.hosts import store
 
 POLL_SECONDS: Final = 1.0
+# How long a failed rank stays until the others have heard of it, and how long a rank that has heard of a failure may
+# take to fail by itself: gloo's collectives raise when a peer has gone, NCCL's do not.
 GRACE_SECONDS: Final = 3.0
-"""For a failed rank to be heard, and for a rank that has heard of it to fail by itself, as gloo lets it."""
-PATIENCE_SECONDS: Final = 120.0
-"""For a rank that has left a loop and may still run what it has received last."""
+PATIENCE_SECONDS: Final = 120.0  # a rank that has left a loop may still run the last micro-batch that it received
 FAILED, SAID, HEARD, LEFT = "omnibal/failed", "omnibal/said", "omnibal/heard", "omnibal/left"
 
 
 @contextmanager
 def failures_reach_all_ranks() -> Iterator[None]:
-    """What fails within is told to all ranks; so is, from the first time on, what ends this process otherwise.
+    """Tell all ranks about an exception inside the block, and from the first call on about any that ends this process.
 
-    A rank that hears of it and has not failed by itself some seconds later ends with status 1: what it waits for, such
-    as an exchange that takes place on a GPU, can neither be finished nor interrupted.
+    A rank that hears of a failure and has not failed by itself some seconds later ends with status 1: an exchange on a
+    GPU that waits for the failed rank can neither be finished nor interrupted.
     """
     watching = watch()
     try:
@@ -46,7 +46,7 @@ def watch() -> "Watch":
 
 @lru_cache(maxsize=1)
 def _watch(world: int) -> "Watch":
-    """The watch of the group of all ranks that has this ``id``."""
+    # The id is the cache's key only: a new process group of all ranks gets a new watch.
     return Watch()
 
 
@@ -56,7 +56,7 @@ class Watch:
     def __init__(self) -> None:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         shared: Any = store()
-        while hasattr(shared, "underlying_store"):  # prefixes before it
+        while hasattr(shared, "underlying_store"):  # torch wraps the store to put prefixes before its keys
             shared = shared.underlying_store
         self._store = shared.clone()  # a connection of its own: the other one may be waiting for a peer
         self._has_failed = Event()
@@ -109,7 +109,7 @@ class Watch:
         return None
 
     def _at_the_end(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """In place of ``sys.excepthook``: failures of backward passes, of optimizers, of whatever the user does."""
+        """Replace ``sys.excepthook``, which sees failures of backward passes, of optimizers and of the user's code."""
         self._show(kind, error, traceback)
         if not isinstance(error, KeyboardInterrupt):
             self.tell(error)

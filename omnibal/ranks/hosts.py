@@ -73,13 +73,13 @@ def new_gloo_group(
 
 
 def unreachable(rank: int, members: Sequence[int], hosts: Sequence[Host], reason: str) -> str:
-    """Say which host a process does not reach.
+    """The message that a process does not reach another host.
 
     Args:
-        rank: Of the process.
-        members: Ranks of the group, itself among them.
-        hosts: Of all processes, by rank.
-        reason: What gloo says; it names the peer's address where it knows it.
+        rank: Rank of the process.
+        members: Ranks of the group, ``rank`` among them.
+        hosts: Hosts of all processes, by rank.
+        reason: The error of gloo, which may hold the peer's address.
     """
     others = [other for other in members if other != rank]
     named = [other for other in others if f"[{hosts[other].address}]" in reason] or others
