@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omnibal.data.lengths import SampleLengths
     from omnibal.data.limits import PackLimits
-    from omnibal.data.sampler import BalancedBatchSampler
     from omnibal.engine.initialize import initialize
+    from omnibal.feeds.sampler import BalancedBatchSampler
     from omnibal.plan import Plan
 
 __all__ = ["BalancedBatchSampler", "PackLimits", "Plan", "SampleLengths", "initialize"]
@@ -19,7 +19,7 @@ __all__ = ["BalancedBatchSampler", "PackLimits", "Plan", "SampleLengths", "initi
 _MODULES = {
     "SampleLengths": "omnibal.data.lengths",
     "PackLimits": "omnibal.data.limits",
-    "BalancedBatchSampler": "omnibal.data.sampler",
+    "BalancedBatchSampler": "omnibal.feeds.sampler",
     "Plan": "omnibal.plan",
     "initialize": "omnibal.engine.initialize",
 }

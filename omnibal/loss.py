@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from omnibal.data.collate import IGNORED
+from omnibal.formats.collate import IGNORED
 from omnibal.memory.footprint import LOSS_ROWS
 
 EVALUATION_STATISTICS = ("loss", "target_tokens", "exact_samples", "samples")

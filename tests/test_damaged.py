@@ -14,16 +14,16 @@ from omnibal.cli.output import answer
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.sources.chat import parse_conversation
-from omnibal.data.sources.drawn import Opened, measure_items, parse_item
-from omnibal.data.sources.shards import named_files
 from omnibal.errors import MOST_CHARACTERS, ConfigError, DataError, OmnibalError, said, shortened
+from omnibal.formats.chat import parse_conversation
+from omnibal.formats.drawn import Opened, measure_items, parse_item
+from omnibal.formats.shards import named_files
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.records import parse_relaxed
 from omnibal.report.style import make_table
 from omnibal.report.training import read_metrics, training_rows
-from tests.data.sources.test_drawn import FORMS, RULE
+from tests.formats.test_drawn import FORMS, RULE
 from tests.report.test_training import logged
 
 FUZZED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

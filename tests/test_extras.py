@@ -107,7 +107,7 @@ def test_a_command_without_its_extra_names_it_in_one_line(results, verb, extra):
         "import omnibal.engine.loader",
         "import omnibal.train",
         "from omnibal.vlm import load_model",
-        "from omnibal.data.sources.conversations import open_dataset",
+        "from omnibal.formats.conversations import open_dataset",
         "from omnibal.demo import write_demo",
     ],
 )

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from omnibal import PackLimits
-from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.demo import write_demo
+from omnibal.formats.conversations import ConversationDataset, open_dataset
 
 LIMITS = PackLimits(vision_units=12, llm_tokens=512)
 ADAM = {"lr": 1e-3}

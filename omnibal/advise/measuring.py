@@ -13,7 +13,9 @@ from omnibal.advise.present import Present
 from omnibal.advise.reading import NamedModel
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
-from omnibal.data.sources.drawn import (
+from omnibal.errors import DataError
+from omnibal.families.base import ImageLoad, ImageRule, Size
+from omnibal.formats.drawn import (
     ESTIMATE_ERROR,
     Drawn,
     DrawnLengths,
@@ -22,9 +24,7 @@ from omnibal.data.sources.drawn import (
     estimated_tokens,
     measure_items,
 )
-from omnibal.data.sources.head import STANDARD_INPUT, is_stream, stream_items
-from omnibal.errors import DataError
-from omnibal.families.base import ImageLoad, ImageRule, Size
+from omnibal.formats.head import STANDARD_INPUT, is_stream, stream_items
 
 FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose vision units bring so many tokens each."""

@@ -10,7 +10,7 @@ from omnibal.advise.present import Host, Present
 from omnibal.advise.proposed import Proposal
 from omnibal.advise.wait import Trainer
 from omnibal.cluster import Cluster
-from omnibal.data.streaming.buffer import buffer_of
+from omnibal.feeds.buffer import buffer_of
 from omnibal.plan import Plan
 
 _PLUGINS: Final = '$(python -c "import omnibal; print(omnibal.__path__[0])")/integrations/plugins'

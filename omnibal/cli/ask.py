@@ -69,7 +69,7 @@ def _held_out(source: Path) -> Path | None:
 
 def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path, ...], str]]:
     """The first exchange of ``count`` samples, spread evenly over the data."""
-    from omnibal.data.sources.shards import open_shards
+    from omnibal.formats.shards import open_shards
 
     shards = open_shards(meta)
     entries = [(shard, item) for shard in shards for item in range(len(shard.records))]

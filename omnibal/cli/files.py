@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from omnibal.data.sources.records import AS_LINES, table_format
 from omnibal.errors import ConfigError
+from omnibal.formats.records import AS_LINES, table_format
 from omnibal.records import parse_json, parse_relaxed, read_json
 
 Kind = Literal[

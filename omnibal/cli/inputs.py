@@ -11,7 +11,7 @@ from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from omnibal.data.sources.survey import Problem
+    from omnibal.formats.survey import Problem
 
 SHOWN_PROBLEMS: Final = 10
 
@@ -67,7 +67,7 @@ def measure_dataset(path: Path, model: Path, **options: Any) -> UsableLengths:
         ConfigError: The model's folder cannot be used.
         DataError: There are broken samples that are not skipped, or none that can be used.
     """
-    from omnibal.data.sources.conversations import open_dataset
+    from omnibal.formats.conversations import open_dataset
 
     dataset = open_dataset(path, model, **options)
     return not_empty(UsableLengths(dataset.lengths(), dataset.skipped, dataset.repeat_time()), [path])

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from omnibal.cluster import Layout, PipelinePosition
-from omnibal.data.collate import IGNORED, Positions
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
 from omnibal.errors import ConfigError, DataError, OmnibalError
+from omnibal.formats.collate import IGNORED, Positions
 from omnibal.ranks import gather
 from omnibal.vlm.layer_run import image_tokens_per_tile
 from omnibal.vlm.layers import VisionLanguageModel

@@ -17,8 +17,6 @@ from omnibal.config import (
 )
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixing import typical_lengths
-from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import meet
 from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
@@ -30,6 +28,8 @@ from omnibal.engine.resolve import Given, named, read, resolve_plan
 from omnibal.engine.stream_setup import is_stream, open_annotations, stream_loader
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import trained_in_words
+from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks

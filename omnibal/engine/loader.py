@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from omnibal.cost import Load
-from omnibal.data.collate import Positions, pack_samples
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.policies import Oversized
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.errors import OmnibalError
+from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.formats.collate import Positions, pack_samples
 
 View = Literal["images", "text", "nothing"]
 Batch = dict[str, Tensor]

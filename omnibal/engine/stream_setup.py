@@ -9,15 +9,15 @@ from torch import Tensor
 
 from omnibal.cluster import PipelinePosition
 from omnibal.config import OmnibalSection
-from omnibal.data.collate import IGNORED, pack_samples
 from omnibal.data.mixture import Mixture
-from omnibal.data.sources.streamed import ConversationStream, open_streams
-from omnibal.data.streaming.draws import Sample
 from omnibal.engine.contract import SampleRules
 from omnibal.engine.loader import PAD_TOKEN_ID, PackLoader, cores_of_process
 from omnibal.engine.resolve import Given, named, resolve_plan
 from omnibal.engine.streams import StreamLoader
 from omnibal.errors import ConfigError, DataError
+from omnibal.feeds.draws import Sample
+from omnibal.formats.collate import IGNORED, pack_samples
+from omnibal.formats.streamed import ConversationStream, open_streams
 from omnibal.plan import Plan
 
 

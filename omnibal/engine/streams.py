@@ -18,12 +18,15 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
-from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.data.streaming.ahead import ahead
-from omnibal.data.streaming.buffer import buffer_of
-from omnibal.data.streaming.draws import Draws, Sample
-from omnibal.data.streaming.sources import part_of
-from omnibal.data.streaming.windows import (
+from omnibal.engine.distributed import set_device
+from omnibal.engine.loader import Batch, PackLoader, Step, VlmDataset, step_in_words
+from omnibal.errors import ConfigError
+from omnibal.feeds.ahead import ahead
+from omnibal.feeds.buffer import buffer_of
+from omnibal.feeds.draws import Draws, Sample
+from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.feeds.sources import part_of
+from omnibal.feeds.windows import (
     PER_PACK,
     Window,
     Windows,
@@ -31,9 +34,6 @@ from omnibal.data.streaming.windows import (
     go_on,
     shares_of,
 )
-from omnibal.engine.distributed import set_device
-from omnibal.engine.loader import Batch, PackLoader, Step, VlmDataset, step_in_words
-from omnibal.errors import ConfigError
 from omnibal.ranks import gather, new_gloo_group
 
 Collate = Callable[[list[dict[str, Tensor]]], Batch]

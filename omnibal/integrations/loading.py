@@ -15,8 +15,8 @@ from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.errors import DataError
+from omnibal.feeds.sampler import BalancedBatchSampler
 
 Loads = tuple[int, int, int]
 """Vision units, LLM tokens and target tokens of a sample."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from omnibal.data.collate import IGNORED
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.data.streaming.sources import is_indexed
 from omnibal.errors import ConfigError, DataError
+from omnibal.feeds.sources import is_indexed
+from omnibal.formats.collate import IGNORED
 from omnibal.integrations.lengths import (
     LENGTHS,
     kept_lengths,

@@ -13,8 +13,8 @@ from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional
 
-from omnibal.data.collate import IGNORED
 from omnibal.errors import ConfigError
+from omnibal.formats.collate import IGNORED
 from omnibal.integrations.packing import FAMILIES, vary_lengths
 
 Reduction = Literal["token", "sample", "square"]

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from omnibal.data.collate import IGNORED, Positions, mrope_positions
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
+from omnibal.formats.collate import IGNORED, Positions, mrope_positions
 from omnibal.integrations.loading import Drawn, Loads, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]

@@ -13,10 +13,10 @@ from torch import Tensor, ones_like
 
 from omnibal.compiled import compiled
 from omnibal.cost import Load
-from omnibal.data.collate import IGNORED
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
+from omnibal.formats.collate import IGNORED
 from omnibal.integrations.loading import Drawn, Loads, PackSampler, PlannedLoads
 from omnibal.integrations.packing import PER_TOKEN, Collator, PackCollator, refuse_missing, unpadded_images
 

@@ -17,10 +17,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from omnibal.cost import IntArray
-from omnibal.data.collate import IGNORED
 from omnibal.dispatch.exchange import exchange
 from omnibal.dispatch.step_plan import StepPlan
 from omnibal.errors import ConfigError
+from omnibal.formats.collate import IGNORED
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import as_one_row
 from omnibal.integrations.step_check import Passes, StepCheck

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnibal.data.streaming.sources import EveryNth, iterated
+from omnibal.feeds.sources import EveryNth, iterated
 
 
 class Epochs:

@@ -14,16 +14,16 @@ from omnibal.data.checks import integer, kind, ranks
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
-from omnibal.data.streaming.ahead import ahead
-from omnibal.data.streaming.draws import Draws, Sample
-from omnibal.data.streaming.windows import (
+from omnibal.errors import DataError
+from omnibal.feeds.ahead import ahead
+from omnibal.feeds.draws import Draws, Sample
+from omnibal.feeds.windows import (
     PER_PACK,
     Windows,
     beginning,
     go_on,
     shares_of,
 )
-from omnibal.errors import DataError
 from omnibal.integrations.loading import Loads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of, two_texts

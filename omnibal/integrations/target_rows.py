@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import ModelOutput
 
-from omnibal.data.collate import IGNORED
 from omnibal.errors import ConfigError
+from omnibal.formats.collate import IGNORED
 from omnibal.loss import summed_loss
 
 BEHIND_HEADS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")

@@ -15,10 +15,10 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
-from omnibal.data.streaming.buffer import buffer_of
-from omnibal.data.streaming.sources import is_indexed
-from omnibal.data.streaming.windows import FATES, FREE
 from omnibal.errors import ConfigError
+from omnibal.feeds.buffer import buffer_of
+from omnibal.feeds.sources import is_indexed
+from omnibal.feeds.windows import FATES, FREE
 from omnibal.integrations.expected import Costs
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.shares import Stream, as_it_is

@@ -15,8 +15,8 @@ from omnibal.advise.paste import Kind, lines_to_paste, pipeline_lines
 from omnibal.advise.proposed import Proposal, propose
 from omnibal.advise.question import Question
 from omnibal.advise.state import COPIED, FLOAT16, USUAL
-from omnibal.data.streaming.buffer import buffer_of
 from omnibal.errors import DataError
+from omnibal.feeds.buffer import buffer_of
 from omnibal.report.html import code, page, paragraph, picture, section, table
 from omnibal.report.style import BLUE, GIB, GREEN, GREY, ORANGE, PINK, VERMILION, drawing, legend_below
 
@@ -209,7 +209,7 @@ class Report:
         return f"{change.name}: {error} ({change.detail}; takes {BUFFERED if buffered else change.cost})"
 
     def _buffer(self, proposal: Proposal) -> str:
-        from omnibal.data.streaming.simulated import given_up  # compiled, which no other advice needs
+        from omnibal.feeds.simulated import given_up  # compiled, which no other advice needs
 
         micro_batches = self.advice.after.way.micro_batches
         size = buffer_of(micro_batches)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnibal.data.sources.chat import IMAGE_MARK, Conversation, Turn
-from omnibal.data.sources.formats import ModelFormat, load_part
-from omnibal.data.sources.images import load_image
-from omnibal.data.sources.text import Rendered, encode
 from omnibal.errors import ConfigError, DataError, said
+from omnibal.formats.chat import IMAGE_MARK, Conversation, Turn
+from omnibal.formats.images import load_image
+from omnibal.formats.model_format import ModelFormat, load_part
+from omnibal.formats.text import Rendered, encode
 from omnibal.vlm.lora import base_of, load_adapters
 
 

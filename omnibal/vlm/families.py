@@ -8,10 +8,10 @@ from pkgutil import resolve_name
 from transformers import AutoConfig, PreTrainedConfig
 
 from omnibal.config import LoraSection
-from omnibal.data.sources.formats import load_part
 from omnibal.errors import ConfigError
 from omnibal.families import family_of
 from omnibal.families.base import Family, LayerRecord
+from omnibal.formats.model_format import load_part
 from omnibal.records import read_json
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.lora import adapters_of, add_adapters

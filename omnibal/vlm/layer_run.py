@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from omnibal.cost import Load
-from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
+from omnibal.formats.collate import pack_samples
 from omnibal.profile.levels import LEVELS, Level
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.passes import Timing, kept_bytes, time_passes, time_split_backward

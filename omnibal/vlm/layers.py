@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnibal.data.collate import Positions
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import LayerRecord
+from omnibal.formats.collate import Positions
 from omnibal.vlm.attention import PACKED_ATTENTION
 from omnibal.vlm.payload import Layout
 

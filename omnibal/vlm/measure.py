@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from omnibal.cost import CostModel, Load
-from omnibal.data.collate import IGNORED
 from omnibal.data.limits import PackLimits
 from omnibal.families.base import LayerRecord, check_frozen
+from omnibal.formats.collate import IGNORED
 from omnibal.loss import targets_of
 from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import LayerCost, ModelProfile

@@ -24,9 +24,9 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from omnibal.data.collate import GRIDS, mrope_positions
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import LayerRecord
+from omnibal.formats.collate import GRIDS, mrope_positions
 from omnibal.vlm.attention import attention_kwargs
 from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import PackCounts, Payload, note_counts

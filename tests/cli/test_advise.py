@@ -13,8 +13,8 @@ from omnibal.advise.present import Present
 from omnibal.advise.reading import read_model
 from omnibal.cli.main import app
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.sources.conversations import open_dataset
 from omnibal.data.synthetic import tiled_lengths
+from omnibal.formats.conversations import open_dataset
 
 RUN = ("--model", "InternVL3-8B", "--cluster", "8xA100-80GB")
 PROBE = """

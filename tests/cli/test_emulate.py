@@ -6,8 +6,8 @@ from PIL import Image
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.emulator.run import Emulation
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.clusters import on_cluster

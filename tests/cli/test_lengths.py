@@ -6,7 +6,7 @@ import pytest
 from omnibal.cli.inputs import read_lengths
 from omnibal.cli.lengths import lengths_table, statistics_of
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.sources.conversations import open_dataset
+from omnibal.formats.conversations import open_dataset
 from tests.families.models import TEMPLATES, save_folder
 from tests.report.printed import text_of
 

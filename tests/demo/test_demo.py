@@ -4,9 +4,9 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, InternVLForConditionalGeneration
 
-from omnibal.data.sources.conversations import open_dataset
 from omnibal.demo import majority_accuracy, write_demo
 from omnibal.errors import ConfigError
+from omnibal.formats.conversations import open_dataset
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from omnibal.data.collate import GRIDS
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.errors import DataError
+from omnibal.formats.collate import GRIDS
 from omnibal.vlm import load_model
 from tests.engine.cases import SmallDataset
 from tests.engine.small import IMAGE_TOKEN, VOCABULARY, small_config

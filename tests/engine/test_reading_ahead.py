@@ -9,11 +9,11 @@ import torch
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.engine import loader as loader_file
 from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.loader import PackLoader, workers_for
 from omnibal.errors import DataError
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from tests.engine.cases import SmallDataset

@@ -7,11 +7,11 @@ from omnibal.cluster import Cluster, Layout
 from omnibal.config import OmnibalSection, layout_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
-from omnibal.data.sources.conversations import open_dataset
 from omnibal.demo import write_demo
 from omnibal.engine.initialize import _open
 from omnibal.engine.resolve import Given, resolve_plan, shape_of
 from omnibal.errors import ConfigError
+from omnibal.formats.conversations import open_dataset
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction

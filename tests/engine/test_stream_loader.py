@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from omnibal.cluster import Layout
-from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.engine import streams
@@ -19,6 +18,7 @@ from omnibal.engine.contract import SampleRules
 from omnibal.engine.stream_setup import checked_sample
 from omnibal.engine.streams import StreamLoader
 from omnibal.errors import DataError
+from omnibal.formats.collate import pack_samples
 from omnibal.vlm import load_model
 from tests.engine.small import PIXEL_SHAPE, small_config
 from tests.engine.streaming import Counting, Finite, sample, sources

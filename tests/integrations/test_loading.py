@@ -5,8 +5,8 @@ import pytest
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.integrations.loading import Drawn, Pack, PackedView, PackSampler
 
 LENGTHS = tiled_lengths(60, seed=0, text_share=0.5)

@@ -16,9 +16,9 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainingArguments
 
-from omnibal.data.collate import mrope_positions
 from omnibal.data.limits import PackLimits
 from omnibal.errors import DataError
+from omnibal.formats.collate import mrope_positions
 from tests.families.models import PATCH, TILE, small_config
 from tests.integrations.items import items_of
 from tests.vlm.families import IMAGE_TOKEN, plain_backward, plain_family_model, plain_inputs

@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset as TorchStream
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.data.streaming.draws import Draws, Sample
 from omnibal.errors import ConfigError, DataError
+from omnibal.feeds.draws import Draws, Sample
 from omnibal.integrations.loops import balanced_loader, pack_loss
 from omnibal.integrations.shares import Stream
 from omnibal.integrations.streams import balanced_stream

@@ -10,9 +10,9 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packs import Packs
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.errors import ConfigError
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.planner.packings import Packing, packings
 from tests.pipeline.profiles import layer, profile
 from tests.planner.test_request import request

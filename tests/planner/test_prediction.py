@@ -6,8 +6,8 @@ import pytest
 from omnibal.cluster import Links
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import random_padded_steps
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import zero_bubble
 from omnibal.pipeline.simulate import simulate_step

@@ -5,8 +5,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from omnibal.data.collate import pack_samples
 from omnibal.families import FAMILIES, family_of
+from omnibal.formats.collate import pack_samples
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import load_layer
 from tests.families.models import image_processor, small_config

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-from omnibal.data.collate import pack_samples
+from omnibal.formats.collate import pack_samples
 from omnibal.loss import targets_of
 from omnibal.profile.levels import Level
 from omnibal.vlm import Payload, VisionLanguageModel

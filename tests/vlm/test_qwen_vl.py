@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from omnibal.cost import Load
-from omnibal.data.collate import GRIDS, mrope_positions
 from omnibal.device import DEVICES
 from omnibal.engine.transfers import describe, read_description
 from omnibal.errors import ConfigError, DataError
+from omnibal.formats.collate import GRIDS, mrope_positions
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.payload import PackCounts, note_counts

@@ -16,12 +16,12 @@ from ways import Groups, Way, ladder, unrecomputed
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
-from omnibal.data.collate import pack_samples
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.loader import Step
 from omnibal.engine.resolve import Given
+from omnibal.formats.collate import pack_samples
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile

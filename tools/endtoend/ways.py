@@ -8,8 +8,8 @@ from samples import LIMITS, sample_lengths
 from omnibal.cluster import Cluster, Layout, Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.device import Device
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.partition import Partition, parameter_cut
 from omnibal.pipeline.search import search_partition

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from omnibal import loss as loss_module
-from omnibal.data.collate import IGNORED
+from omnibal.formats.collate import IGNORED
 from omnibal.loss import summed_loss, targets_of
 from omnibal.memory import footprint
 from omnibal.vlm.storages import DevicePeak

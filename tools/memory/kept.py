@@ -13,8 +13,8 @@ from markdown import table
 from models import IMAGE_TOKEN, MODELS, TOKENS_PER_TILE, make_sample
 
 from omnibal.cost import Load
-from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
+from omnibal.formats.collate import pack_samples
 from omnibal.profile.levels import LEVELS
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model

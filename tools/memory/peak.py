@@ -16,9 +16,9 @@ from transformers import InternVLConfig
 
 from omnibal.cluster import Layout
 from omnibal.cost import Load
-from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.errors import InfeasibleError
+from omnibal.formats.collate import pack_samples
 from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.memory.recompute import choose_levels, recompute_seconds
 from omnibal.pipeline.partition import Partition

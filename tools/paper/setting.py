@@ -14,9 +14,9 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.device import Device
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.pipeline.partition import Partition, parameter_cut
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan

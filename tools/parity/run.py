@@ -21,10 +21,10 @@ from transformers import InternVLForConditionalGeneration
 
 from omnibal.config import complete_deepspeed_config, layout_of
 from omnibal.data.limits import PackLimits
-from omnibal.data.sampler import BalancedBatchSampler
-from omnibal.data.sources.conversations import ConversationDataset, open_dataset
 from omnibal.demo import write_demo
 from omnibal.engine.launch import free_port
+from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.report.training import read_metrics
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model

@@ -15,13 +15,13 @@ from transformers import InternVLConfig
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import CostModel, Load
-from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.loader import Step
 from omnibal.engine.resolve import Given
+from omnibal.formats.collate import pack_samples
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.profile.levels import Level

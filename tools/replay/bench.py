@@ -11,8 +11,8 @@ from torch import nn
 from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig
 
 from omnibal.cost import Load
-from omnibal.data.collate import pack_samples
 from omnibal.data.lengths import SampleLengths
+from omnibal.formats.collate import pack_samples
 from omnibal.loss import targets_of
 from omnibal.vlm import Payload, load_model
 from omnibal.vlm.layer_run import made_sample

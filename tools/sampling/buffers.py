@@ -18,7 +18,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import source_mix, step_randomness
 from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.streaming.simulated import MOST_DRAWN, Evenness, packed_ahead
+from omnibal.feeds.simulated import MOST_DRAWN, Evenness, packed_ahead
 
 BUFFERS: Final = (64, 256, 1024, 4096, 16384)
 RANKS: Final = (8, 64, 512)

@@ -20,9 +20,9 @@ from omnibal.data.metrics import dist_ratio, min_packs
 from omnibal.data.mixture import Knot, Mixture, Unit
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.data.sampler import BalancedBatchSampler
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.report.training import plot_shares
 
 Rows = Iterator[Sequence[str]]

@@ -15,10 +15,10 @@ from transformers import InternVLConfig, InternVLVisionConfig, Qwen2Config
 
 from omnibal.cluster import Layout, Links
 from omnibal.cost import Load
-from omnibal.data.collate import pack_samples
 from omnibal.data.limits import PackLimits
 from omnibal.engine.distributed import meet
 from omnibal.engine.launch import free_port
+from omnibal.formats.collate import pack_samples
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.search import search_partition

@@ -1,0 +1,231 @@
+"""BalancedBatchSampler: any DataLoader's batch_sampler, with balanced packs as its batches."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Unpack
+
+from omnibal.data.checks import integer
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.mixing import Origin
+from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
+from omnibal.errors import ConfigError
+from omnibal.feeds.epoch_steps import Epochs, EpochSteps, StepPacks
+from omnibal.feeds.resume import VERSION, check_agreement, read_state
+
+
+class BalancedBatchSampler:
+    """Yields the sample indices of this rank's micro-batches, on all ranks equally many.
+
+    Pass it to a DataLoader as ``batch_sampler`` and call ``set_epoch`` before every epoch. All ranks must be given
+    equal arguments, ``rank`` aside: ``verify`` checks that they were. An empty list stands for a micro-batch without
+    a sample; it is possible in the last step only.
+
+    Under ``"balanced"`` all epochs have equally many steps, and a micro-batch is empty only where there are fewer
+    samples than packs. Under ``"isf"`` and ``"random"`` every epoch has the steps that its packs fill: the length
+    follows ``set_epoch``, and ``steps_of`` tells that of any epoch, to sum them for a learning-rate schedule.
+
+    Args:
+        lengths: Loads of every sample; a sample's index is its position here.
+        limits: The most a pack may hold.
+        num_replicas: Data-parallel ranks.
+        rank: This process's data-parallel rank.
+        micro_batches: Packs per rank and step (gradient accumulation steps).
+        **options: Other fields of a ``PackingSpec``. ``method``: ``"balanced"``, ``"isf"`` (that of the OmniBal paper)
+            or ``"random"`` (samples packed in the order in which they are drawn). ``seed``: the same seed gives the
+            same epochs. ``oversized``: samples that exceed a limit on their own get packs of their own (``"alone"``),
+            are left out (``"drop"``) or refused (``"error"``). ``cost``: what a micro-batch costs the LLM.
+            ``exchange_steps``: consecutive steps that may exchange samples so that the ranks of each are alike; with 1
+            every step keeps exactly the samples that it drew. ``iterations``: rounds of ISF. ``mixture``: the share of
+            each source; an epoch is then no pass over the data but a part of an endless row of steps, of as many as
+            hold about as many samples as there are.
+
+    Attributes:
+        epoch: The current epoch.
+        num_steps: Steps of the current epoch, all of it; the same in all epochs under ``"balanced"``.
+        steps_done: Where iterating the current epoch begins: above 0 after ``load_state_dict``.
+        epoch_steps: Where it ends: ``num_steps``, but in an epoch that other ranks began.
+
+    Raises:
+        ConfigError: An argument is out of range.
+        DataError: ``oversized`` is ``"error"`` and there is such a sample, or ``"drop"`` and there is no other.
+
+    >>> lengths = SampleLengths([1, 3, 5, 4, 1], [300, 800, 1400, 1100, 300])
+    >>> limits = PackLimits(9, 4096)
+    >>> ranks = [BalancedBatchSampler(lengths, limits, num_replicas=2, rank=rank) for rank in range(2)]
+    >>> [len(sampler) for sampler in ranks], sorted(sample for sampler in ranks for pack in sampler for sample in pack)
+    ([1, 1], [0, 1, 2, 3, 4])
+    """
+
+    def __init__(
+        self,
+        lengths: SampleLengths,
+        limits: PackLimits,
+        *,
+        num_replicas: int,
+        rank: int,
+        micro_batches: int = 1,
+        **options: Unpack[PackingOptions],
+    ) -> None:
+        self._spec = PackingSpec(lengths, limits, **options)  # type: ignore[arg-type]  # a mapping becomes a mixture
+        self._epochs = Epochs(self._spec)
+        self._ranks = Ranks(num_replicas, micro_batches)
+        self._origin: Origin | None = None  # of the epochs to come, if other ranks began a mixture
+        self._steps = self._epochs.begin(0, self._ranks)
+        self.lengths = lengths
+        self.mixture = self._spec.mixture
+        self.limits = limits
+        self.num_replicas = self._ranks.num_replicas
+        self.micro_batches = self._ranks.micro_batches
+        self.rank = integer("rank", rank, 0, self.num_replicas - 1)
+        self.steps_done = 0
+        self._steps_yielded = 0
+        self._exhausted = False
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch."""
+        return self._steps.epoch
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the current epoch, were it begun by the ranks there are now."""
+        return self.steps_of(self.epoch)
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps that are done when the current epoch is."""
+        return self._steps.last_step
+
+    @property
+    def oversized_report(self) -> str:
+        """How many samples exceed a limit on their own, which, and what becomes of them."""
+        return self._spec.oversized_report()
+
+    def __len__(self) -> int:
+        """Micro-batches of the current epoch: the same on all ranks, and under ``"balanced"`` in all epochs."""
+        return self.num_steps * self.micro_batches
+
+    def steps_of(self, epoch: int) -> int:
+        """Steps of an epoch begun by the ranks there are now.
+
+        Under ``"isf"`` and ``"random"`` the epoch is planned to count them, once: tenths of a second for a million
+        samples. Under ``"balanced"`` they are known.
+        """
+        return self._epochs.steps_of(integer("epoch", epoch, 0), self._ranks)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
+            self._go_to(self._epochs.begin(self.epoch, self._ranks, self._origin), steps_done=0)
+        for step in self.steps():
+            for micro_batch in range(self.micro_batches):
+                if micro_batch == self.micro_batches - 1:
+                    self._steps_yielded = step.index + 1
+                yield step.pack(self.rank, micro_batch).tolist()
+        self._exhausted = True
+
+    def steps(self) -> Iterator[StepPacks]:
+        """The steps of the current epoch from ``steps_done`` on, with the packs of all ranks."""
+        steps = self._steps
+        return (steps.step(index) for index in range(self.steps_done, steps.last_step))
+
+    def step(self, index: int) -> StepPacks:
+        """One step of the current epoch, with the packs of all ranks.
+
+        Raises:
+            ConfigError: The epoch has no such step, or other ranks did it.
+        """
+        return self._steps.step(index)
+
+    def shares_of(self, index: int) -> dict[str, tuple[float, float]]:
+        """Of a step of the current epoch, by the mixture's sources: the share it was to hold, and the one it holds.
+
+        Nothing without a mixture. A single step's share is up to chance; over some hundred steps it is met.
+        """
+        return self._steps.shares_of(index)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
+        epoch = integer("epoch", epoch, 0)
+        if epoch != self.epoch:
+            self._go_to(self._epochs.begin(epoch, self._ranks, self._origin), steps_done=0)
+
+    def _go_to(self, steps: EpochSteps, *, steps_done: int) -> None:
+        self._steps = steps
+        self._exhausted = False
+        self.steps_done = self._steps_yielded = steps_done
+
+    def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
+        """The position behind ``steps_done`` steps of the current epoch, as a few JSON values.
+
+        Args:
+            steps_done: Steps of the current epoch that were trained, those before a resume included. By default
+                those that were yielded: too many where a DataLoader prefetches.
+
+        Raises:
+            ConfigError: ``steps_done`` is not a step of the current epoch, or lies before the resume.
+        """
+        done = self._steps_yielded if steps_done is None else steps_done
+        done = integer("steps_done", done, self._steps.first_step, self._steps.last_step)
+        return {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "steps_done": done,
+            "epoch_steps": self._steps.record(),
+            "next_packs": [self._steps.next_pack(done)],
+            "made_from": self._spec.fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, also one of another number of ranks, micro-batches or workers.
+
+        Where the ranks are the same, the steps are those that would have followed. Otherwise the epoch's remaining
+        packs are dealt to the ranks there are now: no sample is lost or repeated, and ``epoch_steps`` says where the
+        epoch ends. Later epochs are arranged for the ranks there are now.
+
+        Raises:
+            ConfigError: The state was saved with another spec (lengths, limits, method, seed, …), or this version
+                arranges epochs differently.
+        """
+        saved = read_state(state, self._spec.fingerprint())
+        position, done = saved.epoch_steps, saved.steps_done
+        origin = None if position.origin is None else position.origin.origin()
+        arranged_for, ranks = Ranks(*position.arranged_for), Ranks(*position.ranks)
+        resume = partial(self._epochs.resume, saved.epoch, arranged_for=arranged_for, origin=origin)
+        (packs_done,) = position.packs_done
+        steps = resume(ranks, packs_done=packs_done, first_step=position.first_step)
+        if ranks != self._ranks:  # the ranks there are now go on behind the packs that the others have done
+            steps = resume(self._ranks, packs_done=steps.packs_done(done), first_step=done)
+        found = [steps.next_pack(done)]
+        if found != saved.next_packs:
+            raise ConfigError(
+                f"the next packs must be those of the saved state, {saved.next_packs}, got {found}; "
+                "this version of omnibal arranges epochs differently: finish the epoch with the one that saved it"
+            )
+        self._origin = origin if arranged_for == self._ranks else steps.origin_behind()
+        self._go_to(steps, steps_done=done)
+
+    def verify(self, gather: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]]) -> None:
+        """Check that all ranks hold the same plan: lengths, limits, seed and all else, at the same position.
+
+        Args:
+            gather: Returns the mappings that all processes passed, on every process. With torch::
+
+                def gather(record):
+                    records = [None] * dist.get_world_size()
+                    dist.all_gather_object(records, record)
+                    return records
+
+        Raises:
+            ConfigError: On all ranks alike, naming the rank and the field that differ.
+        """
+        record = {
+            "rank": self.rank,
+            "num_replicas": self.num_replicas,
+            "micro_batches": self.micro_batches,
+            **self._spec.fingerprint(),
+            "epoch": self.epoch,
+            "steps_done": self.steps_done,
+            "epoch_steps": self._steps.record(),
+        }
+        check_agreement(gather(record), num_replicas=self.num_replicas)

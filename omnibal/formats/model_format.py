@@ -1,0 +1,179 @@
+"""How a model's folder turns conversations and images into what the model reads.
+
+What is particular to a family is in ``omnibal.families``. Image tokens are those of transformers' processors; these
+classes themselves need torchvision for their video halves, so that their image halves are used directly: the image
+processor that the folder names.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from omnibal.errors import ConfigError, said
+from omnibal.families import family_of
+from omnibal.families.base import ImageLoad, ImageRule, Size
+from omnibal.formats.chat import IMAGE_MARK, Conversation
+from omnibal.formats.images import MOST_PIXELS
+from omnibal.formats.text import ChatTemplate, Render, render_chatml, text_start
+from omnibal.records import read_json
+
+SETTINGS = (".json", ".jinja", ".txt", ".model")
+"""Endings of the files of a model's folder that are not weights."""
+PADDED_TILES = 5
+"""Dimensions of pixels where a processor pads every image to as many tiles."""
+
+
+def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
+    """What one of transformers' Auto classes makes of a folder.
+
+    Raises:
+        ConfigError: It is no folder, or does not hold what the class reads.
+    """
+    if not folder.is_dir():  # transformers would look for it on the hub
+        raise ConfigError(f"model's folder must be one with configuration and tokenizer, got {folder}")
+    try:
+        return auto_class.from_pretrained(folder, trust_remote_code=False, **options)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # files are checked by nobody: what they trip varies with what they hold
+        kind = auto_class.__name__
+        raise ConfigError(f"model's folder must hold what {kind} reads, got {folder}: {said(error)}") from error
+
+
+class ModelFormat:
+    """A tokenizer, a way to write conversations, a token that stands for a piece of an image, and a rule for images.
+
+    Args:
+        folder: Hugging Face folder with ``config.json``, ``preprocessor_config.json`` and a tokenizer.
+        max_tiles: Most tiles of an image, the thumbnail not counted; what the folder says by default.
+        min_tiles: Fewest tiles of an image; what the folder says by default.
+        max_image_pixels: The most pixels of an image file; one that has more counts as broken.
+
+    Attributes:
+        tokenizer: The folder's tokenizer.
+        render: The conversation as one text that holds `image_token` once for each image.
+        image_token: What a rendered conversation holds once for each image.
+        image_token_id: Its id.
+        added_end: What ends each answer where the folder's chat template writes nothing; empty where it does.
+
+    Raises:
+        ConfigError: If the family is unknown or has no such limits, or the folder's parts do not fit one another.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_tiles: int | None = None,
+        min_tiles: int | None = None,
+        max_image_pixels: int = MOST_PIXELS,
+    ) -> None:
+        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
+        self._folder, self._limits, self.max_image_pixels = Path(folder), (max_tiles, min_tiles), max_image_pixels
+        config = load_part(AutoConfig, self._folder)
+        self._config: dict[str, Any] = config.to_dict()
+        self.family = family_of(self._config)
+        self.tokenizer: Any = load_part(AutoTokenizer, self._folder)
+        self._processor: Any = load_part(AutoImageProcessor, self._folder, backend="pil")
+        self._rules: dict[int | None, tuple[dict[str, Any], ImageRule]] = {}
+        self._rule(None)
+        self.image_token_id: int = config.image_token_id
+        known = self.image_token_id >= 0  # tokenizers raise below 0, and have no token above
+        token = self.tokenizer.convert_ids_to_tokens(self.image_token_id) if known else None
+        if token is None:
+            raise ConfigError(f"image_token_id in {folder}/config.json must be a token, got {self.image_token_id}")
+        self.image_token: str = token
+        template = None if self.family.image_tokens else self._template()
+        self.render: Render = self._chatml() if template is None else template.render
+        self.added_end: str = "" if template is None else template.end
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the folder's configuration and tokenizer and of the limits (hexadecimal)."""
+        kept = repr(self._limits) + (f", {self.max_image_pixels}" if self.max_image_pixels != MOST_PIXELS else "")
+        digest = hashlib.blake2b(kept.encode(), digest_size=16)
+        for file in sorted(self._folder.iterdir()):
+            if file.suffix in SETTINGS:
+                digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+                digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    def image_loads(self, sizes: Sequence[Size], max_tiles: int | None = None) -> tuple[ImageLoad, ...]:
+        """What each image of a sample brings.
+
+        Args:
+            sizes: (width, height) of the images.
+            max_tiles: Goes before the one given at first.
+
+        Raises:
+            ValueError: With the reason, if the model refuses such an image.
+        """
+        return self._rule(max_tiles)[1](sizes)
+
+    def pixels(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> dict[str, Tensor]:
+        """The images of a sample as the model takes them, by the names of its arguments.
+
+        ``pixel_values`` are float32, those of all images one after another: tiles, (tiles, 3, height, width), or
+        patches, (patches, values).
+        """
+        options, rule = self._rule(max_tiles)
+        processed = self._processor([list(images)], return_tensors="pt", **options)
+        found = {name: processed[name] for name in self._processor.model_input_names if name in processed}
+        if found["pixel_values"].ndim == PADDED_TILES:
+            loads = rule([image.size for image in images])
+            tiles = [padded[: load.vision_units] for padded, load in zip(found["pixel_values"], loads, strict=True)]
+            found["pixel_values"] = torch.cat(tiles)
+        return found
+
+    def refuse_image_tokens(self, conversation: Conversation) -> None:
+        """Refuses texts that hold by themselves what is to stand for images.
+
+        Raises:
+            ValueError: With the reason.
+        """
+        for turn in conversation.turns:
+            text = turn.text.replace(IMAGE_MARK, "") if turn.role == "user" else turn.text
+            if self.image_token in text:
+                raise ValueError(f"conversations must not hold {self.image_token}, which stands for parts of images")
+
+    def _rule(self, max_tiles: int | None) -> tuple[dict[str, Any], ImageRule]:
+        """What the image processor is told beside images, and the rule that this makes."""
+        if max_tiles not in self._rules:
+            most, fewest = self._limits
+            self._rules[max_tiles] = self.family.images(
+                self._config, self._processor.to_dict(), max_tiles=max_tiles or most, min_tiles=fewest
+            )
+        return self._rules[max_tiles]
+
+    def _chatml(self) -> Render:
+        start, piece, end = (_named_token(self.tokenizer, *names) for names in self.family.image_tokens.items())
+        if piece != self.image_token:
+            raise ConfigError(
+                f"image_token_id in {self._folder}/config.json must be the id of {piece}, got {self.image_token}'s"
+            )
+        return partial(render_chatml, image=f"{start}{piece}{end}", start=text_start(self.tokenizer))
+
+    def _template(self) -> ChatTemplate:
+        """The processor's chat template, which knows of images; the tokenizer's where the folder has no other."""
+        legacy = self._folder / "chat_template.json"
+        if not legacy.is_file():
+            return ChatTemplate.of(self.tokenizer, self.tokenizer.chat_template, self.image_token)
+        content = read_json(legacy, "chat_template.json")
+        template = content.get("chat_template") if isinstance(content, dict) else None
+        if not (isinstance(template, str) and template):
+            raise ConfigError(f"chat_template.json must hold a text as chat_template, got {content!r:.80} in {legacy}")
+        return ChatTemplate.of(self.tokenizer, template, self.image_token)
+
+
+def _named_token(tokenizer: Any, attribute: str, usual: str) -> str:
+    name = getattr(tokenizer, attribute, None) or usual
+    if tokenizer.convert_tokens_to_ids(name) in (None, tokenizer.unk_token_id):
+        raise ConfigError(f"tokenizer must know the token {name}, got a vocabulary of {len(tokenizer)} without it")
+    return str(name)

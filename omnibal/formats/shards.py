@@ -1,0 +1,267 @@
+"""Annotation files as people name them, and which item of which of them a sample is.
+
+InternVL's own trainer takes a meta file that names annotation files (https://internvl.readthedocs.io, "Chat Data
+Format"):
+
+    {"shapes": {"root": "images/", "annotation": "train.jsonl", "repeat_time": 1, "length": 1000}, …}
+
+LLaVA's takes an annotation file, a JSON array or JSON lines, and a folder of images. ``repeat_time`` may be any
+positive number: 0.5 takes the first half of the file and 2.5 the file twice and its first half once more, as InternVL
+does for fractions below one and for whole numbers.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.errors import ConfigError, DataError, shortened
+from omnibal.formats.chat import Conversation, parse_conversation
+from omnibal.formats.records import Records
+from omnibal.formats.survey import Problem
+from omnibal.records import load_json
+
+KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")
+MOST_REPEATED: Final = 10_000
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class AnnotationFile:
+    """An annotation file as it is named, unread.
+
+    Attributes:
+        name: What the user calls it.
+        path: Where it is.
+        root: Where its images are.
+        max_tiles: Most tiles of its images, where it has a limit of its own.
+        repeat: How often it is drawn in an epoch.
+        length: How many entries it is said to have.
+        meta: The meta file that names it, if one does.
+    """
+
+    name: str
+    path: Path
+    root: Path
+    max_tiles: int | None = None
+    repeat: float = 1
+    length: Any = None
+    meta: Path | None = None
+
+    def refused(self, key: str, rule: str, got: object) -> DataError:
+        """What is wrong with a key of its meta file."""
+        return DataError(f"{self.meta}: {self.name}.{key} must {rule}, got {got}")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One annotation file.
+
+    Attributes:
+        name: What the user calls it.
+        records: Its entries.
+        root: Where its images are.
+        num_samples: Samples drawn from it: its items in order, then again from the first one.
+        max_tiles: Most tiles of its images, where it has a limit of its own.
+        repeated: What ``repeat_time`` would draw, where ``num_samples`` is another number.
+    """
+
+    name: str
+    records: Records
+    root: Path
+    num_samples: int
+    max_tiles: int | None = None
+    repeated: int | None = None
+
+    def conversation(self, place: int) -> Conversation:
+        """One of its items.
+
+        Raises:
+            DataError: It is no conversation; the message names file and line.
+        """
+        try:
+            return parse_conversation(self.records[place], self.root)
+        except ValueError as error:
+            raise DataError(str(self.problem(place, error))) from error
+
+    def problem(self, place: int, error: ValueError) -> Problem:
+        """What is wrong with one of its items."""
+        return Problem(self.records.path, self.records.line(place), shortened(str(error)))
+
+
+class Shards:
+    """Annotation files one after another; items are numbered through, and so are samples.
+
+    Args:
+        shards: The annotation files.
+
+    Attributes:
+        num_samples: Samples in all.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = tuple(shards)
+        self._sizes = np.array([len(shard.records) for shard in shards], dtype=np.int64)
+        self._drawn = np.array([shard.num_samples for shard in shards], dtype=np.int64)
+        self._first_items: Ids = np.cumsum(self._sizes) - self._sizes
+        self._first_samples: Ids = np.cumsum(self._drawn) - self._drawn
+        self.num_samples = int(self._drawn.sum())
+
+    @property
+    def num_used_items(self) -> int:
+        """Items that are drawn at least once."""
+        return int(np.minimum(self._sizes, self._drawn).sum())
+
+    def used_items(self) -> Ids:
+        """The items that are drawn at least once, ascending."""
+        used = np.minimum(self._sizes, self._drawn)
+        first_of_used = np.cumsum(used) - used
+        return np.repeat(self._first_items - first_of_used, used) + np.arange(used.sum())
+
+    def samples_of(self, items: Ids) -> Ids:
+        """All samples that repeat some items, ascending; takes memory for these samples only."""
+        shard = np.searchsorted(self._first_items, items, side="right") - 1
+        places, sizes = items - self._first_items[shard], self._sizes[shard]
+        times = np.maximum(-(-(self._drawn[shard] - places) // sizes), 0)
+        repetition = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+        first = np.repeat(self._first_samples[shard] + places, times)
+        return np.sort(first + repetition * np.repeat(sizes, times))
+
+    def item_of(self, samples: Ids) -> Ids:
+        """The item that each sample repeats, of the shape of ``samples``."""
+        shard = self.source_of(samples)
+        places: Ids = np.mod(samples - self._first_samples[shard], self._sizes[shard])
+        return self._first_items[shard] + places
+
+    def source_of(self, samples: Ids) -> Ids:
+        """The number of each sample's shard, of the shape of ``samples``."""
+        return np.asarray(np.searchsorted(self._first_samples, samples, side="right") - 1, dtype=np.int64)
+
+    def locate(self, item: int) -> tuple[Shard, int]:
+        """The shard of an item, and its place in there."""
+        number = int(np.searchsorted(self._first_items, item, side="right")) - 1
+        return self._shards[number], item - int(self._first_items[number])
+
+
+def names_of(shards: Sequence[Shard | AnnotationFile]) -> tuple[str, ...]:
+    """What the shards are called as sources: their names, or their numbers where several have the same name."""
+    names = tuple(shard.name for shard in shards)
+    return names if len(set(names)) == len(names) else tuple(map(str, range(len(names))))
+
+
+def open_shards(
+    paths: str | Path | Sequence[str | Path], *, image_folder: str | Path | None = None, index: Path | None = None
+) -> list[Shard]:
+    """The annotation files that a user names, by what the named files look like.
+
+    Args:
+        paths: InternVL meta files (a ``.json`` that holds an object), or annotation files (any other).
+        image_folder: What the images of annotation files are relative to, by default each file's own folder; a meta
+            file names its own.
+        index: As of `Records`.
+
+    Raises:
+        DataError: A file cannot be used; names the meta file, the dataset and the key.
+        ConfigError: An image folder is given for a meta file.
+    """
+    return [_opened(file, index) for file in named_files(paths, image_folder)]
+
+
+def named_files(
+    paths: str | Path | Sequence[str | Path], image_folder: str | Path | None = None
+) -> list[AnnotationFile]:
+    """As ``open_shards``, but no annotation file is read.
+
+    Args:
+        paths: As of ``open_shards``; so ``image_folder``.
+        image_folder: See there.
+
+    Raises:
+        DataError: A meta file cannot be used.
+        ConfigError: An image folder is given for a meta file.
+    """
+    files: list[AnnotationFile] = []
+    for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
+        if not _is_meta(path):
+            files.append(AnnotationFile(path.stem, path, path.parent if image_folder is None else Path(image_folder)))
+        elif image_folder is None:
+            files += _read_meta(path)
+        else:
+            raise ConfigError(f"image_folder must be left out for a meta file, which names its own, got {image_folder}")
+    return files
+
+
+def _opened(file: AnnotationFile, index: Path | None) -> Shard:
+    records = Records(file.path, index)
+    if file.length not in (None, len(records)):
+        raise file.refused("length", f"be the {len(records)} entries of {records.path}", repr(file.length))
+    num_samples = int(len(records) * file.repeat)
+    if not num_samples:
+        raise file.refused("repeat_time", f"draw at least one of {len(records)} items", repr(file.repeat))
+    return Shard(file.name, records, file.root, num_samples, file.max_tiles)
+
+
+def _is_meta(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return path.suffix == ".json" and file.read(1024).lstrip().startswith("{")
+    except (OSError, ValueError) as error:
+        raise DataError(f"dataset must be a readable text file, got {path} ({error})") from error
+
+
+def _read_meta(meta: Path) -> list[AnnotationFile]:
+    try:
+        datasets = load_json(meta, object_pairs_hook=_without_repetition)
+    except (OSError, ValueError) as error:
+        raise DataError(f"meta must be a readable JSON file, got {meta} ({error})") from error
+    if not datasets:
+        raise DataError(f"meta must be an object of datasets, got {datasets!r:.80} in {meta}")
+    return [_read_entry(meta, name, entry) for name, entry in datasets.items()]
+
+
+def _read_entry(meta: Path, name: str, entry: Any) -> AnnotationFile:
+    def refuse(key: str, rule: str, got: object) -> DataError:
+        return AnnotationFile(name, meta, meta, meta=meta).refused(key, rule, got)
+
+    if not isinstance(entry, Mapping):
+        raise DataError(f"{meta}: {name} must be an object, got {entry!r:.80}")
+    for key in entry:
+        known = get_close_matches(key, KEYS, 1, cutoff=0.8)
+        if known and key not in KEYS:
+            raise refuse(key, f"be spelt {known[0]}", repr(key))
+    for key in ("root", "annotation"):
+        if not isinstance(entry.get(key), str) or "\0" in entry[key]:
+            raise refuse(key, "be a path", repr(entry.get(key, "nothing")))
+    repeat = entry.get("repeat_time", 1)
+    if isinstance(repeat, bool) or not isinstance(repeat, int | float) or not 0 < repeat <= MOST_REPEATED:
+        raise refuse("repeat_time", f"be a number above 0 and at most {MOST_REPEATED}", repr(repeat))
+    max_tiles = entry.get("max_dynamic_patch")
+    if max_tiles is not None and (type(max_tiles) is not int or max_tiles < 1):
+        raise refuse("max_dynamic_patch", "be an integer of at least 1", repr(max_tiles))
+    if entry.get("data_augment"):
+        raise refuse("data_augment", "be false: images are not augmented", "true")
+    annotation, root = _resolve(meta, entry["annotation"]), _resolve(meta, entry["root"])
+    return AnnotationFile(name, annotation, root, max_tiles, repeat, entry.get("length"), meta)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of equal keys all but the last would be lost."""
+    times = Counter(key for key, _ in pairs)
+    repeated = [key for key, number in times.items() if number > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]!r} occurs {times[repeated[0]]} times; give each its own name")
+    return dict(pairs)
+
+
+def _resolve(meta: Path, path: str) -> Path:
+    beside = meta.parent / path
+    try:
+        return Path(path) if Path(path).exists() and not beside.exists() else beside
+    except OSError:  # a name that is too long, say: whoever opens the file tells
+        return beside

@@ -1,0 +1,243 @@
+"""Conversations as the text that a model reads, by ChatML or by a chat template, and as token ids and labels."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from omnibal.errors import ConfigError, said
+from omnibal.formats.chat import IMAGE_MARK, Conversation
+from omnibal.formats.collate import IGNORED
+
+PROBE = "probe"
+MOST_LINES: Final = 200_000
+"""Lines of its code that a template may run for a few short turns: it takes some hundreds."""
+
+Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as one text in which every image is one token, and which characters carry loss.
+
+    Attributes:
+        text: What is tokenised.
+        targets: (start, stop) of each answer with its end-of-turn token.
+    """
+
+    text: str
+    targets: tuple[tuple[int, int], ...]
+
+
+Render = Callable[[Conversation], Rendered]
+
+
+def text_start(tokenizer: Any) -> str:
+    """The token that a tokenizer puts before every text; none in Qwen2's."""
+    return str(tokenizer.bos_token) if tokenizer("")["input_ids"] == [tokenizer.bos_token_id] else ""
+
+
+def render_chatml(conversation: Conversation, image: str, start: str = "") -> Rendered:
+    r"""The text as Qwen2 and InternVL write it, without a system message where the conversation has none.
+
+    Args:
+        conversation: What is said.
+        image: What stands for an image.
+        start: What stands before the first turn.
+
+    >>> from omnibal.formats.chat import Turn
+    >>> turns = (Turn("user", "<image>\nWhat?"), Turn("assistant", "A cat."))
+    >>> rendered = render_chatml(Conversation(turns, ()), "<img>")
+    >>> rendered.text
+    '<|im_start|>user\n<img>\nWhat?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n'
+    >>> [rendered.text[start:stop] for start, stop in rendered.targets]
+    ['A cat.<|im_end|>']
+    """
+    text, targets = start, []
+    for turn in conversation.turns:
+        text += f"<|im_start|>{turn.role}\n"
+        begin = len(text)
+        text += turn.text.replace(IMAGE_MARK, image) if turn.role == "user" else turn.text
+        text += "<|im_end|>"
+        if turn.role == "assistant":
+            targets.append((begin, len(text)))
+        text += "\n"
+    return Rendered(text, tuple(targets))
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Renders by a chat template, whatever the model.
+
+    Attributes:
+        tokenizer: A transformers tokenizer, which runs the template.
+        template: As its folder has it.
+        breaks_line: Whether it writes a line break after an image; the one after an image's mark is then left out.
+        start: What tokenizers put before a text and the template leaves to them.
+        end: What ends an answer where the template writes nothing (LLaVA 1.5's): who trains without never stops.
+    """
+
+    tokenizer: Any
+    template: str
+    breaks_line: bool = False
+    start: str = ""
+    end: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Any, template: str | None, image_token: str) -> "ChatTemplate":
+        """Finds out how a template writes images and ends answers.
+
+        Raises:
+            ConfigError: If there is none, or it does not write ``image_token`` for an image, among brackets perhaps, or
+                what assistants answer, or nothing ends an answer.
+        """
+        if not template:
+            raise ConfigError("tokenizer or processor must have a chat template, got none")
+        written = cls(tokenizer, template)
+        asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROBE}]}
+        try:
+            with _bounded_lines():
+                probe = written._text([asked])
+                answered = written._text([written._message("user", "question"), written._message("assistant", PROBE)])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if probe.count(image_token) != 1:
+            raise ConfigError(f"chat template must write {image_token} for an image, got {probe!r}")
+        if PROBE not in answered:
+            raise ConfigError(f"chat template must write what an assistant answers, got {answered!r:.200}")
+        between = probe.partition(image_token)[2].partition(PROBE)[0]
+        start = text_start(tokenizer)
+        end = "" if answered.rpartition(PROBE)[2].strip() else tokenizer.eos_token
+        if end is None:
+            raise ConfigError("tokenizer must have an eos_token where the chat template ends no answer, got none")
+        return cls(tokenizer, template, between.endswith("\n"), "" if start and probe.startswith(start) else start, end)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The conversation's text; a target is what the template adds for an answer, but for spaces at its end.
+
+        An answer begins as the template's own prompt ends, also where it writes more spaces into earlier turns
+        (LLaVA-OneVision's does): that is what the model will be asked with.
+
+        Raises:
+            ValueError: If the template does not write turns one after another (some leave parts of earlier turns out),
+                or refuses them.
+        """
+        messages = [self._message(turn.role, turn.text) for turn in conversation.turns]
+        targets, text, written = [], self.start, ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._text(messages[:number], add_generation_prompt=True)
+            answered = self._text(messages[: number + 1])
+            begin = _answer_begin(prompt, answered)
+            if not prompt.startswith(written) or begin is None:
+                raise ValueError(f"chat template must write one turn after another, got {answered!r:.200}")
+            text += prompt[len(written) :]
+            answer, rest = answered[begin:].rstrip(), answered[len(answered.rstrip()) :]
+            targets.append((len(text), len(text) + len(answer) + len(self.end)))
+            text += answer + (self.end or rest)
+            written = answered
+        return Rendered(text, tuple(targets))
+
+    def _text(self, messages: list[Message], **options: Any) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(messages, chat_template=self.template, tokenize=False, **options)
+            )
+        except Exception as error:  # templates are programs, and may refuse a conversation by any error
+            raise ValueError(f"chat template must take the conversation, got {said(error)}") from error
+
+    def _message(self, role: str, text: str) -> Message:
+        before, *after = text.split(IMAGE_MARK) if role == "user" else [text]
+        content = [{"type": "text", "text": before}] if before else []
+        for part in after:
+            rest = part.removeprefix("\n") if self.breaks_line else part
+            content += [{"type": "image"}, *([{"type": "text", "text": rest}] if rest else [])]
+        return {"role": role, "content": content}
+
+
+@contextmanager
+def _bounded_lines() -> Iterator[None]:
+    """Stop a template that loops without end: its sandbox bounds a range, but not ranges within ranges."""
+    lines = 0
+
+    def count(_frame: FrameType, event: str, _value: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines > MOST_LINES:
+            raise RuntimeError(f"it ran more than {MOST_LINES:,} lines for a few short turns")
+        return count
+
+    def enter(frame: FrameType, _event: str, _value: Any) -> Any:
+        return count if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _answer_begin(prompt: str, answered: str) -> int | None:
+    """Where an answer begins behind its prompt, before whose end there may be more spaces; None if it does not."""
+    shared = len(prompt.rstrip())
+    end, rest = prompt[shared:], answered[shared:]
+    spaces = 0 if rest.startswith(end) else len(rest) - len(rest.lstrip(" "))
+    behind = answered.startswith(prompt[:shared]) and rest[spaces:].startswith(end)
+    return shared + spaces + len(end) if behind else None
+
+
+class Encoded(NamedTuple):
+    """Token ids (tokens,) and which of them carry loss; every image is still one token."""
+
+    ids: Ids
+    is_target: Mask
+
+    def expanded(self, image_token_id: int, image_tokens: Sequence[int]) -> "Encoded":
+        """With ``image_tokens[k]`` tokens in place of image ``k``'s one."""
+        times = np.ones_like(self.ids)
+        times[self.ids == image_token_id] = image_tokens
+        return Encoded(np.repeat(self.ids, times), np.repeat(self.is_target, times))
+
+    @property
+    def labels(self) -> Ids:
+        """Ids of the targets, -100 elsewhere, (tokens,); the first token has nothing before it to be told from."""
+        labels = np.where(self.is_target, self.ids, IGNORED)
+        labels[:1] = IGNORED
+        return labels
+
+
+def encode(tokenizer: Any, samples: Sequence[Rendered]) -> list[Encoded]:
+    """Tokenises texts as they stand: special tokens are those that the texts hold.
+
+    A token is a target if its last character is: one that joins the end of a prompt to the begin of an answer (the
+    space before a word) holds what the model is to say.
+    """
+    if not samples:
+        return []
+    batch = tokenizer(
+        [sample.text for sample in samples],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_offsets_mapping=True,
+    )
+    return [
+        Encoded(np.array(ids, dtype=np.int64), _within(np.array(offsets).reshape(-1, 2), sample.targets))
+        for ids, offsets, sample in zip(batch["input_ids"], batch["offset_mapping"], samples, strict=True)
+    ]
+
+
+def _within(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> Mask:
+    """Which tokens, given by (start, stop) of their characters, end in one of some spans."""
+    inside = np.zeros(len(offsets), dtype=np.bool_)
+    for start, stop in spans:
+        inside |= (offsets[:, 1] > start) & (offsets[:, 1] <= stop)
+    return inside

@@ -1,0 +1,94 @@
+import pytest
+
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.feeds.sampler import BalancedBatchSampler
+
+torch_data = pytest.importorskip("torch.utils.data")
+
+LENGTHS = tiled_lengths(120, seed=2)
+
+
+class Indices(torch_data.Dataset):
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return index
+
+
+def as_list(items):
+    return list(items)
+
+
+def sampler(rank=0, **options):
+    return BalancedBatchSampler(LENGTHS, PackLimits(9, 4096), **{"num_replicas": 2, "rank": rank, **options})
+
+
+def loader(batch_sampler, **options):
+    return torch_data.DataLoader(Indices(), batch_sampler=batch_sampler, collate_fn=as_list, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4},
+    ],
+    ids=["in process", "workers", "persistent workers"],
+)
+def test_a_loader_gives_the_packs_of_every_epoch(options):
+    own, expected = sampler(), sampler()
+    batches = loader(own, **options)
+    for epoch in range(3):
+        own.set_epoch(epoch)
+        expected.set_epoch(epoch)
+        assert len(batches) == len(expected)
+        assert list(batches) == list(expected)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_pinned_batches_are_the_same():
+    assert list(loader(sampler(), num_workers=1, pin_memory=True)) == list(sampler())
+
+
+@pytest.mark.parametrize("workers_after", [0, 1])
+def test_resume_counts_what_was_trained_not_what_was_prefetched(workers_after):
+    own = sampler(micro_batches=2)
+    batches = iter(loader(own, num_workers=2, prefetch_factor=4))
+    trained = [next(batches) for _ in range(2 * 2)]
+    state = own.state_dict(2)
+    assert own.state_dict()["steps_done"] > 2  # the loader has asked for more
+    del batches
+
+    again = sampler(micro_batches=2)
+    again.load_state_dict(state)
+    rest = list(loader(again, num_workers=workers_after))
+    assert trained + rest == list(sampler(micro_batches=2))
+
+
+def test_resume_in_a_loader_whose_workers_persist():
+    own = sampler()
+    batches = loader(own, num_workers=1, persistent_workers=True)
+    whole = list(batches)
+    own.load_state_dict(own.state_dict(5))
+    own.set_epoch(0)
+    assert list(batches) == whole[5:]
+    own.set_epoch(1)
+    assert len(list(batches)) == len(whole)
+
+
+def test_a_state_that_torch_has_saved(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save(sampler().state_dict(4), tmp_path / "state.pt")
+    again = sampler()
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert list(again) == list(sampler())[4:]
+
+
+def test_a_micro_batch_without_a_sample_reaches_the_collation_as_an_empty_list():
+    few = SampleLengths([1], [10])
+    ranks = [BalancedBatchSampler(few, PackLimits(9, 4096), num_replicas=2, rank=rank) for rank in range(2)]
+    assert sorted(batch for own in ranks for batch in loader(own)) == [[], [0]]
