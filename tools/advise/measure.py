@@ -1,4 +1,4 @@
-"""What omnibal.advise predicts against what is measured: python tools/advise/measure.py; see README.md.
+"""What omnibal.advise predicts against what is measured: python -m tools.advise.measure; see README.md.
 
 For each kind of data and shape of model: costs are fitted to a few packs, as a profile is; gains of packing and of
 balance are predicted from drawn lengths as ``omnibal advise`` does; and measured, by running every micro-batch of two,
@@ -8,7 +8,6 @@ language model timed apart in processor time. What ranks wait is composed by the
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -25,11 +24,9 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import Device
 from omnibal.profile.records import LayerCost, ModelProfile
-
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("replay", "sampling", "dropin")]
-from bench import SHAPES, Bench, config_of, pack_of, shorter  # noqa: E402
-from data import real_lengths  # noqa: E402
-from ways import Task, default, ours, random_packs  # noqa: E402
+from tools.dropin.ways import Task, default, ours, random_packs
+from tools.replay.bench import SHAPES, Bench, config_of, pack_of, shorter
+from tools.sampling.data import real_lengths
 
 RANKS, REPEATED = (8, 4, 2), 2
 STEPS = {8: 8, 4: 16, 2: 16}

@@ -1,12 +1,10 @@
-"""What the estimate makes of samples beside what trainers and the planner make: python tools/advise/packs.py.
+"""What the estimate makes of samples beside what trainers and the planner make: python -m tools.advise.packs.
 
 First the time of all ranks over the time that the samples take alone, by counted costs of InternVL3-8B, batches of
 four; then the samples of a step that advice names beside those that the planner makes under its limits.
 """
 
-import sys
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
@@ -24,10 +22,8 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.device import DEVICES
 from omnibal.profile.counted import analytic_profile
-
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("sampling", "dropin")]
-from data import real_lengths  # noqa: E402
-from ways import Task, Way, group_by_length, rebalance  # noqa: E402
+from tools.dropin.ways import Task, Way, group_by_length, rebalance
+from tools.sampling.data import real_lengths
 
 STEPS, BATCH, LIMITS = 32, 4, PackLimits(16, 5120)
 LAYOUTS = ((8, 16), (64, 1))

@@ -1,4 +1,4 @@
-"""Make the plans of ds_configs anew, by `omnibal plan` on made-up lengths: python tools/configs/plans.py [name ...]."""
+"""Make the plans of ds_configs anew, by `omnibal plan` on made-up lengths: python -m tools.configs.plans [name ...]."""
 
 import sys
 from collections.abc import Callable

@@ -1,12 +1,9 @@
 """The OmniBal paper's two models of ds_configs planned for its layout, with tensor ranks, and for layouts without."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
-
-from plans import LENGTHS
 
 from omnibal.cli.opening import open_run
 from omnibal.cli.plan import request_of
@@ -14,9 +11,8 @@ from omnibal.plan import Plan
 from omnibal.planner import make_plan
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm.families import load_records
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
-from markdown import table
+from tools.bench import table
+from tools.configs.plans import LENGTHS
 
 PAPERS = {"internvit-6b-llama-20b-32gpu": (4, 2), "internvit-6b-llama-34b-32gpu": (4, 4)}
 """Stages and tensor ranks of a configuration's model in the paper."""

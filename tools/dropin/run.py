@@ -1,4 +1,4 @@
-"""Trains in every way in turn, on two processes of one thread, and prints tables: python tools/dropin/run.py.
+"""Trains in every way in turn, on two processes of one thread, and prints tables: python -m tools.dropin.run.
 
 Seconds are processor time of a rank's forward and backward passes, so other work on the machine hardly counts; a step
 takes as long as its slowest rank. Gradients are exchanged and weights updated untimed: both are the same for all. Ways
@@ -10,8 +10,6 @@ on samples that none of them trains.
 
 import argparse
 import json
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,18 +30,17 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
 )
-from ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, rebalance
 
 from omnibal.cost import CostModel
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.engine.launch import free_port
 from omnibal.integrations.loading import Drawn
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.vlm.attention import PACKED_ATTENTION
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "sampling")]
-from data import real_lengths  # noqa: E402
+from tools.dropin.ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, rebalance
+from tools.sampling.data import real_lengths
 
 RANKS, SAMPLES, SHORTER, BATCH = 2, 4000, 16, 4
 """SHORTER: so many times fewer patches in a tile, and tokens in a text, than in the data. BATCH: the default's."""
@@ -354,11 +351,8 @@ def main() -> None:
     kept = {}
     for kind in arguments.kinds:
         for micro_batches in arguments.accumulation:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
             steps = max(arguments.samples // (RANKS * BATCH * micro_batches), LOOKS)
-            given = (port, kind, micro_batches, steps, str(arguments.out))
+            given = (free_port(), kind, micro_batches, steps, str(arguments.out))
             torch.multiprocessing.spawn(compare, args=given, nprocs=RANKS)
             found = json.loads(arguments.out.read_text())
             kept[f"{kind}, accumulation {micro_batches}"] = found

@@ -1,13 +1,10 @@
-"""What packing and balance gain under ZeRO and DDP from 8 to 512 GPUs: python tools/dropin/simulate.py."""
+"""What packing and balance gain under ZeRO and DDP from 8 to 512 GPUs: python -m tools.dropin.simulate."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, random_packs, rebalance
 
 from omnibal.advise.wait import wait
 from omnibal.cost import CostModel, Load
@@ -17,9 +14,8 @@ from omnibal.device import DEVICES
 from omnibal.families import family_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "sampling")]
-from data import real_lengths  # noqa: E402
+from tools.dropin.ways import Task, Way, default, group_by_length, knapsack, limits_of, ours, random_packs, rebalance
+from tools.sampling.data import real_lengths
 
 SHAPES = ((8, 1), (8, 8), (64, 1), (512, 1))
 """GPUs, and micro-batches of each in a step."""

@@ -1,4 +1,4 @@
-"""The measured ladder as a table and a picture: python tools/endtoend/show.py pipeline.json replicas.json."""
+"""The measured ladder as a table and a picture: python -m tools.endtoend.show pipeline.json replicas.json."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from omnibal.report.style import SERIES, drawing
+from tools.bench import head, line
 
 HERE = Path(__file__).parent
 
@@ -36,10 +37,8 @@ def _throughput(way: dict[str, Any]) -> float:
 
 
 def _table(run: dict[str, Any]) -> str:
-    lines = [
-        "| | samples/s, median | 10 % … 90 % of steps | all steps | gain | simulated | cores busy | MiB of a stage |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    rates = ("samples/s, median", "10 % … 90 % of steps", "all steps", "gain", "simulated")
+    lines = [head(("", *rates, "cores busy", "MiB of a stage"))]
     first = run["ways"][0]
     for way in run["ways"]:
         rates, whole = _rates(way), _throughput(way)
@@ -50,7 +49,7 @@ def _table(run: dict[str, Any]) -> str:
             f"{whole / _throughput(first):.2f}", f"{_predicted(way) / _predicted(first):.2f}", f"{busy:.0%}",
             " ".join(f"{size:,.0f}" for size in way["memory_mib"]),
         )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(line(cells))
     plans = "\n".join(f"- *{way['name']}*: {_plan(way['plan'])}." for way in run["ways"])
     unrecomputed = " ".join(f"{size:,.0f}" for size in run["padded_mib"])
     return "\n".join(lines) + (

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from samples import LIMITS, PAD_TOKEN, make_sample, model_config, sample_lengths
-from ways import Groups, Way, ladder, unrecomputed
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
@@ -25,6 +23,8 @@ from omnibal.formats.collate import pack_samples
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
+from tools.endtoend.samples import LIMITS, PAD_TOKEN, make_sample, model_config, sample_lengths
+from tools.endtoend.ways import Groups, Way, ladder, unrecomputed
 
 SETTINGS = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from samples import LIMITS, sample_lengths
 
 from omnibal.cluster import Cluster, Layout, Links
 from omnibal.cost import Load
@@ -17,6 +16,7 @@ from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.profile.records import ModelProfile
+from tools.endtoend.samples import LIMITS, sample_lengths
 
 PROCESSES = 2
 BATCH, MICRO_BATCHES = 4, 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,12 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from report import Row
-
 from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
+from omnibal.engine.launch import free_port
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
@@ -27,6 +25,7 @@ from omnibal.profile.counted import analytic_profile
 from omnibal.profile.levels import LEVELS, Level
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm.layer_run import image_tokens_per_tile
+from tools.gpu.report import Row
 
 if TYPE_CHECKING:
     from omnibal.vlm.layers import VisionLanguageModel
@@ -165,10 +164,8 @@ class Runs:
         }
 
     def _launch(self, folder: Path, processes: int, staged: bool) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        command = [sys.executable, str(HERE / "run_engine.py"), "--task", str(folder / "task.json")]
+        port = free_port()
+        command = [sys.executable, "-m", "tools.gpu.run_engine", "--task", str(folder / "task.json")]
         running, logs = [], [folder / f"{rank}.log" for rank in range(processes)]
         for rank in range(processes):
             local = 0 if staged else rank

@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from report import Row
 
 from omnibal.cost import CostModel, Load
 from omnibal.device import DEVICES, Device
@@ -18,6 +17,7 @@ from omnibal.profile.records import LayerCost
 from omnibal.vlm.layer_run import LayerRun, MadePack, image_tokens_per_tile
 from omnibal.vlm.passes import Timing, time_passes
 from omnibal.vlm.recompute import run_layer
+from tools.gpu.report import Row
 
 if TYPE_CHECKING:
     from omnibal.families.base import LayerRecord

@@ -1,25 +1,22 @@
 """What a GPU says to what is counted and predicted: one dated report. See README.md; run.sh calls this.
 
-python tools/gpu/measure.py --out FOLDER [--minutes 7] [--small]
+python -m tools.gpu.measure --out FOLDER [--minutes 7] [--small]
 """
 
 import argparse
-import datetime
 import platform
 import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1] / "head"))
-from bench import SHARES, VOCABULARIES, compared
-from engine import Runs
-from layers import LayerBench, attention_rows, counted_device, peak_rows
-from models import models
-from report import Report, Row
+from tools.bench import machine
+from tools.gpu.engine import Runs
+from tools.gpu.layers import LayerBench, attention_rows, counted_device, peak_rows
+from tools.gpu.models import models
+from tools.gpu.report import Report, Row
+from tools.head.bench import SHARES, VOCABULARIES, compared
 
 PACKAGES = ("torch", "transformers", "deepspeed", "triton", "numpy", "numba")
 
@@ -89,17 +86,7 @@ def memory_rows() -> Iterable[Row]:
 
 def heading(name: str) -> str:
     """Where and with what."""
-    versions = []
-    for package in PACKAGES:
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
-    devices = torch.cuda.device_count()
-    return (
-        f"# Measured on {name}\n\n{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}, {devices} CUDA device(s), "
-        f"Python {platform.python_version()}, {', '.join(versions)}"
-    )
+    return f"# Measured on {name}\n\n{torch.cuda.device_count()} CUDA device(s), {machine(*PACKAGES)}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tools.bench import head, line
+
 Row = Mapping[str, Any]
 
 
@@ -29,7 +31,7 @@ class Part:
 def _table(rows: Sequence[Row]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name, "")) for name in names] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *cells]] if rows else ["Nothing."]
+    return [head(names), *map(line, cells)] if rows else ["Nothing."]
 
 
 def _cell(value: Any) -> str:

@@ -30,7 +30,7 @@ echo "== tests"
 timeout 150 "$python" -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/tests.log"
 tests=${PIPESTATUS[0]}
 echo "== measurements"
-"$python" tools/gpu/measure.py --out "$out" --minutes "$minutes" 2>&1 | tee "$out/measure.log"
+"$python" -m tools.gpu.measure --out "$out" --minutes "$minutes" 2>&1 | tee "$out/measure.log"
 measured=${PIPESTATUS[0]}
 echo "tests ended with $tests, measurements with $measured; all lies in $out"
 [ "$tests" -eq 0 ] && [ "$measured" -eq 0 ]

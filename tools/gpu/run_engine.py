@@ -102,10 +102,9 @@ def main() -> None:
         stage_transfers()
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
-    from models import models
-
     import omnibal
     from omnibal.engine import table
+    from tools.gpu.models import models
 
     if not task["early"]:
         table.exchange_of = lambda *given: None  # type: ignore[assignment]  # DeepSpeed's own then

@@ -15,6 +15,7 @@ from omnibal.formats.collate import IGNORED
 from omnibal.loss import summed_loss, targets_of
 from omnibal.memory import footprint
 from omnibal.vlm.storages import DevicePeak
+from tools.bench import head, line, table
 
 MIB = 2**20
 VOCABULARIES, SHARES = (32_000, 92_544, 151_936), (0.05, 0.1, 0.2, 0.33, 0.5, 1.0)
@@ -120,8 +121,8 @@ def main(
     rows = compared(vocabulary or VOCABULARIES, share or SHARES, width, tokens, dtype, repetitions)
     for number, row in enumerate(rows):
         if number == 0:
-            print(f"| {' | '.join(row)} |\n|{'---:|' * len(row)}")
-        print("|", " | ".join(map(str, row.values())), "|", flush=True)
+            print(head(list(row)))
+        print(line(row.values()), flush=True)
     _chunks(width, dtype, repetitions)
 
 
@@ -133,9 +134,9 @@ def _chunks(width: int, dtype: torch.dtype, repetitions: int) -> None:
         (seconds,), (peak,) = bench.compare([target_rows], repetitions)
         rows.append((chunk, seconds, peak))
     loss_module.LOSS_ROWS = footprint.LOSS_ROWS
-    print("\n| rows at a time | seconds of 4096 | MiB |\n|---:|---:|---:|")
-    for chunk, seconds, peak in rows:
-        print(f"| {chunk} | × {seconds / rows[-1][1]:.2f} | {peak / MIB:.0f} |", flush=True)
+    print()
+    cells = [(chunk, f"× {seconds / rows[-1][1]:.2f}", f"{peak / MIB:.0f}") for chunk, seconds, peak in rows]
+    print(table(("rows at a time", "seconds of 4096", "MiB"), cells))
 
 
 if __name__ == "__main__":

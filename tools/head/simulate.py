@@ -1,23 +1,19 @@
 """What the head on target rows alone brings to a pipeline, simulated in tools/paper's setting; see README.md."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import numpy as np
 import typer
 
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("paper", "partition")]
-from ladder import best, fitted, gpu_days, limits_days, paper_cut, rung  # noqa: E402
-from markdown import table  # noqa: E402
-from setting import Setting  # noqa: E402
-
-from omnibal.cost import CostModel, Load  # noqa: E402
-from omnibal.planner.prediction import Variant  # noqa: E402
-from omnibal.profile.records import LayerCost  # noqa: E402
+from omnibal.cost import CostModel, Load
+from omnibal.planner.prediction import Variant
+from omnibal.profile.records import LayerCost
+from tools.bench import table
+from tools.paper.ladder import best, fitted, gpu_days, limits_days, paper_cut, rung
+from tools.paper.setting import Setting
 
 PUBLISHED_DAYS = 21.3
 """Of the last row of the paper's Table 7, which the device's speed is fitted to, with a head on all rows."""

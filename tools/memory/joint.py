@@ -1,12 +1,10 @@
 """Planning together against planning in two phases, on the paper's models; see README.md."""
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -21,11 +19,9 @@ from omnibal.planner.packings import packings
 from omnibal.planner.search import Choice
 from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import ModelProfile
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
-from markdown import table
-from paper_models import BASELINE, LIMITS, cluster_of
-from paper_tables import profile_of
+from tools.bench import table
+from tools.memory.paper_tables import profile_of
+from tools.partition.paper_models import BASELINE, LIMITS, cluster_of
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)
@@ -133,9 +129,7 @@ def main() -> None:
     parser.add_argument("--limits", choices=LIMIT_SETS, default="both", help="of packs")
     arguments = parser.parse_args()
     solved = list(rows(arguments.models, arguments.stages, LIMIT_SETS[arguments.limits]))
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for row in solved:
-        print(f"| {' | '.join(row.cells())} |")
+    print(table(heads, (row.cells() for row in solved)))
     print(f"\n{overview(solved)}")
     _summarise(solved)
 

@@ -1,16 +1,10 @@
 """Predicted against measured kept bytes, for every language model, precision and level on a CPU; see README.md."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import InternVLConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
-from markdown import table
-from models import IMAGE_TOKEN, MODELS, TOKENS_PER_TILE, make_sample
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
@@ -22,6 +16,8 @@ from omnibal.vlm.measure import measure_profile
 from omnibal.vlm.passes import kept_bytes
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.recompute import run_layer
+from tools.bench import table
+from tools.partition.models import IMAGE_TOKEN, MODELS, TOKENS_PER_TILE, make_sample
 
 TEXTS = ("qwen2", "qwen3", "llama", "mistral")
 """Language models of InternVL's and LLaVA's families; each under a plain and under an InternViT-6B-like ViT."""

@@ -1,10 +1,8 @@
 """The OmniBal paper's Tables 5 and 9 beside ours, in the setting that all reports share; see README.md."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -16,10 +14,8 @@ from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.step_model import StepModel
 from omnibal.profile.levels import Level
 from omnibal.profile.records import LayerCost, ModelProfile
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
-from four_steps import block_modules, count_blocks, four_steps
-from paper_models import (
+from tools.memory.four_steps import block_modules, count_blocks, four_steps
+from tools.partition.paper_models import (
     BASELINE,
     DEVICE,
     LIMITS,

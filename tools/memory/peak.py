@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import socket
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import InternVLConfig
 from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
+from omnibal.engine.launch import free_port
 from omnibal.errors import InfeasibleError
 from omnibal.formats.collate import pack_samples
 from omnibal.memory.footprint import Footprint, StageMemory
@@ -29,6 +29,7 @@ from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import measure_profile
+from tools.bench import head, line
 
 TILES, SAMPLES, TOKENS = 24, 6, 120
 IMAGE_TOKEN, TOKENS_PER_TILE, TILE = 3, 16, 56
@@ -149,12 +150,9 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
 
 def measured_peaks(plan: Plan) -> list[int]:
     """Of both stages."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-        found.close()
+    with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")
-        torch.multiprocessing.spawn(measure, (str(Path(folder) / "plan.json"), port, folder), nprocs=2)
+        torch.multiprocessing.spawn(measure, (str(Path(folder) / "plan.json"), free_port(), folder), nprocs=2)
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
 
@@ -189,7 +187,7 @@ def main() -> None:
     targets = SAMPLES * TOKENS - TILES * TOKENS_PER_TILE
     load = Load(TILES, SAMPLES * TOKENS, SAMPLES * TOKENS**2, target_tokens=targets)
     layout = Layout(2, zero_stage=0, precision=profile.dtype)
-    print("| schedule | cut | levels | stage | predicted MiB | measured MiB | error |\n|---|---|---|---|---|---|---|")
+    print(head(("schedule", "cut", "levels", "stage", "predicted MiB", "measured MiB", "error")))
     errors = []
     for schedule, boundaries in [(name, cut) for name in schedules for cut in CUTS[name]]:
         partition = Partition(boundaries)
@@ -199,16 +197,8 @@ def main() -> None:
             predicted = [dynamic(memory) for memory in footprint.stages(partition, levels)]
             for stage, (guess, found) in enumerate(zip(predicted, measured_peaks(plan), strict=True)):
                 errors.append(guess / found - 1)
-                row = (
-                    schedule,
-                    boundaries,
-                    name,
-                    stage,
-                    f"{guess / 2**20:.1f}",
-                    f"{found / 2**20:.1f}",
-                    f"{errors[-1]:+.1%}",
-                )
-                print("|", " | ".join(map(str, row)), "|", flush=True)
+                mib = f"{guess / 2**20:.1f}", f"{found / 2**20:.1f}"
+                print(line((schedule, boundaries, name, stage, *mib, f"{errors[-1]:+.1%}")), flush=True)
     print(f"\nerrors from {min(errors):+.1%} to {max(errors):+.1%}")
 
 

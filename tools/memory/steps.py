@@ -1,20 +1,11 @@
 """Step times under a memory budget on two processes: all recomputed, the paper's four steps, ours; see README.md."""
 
-import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
-from bench import Case, make_engine, measure_link, measure_model, time_steps
-from four_steps import four_steps
-from markdown import table
-from models import MODELS
-from reality import LIMITS, MINUTES, heading, links_of, make_parser, sampled, start
 
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
@@ -27,6 +18,11 @@ from omnibal.planner.search import improve
 from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
+from tools.bench import table
+from tools.memory.four_steps import four_steps
+from tools.partition.bench import Case, make_engine, measure_link, measure_model, time_steps
+from tools.partition.models import MODELS
+from tools.partition.reality import LIMITS, MINUTES, heading, links_of, make_parser, sampled, start
 
 MODEL = "mixed"
 SHARE = 0.5

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,14 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "dropin"), str(Path(__file__).parents[1] / "sampling")]
-from run import IMAGE_TOKEN, RANKS, SHORTER, Samples, add_up, lengths_of, model_of  # noqa: E402
-
-from omnibal.data.synthetic import tiled_lengths  # noqa: E402
-from omnibal.dispatch.step_plan import Costs, StepPlan, plan_step  # noqa: E402
-from omnibal.integrations.packing import PackCollator, positions_of  # noqa: E402
-from omnibal.integrations.rearranging import RearrangedModel  # noqa: E402
-from omnibal.integrations.rearranging_loader import RearrangingLoader  # noqa: E402
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.dispatch.step_plan import Costs, StepPlan, plan_step
+from omnibal.engine.launch import free_port
+from omnibal.integrations.packing import PackCollator, positions_of
+from omnibal.integrations.rearranging import RearrangedModel
+from omnibal.integrations.rearranging_loader import RearrangingLoader
+from tools.bench import machine
+from tools.dropin.run import IMAGE_TOKEN, RANKS, SHORTER, Samples, add_up, lengths_of, model_of
 
 BATCH = 8
 """Samples that a rank draws."""
@@ -151,16 +150,16 @@ def main() -> None:
     """Replace what RESULTS.md had measured before."""
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
     load, rows = os.getloadavg()[0], []
-    for number, kind in enumerate(("mix", "native")):
+    for kind in ("mix", "native"):
         out = f"/tmp/omnibal_orchmllm_{os.getpid()}.md"
-        torch.multiprocessing.spawn(compare, args=(29650 + number, kind, minutes, out), nprocs=RANKS)
+        torch.multiprocessing.spawn(compare, args=(free_port(), kind, minutes, out), nprocs=RANKS)
         rows.append(Path(out).read_text())
         Path(out).unlink()
     plans = "\n".join(planning(num_ranks) for num_ranks in (8, 128, 512, 2560))
     text = f"""{HEADING}
-    python tools/orchmllm/measure.py {minutes:g}
+    python -m tools.orchmllm.measure {minutes:g}
 
-{date.today()}, {os.cpu_count()} cores, load average {load:.1f} at the start, torch {torch.__version__}. Two gloo
+{machine("torch")}; load average {load:.1f} at the start. Two gloo
 processes of one thread each train the same draws of {BATCH} samples a rank in turn, as drawn and rearranged: tiny
 models, and data {SHORTER} times shorter than real ones. Gains are by wall time, and by the processor time of the
 slowest rank's main thread, on which other work on the machine has less say. The loader's thread draws, collates and

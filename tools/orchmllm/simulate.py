@@ -4,26 +4,23 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "dropin"), str(Path(__file__).parents[1] / "sampling")]
-from data import real_lengths  # noqa: E402
-from simulate import INTERNVL_8B, QWEN_7B  # noqa: E402
-from ways import Task, default, group_by_length, ours  # noqa: E402
-
-from omnibal.advise.costs import phase_costs  # noqa: E402
-from omnibal.cost import Load  # noqa: E402
-from omnibal.data.lengths import SampleLengths  # noqa: E402
-from omnibal.data.synthetic import patch_lengths, tiled_lengths  # noqa: E402
-from omnibal.device import DEVICES  # noqa: E402
-from omnibal.dispatch.divide import divide  # noqa: E402
-from omnibal.dispatch.nodes import keep_in_nodes  # noqa: E402
-from omnibal.dispatch.rearrangement import Rearrangement  # noqa: E402
-from omnibal.dispatch.step_plan import Costs, Link, StepPlan, plan_step  # noqa: E402
-from omnibal.families import family_of  # noqa: E402
-from omnibal.profile.counted import analytic_profile  # noqa: E402
+from omnibal.advise.costs import phase_costs
+from omnibal.cost import Load
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.device import DEVICES
+from omnibal.dispatch.divide import divide
+from omnibal.dispatch.nodes import keep_in_nodes
+from omnibal.dispatch.rearrangement import Rearrangement
+from omnibal.dispatch.step_plan import Costs, Link, StepPlan, plan_step
+from omnibal.families import family_of
+from omnibal.profile.counted import analytic_profile
+from tools.dropin.simulate import INTERNVL_8B, QWEN_7B
+from tools.dropin.ways import Task, default, group_by_length, ours
+from tools.sampling.data import real_lengths
 
 BATCH = 16
 """Samples that a rank draws."""

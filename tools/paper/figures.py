@@ -5,10 +5,6 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from datasets import captions, cut_into, llava
-from ladder import ladder
-from markdown import table
-from setting import LIMITS, Setting
 
 from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
@@ -16,6 +12,10 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
 from omnibal.report.page import Imbalance, plot_imbalance
 from omnibal.report.style import SERIES, drawing
+from tools.bench import table
+from tools.paper.datasets import captions, cut_into, llava
+from tools.paper.ladder import ladder
+from tools.paper.setting import LIMITS, Setting
 
 PUBLISHED = {"across stages": ("85 ± 93 ms", "39 ± 23 GB"), "in stage 0, over time": ("136 ± 155 ms", "73 ± 6 GB")}
 RANKS, MOST_ITERATIONS = 4, 10

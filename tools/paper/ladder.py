@@ -6,9 +6,10 @@ from statistics import fmean
 from typing import Literal
 
 import numpy as np
-from setting import Batches, Setting  # makes the other tools' modules known
 
-from four_steps import four_steps  # isort: skip
+from tools.paper.setting import Batches, Setting  # makes the other tools' modules known
+
+from tools.memory.four_steps import four_steps  # isort: skip
 
 from omnibal.cluster import Links
 from omnibal.cost import Load

@@ -4,10 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from ladder import best, gpu_days
-from markdown import table
-from paper_models import scaled
-from setting import Setting
 
 from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import IntArray
@@ -15,6 +11,10 @@ from omnibal.pipeline.partition import Partition
 from omnibal.planner.packings import Steps
 from omnibal.planner.prediction import Variant
 from omnibal.profile.levels import Level
+from tools.bench import table
+from tools.paper.ladder import best, gpu_days
+from tools.paper.setting import Setting
+from tools.partition.paper_models import scaled
 
 RANKS: Final = (64, 512, 2560)
 BATCH: Final = 15

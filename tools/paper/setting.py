@@ -1,9 +1,7 @@
 """A row of one of the OmniBal paper's tables: model, cluster and data, with costs counted for it."""
 
-import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -24,10 +22,7 @@ from omnibal.planner import PlanRequest
 from omnibal.planner.packings import Steps
 from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
-
-TOOLS = Path(__file__).parents[1]
-sys.path[:0] = [str(TOOLS / "partition"), str(TOOLS / "sampling"), str(TOOLS / "memory")]
-from paper_models import (  # noqa: E402
+from tools.partition.paper_models import (
     BASELINE,
     DEVICE,
     FRACTION,
@@ -39,7 +34,7 @@ from paper_models import (  # noqa: E402
     Published,
     counted_profile,
 )
-from rules import RULES, Task  # noqa: E402
+from tools.sampling.rules import RULES, Task
 
 DRAWN = 100_000
 """Samples of a dataset that packs are made of."""

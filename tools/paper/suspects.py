@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import numpy as np
-from datasets import LCS, SAMPLES, captions, cut_into, llava, with_tiles
-from ladder import gpu_days, ladder, rung
-from markdown import table
 from scipy.optimize import brentq
-from setting import Setting
-from tables import TABLE_8, TABLE_10, TABLE_11, TABLE_12, frozen_setting
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import TOKENS_PER_TILE, tiled_lengths
+from tools.bench import table
+from tools.paper.datasets import LCS, SAMPLES, captions, cut_into, llava, with_tiles
+from tools.paper.ladder import gpu_days, ladder, rung
+from tools.paper.setting import Setting
+from tools.paper.tables import TABLE_8, TABLE_10, TABLE_11, TABLE_12, frozen_setting
 
 NAMES = ("", "tiles of a sample", "samples of a pack", "baseline", "+ memory", "+ model", "paper")
 FROZEN_NAMES = ("", "baseline", "the same, nothing recomputed", "+ memory", "+ model", "paper")

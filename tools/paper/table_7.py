@@ -7,15 +7,15 @@ from statistics import fmean, median
 from typing import Annotated
 
 import typer
-from ladder import above_limit, best, fitted, gpu_days, ladder, limits_days
-from markdown import table
-from setting import Setting
 
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import EmulationTask, run_emulation
 from omnibal.planner.prediction import Variant
+from tools.bench import table
+from tools.paper.ladder import above_limit, best, fitted, gpu_days, ladder, limits_days
+from tools.paper.setting import Setting
 
 PUBLISHED = {"baseline": 61.8, "+ data": 51.9, "+ model": 29.0, "+ memory": 21.3}
 COUNTED = Setting(micro_batches=8, vision_factor=1.0)

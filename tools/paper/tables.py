@@ -1,4 +1,4 @@
-"""The paper's Tables 3, 4, 8 to 12, 14, 15 and 16, simulated: python tools/paper/tables.py 9; see README.md."""
+"""The paper's Tables 3, 4, 8 to 12, 14, 15 and 16, simulated: python -m tools.paper.tables 9; see README.md."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,11 +7,6 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from datasets import captions, cut_into, llava
-from ladder import gpu_days, ladder, paper_cut, rung
-from markdown import table
-from paper_models import TABLE_9, Published, factor_of
-from setting import Setting
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
@@ -23,6 +18,11 @@ from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.search import greedy_anchor, search_partition
 from omnibal.pipeline.times import step_times
+from tools.bench import table
+from tools.paper.datasets import captions, cut_into, llava
+from tools.paper.ladder import gpu_days, ladder, paper_cut, rung
+from tools.paper.setting import Setting
+from tools.partition.paper_models import TABLE_9, Published, factor_of
 
 A100, H100 = (replace(DEVICES[name], memory_bytes=80 * 2**30) for name in ("A100-80GB", "H100-80GB"))
 TABLE_3 = {

@@ -1,15 +1,12 @@
-"""Table 2's rows with ZeRO 3, Table 13, and what others published without a pipeline: python tools/paper/zero.py.
+"""Table 2's rows with ZeRO 3, Table 13, and what others published without a pipeline: python -m tools.paper.zero.
 
 Estimated by ``omnibal.advise`` in the setting of ``README.md``; nothing is fitted here.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-from datasets import SHAPES, llava
 
 from omnibal.advise.estimate import Setting, Way
 from omnibal.advise.models import Model
@@ -20,10 +17,9 @@ from omnibal.data.synthetic import tiled_lengths
 from omnibal.device import DEVICES
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "partition")]
-from markdown import table  # noqa: E402
-from paper_models import LIMITS, Published, cluster_of, counted_profile  # noqa: E402
+from tools.bench import table
+from tools.paper.datasets import SHAPES, llava
+from tools.partition.paper_models import LIMITS, Published, cluster_of, counted_profile
 
 GPUS, BATCH, DAY = 32, 4, 86_400
 TABLE_2 = {"6+20B": ("InternLM2-20B", 38.9, 25.3), "6+34B": ("Yi-34B", 54.3, 35.5)}

@@ -9,8 +9,6 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from models import make_sample
-from quiet import MOST_FOREIGN, Instant, foreign_share, wait_until_quiet
 from transformers import InternVLConfig
 
 from omnibal.config import layout_of, read_config
@@ -28,6 +26,8 @@ from omnibal.profile.levels import Level
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
+from tools.partition.models import make_sample
+from tools.partition.quiet import MOST_FOREIGN, Instant, foreign_share, wait_until_quiet
 
 PROFILE_TRIES, PATIENCE_SECONDS = 6, 120
 MESSAGES = (5, 1)

@@ -3,16 +3,16 @@
 from statistics import median
 
 import torch.distributed as dist
-from bench import Case, Packs, Timings, measure_link, measure_model, time_steps
-from markdown import table
-from models import MODELS
-from reality import LIMITS, MINUTES, heading, links_of, make_parser, predict, sampled, start
 from transformers import InternVLConfig
 
 from omnibal.cost import CostModel
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.search import PartitionSearch, search_partition
 from omnibal.profile.records import ModelProfile
+from tools.bench import table
+from tools.partition.bench import Case, Packs, Timings, measure_link, measure_model, time_steps
+from tools.partition.models import MODELS
+from tools.partition.reality import LIMITS, MINUTES, heading, links_of, make_parser, predict, sampled, start
 
 METHODS = ("uniform", "parameters", "paper", "search")
 TRIED, TRIAL_STEPS = 4, 3

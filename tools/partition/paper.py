@@ -6,8 +6,17 @@ from itertools import pairwise, product
 from statistics import fmean
 
 import numpy as np
-from markdown import table
-from paper_models import (
+
+from omnibal.cluster import Links
+from omnibal.cost import Load
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.search import search_partition
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.profile.records import ModelProfile
+from tools.bench import table
+from tools.partition.paper_models import (
     BASELINE,
     LIMITS,
     MICRO_BATCHES,
@@ -20,15 +29,6 @@ from paper_models import (
     blocks_of,
     counted_profile,
 )
-
-from omnibal.cluster import Links
-from omnibal.cost import Load
-from omnibal.data.epoch import arrange_epoch
-from omnibal.data.synthetic import tiled_lengths
-from omnibal.pipeline.partition import Partition
-from omnibal.pipeline.search import search_partition
-from omnibal.pipeline.simulate import simulate_step
-from omnibal.profile.records import ModelProfile
 
 STEPS = 4
 FACTORS = np.round(np.arange(0.7, 2.51, 0.05), 2)

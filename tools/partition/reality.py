@@ -13,10 +13,6 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench import Case, Packs, measure_link, measure_model, time_steps
-from markdown import table
-from models import MODELS, sample_lengths
-from quiet import MOST_FOREIGN
 from scipy.stats import spearmanr
 
 from omnibal.cluster import Links
@@ -27,6 +23,10 @@ from omnibal.engine.distributed import meet
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.profile.records import ModelProfile
+from tools.bench import table
+from tools.partition.bench import Case, Packs, measure_link, measure_model, time_steps
+from tools.partition.models import MODELS, sample_lengths
+from tools.partition.quiet import MOST_FOREIGN
 
 LIMITS = PackLimits(16, 640)
 MICRO_BATCHES = 4

@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
-exec python -m deepspeed.launcher.runner --num_gpus 2 --log_level warning "tools/partition/$1" "${@:2}"
+exec python -m deepspeed.launcher.runner --num_gpus 2 --log_level warning --module "tools.partition.${1%.py}" "${@:2}"

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from statistics import median
 
 import numpy as np
-from markdown import table
-from paper_models import TABLE_9, counted_profile
 
 from omnibal.cluster import Links
 from omnibal.cost import Load
@@ -16,6 +14,8 @@ from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import Mode, simulate
+from tools.bench import table
+from tools.partition.paper_models import TABLE_9, counted_profile
 
 MICRO_BATCHES, STAGES = 64, 16
 MODES: tuple[Mode, ...] = ("rendezvous", "overlap")

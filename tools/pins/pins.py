@@ -1,7 +1,7 @@
 """What the code gives today, recorded before a restructuring and compared after it.
 
-    python tools/pins/pins.py record pins.json     # before
-    python tools/pins/pins.py check pins.json      # after: says what differs, exit code 1
+    python -m tools.pins.pins record pins.json     # before
+    python -m tools.pins.pins check pins.json      # after: says what differs, exit code 1
 
 Pinned are packs (hashes of every step of every rank), plans, simulated steps, and two short runs: losses, weights and
 exported files, bit for bit. Floats of planning are compared to 12 digits. Runs repeat bit for bit on one machine only:

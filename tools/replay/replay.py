@@ -1,4 +1,4 @@
-"""A cluster's micro-batches, of every rank, replayed on one device: python tools/replay/replay.py; see README.md.
+"""A cluster's micro-batches, of every rank, replayed on one device: python -m tools.replay.replay; see README.md.
 
 Every micro-batch of every rank runs once, its ViT and its language model timed apart; what ranks would wait is composed
 by the rule that rule.py checks. Steps are appended to a file as they are done, and a further call goes on behind them.
@@ -6,22 +6,19 @@ by the rule that rule.py checks. Steps are appended to a file as they are done, 
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from bench import SHAPES, Bench, config_of, pack_of, shorter
 
 from omnibal.advise.costs import PHASES
 from omnibal.advise.wait import wait
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
-
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("sampling", "dropin")]
-from data import real_lengths  # noqa: E402
-from ways import Task, Way, default, group_by_length, ours, random_packs, rebalance  # noqa: E402
+from tools.dropin.ways import Task, Way, default, group_by_length, ours, random_packs, rebalance
+from tools.replay.bench import SHAPES, Bench, config_of, pack_of, shorter
+from tools.sampling.data import real_lengths
 
 STEPS = 20
 CLUSTERS = {"8 ranks": (8, 4), "64 ranks": (64, 1)}

@@ -1,4 +1,4 @@
-"""Where two real processes wait, against the rule: python tools/replay/rule.py.
+"""Where two real processes wait, against the rule: python -m tools.replay.rule.
 
 The layers sleep for given seconds, so other programs hardly count: what is left is when DDP, and DeepSpeed's ZeRO 1, 2
 and 3, make ranks wait for each other. A step's time is that between the ends of its slowest rank's steps.
@@ -7,7 +7,6 @@ and 3, make ranks wait for each other. A step's time is that between the ends of
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from torch import Tensor, nn
 
 from omnibal.advise.costs import PHASES
 from omnibal.advise.wait import MEETINGS, wait
+from omnibal.engine.launch import free_port
+from tools.bench import head
 
 RANKS, STEPS, WARM_UP = 2, 6, 2
 TRAINERS = ("ddp", "zero1", "zero2", "zero3")
@@ -113,13 +114,11 @@ def run_rank(trainer: str, micro_batches: int, longest: float, out: Path) -> Non
 
 def measure(trainer: str, micro_batches: int, longest: float) -> tuple[float, float]:
     """Seconds of all counted steps: measured, and by the rule."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--rank", trainer, str(micro_batches), str(longest), folder],
+                [sys.executable, "-m", __spec__.name, "--rank", trainer, str(micro_batches), str(longest), folder],
                 env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
                                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"},
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -148,8 +147,11 @@ def main() -> None:
         trainer, micro_batches, longest, folder = given.rank
         run_rank(trainer, int(micro_batches), float(longest), Path(folder))
         return
-    print("| trainer | micro-batches | ranks meet | measured, s | rule, s | measured over rule | no rank waits, s |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        head(
+            ["trainer", "micro-batches", "ranks meet", "measured s", "rule s", "measured over rule", "no rank waits s"]
+        )
+    )
     for trainer in TRAINERS:
         for micro_batches in (1, 4):
             measured, by_rule = measure(trainer, micro_batches, given.longest)

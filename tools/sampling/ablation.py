@@ -4,9 +4,9 @@ Each row turns one part off, or changes how much it does; a cell holds the Dist 
 of the steps' mixes of sources, packs over the volume bound, and processor seconds of one plan: means over 8, 64 and 512
 ranks and several micro-batches. F counts configurations that could not be planned.
 
-    python tools/sampling/ablation.py parts        # the table: half an hour
-    python tools/sampling/ablation.py randomness   # χ² by ranks, the mean over 20 seeds with its standard error
-    python tools/sampling/ablation.py fuzz         # harsh configurations; prints those that fail
+    python -m tools.sampling.ablation parts        # the table: half an hour
+    python -m tools.sampling.ablation randomness   # χ² by ranks, the mean over 20 seeds with its standard error
+    python -m tools.sampling.ablation fuzz         # harsh configurations; prints those that fail
 """
 
 import time
@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
-from data import mixed_lengths, real_lengths
 
 from omnibal.data.balance import BalancedPacks
 from omnibal.data.balance.rules import Effort
@@ -28,6 +27,7 @@ from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 from omnibal.errors import InfeasibleError
+from tools.sampling.data import mixed_lengths, real_lengths
 
 PARTS: Final[dict[str, dict[str, Any]]] = {
     "as it is": {},

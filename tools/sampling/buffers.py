@@ -3,14 +3,13 @@
 Every rank draws samples of its own from an endless stream and plans those in its buffer. A cell holds the Dist Ratio of
 vision units, that of cost, χ² of the steps' mixes of sources, and packs over the volume bound.
 
-    python tools/sampling/buffers.py    # a quarter of an hour
+    python -m tools.sampling.buffers    # a quarter of an hour
 """
 
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
-from data import mixed_lengths, real_lengths
 
 from omnibal.data.balance import BalancedPacks
 from omnibal.data.lengths import SampleLengths
@@ -19,6 +18,7 @@ from omnibal.data.metrics import source_mix, step_randomness
 from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.feeds.simulated import MOST_DRAWN, Evenness, packed_ahead
+from tools.sampling.data import mixed_lengths, real_lengths
 
 BUFFERS: Final = (64, 256, 1024, 4096, 16384)
 RANKS: Final = (8, 64, 512)

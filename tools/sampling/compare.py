@@ -1,29 +1,26 @@
 """Samplers side by side on the same lengths; see README.md."""
 
 import hashlib
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from data import mixed_lengths, real_lengths
 from matplotlib.ticker import LogLocator, NullLocator
-from measure import figures_of, plan_by_peers, plan_by_rule, plan_ours
-from paper import RANKS as PAPER_RANKS
-from paper import as_the_paper_counts, fit_of_the_mix, table_3, table_6
-from rules import Task
 from tqdm import tqdm
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.report.packing import PackingFigures
 from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, drawing
+from tools.bench import machine, table
+from tools.sampling.data import mixed_lengths, real_lengths
+from tools.sampling.measure import figures_of, plan_by_peers, plan_by_rule, plan_ours
+from tools.sampling.paper import RANKS as PAPER_RANKS
+from tools.sampling.paper import as_the_paper_counts, fit_of_the_mix, table_3, table_6
+from tools.sampling.rules import Task
 
 HERE = Path(__file__).parent
 FILES = (HERE / "requirements.txt", HERE / "requirements-bare.txt")
@@ -116,8 +113,7 @@ def _compare(lengths: SampleLengths, limits: PackLimits, batch: int, python: Pat
 def _head(name: str) -> str:
     versions = ", ".join(f"{package} {_peer_version(package)}" for package in PEERS)
     return (
-        f"# Samplers side by side\n\n{date.today()}, {os.cpu_count()} cores ({platform.machine()}), "
-        f"Python {platform.python_version()}, numpy {version('numpy')}, numba {version('numba')}; peers: {versions}."
+        f"# Samplers side by side\n\n{machine('numpy', 'numba')}; peers: {versions}."
         f"\n\n{name}; one micro-batch per rank and step.\n"
         f"The planner's targets, one by one: [TARGETS.md](TARGETS.md).\n{LEGEND}"
     )
@@ -135,7 +131,7 @@ def _section(limits: PackLimits, batch: int, found: Found) -> Iterator[str]:
         f"Fewest packs possible: {fewest:,}. Methods without limits: {batch} samples in a micro-batch on average.\n"
     )
     head = "method, packs, over fewest, samples per pack, Pad, DR vision, DR LLM, DR cost, χ², lost, repeated, "
-    yield from _table(
+    yield table(
         (head + "over limit, seconds").split(", "), [_row(METHODS[key], *figures) for key, figures in found.items()]
     )
 
@@ -163,22 +159,15 @@ def _paper_section(lengths: SampleLengths, name: str) -> Iterator[str]:
     yield f"\n## The paper's tables on {name}\n"
     yield f"Measured / the paper's figure; limits 9 and 4096, dp {PAPER_RANKS}.\n\nTable 3:\n"
     columns = ["method", "samples per micro-batch", "Pad Ratio", "DR vision", "DR LLM"]
-    yield from _table(columns, table_3(lengths))
+    yield table(columns, table_3(lengths))
     yield "\nTable 6, ISF as published:\n"
-    yield from _table(["Q'v, Q't", "DR vision", "DR LLM", "packs"], table_6(lengths))
+    yield table(["Q'v, Q't", "DR vision", "DR LLM", "packs"], table_6(lengths))
 
 
 def _fit_section(lengths: SampleLengths) -> Iterator[str]:
     yield "\nWhat the made-up mix was fitted to, and what else the paper says of it; ISF as published:\n"
-    yield from _table(["what", "paper", "measured", "fitted"], fit_of_the_mix(lengths))
+    yield table(["what", "paper", "measured", "fitted"], fit_of_the_mix(lengths))
     yield REMARKS
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(columns)} |"
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
 
 
 def peers_python(folder: Path = HERE / ".venv") -> Path:

@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from rules import RULES, Task
 
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
@@ -16,6 +15,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.packs import Packs
 from omnibal.data.policies import Method
 from omnibal.report.packing import PackingFigures, measure_packing
+from tools.sampling.rules import RULES, Task
 
 PADDED = {
     "random_batches",

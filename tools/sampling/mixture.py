@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
-from data import mixed_lengths, real_lengths
 from PIL import Image
 
 from omnibal.cost import FloatArray
@@ -24,6 +23,8 @@ from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.report.training import plot_shares
+from tools.bench import print_table
+from tools.sampling.data import mixed_lengths, real_lengths
 
 Rows = Iterator[Sequence[str]]
 Case = tuple[str, SampleLengths, PackLimits, Mixture]
@@ -41,10 +42,7 @@ def main(
 ) -> None:
     """Measure one part and print its rows as Markdown."""
     heads, rows = PARTS[part]
-    for row in (heads, ["---"] * len(heads)):
-        typer.echo(f"| {' | '.join(row)} |")
-    for row in rows():
-        typer.echo(f"| {' | '.join(row)} |")
+    print_table(heads, rows())
 
 
 def cases() -> Iterator[Case]:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 import numpy as np
-from measure import figures_of, plan_by_rule, plan_ours
-from rules import Task
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import TOKENS_PER_TILE
 from omnibal.report.packing import PackingFigures
+from tools.sampling.measure import figures_of, plan_by_rule, plan_ours
+from tools.sampling.rules import Task
 
 RANKS = 4
 """The paper's data-parallel ranks (TP 2, PP 4, DP 4 on 32 devices); the published test script has 8."""

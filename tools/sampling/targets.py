@@ -1,20 +1,14 @@
 """The balanced planner's targets, each measured; see README.md."""
 
-import os
-import platform
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
-from bounds import fewest_packs, least_cost_ratio
-from data import mixed_lengths, real_lengths
-from rules import Task, best_fit_packs
 
 from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.isf import iterative_sampling_and_filtering
@@ -26,6 +20,10 @@ from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import patch_lengths
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.report.packing import measure_packing
+from tools.bench import machine, print_table
+from tools.sampling.bounds import fewest_packs, least_cost_ratio
+from tools.sampling.data import mixed_lengths, real_lengths
+from tools.sampling.rules import Task, best_fit_packs
 
 Rows = Iterator[Sequence[str]]
 
@@ -45,11 +43,8 @@ def main(
 ) -> None:
     """Measure one part of the targets and print its rows as Markdown."""
     columns, rows = PARTS[part]
-    typer.echo(f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
-    for row in (columns, ["---"] * len(columns)):
-        typer.echo(f"| {' | '.join(row)} |")
-    for row in rows():
-        typer.echo(f"| {' | '.join(row)} |")
+    print(f"{machine()}\n")
+    print_table(columns, rows())
 
 
 def quality() -> Rows:

@@ -48,7 +48,7 @@ def main(
         for kind in (*PARTS, "any other"):  # the first of the others may have compiled what it runs
             found = json.loads(
                 subprocess.run(
-                    [sys.executable, __file__, "part", kind, name], stdout=subprocess.PIPE, check=True
+                    [sys.executable, "-m", "tools.start.bench", "part", kind, name], stdout=subprocess.PIPE, check=True
                 ).stdout
             )
             sizes = (f"{found[key] / 1e9:.2f}" for key in ("read", "mapped", "own", "most"))

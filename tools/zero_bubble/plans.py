@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.profile.records import ModelProfile
-
-sys.path += [str(Path(__file__).parents[1] / tool) for tool in ("memory", "partition")]
-from paper_models import BASELINE, LIMITS, cluster_of
-from paper_tables import profile_of
+from tools.memory.paper_tables import profile_of
+from tools.partition.paper_models import BASELINE, LIMITS, cluster_of
 
 GIB = 2**30
 LENGTHS = tiled_lengths(40_000, seed=1)

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -29,9 +28,7 @@ from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import measure_profile
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "partition"))
-from quiet import Instant, foreign_share
+from tools.partition.quiet import Instant, foreign_share
 
 TILE, TOKENS_PER_TILE, IMAGE_TOKEN, VOCABULARY = 112, 16, 3, 512
 SAMPLES, TILES, TOKENS = 4, 2, 128

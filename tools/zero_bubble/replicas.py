@@ -1,13 +1,10 @@
 """What replicas add to a step, who send each other gradients and weights: simulated and emulated; see README.md."""
 
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from statistics import median
 
 import numpy as np
-from emulate import TOKENS, profile
 
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import Load
@@ -18,9 +15,8 @@ from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "partition")]
-from markdown import table  # noqa: E402
+from tools.bench import table
+from tools.zero_bubble.emulate import TOKENS, profile
 
 STAGES, REPLICAS, MICRO_BATCHES, LAYERS = 4, 2, 8, 6
 """Layers are those of a stage."""

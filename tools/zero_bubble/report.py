@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tools.bench import table
+
 MIB = 2**20
 MOST_FOREIGN = 0.04
 """As in tools/partition/quiet.py."""
@@ -104,12 +106,6 @@ def _plan(cell: dict[str, float] | None) -> str:
     if cell is None:
         return "does not fit"
     return f"{cell['seconds']:.3f} s, {cell['recomputed']} recompute, {cell['pending']:.1f} GiB wait"
-
-
-def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Markdown; all columns but the first are aligned to the right."""
-    lines = [names, ("---", *("---:",) * (len(names) - 1)), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
