@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from omnibal.engine.launch import end_with_launcher
 from omnibal.errors import ConfigError
-from omnibal.ranks.extensions import explained_wait
+from omnibal.ranks.extensions import ExplainedWait
 from omnibal.ranks.hosts import gloo_group
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,7 +41,7 @@ def meet(backend: str, **rendezvous: Any) -> None:
         raise ConfigError(
             "processes must be started by a launcher, got no LOCAL_RANK; start them with `deepspeed` or `torchrun`"
         )
-    with explained_wait():
+    with closing(ExplainedWait()):
         deepspeed.init_distributed(dist_backend=backend, verbose=False, **rendezvous)
     set_device()
     gloo_group(dist.group.WORLD)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
-from omnibal.ranks.extensions import explained_wait
+from omnibal.ranks.extensions import ExplainedWait
 from omnibal.vlm.weights import spare_weights
 
 LOG: Final = logging.getLogger(__name__)
@@ -273,7 +274,7 @@ def build_engine(
     )
     module = module_class(given, plan)
     run_on_all_ranks(lambda: _keep_spare(given))
-    with explained_wait():  # for an optimizer that is compiled
+    with closing(ExplainedWait()):  # for an optimizer that is compiled
         return engine_class(
             given=given,
             plan=plan,

@@ -185,7 +185,7 @@ class ExplainsStart(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """The optimizer is there: all extensions are loaded."""
-        self._wait.stop()
+        self._wait.close()
 
 
 def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:

@@ -20,12 +20,11 @@ from omnibal.errors import ConfigError, OmnibalError
 from omnibal.ranks.hosts import gloo_group, store
 
 T = TypeVar("T")
-
+LOG: Final = logging.getLogger(__name__)
 LONGEST_WAIT_SECONDS: Final = 24 * 3600  # if rank 0 ends earlier, its launcher ends all
-SILENT_SECONDS: Final = 5
+SILENT_SECONDS: Final = 5  # work that takes less is not worth a line
 LATEST_SIGHT_SECONDS: Final = 30  # a network file system may show other hosts a new file so much later
 
-logger = logging.getLogger(__name__)
 _turns = count()
 
 
@@ -44,16 +43,13 @@ def place() -> tuple[int, int]:
 def gather(value: T | Exception, *, where: str | None = None, group: dist.ProcessGroup | None = None) -> list[T]:
     """Send a value to all ranks of a group and return the values of all of them, ordered by rank.
 
-    A rank that has failed passes its exception in place of a value: then all ranks raise.
+    A rank that has failed passes its exception in place of a value. Then all ranks raise the failure of the first such
+    rank: its message follows the rank's place, and its class is kept if it is one of omnibal's.
 
     Args:
         value: Anything that pickle can write.
         where: The place of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
         group: A gloo group, by default of all ranks; a thread needs one of its own (`new_gloo_group`).
-
-    Raises:
-        OmnibalError: Some rank passed an exception. The first such rank's message follows its place; the class is that
-            of the exception where it is one of omnibal's. The rank's own exception is the cause.
     """
     rank, num_ranks = place()[0], dist.get_world_size(group) if dist.is_initialized() else 1
     own: Any = value
@@ -62,53 +58,58 @@ def gather(value: T | Exception, *, where: str | None = None, group: dist.Proces
         if isinstance(value, OmnibalError):
             kind, message = type(value), str(value)
         own = _Failure(kind, f"{where or f'rank {rank}'}: {message}")
-    found: list[Any] = [own] * num_ranks
+    gathered: list[Any] = [own] * num_ranks
     if dist.is_initialized():
-        dist.all_gather_object(found, own, group=group or gloo_group(dist.group.WORLD))
-    for first in found:
+        dist.all_gather_object(gathered, own, group=group or gloo_group(dist.group.WORLD))
+    for first in gathered:
         if isinstance(first, _Failure):
             raise first.kind(first.message) from (value if isinstance(value, Exception) else None)
-    return found
+    return gathered
 
 
 def run_on_all_ranks(work: Callable[[], T], *, where: str | None = None) -> T:
     """Run ``work``, which must not communicate, on every rank; a failure on one is raised on all, as by `gather`."""
-    try:
-        result, failure = work(), None
-    except Exception as error:  # any failure must reach the other ranks
-        failure = error
-    gather(failure, where=where)
-    return result
+    result = _attempt(work)
+    gather(result if isinstance(result, Exception) else None, where=where)
+    return result  # type: ignore[return-value]  # gather has raised an exception
+
+
+def rank_zero_only(work: Callable[[], T], *, doing: str, where: str | None = None) -> T:
+    """Run ``work`` on rank 0 alone; all ranks return its result, or raise its failure.
+
+    Args:
+        work: Must not communicate; may take hours. Pickle must be able to write its result.
+        doing: What rank 0 is doing, for the one line that the others print, such as ``"measures the samples"``.
+        where: The place of this rank in messages, as for `gather`.
+    """
+    # 1. Rank 0 works; the others look at the store now and then. 2. Rank 0 sets this turn's key in the store: every
+    # rank counts the same turns. 3. All meet in a collective, which rank 0 enters with its result or its failure.
+    result: T | Exception = None  # type: ignore[assignment]  # a rank that only waits has nothing to send
+    turn = f"omnibal/turn/{next(_turns)}"
+    if place()[0] == 0:
+        result = _attempt(work)
+        if dist.is_initialized():
+            store().set(turn, "")
+    else:
+        _await(turn, doing)
+    return gather(result, where=where)[0]
 
 
 def rank_zero_first(work: Callable[[], T], *, doing: str, where: str | None = None) -> T:
     """Run ``work`` on rank 0, then on the others, which find the files that rank 0 has written.
 
-    Args:
-        work: Must not communicate; may take hours on rank 0.
-        doing: What rank 0 is doing, for the one line that the others print, such as ``"measures the samples"``.
-        where: The place of this rank in messages, as for `gather`.
+    The arguments are those of `rank_zero_only`, but pickle need not write the result: it stays on its rank.
     """
-    if not dist.is_initialized():
-        return run_on_all_ranks(work, where=where)
-    turn = f"omnibal/turn/{next(_turns)}"  # every rank counts the same turns
-    if dist.get_rank() != 0:
-        _await(turn, doing)
-        gather(None, where=where)  # raises where rank 0 has failed
-        return run_on_all_ranks(work, where=where)
+    kept: list[T] = []
+    rank_zero_only(lambda: kept.append(work()), doing=doing, where=where)
+    return run_on_all_ranks(lambda: kept[0] if kept else work(), where=where)
+
+
+def _attempt(work: Callable[[], T]) -> T | Exception:
     try:
-        result, failure = work(), None
+        return work()
     except Exception as error:  # any failure must reach the other ranks
-        failure = error
-    store().set(turn, "")
-    gather(failure, where=where)
-    gather(None, where=where)  # the others have worked, too
-    return result
-
-
-def rank_zero_only(work: Callable[[], object], *, doing: str, where: str | None = None) -> None:
-    """Run ``work`` on rank 0 alone while the others wait, and raise on all ranks if it fails."""
-    rank_zero_first(lambda: work() if place()[0] == 0 else None, doing=doing, where=where)
+        return error
 
 
 def _await(turn: str, doing: str) -> None:
@@ -119,19 +120,15 @@ def _await(turn: str, doing: str) -> None:
         if waited > LONGEST_WAIT_SECONDS:
             raise OmnibalError(f"rank 0, which {doing}, must be done in {LONGEST_WAIT_SECONDS} seconds, got no word")
         if waited > SILENT_SECONDS and not has_spoken:
-            logger.warning("All ranks wait for rank 0, which %s", doing)
+            LOG.warning("All ranks wait for rank 0, which %s", doing)
             has_spoken = True
         sleep(min(1.0, 0.02 + waited / 10))
 
 
 def check_shared(folder: Path, *, name: str, where: str | None = None) -> None:
-    """Make ``folder`` and refuse it, as the setting ``name``, unless all hosts see what rank 0 writes into it.
-
-    Raises:
-        ConfigError: The folder cannot be written, or some host has another folder of this name.
-    """
-    tokens = gather(uuid.uuid4().hex)
-    token = folder / f".omnibal-{tokens[0]}"
+    """Make ``folder`` and refuse it, as the setting ``name``, unless all hosts see what rank 0 writes into it."""
+    # Rank 0 writes a file whose name nobody else can have; every rank says whether it sees the file; rank 0 removes it.
+    token = folder / f".omnibal-{gather(uuid.uuid4().hex)[0]}"
     rank_zero_only(lambda: _touch(token), doing=f"writes to {folder}", where=where)
     seen = gather((socket.gethostname(), _is_seen(token)))
     if place()[0] == 0:

@@ -6,22 +6,19 @@ without a word. A process that is killed while it compiles leaves that file behi
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 from threading import Event, Thread
 from time import sleep, time
 from typing import Final
 
-PATIENCE_SECONDS: Final = 10.0
-"""Between two looks at what a start waits for."""
-IDLE_SECONDS: Final = 600.0
-"""No compiler writes nothing for so long: DeepSpeed's largest file takes some minutes."""
+PATIENCE_SECONDS: Final = 10.0  # between two looks at what a start waits for
+IDLE_SECONDS: Final = 600.0  # no compiler writes nothing for so long: DeepSpeed's largest file takes some minutes
+# A process that takes a lock has made the file a moment before the system shows that it has the file open.
 SETTLE_SECONDS: Final = 0.1
-"""A process that takes a lock has made the file a moment before the system shows that it has it open."""
+# File systems of one machine: on others the holder of a lock may run on another machine.
 LOCAL_SYSTEMS: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-"""File systems of one machine: on others the holder of a lock may run on another machine."""
 PROCESSES: Final = Path("/proc")
 THREAD: Final = "omnibal-explains-waits"
 
@@ -37,7 +34,7 @@ def locks() -> list[Path]:
 
 
 def holders(lock: Path) -> list[int]:
-    """Processes of this machine that have a lock's file open, which is how torch holds it."""
+    """Processes of this machine that hold a lock: torch's FileBaton keeps the file open as long as it compiles."""
     found = []
     for process in PROCESSES.glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
@@ -53,11 +50,9 @@ def _opened(descriptor: Path) -> Path | None:
 
 
 def is_dead(lock: Path) -> bool:
-    """Whether a lock has no holder any more: then it stops everybody for ever.
-
-    No process of this machine holds it; and no process of another machine can, or nothing has been written beside the
-    lock for ten minutes. Locks of other users, whose processes cannot be seen, count as held.
-    """
+    """Whether a lock has no holder any more: then it stops everybody for ever."""
+    # No process of this machine holds it; and no process of another machine can, or nothing has been written beside
+    # the lock for ten minutes. Locks of other users, whose processes cannot be seen, count as held.
     with suppress(OSError):  # gone meanwhile
         found = lock.stat()
         if found.st_uid != os.getuid() or not (PROCESSES / "self/fd").is_dir() or holders(lock):
@@ -71,6 +66,7 @@ def is_dead(lock: Path) -> bool:
 def _is_local(path: Path) -> bool:
     """Whether a file lies on a file system of this machine alone, by the mount that it is on."""
     kinds = {}
+    # A line of mountinfo: id, parent, device, root, mount point, options, "-", file system, source, options.
     for line in (PROCESSES / "self/mountinfo").read_text().splitlines():
         mount, _, filesystem = line.partition(" - ")
         kinds[mount.split()[4]] = filesystem.split()[0]
@@ -79,16 +75,13 @@ def _is_local(path: Path) -> bool:
 
 
 def _idle_seconds(folder: Path) -> float:
-    """Since something was written there."""
     return time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 def remove_dead_locks() -> None:
-    """Remove locks whose holders have died, and say so: else all that start from now on would wait for them.
-
-    Every process calls this before it loads extensions, and then compiles what is missing. One that waits already takes
-    the end of a lock for the end of compiling: it ends with torch's error if there is nothing to load.
-    """
+    """Remove locks whose holders have died, and say so: every process calls this before it loads extensions."""
+    # Whoever starts from now on compiles what is missing. A process that waits already takes the end of a lock for the
+    # end of compiling, and ends with torch's error if there is nothing to load: so the line says to start again.
     for lock in locks():
         with suppress(OSError):  # gone meanwhile
             folder = os.open(lock.parent, os.O_RDONLY)
@@ -105,10 +98,7 @@ def remove_dead_locks() -> None:
 
 
 class ExplainedWait:
-    """Explains on standard error why a start takes long, if extensions are the reason, until it is told to stop.
-
-    The first process of each node speaks. See ``explained_wait``.
-    """
+    """Until it is closed, a thread of each node's first process says which extension a start waits for."""
 
     def __init__(self, seconds: float = PATIENCE_SECONDS) -> None:
         self._seconds = seconds
@@ -118,8 +108,7 @@ class ExplainedWait:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             Thread(target=self._look_again, daemon=True, name=THREAD).start()
 
-    def stop(self) -> None:
-        """The start is over."""
+    def close(self) -> None:
         self._has_started.set()
 
     def _look_again(self) -> None:
@@ -131,29 +120,16 @@ class ExplainedWait:
         remove_dead_locks()
         for lock in locks():
             name, compilers = lock.parent.name, holders(lock)
-            spared = (
-                '; with "torch_adam": true among the optimizer\'s params it is not needed' if "adam" in name else ""
-            )
-            said = (
-                f"Waiting for DeepSpeed's extension {name} to be compiled by process {compilers[0]}, which happens "
-                f"once and takes minutes{spared}"
-                if compilers
-                else f"Waiting for DeepSpeed's extension {name}, which no process of this machine compiles{spared}. If "
-                f"none of another machine does, one was killed meanwhile: delete {lock} and start again"
-            )
-            if self._seen.get(lock) != said:
-                self._seen[lock] = said
-                _say(said)
-
-
-@contextmanager
-def explained_wait(seconds: float = PATIENCE_SECONDS) -> Iterator[ExplainedWait]:
-    """Remove dead locks; then explain what is waited for inside of the block, if it takes long."""
-    wait = ExplainedWait(seconds)
-    try:
-        yield wait
-    finally:
-        wait.stop()
+            hint = '; with "torch_adam": true among the optimizer\'s params it is not needed' if "adam" in name else ""
+            line = f"Waiting for DeepSpeed's extension {name}"
+            if compilers:
+                line += f" to be compiled by process {compilers[0]}, which happens once and takes minutes{hint}"
+            else:
+                line += f", which no process of this machine compiles{hint}. If none of another machine does, one was "
+                line += f"killed meanwhile: delete {lock} and start again"
+            if self._seen.get(lock) != line:
+                self._seen[lock] = line
+                _say(line)
 
 
 def _say(text: str) -> None:

@@ -15,9 +15,10 @@ from torch.distributed.distributed_c10d import Store, _get_default_store, _set_p
 
 from omnibal.errors import ConfigError
 
-CONNECT_TIMEOUT: Final = timedelta(minutes=1)  # gloo tries for some of these
+CONNECT_TIMEOUT: Final = timedelta(minutes=1)  # gloo tries for a few times as long
 WORK_TIMEOUT: Final = timedelta(hours=2)  # a process may read tens of gigabytes of weights meanwhile
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+_REMEDY: Final = f"set {INTERFACE} on every host to the network interface that leads to the others"
 
 
 class Host(NamedTuple):
@@ -45,25 +46,19 @@ def gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 def new_gloo_group(
     among: dist.ProcessGroup | None = None, *, timeout: timedelta = WORK_TIMEOUT
 ) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, for objects and for tensors on the CPU; the processes connect at once.
+    """A gloo group of all ranks (or of those of ``among``, which call this together); the processes connect at once.
 
     Without a process group there is nobody to connect to, and the result is None. A thread that communicates needs a
     group of its own, since the members of a group must enter its collectives in the same order.
-
-    Args:
-        among: The ranks of this group alone, which call it together.
-        timeout: After which a collective that waits for a rank fails.
-
-    Raises:
-        ConfigError: A process cannot be reached; the message names its host.
     """
     if not dist.is_initialized():
         return None
-    if among not in (None, dist.group.WORLD):  # hosts of other ranks are not known: these need not come here
+    if among not in (None, dist.group.WORLD):  # hosts_of would wait for all ranks, of which some need not come here
         ranks = dist.get_process_group_ranks(among)
         group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
         return group
     hosts = hosts_of(dist.group.WORLD)
+    # gloo connects all pairs when the group is made, and tries for the group's timeout: a short one while it connects.
     try:
         group = dist.new_group(backend="gloo", timeout=CONNECT_TIMEOUT)
     except RuntimeError as error:
@@ -73,48 +68,30 @@ def new_gloo_group(
 
 
 def unreachable(rank: int, members: Sequence[int], hosts: Sequence[Host], reason: str) -> str:
-    """The message that a process does not reach another host.
-
-    Args:
-        rank: Rank of the process.
-        members: Ranks of the group, ``rank`` among them.
-        hosts: Hosts of all processes, by rank.
-        reason: The error of gloo, which may hold the peer's address.
-    """
+    """The message that ``rank`` does not reach other members; ``reason`` is gloo's error, often with an address."""
     others = [other for other in members if other != rank]
     named = [other for other in others if f"[{hosts[other].address}]" in reason] or others
     peers = ", ".join(sorted({hosts[other].name for other in named})[:3])
-    return (
-        f"rank {rank}: host {hosts[rank].name} must reach the processes on {peers}, got {reason.splitlines()[0]}; "
-        f"set {INTERFACE} on every host to the network interface that leads to the others"
-    )
+    host, error = hosts[rank].name, reason.splitlines()[0]
+    return f"rank {rank}: host {host} must reach the processes on {peers}, got {error}; {_REMEDY}"
 
 
 def check_addresses(hosts: Sequence[Host]) -> None:
-    """Refuse hosts whose names lead to themselves only, as ``127.0.1.1`` in ``/etc/hosts`` does.
-
-    Args:
-        hosts: Of all processes, by rank.
-
-    Raises:
-        ConfigError: There are several hosts, and such a one among them.
-    """
+    """Refuse, in a run on several hosts, one whose name leads to itself only, as ``127.0.1.1`` in ``/etc/hosts``."""
     for rank, (name, address) in enumerate(hosts):
         peer = next((host.name for host in hosts if host.name != name), None)
         if peer is not None and _is_loopback(address):
             raise ConfigError(
                 f"rank {rank}: the name of host {name} must lead to an address that {peer} can reach, got {address}; "
-                f"set {INTERFACE} on every host to the network interface that leads to the others"
+                + _REMEDY
             )
 
 
 @cache
 def hosts_of(world: dist.ProcessGroup) -> list[Host]:
-    """Of all processes, by rank; they tell one another by the store, since nothing else is tested yet.
-
-    Raises:
-        ConfigError: See `check_addresses`.
-    """
+    """The hosts of all processes, by rank."""
+    # By the store, since no connection between the hosts is tested yet: every rank writes its own host, rank 0 collects
+    # them under one key, and everybody reads that (a get waits until the key is set).
     own = f"omnibal/host/{dist.get_rank()}"
     store().set(own, json.dumps(_this_host()))
     if dist.get_rank() == 0:
@@ -126,7 +103,7 @@ def hosts_of(world: dist.ProcessGroup) -> list[Host]:
 
 
 def _this_host() -> Host:
-    """As gloo finds the address: that of the interface it was told, or what the host's name leads to."""
+    """This host; gloo takes the address of the interface it was told, or the one that the host's name leads to."""
     name, interface = socket.gethostname(), os.environ.get(INTERFACE, "").partition(",")[0]
     if interface:
         import psutil

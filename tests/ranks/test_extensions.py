@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from threading import Thread
 
 import pytest
 from torch.utils.file_baton import FileBaton
 
 from omnibal.ranks import extensions
-from omnibal.ranks.extensions import ExplainedWait, explained_wait, holders, remove_dead_locks
+from omnibal.ranks.extensions import ExplainedWait, holders, remove_dead_locks
 
 HOLDS = "import sys; from torch.utils.file_baton import FileBaton as B; print(B(sys.argv[1]).try_acquire()); input()"
 NEVER = 3600
@@ -96,7 +97,7 @@ def test_what_waits_for_a_dead_lock_ends(folder, capsys):
         process.kill()
     wait.look()
     waiting.join()
-    wait.stop()
+    wait.close()
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert (
@@ -110,7 +111,7 @@ def test_a_wait_for_another_machine_is_explained(lock, capsys, monkeypatch):
     lock.rename(lock.parents[1] / "fused_adam" / "lock")
     wait = ExplainedWait(NEVER)
     wait.look()
-    wait.stop()
+    wait.close()
     said = capsys.readouterr().err
     assert "extension fused_adam, which no process of this machine compiles" in said
     assert '"torch_adam": true' in said
@@ -121,7 +122,7 @@ def test_a_wait_for_another_machine_is_explained(lock, capsys, monkeypatch):
 
 def test_one_process_of_a_machine_speaks_until_the_start_is_over(folder, capsys, monkeypatch):
     looked = []
-    monkeypatch.setattr(ExplainedWait, "look", lambda self: (looked.append(None), self.stop()))
+    monkeypatch.setattr(ExplainedWait, "look", lambda self: (looked.append(None), self.close()))
     for local_rank, times in (("1", 0), ("0", 1)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         wait = ExplainedWait(0)
@@ -129,7 +130,7 @@ def test_one_process_of_a_machine_speaks_until_the_start_is_over(folder, capsys,
             thread.join()
         assert len(looked) == times
         assert wait._has_started.is_set() == (times > 0)
-    with explained_wait(NEVER) as wait:
+    with closing(ExplainedWait(NEVER)):
         assert [thread.is_alive() for thread in explaining()] == [True]
     for thread in explaining():
         thread.join()
