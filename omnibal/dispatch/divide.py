@@ -7,11 +7,9 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray
-from omnibal.dispatch.differencing import differencing
-from omnibal.dispatch.even import ROUNDING, even
-from omnibal.dispatch.greedy import least_squares_within, longest_first
-from omnibal.dispatch.padded import padded, padded_attention
+from omnibal.dispatch.one_cost import differencing, least_squares_within, longest_first, padded, padded_attention
 from omnibal.errors import ConfigError, InfeasibleError
 
 DivideMethod = Literal["even", "longest_first", "least_squares_within", "padded", "padded_attention", "differencing"]
@@ -25,7 +23,10 @@ METHODS: Final[Mapping[str, Callable[[FloatArray, int], IntArray]]] = MappingPro
         "differencing": differencing,  # Karmarkar and Karp
     }
 )
-"""Of one cost and without limits. ``"even"`` takes both and is not among them."""
+"""Methods for one cost, without limits. ``"even"`` takes several costs and limits, and is not among them."""
+PARTNERS: Final = 4  # ranks with least of a cost that the rank with most of it tries to exchange with
+EXCHANGES: Final = 8  # at most, per rank
+ROUNDING: Final = 1e-9  # share of a limit by which sums may exceed it: 0.1 + 0.1 + 0.1 is more than 0.3
 
 
 def divide(
@@ -90,7 +91,7 @@ def divide(
             f"sizes must be of shape ({len(columns)} samples, {len(most)} limits), got {taken.shape}; give limits too"
         )
     _refuse_too_much(taken, most, num_ranks)
-    destination = even(columns, int(num_ranks), taken, most)
+    destination = _even(columns, int(num_ranks), taken, most)
     if destination is None:
         fullest = (taken.sum(axis=0) / (num_ranks * most)).max()
         raise InfeasibleError(
@@ -101,7 +102,7 @@ def divide(
 
 
 def _refuse_too_much(taken: FloatArray, most: FloatArray, num_ranks: int) -> None:
-    """What no division can mend: a sample over a limit, or more in all than all ranks hold."""
+    """Refuse what no division can mend: a sample over a limit, or more in all than all ranks hold."""
     for sample, limit in np.argwhere(taken > most):
         got = f"{taken[sample, limit]:g} of at most {most[limit]:g} (sample {sample})"
         raise InfeasibleError(f"sizes must fit within limits on a rank, got {got}")
@@ -122,3 +123,121 @@ def _numbers(name: str, values: npt.ArrayLike, *, dimensions: tuple[int, ...]) -
 
 def _columns(values: FloatArray) -> FloatArray:
     return values[:, None] if values.ndim == 1 else values
+
+
+def _even(costs: FloatArray, num_ranks: int, sizes: FloatArray, most: FloatArray) -> IntArray | None:
+    """Divide samples so that ranks have about as much of every cost and hold no more than ``most``; None if none fits.
+
+    Large samples first, each to the rank where the sum of all squared loads grows least, loads measured in the mean
+    rank's: that is the rank with least of what this sample has most of, and for one cost Algorithm 1. Then the rank
+    with most of a cost exchanges a sample (for one or for none) with a rank that has little of it, as long as squares
+    fall. O(n num_ranks), compiled: 0.2 s of one core for 2560 ranks with 60 samples each and one cost.
+    """
+    mean = costs.sum(axis=0) / num_ranks
+    parts = np.ascontiguousarray(costs / np.where(mean > 0, mean, 1.0))
+    shares = np.ascontiguousarray(sizes / np.where(most > 0, most, 1.0))
+    room = np.where(most > 0, 1 + ROUNDING, 0.0)
+    # Where samples do not fit in the order of their costs, they may fit in the order of what they take of the limits.
+    for key in (parts, shares):
+        destination = _place(np.argsort(-key.max(axis=1, initial=0.0), kind="stable"), parts, shares, room, num_ranks)
+        if len(destination) == len(costs):
+            _exchange(destination, parts, shares, room, num_ranks)
+            return destination
+    return None
+
+
+@compiled
+def _place(order: IntArray, parts: FloatArray, shares: FloatArray, room: FloatArray, num_ranks: int) -> IntArray:
+    """Each sample in ``order`` to the rank with room where squares grow least; an empty array if one has none.
+
+    Args:
+        order: Samples.
+        parts: Costs of the samples in parts of the mean rank's, (samples, costs).
+        shares: What samples take of the limits, in parts of them, (samples, limits).
+        room: The most that a rank may hold of each limit, (limits,): 1 and a rounding error, or 0.
+        num_ranks: At least 1.
+    """
+    loads, held = np.zeros((num_ranks, parts.shape[1])), np.zeros((num_ranks, shares.shape[1]))
+    destination = np.empty(len(order), dtype=np.int64)
+    for sample in order:
+        best, least = -1, np.inf
+        for rank in range(num_ranks):
+            # (load + part)² - load² is part² + 2 load part; the first is the same on all ranks.
+            growth = 0.0
+            for cost in range(parts.shape[1]):
+                growth += loads[rank, cost] * parts[sample, cost]
+            if growth < least:
+                fits = True
+                for limit in range(len(room)):
+                    fits = fits and held[rank, limit] + shares[sample, limit] <= room[limit]
+                if fits:
+                    best, least = rank, growth
+        if best < 0:
+            return destination[:0]
+        destination[sample] = best
+        loads[best] += parts[sample]
+        held[best] += shares[sample]
+    return destination
+
+
+@compiled
+def _exchange(destination: IntArray, parts: FloatArray, shares: FloatArray, room: FloatArray, num_ranks: int) -> None:
+    """Even out the ranks with most of a cost, cost by cost in turn, until none of them can be mended."""
+    num_costs = parts.shape[1]
+    loads, held = np.zeros((num_ranks, num_costs)), np.zeros((num_ranks, shares.shape[1]))
+    for sample, rank in enumerate(destination):
+        loads[rank] += parts[sample]
+        held[rank] += shares[sample]
+    stuck, tries = 0, EXCHANGES * num_ranks
+    while stuck < num_costs and tries > 0:
+        cost = tries % num_costs
+        tries -= 1
+        full = int(np.argmax(loads[:, cost]))
+        mended = False
+        for partner in np.argsort(loads[:, cost])[:PARTNERS]:
+            if partner != full and _exchange_best(destination, parts, shares, room, loads, held, full, partner):
+                mended = True
+                break
+        stuck = 0 if mended else stuck + 1
+
+
+@compiled
+def _exchange_best(
+    destination: IntArray,
+    parts: FloatArray,
+    shares: FloatArray,
+    room: FloatArray,
+    loads: FloatArray,
+    held: FloatArray,
+    full: int,
+    partner: int,
+) -> bool:
+    """Make the one exchange between two ranks that lets squares fall most, if any does."""
+    num_costs, num_limits = parts.shape[1], shares.shape[1]
+    theirs = np.append(np.flatnonzero(destination == partner), -1)  # -1: nothing comes back
+    best_given, best_taken, best = -1, -1, -1e-12
+    for given in np.flatnonzero(destination == full):
+        for taken in theirs:
+            # Moving d from one load to the other changes the sum of squares by 2 d (d - difference).
+            change = 0.0
+            for cost in range(num_costs):
+                moved = parts[given, cost] - (parts[taken, cost] if taken >= 0 else 0.0)
+                change += moved * (moved - (loads[full, cost] - loads[partner, cost]))
+            if change >= best:
+                continue
+            fits = True
+            for limit in range(num_limits):
+                moved = shares[given, limit] - (shares[taken, limit] if taken >= 0 else 0.0)
+                fits = fits and held[partner, limit] + moved <= room[limit] and held[full, limit] - moved <= room[limit]
+            if fits:
+                best_given, best_taken, best = int(given), int(taken), change
+    if best_given < 0:
+        return False
+    for sample, source, target in ((best_given, full, partner), (best_taken, partner, full)):
+        if sample >= 0:
+            destination[sample] = target
+            loads[source] -= parts[sample]
+            loads[target] += parts[sample]
+            held[source] -= shares[sample]
+            held[target] += shares[sample]
+    return True

@@ -14,10 +14,7 @@ from omnibal.cost import IntArray
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.errors import ConfigError
 
-CARRIERS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
-    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-)
-"""Integers of so many bytes."""
+CARRIERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})  # by bytes
 
 
 def exchange(
@@ -47,13 +44,13 @@ def exchange(
         ConfigError: A tensor has not as many rows as its samples are said to have. On this rank alone: check what comes
             from outside on all ranks before.
     """
-    moves = dict.fromkeys(tensors, rearrangement) if isinstance(rearrangement, Rearrangement) else dict(rearrangement)
+    moves = dict.fromkeys(tensors, rearrangement) if isinstance(rearrangement, Rearrangement) else rearrangement
     rank = dist.get_rank(group)
     for name, tensor in tensors.items():
         expected = rows[name][moves[name].held_by(rank)].sum()
         if len(tensor) != expected:
             raise ConfigError(f"{name} must have the {expected} rows of its samples, got {len(tensor)}")
-    # What travels together, by dtype; None: as bytes.
+    # Names of the tensors that travel in one all-to-all, by the dtype of their gradients; None: without any, as bytes.
     parcels: dict[torch.dtype | None, list[str]] = {}
     for name, tensor in tensors.items():
         if not moves[name].is_still:
@@ -85,30 +82,31 @@ def _exchange(
         widths, dtype = [width // unit for width in widths], CARRIERS[unit]
     flats = [_flat(tensor, dtype) for tensor in tensors]
     sizes = [count * width for count, width in zip(rows, widths, strict=True)]  # elements of each sample
-    held = [move.held_by(rank) for move in moves]
+    # Pieces are samples of tensors, tensor after tensor: those of this rank, and those that come to it.
+    held, brought = [move.held_by(rank) for move in moves], [move.brought_to(rank) for move in moves]
     to = np.concatenate([move.destination[samples] for move, samples in zip(moves, held, strict=True)])
-    sent = np.concatenate([size[samples] for size, samples in zip(sizes, held, strict=True)])
-    order = np.argsort(to, kind="stable")
-    brought = [move.brought_to(rank) for move in moves]
     source = np.concatenate([move.source[samples] for move, samples in zip(moves, brought, strict=True)])
-    received = np.concatenate([size[samples] for size, samples in zip(sizes, brought, strict=True)])
-    order_there = np.argsort(source, kind="stable")
+    sent, received = (
+        np.concatenate([size[samples] for size, samples in zip(sizes, of, strict=True)]) for of in (held, brought)
+    )
+    # The all-to-all sends and brings pieces rank after rank.
+    send_order, receive_order = np.argsort(to, kind="stable"), np.argsort(source, kind="stable")
 
-    own = flats[0]
-    if len(flats) > 1 or (order[1:] < order[:-1]).any():
+    message = flats[0]
+    if len(flats) > 1 or (send_order[1:] < send_order[:-1]).any():
         parts = [torch.split(flat, size[of].tolist()) for flat, size, of in zip(flats, sizes, held, strict=True)]
         pieces = [piece for of_tensor in parts for piece in of_tensor]
-        own = torch.cat([pieces[number] for number in order] or flats)
+        message = torch.cat([pieces[number] for number in send_order] or flats)
     splits = _per_rank(received, source, num_ranks), _per_rank(sent, to, num_ranks)
-    together: Tensor = _AllToAll.apply(own, *splits, group)  # type: ignore[no-untyped-call]
-    if len(flats) == 1 and (order_there[1:] > order_there[:-1]).all():
-        whole = [together]
+    arrived: Tensor = _AllToAll.apply(message, *splits, group)  # type: ignore[no-untyped-call]
+    if len(flats) == 1 and (receive_order[1:] > receive_order[:-1]).all():
+        whole = [arrived]
     else:
-        there = torch.split(together, received[order_there].tolist())
-        pieces = [there[number] for number in np.argsort(order_there)]
+        by_source = torch.split(arrived, received[receive_order].tolist())
+        pieces = [by_source[number] for number in np.argsort(receive_order)]
         ends = np.cumsum([len(samples) for samples in brought])
         groups = [pieces[end - len(of) : end] for end, of in zip(ends, brought, strict=True)]
-        whole = [torch.cat(of_tensor or [together[:0]]) for of_tensor in groups]
+        whole = [torch.cat(of_tensor or [arrived[:0]]) for of_tensor in groups]
     return [
         _viewed(flat, tensor.dtype).reshape(-1, *tensor.shape[1:]) for flat, tensor in zip(whole, tensors, strict=True)
     ]
@@ -116,13 +114,13 @@ def _exchange(
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     flat = tensor.reshape(-1)
-    if flat.storage_offset() * flat.element_size() % dtype.itemsize:  # a part of another tensor, which no view can take
+    if flat.storage_offset() * flat.element_size() % dtype.itemsize:  # a slice whose place no view of dtype may have
         flat = flat.clone()
     return _viewed(flat, dtype)
 
 
 def _viewed(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes as another type; a view of a type has no gradients, not even one of the same type."""
+    # view() cuts gradients off, even a view as the type that a tensor has.
     return flat if flat.dtype == dtype else flat.view(dtype)
 
 

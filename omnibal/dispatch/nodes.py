@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 
@@ -14,11 +13,11 @@ from omnibal.errors import ConfigError
 
 TRIALS: Final = 10_000
 TRIALS_PER_RANK: Final = 20
-"""Exchanges of two lists that the search tries, `TRIALS + TRIALS_PER_RANK · ranks`: 2 ms at 32 ranks, 13 ms at 2560."""
-TENURE: Final = 3
-"""Rounds for which two exchanged lists stay where they are, so that the search leaves a local optimum."""
-CANDIDATES: Final = 2
-"""Lists that a round tries to bring to a rank's node, as a multiple of the node's ranks: those it holds most of."""
+"""The search tries ``TRIALS + TRIALS_PER_RANK · ranks`` exchanges of two lists: 2 ms at 32 ranks, 13 ms at 2560."""
+TENURE: Final = 3  # rounds for which two exchanged lists stay where they are, so that the search leaves a local optimum
+CANDIDATES: Final = (
+    2  # lists of a rank that a round tries, as a multiple of the ranks of a node: those it holds most of
+)
 
 
 @dataclass(frozen=True)
@@ -66,44 +65,38 @@ def keep_in_nodes(volumes: Any, ranks_per_node: int) -> NodePlan:
         raise ConfigError(f"ranks_per_node must divide the {num_ranks} ranks, got {ranks_per_node}")
     held.sum_duplicates()
     held.eliminate_zeros()
-    node = np.arange(num_ranks) // ranks_per_node
-    node_of, before = node, _most_sent(held, node, ranks_per_node)
-    after = before
+    node_of = np.arange(num_ranks) // ranks_per_node
+    before = after = float(_sent(held, node_of, ranks_per_node).max(initial=0.0))
     if num_ranks > ranks_per_node:
-        found = _searched(held, ranks_per_node)
-        if (sent := _most_sent(held, found, ranks_per_node)) < before:
+        found = _search(held, ranks_per_node)
+        sent = float(_sent(held, found, ranks_per_node).max(initial=0.0))
+        if sent < before:
             node_of, after = found, sent
     return NodePlan(_ranks_within(held, node_of, ranks_per_node), before, after)
 
 
-def _most_sent(held: csr_array, node_of: IntArray, ranks_per_node: int) -> float:
-    """The most that a rank sends to other nodes if list r goes to node ``node_of[r]``."""
-    return float(_sent(held, node_of, ranks_per_node).max(initial=0.0))
-
-
 def _sent(held: csr_array, node_of: IntArray, ranks_per_node: int) -> FloatArray:
+    """What each rank sends to other nodes if list r goes to node ``node_of[r]``."""
     entries = held.tocoo()
     leaves = np.where(node_of[entries.col] == entries.row // ranks_per_node, 0.0, entries.data)
     return np.bincount(entries.row, leaves, held.shape[0]).astype(np.float64)
 
 
-def _searched(held: csr_array, ranks_per_node: int) -> IntArray:
-    """The node of each list, by a greedy start and a search from there."""
+def _search(held: csr_array, ranks_per_node: int) -> IntArray:
+    """The node of each list, by a greedy start and a tabu search from there."""
     num_ranks, entries, lists = held.shape[0], held.tocoo(), held.tocsc()
     by_node = csr_array((entries.data, (entries.col, entries.row // ranks_per_node)), shape=held.shape)
-    by_node.sum_duplicates()
-    largest = by_node.max(axis=1).toarray().ravel()
-    order = np.argsort(-largest, kind="stable")
-    node_of = _placed(order, *_indices(by_node), by_node.data, num_ranks // ranks_per_node)
-    by_size = np.lexsort((-entries.data, entries.row))
-    wanted, sizes = entries.col[by_size], entries.data[by_size]
-    # However lists are placed, a rank sends all but the `ranks_per_node` lists that it holds most of.
-    number = np.arange(len(wanted)) - held.indptr[entries.row]
-    unavoidable = np.bincount(entries.row, np.where(number >= ranks_per_node, sizes, 0.0), num_ranks).max(initial=0.0)
-    sent = _sent(held, node_of, ranks_per_node)
+    by_node.sum_duplicates()  # what each node holds of each list, (lists, nodes)
+    order = np.argsort(-by_node.max(axis=1).toarray().ravel(), kind="stable")
+    room = np.full(num_ranks // ranks_per_node, ranks_per_node)
+    node_of = _placed(order, *_indices(by_node), by_node.data, room)
+    nowhere = order[node_of[order] < 0]  # lists that only full nodes hold
+    node_of[nowhere] = np.repeat(np.arange(len(room)), room)
+    # Of each rank the lists that it holds something of, those first of which it holds most.
+    wanted = entries.col[np.lexsort((-entries.data, entries.row))].astype(np.int64)
     _relieve(
-        node_of, sent, _indices(held)[0], wanted.astype(np.int64), *_indices(lists), lists.data,
-        float(unavoidable), ranks_per_node, TRIALS + TRIALS_PER_RANK * num_ranks,
+        node_of, _sent(held, node_of, ranks_per_node), _indices(held)[0], wanted, *_indices(lists), lists.data,
+        ranks_per_node, TRIALS + TRIALS_PER_RANK * num_ranks,
     )  # fmt: skip
     return node_of
 
@@ -114,9 +107,11 @@ def _indices(matrix: Any) -> tuple[IntArray, IntArray]:
 
 
 @compiled
-def _placed(order: IntArray, starts: IntArray, nodes: IntArray, volumes: FloatArray, num_nodes: int) -> IntArray:
-    """Lists in ``order``, each to the node with room that holds most of it; what nobody holds fills what is left."""
-    room = np.full(num_nodes, len(order) // num_nodes)
+def _placed(order: IntArray, starts: IntArray, nodes: IntArray, volumes: FloatArray, room: IntArray) -> IntArray:
+    """Lists in ``order``, each to the node with room that holds most of it, or to none (-1); ``room`` is what is left.
+
+    ``nodes[starts[l]:starts[l + 1]]`` hold something of list l, ``volumes`` says how much.
+    """
     node_of = np.full(len(order), -1)
     for number in order:
         best, most = -1, 0.0
@@ -126,13 +121,6 @@ def _placed(order: IntArray, starts: IntArray, nodes: IntArray, volumes: FloatAr
         if best >= 0:
             node_of[number] = best
             room[best] -= 1
-    free = 0
-    for number in order:
-        if node_of[number] < 0:
-            while room[free] == 0:
-                free += 1
-            node_of[number] = free
-            room[free] -= 1
     return node_of
 
 
@@ -145,7 +133,6 @@ def _relieve(
     list_starts: IntArray,
     holders: IntArray,
     volumes: FloatArray,
-    unavoidable: float,
     ranks_per_node: int,
     trials: int,
 ) -> None:
@@ -163,60 +150,45 @@ def _relieve(
         list_starts: Where each list's ranks begin in ``holders``, as in scipy's ``csc_array``.
         holders: Ranks.
         volumes: What each holder has of the list.
-        unavoidable: The search ends where no rank sends more.
         ranks_per_node: Lists of a node, too.
         trials: Exchanges that are tried.
     """
-    num_ranks = len(node_of)
-    at, place = np.argsort(node_of, kind="mergesort"), np.empty(num_ranks, dtype=np.int64)
-    place[at] = np.arange(num_ranks)  # node n has the lists at[n · ranks_per_node :][: ranks_per_node]
-    change, touched = np.zeros(num_ranks), np.empty(num_ranks, dtype=np.int64)
-    is_touched = np.zeros(num_ranks, dtype=np.bool_)
-    free_from = np.zeros(num_ranks, dtype=np.int64)
+    free_from = np.zeros(len(node_of), dtype=np.int64)  # the round from which on a list may move again
+    change = np.zeros((2, ranks_per_node))
     scale, least, best = sent.max(), sent.max(), node_of.copy()
     number = 0
-    while trials > 0 and least > unavoidable:
+    while trials > 0 and least > 0:
         number += 1
         worst = np.argmax(sent)
         here = worst // ranks_per_node
-        come, go, lowest, tried = -1, -1, np.inf, 0
+        lists_here = np.flatnonzero(node_of == here)
+        come, go, lowest, tried = np.int64(-1), np.int64(-1), np.inf, 0
         for entry in range(rank_starts[worst], rank_starts[worst + 1]):
-            if node_of[wanted[entry]] == here:
+            there = node_of[wanted[entry]]
+            if there == here:
                 continue
             if tried == CANDIDATES * ranks_per_node:
                 break
             tried += 1
-            for other in at[here * ranks_per_node : (here + 1) * ranks_per_node]:
-                count = _changes(
-                    wanted[entry],
-                    other,
-                    node_of,
-                    list_starts,
-                    holders,
-                    volumes,
-                    ranks_per_node,
-                    change,
-                    touched,
-                    is_touched,
-                )
+            for other in lists_here:
+                _write_change(change, wanted[entry], other, node_of, list_starts, holders, volumes)
                 growth, largest = 0.0, 0.0
-                for rank in touched[:count]:
-                    growth += _power((sent[rank] + change[rank]) / scale) - _power(sent[rank] / scale)
-                    largest = max(largest, sent[rank] + change[rank])
-                    change[rank] = 0.0
+                for side, node in ((0, here), (1, there)):
+                    for place in range(ranks_per_node):
+                        now = sent[node * ranks_per_node + place]
+                        then = now + change[side, place]
+                        growth += _power(then / scale) - _power(now / scale)
+                        largest = max(largest, then)
                 stays = free_from[wanted[entry]] > number or free_from[other] > number
                 if growth < lowest and not (stays and largest >= least):
                     come, go, lowest = wanted[entry], other, growth
         trials -= max(tried * ranks_per_node, 1)
         if come < 0:  # all of them stay for now, or the rank has nothing elsewhere
             continue
-        count = _changes(come, go, node_of, list_starts, holders, volumes, ranks_per_node, change, touched, is_touched)
-        for rank in touched[:count]:
-            sent[rank] += change[rank]
-            change[rank] = 0.0
+        _write_change(change, come, go, node_of, list_starts, holders, volumes)
+        for side, node in ((0, here), (1, node_of[come])):
+            sent[node * ranks_per_node : (node + 1) * ranks_per_node] += change[side]
         node_of[come], node_of[go] = node_of[go], node_of[come]
-        place[come], place[go] = place[go], place[come]
-        at[place[come]], at[place[go]] = come, go
         free_from[come] = free_from[go] = number + TENURE
         if sent.max() < least:
             least = sent.max()
@@ -234,42 +206,30 @@ def _power(share: float) -> float:
 
 
 @compiled
-def _changes(
-    come: int,
-    go: int,
+def _write_change(
+    change: FloatArray,
+    come: np.int64,
+    go: np.int64,
     node_of: IntArray,
     list_starts: IntArray,
     holders: IntArray,
     volumes: FloatArray,
-    ranks_per_node: int,
-    change: FloatArray,
-    touched: IntArray,
-    is_touched: npt.NDArray[np.bool_],
-) -> int:
-    """Write how much more each rank sends if two lists exchange their nodes; return the number of ``touched`` ranks."""
-    count = 0
-    for moved, other in ((come, go), (go, come)):
+) -> None:
+    """How much more ranks send if two lists exchange nodes: row 0 of the ranks where ``go`` is, row 1 of ``come``."""
+    change[:] = 0.0
+    ranks_per_node = change.shape[1]
+    for moved, sign in ((come, 1.0), (go, -1.0)):
         for entry in range(list_starts[moved], list_starts[moved + 1]):
-            holder = holders[entry]
-            node = holder // ranks_per_node
-            if node == node_of[moved]:  # the list leaves its node
-                amount = volumes[entry]
-            elif node == node_of[other]:
-                amount = -volumes[entry]
-            else:
-                continue
-            if not is_touched[holder]:
-                is_touched[holder] = True
-                touched[count] = holder
-                count += 1
-            change[holder] += amount
-    for holder in touched[:count]:
-        is_touched[holder] = False
-    return count
+            node = holders[entry] // ranks_per_node
+            place = holders[entry] - node * ranks_per_node
+            if node == node_of[go]:
+                change[0, place] -= sign * volumes[entry]
+            elif node == node_of[come]:
+                change[1, place] += sign * volumes[entry]
 
 
 def _ranks_within(held: csr_array, node_of: IntArray, ranks_per_node: int) -> IntArray:
-    """The rank of each list: in its node, so that most of it need not move at all."""
+    """The rank of each list within its node: an assignment under which most of the lists need not move at all."""
     entries, lists = held.tocoo(), np.argsort(node_of, kind="stable").reshape(-1, ranks_per_node)
     column = np.empty(len(node_of), dtype=np.int64)
     column[lists] = np.arange(ranks_per_node)

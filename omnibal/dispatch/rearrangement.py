@@ -21,11 +21,8 @@ class Rearrangement:
 
     Args:
         source: The rank that holds each sample before, (samples,).
-        destination: The rank that holds it after, (samples,).
-        num_ranks: Of the group.
-
-    Raises:
-        ConfigError: The arrays are not equally long, or a rank is not one of the group.
+        destination: The rank that holds each sample after, (samples,).
+        num_ranks: Ranks of the group that exchanges samples.
 
     >>> move = Rearrangement([0, 0, 1, 1], [1, 0, 0, 1], num_ranks=2)
     >>> move.held_by(0).tolist(), move.brought_to(0).tolist()
@@ -45,7 +42,7 @@ class Rearrangement:
             if ranks.ndim != 1 or wrong.size:
                 got = f"shape {ranks.shape}" if ranks.ndim != 1 else f"{wrong[0]}"
                 raise ConfigError(f"{name} must hold a rank from 0 to {self.num_ranks - 1} for each sample, got {got}")
-            ranks.flags.writeable = False
+            ranks.flags.writeable = False  # StepPlan keeps what it computes from them
             object.__setattr__(self, name, ranks)
         if len(self.source) != len(self.destination):
             lengths = f"{len(self.source)} and {len(self.destination)}"
@@ -78,18 +75,15 @@ class Rearrangement:
         return samples[np.argsort(self.source[samples], kind="stable")]
 
     def inverse(self) -> Rearrangement:
-        """The way back."""
+        """The way back: samples go from ``destination`` to ``source``."""
         return Rearrangement(self.destination, self.source, self.num_ranks)
 
     def after(self, other: Rearrangement) -> Rearrangement:
-        """Both in one: ``other`` first, then this one.
+        """Two rearrangements in one: ``other`` first, then this one, which must begin where ``other`` ends.
 
         Features that an encoder made where it was even go straight to where the LLM is even by
         ``to_llm.after(to_encoder.inverse())`` (Π_M ∘ Π_E⁻¹ in the paper), in one exchange where undoing the first and
         then doing the second takes two.
-
-        Raises:
-            ConfigError: This one does not begin where the other ends.
         """
         if self.num_ranks != other.num_ranks or not np.array_equal(self.source, other.destination):
             raise ConfigError("source must be the other's destination, got other ranks; a rearrangement was left out")
@@ -100,15 +94,12 @@ class Rearrangement:
 
         Args:
             sizes: Of each sample, in any unit, (samples,).
-
-        Raises:
-            ConfigError: There are not as many sizes as samples.
         """
         dense: FloatArray = self.sparse_volumes(sizes).toarray()
         return dense
 
     def sparse_volumes(self, sizes: npt.ArrayLike) -> csr_array:
-        """The same as :meth:`volumes` without the zeros, which are nearly all of 2560 × 2560 ranks."""
+        """:meth:`volumes` without the zeros, which are nearly all of 2560 × 2560 ranks."""
         values = np.asarray(sizes, dtype=np.float64)
         if values.shape != self.source.shape:
             raise ConfigError(f"sizes must hold one for each of {len(self)} samples, got shape {values.shape}")

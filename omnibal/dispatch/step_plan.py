@@ -19,7 +19,7 @@ from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.errors import DataError, InfeasibleError
 
 COLUMNS: Final = ("vision_units", "vision_squared", "image_tokens", "llm_tokens", "target_tokens")
-"""What a plan needs to know of each sample: rows of pixels, sum of its images' patches², features, tokens, targets."""
+"""What a plan knows of each sample: rows of pixels, Σ patches² over its images, features, tokens, targets."""
 PER_VISION_UNIT: Final = CostModel(vision_units=1)
 
 
@@ -28,29 +28,24 @@ class Link:
     """What it takes to exchange samples, measured on the ranks that do."""
 
     latency_seconds: float
-    """Of an exchange, however little moves."""
+    """Seconds of an exchange, however little moves."""
     bytes_per_second: float
-    """That a rank sends while it receives as much."""
+    """Bytes that a rank sends while it receives as many."""
     vision_unit_bytes: float
-    """Of a tile's or patch's pixels."""
+    """Pixels of a tile or patch."""
     image_token_bytes: float
-    """Of an image token's features, and of their gradients on the way back."""
+    """Features of an image token, and their gradients on the way back."""
     token_bytes: float
-    """Of a text token's id, label and positions."""
+    """Id, label and positions of a text token."""
     phases_meet: bool = True
     """Whether ranks wait for each other between phases even where nothing moves, as under ZeRO 3 and FSDP."""
 
-    def seconds(self, move: Rearrangement, sizes: npt.ArrayLike) -> float:
-        """Of one exchange, as long as that of the rank that sends or receives most; 0 where nothing moves.
+    def seconds(self, *moves: tuple[Rearrangement, npt.ArrayLike]) -> float:
+        """Seconds of one exchange: those of the rank that sends or receives most; 0 where nothing moves.
 
         Args:
-            move: From where to where.
-            sizes: Bytes of each sample, (samples,).
+            moves: Rearrangements that travel together, each with the bytes of its samples, (samples,).
         """
-        return self.seconds_together((move, sizes))
-
-    def seconds_together(self, *moves: tuple[Rearrangement, npt.ArrayLike]) -> float:
-        """Seconds of one exchange that carries several moves of the same group, each with the bytes of its samples."""
         carried = [(move, np.where(move.source != move.destination, sizes, 0)) for move, sizes in moves]
         if all(move.is_still for move, _ in carried):
             return 0.0
@@ -72,24 +67,24 @@ class Costs:
     ranks_per_node: int | None = None
     """Where given, lists of samples stay in nodes as far as they can."""
     link: Link | None = None
-    """Where given, costs are in seconds, and what moves is what makes computing and exchanging shortest in sum."""
+    """Where given, costs are in seconds, and the moves are those that make computing and exchanging shortest in sum."""
     least_gain: float = 0.01
     """Without a link: a phase that would gain less than this share of its largest rank's cost stays as drawn."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A micro-batch of all ranks, and where its samples go. Every rank makes the same one from the same numbers."""
+    """Where the samples of a micro-batch go, on all ranks. Every rank makes the same plan from the same numbers."""
 
     sizes: Mapping[str, IntArray]
-    """Each of ``COLUMNS``, (samples,), over all ranks; others may stand beside them."""
+    """Each of ``COLUMNS``, (samples,), over all ranks; other columns may stand beside them."""
     to_vision: Rearrangement
     to_llm: Rearrangement
     costs: Costs
     total_targets: int
-    """Of the whole step: of all its micro-batches."""
+    """Target tokens of the whole step: of all its micro-batches."""
     weighed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Of each phase, by a link: the seconds of computing that its division saves, and those that its exchanges take."""
+    """With a link, of each phase: seconds of computing that its move saves, and seconds that its exchanges take."""
 
     @cached_property
     def features(self) -> Rearrangement:
@@ -98,7 +93,7 @@ class StepPlan:
 
     @cached_property
     def digest(self) -> int:
-        """62 bits of a hash of where all samples go: ranks that hold other plans are told apart by it."""
+        """62 bits of a hash of where all samples go, by which ranks notice that they hold other plans."""
         digest = sha256()
         for ranks in (self.to_vision.source, self.to_vision.destination, self.to_llm.destination):
             digest.update(ranks.astype(np.int32).tobytes())
@@ -109,7 +104,7 @@ class StepPlan:
         """The largest rank's cost over the mean, as drawn and as planned, of both phases; 1 where nothing is to do."""
         moves = zip(("vision", "llm"), _phases(self.sizes, self.costs), (self.to_vision, self.to_llm), strict=True)
         return {
-            name: (phase.excess(Rearrangement(move.source, move.source, move.num_ranks)), phase.excess(move))
+            name: (phase.over_mean(Rearrangement(move.source, move.source, move.num_ranks)), phase.over_mean(move))
             for name, phase, move in moves
         }
 
@@ -118,17 +113,15 @@ class StepPlan:
         parts = []
         moves = (("vision encoder", self.to_vision), ("LLM", self.to_llm))
         for (name, move), (phase, (before, after)) in zip(moves, self.imbalance.items(), strict=True):
-            moved = np.count_nonzero(move.source != move.destination)
-            then = f"-> {after:.2f}, {moved} of {len(move)} samples move" if moved else f"as drawn{self.why(phase)}"
+            if moved := np.count_nonzero(move.source != move.destination):
+                then = f"-> {after:.2f}, {moved} of {len(move)} samples move"
+            elif phase in self.weighed:
+                saved, taken = (f"{seconds * 1e3:.2f} ms" for seconds in self.weighed[phase])
+                then = f"as drawn (to move would save {saved} of computing and take {taken} of exchange)"
+            else:
+                then = f"as drawn (less than {self.costs.least_gain:.0%} to gain)"
             parts.append(f"{name} {before:.2f} {then}")
         return f"largest rank over mean: {'; '.join(parts)}"
-
-    def why(self, phase: str) -> str:
-        """Why a phase stays as it was drawn."""
-        if phase not in self.weighed:
-            return f" (less than {self.costs.least_gain:.0%} to gain)"
-        saved, taken = self.weighed[phase]
-        return f" (to move would save {saved * 1e3:.2f} ms of computing and take {taken * 1e3:.2f} ms of exchange)"
 
 
 def plan_step(
@@ -139,9 +132,9 @@ def plan_step(
     Args:
         source: The rank that drew each sample, (samples,), ascending.
         sizes: Each of ``COLUMNS``, (samples,).
-        num_ranks: Of the group.
-        costs: Of the phases.
-        total_targets: Of the step.
+        num_ranks: Ranks of the group that shares samples.
+        costs: Costs, limits and link of both phases.
+        total_targets: Target tokens of the step.
 
     Raises:
         DataError: A sample has no tokens.
@@ -152,11 +145,15 @@ def plan_step(
     phases = _phases(sizes, costs)
     drawn = Rearrangement(source, source, num_ranks)
     divided = [_divided(drawn, phase, costs.ranks_per_node) for phase in phases]
-    if costs.link is None:
-        vision, llm = (_moved(drawn, move, phase, costs) for move, phase in zip(divided, phases, strict=True))
-        return StepPlan(sizes, vision, llm, costs, total_targets)
-    moves, weighed = _weighed(drawn, divided, phases, sizes, costs.link)
-    return StepPlan(sizes, *moves, costs, total_targets, weighed)
+    if costs.link is not None:
+        vision, llm, weighed = _weighed(drawn, divided, phases, sizes, costs.link)
+        return StepPlan(sizes, vision, llm, costs, total_targets, weighed)
+    for number, phase in enumerate(phases):
+        before = phase.largest(drawn)
+        gains = before - phase.largest(divided[number]) >= costs.least_gain * before
+        if not gains and phase.fits(drawn):
+            divided[number] = drawn
+    return StepPlan(sizes, divided[0], divided[1], costs, total_targets)
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,7 @@ class _Phase:
 
     @cached_property
     def costs(self) -> FloatArray:
-        """Of each sample, (samples,)."""
+        """Cost of each sample, (samples,)."""
         return self.cost(self.loads)
 
     def of_ranks(self, move: Rearrangement) -> FloatArray:
@@ -190,10 +187,9 @@ class _Phase:
         return longest
 
     def largest(self, move: Rearrangement) -> float:
-        """Of the rank with most."""
         return float(self.of_ranks(move).max(initial=0))
 
-    def excess(self, move: Rearrangement) -> float:
+    def over_mean(self, move: Rearrangement) -> float:
         """The rank with most over the mean, which has no padding; 1 where nothing is to do."""
         mean = float(self.costs.sum()) / move.num_ranks
         return self.largest(move) / mean if mean else 1.0
@@ -202,10 +198,10 @@ class _Phase:
         """Whether no rank is over the limit, once samples have moved."""
         if self.limit is None:
             return True
+        ranks, num_ranks = move.destination, move.num_ranks
         if self.padded:
-            sizes = np.bincount(move.destination, minlength=move.num_ranks) * self._longest(move)
-            return bool(sizes.max(initial=0) <= self.limit)
-        return bool(np.bincount(move.destination, self.volumes, move.num_ranks).max(initial=0) <= self.limit)
+            return bool((np.bincount(ranks, minlength=num_ranks) * self._longest(move)).max(initial=0) <= self.limit)
+        return bool(np.bincount(ranks, self.volumes, num_ranks).max(initial=0) <= self.limit)
 
 
 def _phases(sizes: Mapping[str, IntArray], costs: Costs) -> tuple[_Phase, _Phase]:
@@ -219,7 +215,7 @@ def _phases(sizes: Mapping[str, IntArray], costs: Costs) -> tuple[_Phase, _Phase
 
 
 def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) -> Rearrangement:
-    """Samples where the phase is even. One that brings nothing to it stays where it was drawn."""
+    """Bring samples to where the phase is even; a sample that brings nothing to the phase stays where it was drawn."""
     num_ranks = drawn.num_ranks
     if phase.padded:
         destination = divide(phase.volumes, num_ranks, method="padded")
@@ -228,7 +224,7 @@ def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) ->
                 f"rows must fit within the {phase.limit} tokens of limits on every rank, padding among them, got "
                 f"{len(phase.volumes)} samples of up to {phase.volumes.max()} on {num_ranks} ranks; draw fewer at once"
             )
-    elif phase.limit is None:
+    elif phase.limit is None:  # "even" would leave a tenth of the rest, which is 1 % at most, and take longer
         destination = divide(phase.costs, num_ranks, method="longest_first")
     else:
         destination = divide(phase.costs, num_ranks, sizes=phase.volumes, limits=[phase.limit])
@@ -238,45 +234,30 @@ def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) ->
     return Rearrangement(drawn.source, np.where(phase.volumes == 0, drawn.source, destination), num_ranks)
 
 
-def _moved(drawn: Rearrangement, divided: Rearrangement, phase: _Phase, costs: Costs) -> Rearrangement:
-    """The division, unless it gains next to nothing."""
-    before = phase.largest(drawn)
-    gains = before - phase.largest(divided) >= costs.least_gain * before
-    return divided if gains or not phase.fits(drawn) else drawn
-
-
 def _weighed(
     drawn: Rearrangement,
     divided: Sequence[Rearrangement],
     phases: Sequence[_Phase],
     sizes: Mapping[str, IntArray],
     link: Link,
-) -> tuple[tuple[Rearrangement, Rearrangement], dict[str, tuple[float, float]]]:
+) -> tuple[Rearrangement, Rearrangement, dict[str, tuple[float, float]]]:
     """The moves of both phases that take least time in all, and what each would save and take beside the other."""
+
+    def seconds(vision: Rearrangement, llm: Rearrangement) -> tuple[float, float]:
+        """Seconds of computing, until the last rank is done, and of exchanges."""
+        pixels, tokens = sizes["vision_units"] * link.vision_unit_bytes, sizes["llm_tokens"] * link.token_bytes
+        features = (llm.after(vision.inverse()), sizes["image_tokens"] * link.image_token_bytes)
+        exchanged = link.seconds((vision, pixels), (llm, tokens)) + link.seconds(features)
+        if exchanged or link.phases_meet:
+            return phases[0].largest(vision) + phases[1].largest(llm), exchanged
+        # Nobody waits between phases: a rank with less of the one may have more of the other.
+        return float(np.sum([phase.of_ranks(vision) for phase in phases], axis=0).max()), 0.0
+
     choices = [[drawn, move] if phase.fits(drawn) else [move] for phase, move in zip(phases, divided, strict=True)]
-    vision, llm = min(product(*choices), key=lambda moves: sum(_seconds(moves, phases, sizes, link)))  # first of equals
-    pairs = {
-        "vision": ((drawn, llm), (divided[0], llm)),
-        "llm": ((vision, drawn), (vision, divided[1])),
-    }
+    vision, llm = min(product(*choices), key=lambda moves: sum(seconds(*moves)))  # the first of equals: as drawn
+    pairs = {"vision": ((drawn, llm), (divided[0], llm)), "llm": ((vision, drawn), (vision, divided[1]))}
     weighed = {}
     for name, (stays, moves) in pairs.items():
-        before, without = _seconds(stays, phases, sizes, link)
-        after, taken = _seconds(moves, phases, sizes, link)
+        (before, without), (after, taken) = seconds(*stays), seconds(*moves)
         weighed[name] = (before - after, taken - without)
-    return (vision, llm), weighed
-
-
-def _seconds(
-    moves: Sequence[Rearrangement], phases: Sequence[_Phase], sizes: Mapping[str, IntArray], link: Link
-) -> tuple[float, float]:
-    """Of computing, until the last rank is done, and of exchanges, if samples move so."""
-    vision, llm = moves
-    features = llm.after(vision.inverse())
-    pixels, tokens = sizes["vision_units"] * link.vision_unit_bytes, sizes["llm_tokens"] * link.token_bytes
-    exchanged = link.seconds_together((vision, pixels), (llm, tokens))
-    exchanged += link.seconds(features, sizes["image_tokens"] * link.image_token_bytes)
-    if exchanged or link.phases_meet:
-        return sum(phase.largest(move) for phase, move in zip(phases, moves, strict=True)), exchanged
-    # Nobody waits between phases: what a rank has less of the one may make up for what it has more of the other.
-    return float(np.sum([phase.of_ranks(vision) for phase in phases], axis=0).max()), 0.0
+    return vision, llm, weighed

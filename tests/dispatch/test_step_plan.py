@@ -65,8 +65,8 @@ LINK = Link(
 def test_an_exchange_takes_as_long_as_that_of_the_busiest_rank():
     move = Rearrangement([0, 0, 1, 1], [1, 0, 0, 0], 2)
     # Rank 0 sends 30 bytes and gets 50; what stays on a rank does not travel.
-    assert LINK.seconds(move, np.array([30.0, 999.0, 20.0, 30.0])) == pytest.approx(1 + 50 / 10)
-    assert LINK.seconds(Rearrangement([0, 1], [0, 1], 2), np.ones(2)) == 0
+    assert LINK.seconds((move, np.array([30.0, 999.0, 20.0, 30.0]))) == pytest.approx(1 + 50 / 10)
+    assert LINK.seconds((Rearrangement([0, 1], [0, 1], 2), np.ones(2))) == 0
 
 
 def test_what_moves_saves_more_seconds_than_its_exchange_takes():

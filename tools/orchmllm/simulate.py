@@ -175,8 +175,8 @@ def exchange_seconds(plan: StepPlan) -> float:
     """Of all that travels."""
     link, sizes = plan.costs.link, plan.sizes
     pixels, tokens = sizes["vision_units"] * link.vision_unit_bytes, sizes["llm_tokens"] * link.token_bytes
-    together = link.seconds_together((plan.to_vision, pixels), (plan.to_llm, tokens))
-    return together + link.seconds(plan.features, sizes["image_tokens"] * link.image_token_bytes)
+    together = link.seconds((plan.to_vision, pixels), (plan.to_llm, tokens))
+    return together + link.seconds((plan.features, sizes["image_tokens"] * link.image_token_bytes))
 
 
 def main() -> None:
