@@ -19,7 +19,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
 from omnibal.engine.loader import Loader
-from omnibal.engine.optimizer import grouping
+from omnibal.engine.module import grouping
 from omnibal.engine.resolve import Given
 from omnibal.engine.saved_files import BASE_WEIGHTS, SavedFile
 from omnibal.engine.settings import Settings, renew_rate

@@ -17,8 +17,7 @@ from omnibal.config.resuming import settings_of
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, checked_lengths
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
-from omnibal.engine.module import joined
-from omnibal.engine.optimizer import OnGradient, gradients
+from omnibal.engine.module import OnGradient, joined
 from omnibal.engine.resolve import Given
 from omnibal.engine.settings import Settings
 from omnibal.engine.table import floats_of
@@ -277,7 +276,7 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         if self._on_gradient is not None:
-            for name, gradient in gradients(self.module):
+            for name, gradient in self.module.gradients():
                 self._on_gradient(name, gradient)
         # Under ZeRO 1 or bf16 DeepSpeed itself leaves out steps whose gradients are not finite.
         if self.optimizer is not self.basic_optimizer or self._gradients_are_finite():

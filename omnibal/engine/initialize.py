@@ -23,8 +23,8 @@ from omnibal.engine.distributed import meet
 from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset, view_of
-from omnibal.engine.module import VlmPipelineModule
-from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, OnGradient, Own, parameter_groups
+from omnibal.engine.module import OnGradient, VlmPipelineModule
+from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, Own
 from omnibal.engine.resolve import Given, named, read, resolve_plan
 from omnibal.engine.stream_setup import is_stream, open_annotations, stream_loader
 from omnibal.errors import ConfigError, said
@@ -282,7 +282,7 @@ def build_engine(
             on_gradient=own.on_gradient,
             optimizer=own.optimizer,
             lr_scheduler=own.lr_scheduler,
-            model_parameters=parameter_groups(module, given.section.optimizer),
+            model_parameters=module.parameter_groups(given.section.optimizer),
             args=None,
             model=module,
             mpu=module.mpu(),

@@ -1,8 +1,8 @@
 """DeepSpeed's PipelineModule with an explicit partition, a recompute level per layer and a token-weighted loss."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,9 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
+from omnibal.config import OptimizerSection
 from omnibal.engine.resolve import Given
+from omnibal.families.base import Module
 from omnibal.plan import Plan
 from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
@@ -19,20 +21,20 @@ from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import load_layer
 
+ParameterGroup = dict[str, Any]  # as torch's optimizers take it: "params", and what differs from their own settings
+OnGradient = Callable[[str, Tensor], object]
+PLACEHOLDER: Final = "placeholder"  # in place of a name on disk
+
 
 class VlmPipelineModule(PipelineModule):
     """A vision-language model cut into pipeline stages; each process builds the layers of its own stage only.
 
-    Weights are read by the first replica of each stage. Those of the others stay NaN until DeepSpeed's engine, when it
-    is made, sends them the first one's parameters, as it does in any case: no file is read once per replica.
-
-    Args:
-        given: The model, and how it is trained.
-        plan: Which layers each stage holds, a recompute level for each, and the pack limits that they count on.
+    ``frozen_stages`` is the number of the first stages that train nothing: they run forward only, and no gradient is
+    sent to them. ``placeholders`` are parameters of no effect, which stand in no layer and so in no checkpoint.
     """
 
     def __init__(self, given: Given, plan: Plan) -> None:
-        # DeepSpeed's constructor calls _partition_layers, when self is not yet an initialised nn.Module.
+        # PipelineModule.__init__ calls _partition_layers and _build, when self is not yet an initialised nn.Module.
         self.__dict__["vlm"] = given.vlm
         self.__dict__["plan"] = plan
         self.__dict__["layout"] = given.layout
@@ -40,43 +42,86 @@ class VlmPipelineModule(PipelineModule):
             layers=[_layer_spec(given, index) for index in range(len(given.vlm.records))],
             topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=given.layout.num_replicas),
             loss_fn=self._loss,
-            dynamic_shape=True,
+            dynamic_shape=True,  # packs differ in length: without it DeepSpeed keeps the first one's shapes
         )
         stages = gather((self.stage_id, any(parameter.requires_grad for parameter in self.parameters())))
         self.frozen_stages = min(stage for stage, trains in stages if trains)
-        """How many of the first stages train nothing: they run forward only, and no gradient is sent to them."""
         self.placeholders = nn.ParameterList()
-        """Parameters of no effect: in no layer, so in no checkpoint's layer files."""
         self._dtype = given.dtype
-        if not _trains_its_own(self):
-            self.add_placeholder()
+        # Every stage needs a parameter to train that is not the copy of an earlier stage's: PipelineEngine asserts that
+        # there is an optimizer, and BF16_Optimizer cannot take the norm of no gradient, which leaves copies out.
+        if not any(p.requires_grad and not getattr(p, PIPE_REPLICATED, False) for p in self.parameters()):
+            self._add_placeholder()
+        # The engine sets, of the pack that forward gets next: counts, if they are known; on the last stage targets_of
+        # its labels. It sets before_layer once, which is called with each layer's number in the stage and hidden states.
         self.counts: PackCounts | None = None
-        """Of the pack that ``forward`` gets next, where they are known."""
-        self.before_layer: Callable[[int, Tensor], object] | None = None
-        """Called with each layer's number in the stage and its hidden states, before it runs."""
         self.targets: Mapping[str, Tensor] = {}
-        """On the last stage, of that pack: ``targets_of`` its labels."""
+        self.before_layer: Callable[[int, Tensor], object] | None = None
 
     def _partition_layers(self, method: str = "explicit") -> None:
+        # PipelineModule's own balances by parameters. It leaves self.parts, which checkpoints and the topology read.
         self.parts = list(self.plan.partition.boundaries)
         stage = self.layout.place(self.global_rank).stage
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """Tied weights whose gradients are to be added up: frozen ones have none, and DeepSpeed would look for it."""
+        # PipelineEngine._exec_reduce_tied_grads adds up the gradients of these; frozen weights have none.
         return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
 
     def _synchronize_tied_weights(self) -> None:
-        # DeepSpeed broadcasts the parameter itself: outside no_grad torch would note a collective without a gradient in
-        # its graph, and warn in the first backward pass.
+        # PipelineModule broadcasts the parameter itself: outside no_grad torch would note a collective without a
+        # gradient in its graph, and warn in the first backward pass.
         with torch.no_grad():
             super()._synchronize_tied_weights()
 
-    def add_placeholder(self) -> nn.Parameter:
-        """A new parameter of no effect, which DeepSpeed finds among those that this stage trains."""
+    def _add_placeholder(self) -> nn.Parameter:
         placeholder = nn.Parameter(torch.zeros(1, dtype=self._dtype))
         self.placeholders.append(placeholder)
         return placeholder
+
+    def parameter_groups(self, settings: OptimizerSection) -> list[ParameterGroup]:
+        """The parameters that this stage trains, apart where the section treats them differently.
+
+        A group has ``params``, ``names`` (the parameters' names on disk), and ``lr`` and ``weight_decay`` where the
+        section decides them.
+        """
+        places, unused = self._places(), list(self.placeholders)
+        own: dict[tuple[tuple[str, float], ...], dict[nn.Parameter, str]] = {}
+        for parameter in self.parameters():
+            if parameter.requires_grad and parameter in places:
+                name, part = places[parameter]
+                own.setdefault(_overrides(parameter, part, settings), {})[parameter] = name
+        # All stages make the same groups in the same order: under ZeRO they meet once for the norm of each group.
+        # Where a stage trains nothing of a group, it has a placeholder there.
+        of_all_stages = dict.fromkeys(overrides for of_rank in gather(list(own)) for overrides in of_rank)
+        for overrides in of_all_stages:
+            if overrides not in own:
+                own[overrides] = {unused.pop() if unused else self._add_placeholder(): PLACEHOLDER}
+        for placeholder in unused:  # of a stage whose own parameters are all copies of an earlier stage's
+            own[next(iter(of_all_stages))][placeholder] = PLACEHOLDER
+        return [{"params": [*own[each]], "names": [*own[each].values()], **dict(each)} for each in of_all_stages]
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Names on disk and gradients of a step, added up over replicas and tied layers, and not yet clipped.
+
+        Under ZeRO or bfloat16 a gradient is a float32 copy, which all replicas of a stage make together: each keeps a
+        part.
+        """
+        for parameter, (name, _) in self._places().items():
+            # DeepSpeed's optimizers give their parameters this method (mixed_precision_linkage.link_hp_params).
+            if hasattr(parameter, "get_full_hp_grad"):
+                yield name, parameter.get_full_hp_grad()
+            elif parameter.grad is not None:
+                yield name, parameter.grad
+
+    def _places(self) -> dict[nn.Parameter, tuple[str, Module]]:
+        """Name on disk and module of this stage's parameters; of a tied one, those of its first use."""
+        found: dict[nn.Parameter, tuple[str, Module]] = {}
+        for index, layer in enumerate(self.forward_funcs, start=self._local_start):
+            names = self.vlm.weight_names(index)
+            for name, parameter in layer.named_parameters():
+                found.setdefault(parameter, (names[name], self.vlm.records[index].module))
+        return found
 
     def _build(self) -> None:
         # Weights that do not fit are found on one stage only; the others are told, or they would wait for it.
@@ -115,41 +160,37 @@ class VlmPipelineModule(PipelineModule):
         return bool(payload.input_ids.shape[1] > limits.llm_tokens or tiles > max(limits.vision_units, 1))
 
     def count(self, batch: Mapping[str, Tensor]) -> PackCounts | None:
-        """What layers need to know of a pack on the host, while it still is there."""
+        """What layers need to know of a pack on the host: counted before the pack goes to the device."""
         image_tokens = int((batch["input_ids"] == self.vlm.config.image_token_id).sum())
         integers = {name: batch[name].tolist() for name in self.vlm.image_integers}
         return PackCounts(image_tokens, sample_lengths(batch["cu_seq_lens"]), integers)
 
     def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Weighted sum of token losses in training; EVALUATION_STATISTICS in evaluation.
+        """Weighted sum of token losses in training, EVALUATION_STATISTICS in evaluation; the last layer computes both.
 
-        Args:
-            outputs: What ``forward`` returns on the last stage, whose last layer has computed the loss.
-            targets: The rows that predict them, their tokens, and the weight of one token's loss: with the weight
-                ``micro_batches × num_replicas / target tokens of the step`` the engine's plain average over
-                micro-batches and ranks is the average over the tokens of the step.
+        The last target is the weight of one token's loss: with ``micro_batches × num_replicas / target tokens of the
+        step`` DeepSpeed's plain average over micro-batches and replicas is the average over the tokens of the step.
         """
         hidden: Tensor = self.vlm.layout(self._local_stop).build(outputs).hidden
         return hidden * targets[-1] if self.training else hidden
 
 
-def _trains_its_own(module: nn.Module) -> bool:
-    """Whether a stage trains a parameter that is not the copy of an earlier stage's.
+def grouping(settings: OptimizerSection) -> str | None:
+    """What parameter groups keep apart, in words; None where all parameters are treated alike."""
+    apart = ["weight decay of matrices"] if settings.weight_decay == "matrices" else []
+    apart += [f"learning rate of {module}" for module, rate in settings.learning_rates if rate is not None]
+    return ", ".join(apart) or None
 
-    DeepSpeed leaves such copies out of the norm of gradients, which bf16's optimizer cannot take of none at all.
-    """
-    return any(
-        parameter.requires_grad and not getattr(parameter, PIPE_REPLICATED, False) for parameter in module.parameters()
-    )
+
+def _overrides(parameter: nn.Parameter, part: Module, settings: OptimizerSection) -> tuple[tuple[str, float], ...]:
+    """The settings of a parameter's group that differ from the optimizer's own, as pairs (name, value)."""
+    rate = getattr(settings.learning_rates, part)
+    decayed = settings.weight_decay == "all" or parameter.dim() > 1
+    return (() if rate is None else (("lr", rate),)) + (() if decayed else (("weight_decay", 0.0),))
 
 
 def joined(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """One number whose backward pass is that of several outputs, all at once.
-
-    Args:
-        outputs: Of layers.
-        gradients: Theirs.
-    """
+    """One number whose backward pass is that of several outputs with these gradients, all at once."""
     number: Tensor = _Join.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
     return number
 
@@ -171,11 +212,10 @@ def _attached(sent: Tensor, placeholders: Sequence[nn.Parameter]) -> Tensor:
 
 
 class _Attach(torch.autograd.Function):
-    """Pass a tensor on unchanged, as if it depended on placeholders, whose gradients are zero.
+    """Pass a tensor on unchanged, as if it depended on placeholders, whose gradients are zero."""
 
-    DeepSpeed's engine wants an optimizer on every stage and a backward pass through every stage's output. Behind the
-    last layer of a stage this gives it both, and runs no layer backward that would not run otherwise.
-    """
+    # PipelineEngine._exec_backward_pass runs backward through every stage's output. Behind the last layer of a stage
+    # whose layers need no gradient this makes that possible, and runs no layer backward that would not run otherwise.
 
     @staticmethod
     def forward(context: Any, sent: Tensor, *placeholders: Tensor) -> Tensor:
@@ -188,7 +228,7 @@ class _Attach(torch.autograd.Function):
 
 
 def _layer_spec(given: Given, index: int) -> Any:
-    """What DeepSpeed builds a layer from, if it is in this process's stage."""
+    """What PipelineModule._build calls build() of, if the layer is in this process's stage."""
     key = given.vlm.records[index].tied_key
     return _Spec(given, index) if key is None else _TiedSpec(key, given, index)
 
@@ -203,8 +243,8 @@ class _Spec(LayerSpec):
 
 
 class _TiedSpec(TiedLayerSpec):
-    # No forward_fn: DeepSpeed wraps the module in a partial for it, which has no state_dict, and the layer would be
-    # missing from checkpoints. The module itself tells its two uses apart by what it receives.
+    # No forward_fn: PipelineModule._build wraps the module in a partial for it, which has no state_dict, and the layer
+    # would be missing from checkpoints. The module itself tells its two uses apart by what it receives.
     def __init__(self, key: str, given: Given, index: int) -> None:
         layer_class: Any = given.vlm.layer_class(index)  # families say which weights are tied
         super().__init__(key, layer_class, tied_weight_attr=list(layer_class.tied_weights))
@@ -215,11 +255,13 @@ class _TiedSpec(TiedLayerSpec):
 
 
 def _build(given: Given, index: int) -> nn.Module:
-    """A layer with initial weights, or with those that the first replica of its stage reads."""
+    """A layer with initial weights, or with weights that are read."""
     settings, source = given.section.model, given.source
     module = given.vlm.build_layer(index, seed=settings.seed if source is None else None, dtype=given.dtype)
     if source is not None:
         given.vlm.begin_adapters(index, module, seed=settings.seed)
+    # The first replica of each stage reads weights. Those of the others stay NaN until DeepSpeedEngine.__init__ sends
+    # them the first one's parameters (_broadcast_model), as it always does: no file is read once per replica.
     if source is not None and given.layout.place(dist.get_rank()).replica == 0:
         load_layer(given.vlm, index, module, source)
     assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
