@@ -53,7 +53,8 @@ class VlmPipelineModule(PipelineModule):
         if not any(p.requires_grad and not getattr(p, PIPE_REPLICATED, False) for p in self.parameters()):
             self._add_placeholder()
         # The engine sets, of the pack that forward gets next: counts, if they are known; on the last stage targets_of
-        # its labels. It sets before_layer once, which is called with each layer's number in the stage and hidden states.
+        # its labels. It sets before_layer once, which is called with a layer's number in the stage and hidden states before
+        # the layer runs.
         self.counts: PackCounts | None = None
         self.targets: Mapping[str, Tensor] = {}
         self.before_layer: Callable[[int, Tensor], object] | None = None
