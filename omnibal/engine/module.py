@@ -52,8 +52,8 @@ class VlmPipelineModule(PipelineModule):
         # there is an optimizer, and BF16_Optimizer cannot take the norm of no gradient, which leaves copies out.
         if not any(p.requires_grad and not getattr(p, PIPE_REPLICATED, False) for p in self.parameters()):
             self._add_placeholder()
-        # The engine sets, of the pack that forward gets next: counts, if they are known; on the last stage targets_of
-        # its labels. It sets before_layer once, which is called with a layer's number in the stage and hidden states before
+        # The engine sets these: of the pack that forward gets next, counts (if they are known) and, on the last stage,
+        # targets_of its labels; and once what is called with a layer's number in the stage and hidden states before
         # the layer runs.
         self.counts: PackCounts | None = None
         self.targets: Mapping[str, Tensor] = {}
