@@ -19,8 +19,7 @@ from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from omnibal.pipeline.simulate import StepSimulation, simulate_step
-from omnibal.profile.levels import MOST_LAYERS, Level, check_levels, levels_from_words, levels_in_words
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_levels, levels_from_words, levels_in_words
 from omnibal.records import Record, read_record
 
 VERSION = 3

@@ -13,7 +13,7 @@ from omnibal.errors import ConfigError
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
-from omnibal.profile.levels import LEVELS
+from omnibal.profile.records import LEVELS
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile
 

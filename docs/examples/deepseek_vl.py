@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from omnibal.families import register
 from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, each, section, size
-from omnibal.families.text import text_records
-from omnibal.families.vit import image_tokens, tile_size, tower_records
+from omnibal.families.parts import image_tokens, text_records, tile_size, tower_records
 
 TOWER = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 """In LLaVA's words: what the last block puts out is read, and SigLIP has no class token to drop."""

@@ -8,8 +8,7 @@ from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.device import Device
 from omnibal.families.base import LayerRecord
 from omnibal.profile.counted import analytic_profile
-from omnibal.profile.levels import Level
-from omnibal.profile.records import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, Level, ModelProfile
 
 PHASES: Final = ("vision forward", "language forward", "language backward", "vision backward")
 """In their order; the projector belongs to vision. All ranks run them one after the other."""
@@ -27,7 +26,7 @@ def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "non
         Under each of ``PHASES`` an array of the shape of ``loads``.
 
     >>> from omnibal.device import DEVICES
-    >>> from omnibal.families.text import text_records
+    >>> from omnibal.families.parts import text_records
     >>> config = {"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 2,
     ...           "num_attention_heads": 32, "vocab_size": 1000}
     >>> profile = analytic_profile(text_records(config, tied=False), DEVICES["A100-80GB"])

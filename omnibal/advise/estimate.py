@@ -17,8 +17,7 @@ from omnibal.cluster import Cluster
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.profile.levels import Level
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import Level, ModelProfile
 
 CAUSES: Final = (
     "useful", "padding", "waiting for others' ViT", "waiting for others' LLM", "recomputation", "communication"

@@ -17,8 +17,7 @@ from omnibal.advise.wait import Trainer
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.memory.footprint import loss_bytes
-from omnibal.profile.levels import Level
-from omnibal.profile.records import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, Level, ModelProfile
 
 SHARED: Final[dict[Trainer, tuple[str, ...]]] = {
     "ddp": (),

@@ -84,7 +84,7 @@ def lengths(
     elif model is None:
         raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
     else:
-        from omnibal.vlm.families import load_records
+        from omnibal.vlm import load_records
 
         folder, unit = out, vision_unit_of(load_records(model))
         found = measure_dataset(

@@ -14,7 +14,7 @@ from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.pipeline.partition import parameter_cut
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing, spread_steps
-from omnibal.profile.levels import every_layer
+from omnibal.profile.records import every_layer
 
 MICRO_BATCHES_PER_STAGE: Final = 4
 """As many make a step where nothing is said: the bubble is then a fifth at most."""

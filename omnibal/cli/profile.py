@@ -126,7 +126,7 @@ def _of_model(
     folder: Path, cluster: str | None, limits: tuple[int, int] | None, tensor_parallel: int, **options: Any
 ) -> tuple[ModelProfile, list[str]]:
     """The profile of a model's folder, and what makes it doubtful."""
-    from omnibal.vlm.families import load_model, load_records
+    from omnibal.vlm import load_model, load_records
 
     if cluster is None:
         model = load_model(folder)

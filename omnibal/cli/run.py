@@ -111,7 +111,7 @@ class Run:
     @cached_property
     def records(self) -> "tuple[LayerRecord, ...]":
         """Its layers; of any family that can be planned."""
-        from omnibal.vlm.families import load_records
+        from omnibal.vlm import load_records
 
         return load_records(self.model_folder, self.section.model.lora, self.section.model.frozen)
 

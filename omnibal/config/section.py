@@ -13,7 +13,7 @@ from omnibal.data.mixture import Mixture
 from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import ScheduleName
-from omnibal.profile.levels import Level
+from omnibal.profile.records import Level
 from omnibal.records import explain, parse_relaxed, read_json
 
 Count = Annotated[int, Field(ge=1)]

@@ -21,7 +21,7 @@ from omnibal.cost import FloatArray, Load
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.times import step_times
-from omnibal.profile.levels import Level, every_layer
+from omnibal.profile.records import Level, every_layer
 
 if TYPE_CHECKING:
     from omnibal.emulator.run import EmulationTask

@@ -13,8 +13,8 @@ from omnibal.emulator.run import SIZE_SCALE, EmulationTask
 from omnibal.engine.loader import Batch, Step
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.families.base import LayerRecord
+from omnibal.vlm.backward import WeightGradients
 from omnibal.vlm.payload import Layout, Payload
-from omnibal.vlm.weight_gradients import WeightGradients
 
 ELEMENT_BYTES: Final = 2
 

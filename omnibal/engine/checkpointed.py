@@ -28,8 +28,7 @@ from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
 from omnibal.plan import Plan
 from omnibal.ranks import gather, rank_zero_first, run_on_all_ranks
-from omnibal.vlm.tensor_files import check_data, load_data
-from omnibal.vlm.weights import SINGLE_FILE
+from omnibal.vlm.weights import SINGLE_FILE, check_data, load_data
 
 LOG: Final = logging.getLogger(__name__)
 _CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)

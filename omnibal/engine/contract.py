@@ -17,8 +17,8 @@ from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDat
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.formats.collate import IGNORED, Positions
 from omnibal.ranks import gather
-from omnibal.vlm.layer_run import image_tokens_per_tile
 from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.measure import image_tokens_per_tile
 
 
 def checked_lengths(dataset: VlmDataset) -> SampleLengths:

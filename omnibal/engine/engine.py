@@ -25,8 +25,8 @@ from omnibal.errors import ConfigError, OmnibalError
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
 from omnibal.ranks import gather, rank_zero_first
+from omnibal.vlm.passes import DevicePeak, overhead_bytes
 from omnibal.vlm.payload import Payload, counts_of, note_counts
-from omnibal.vlm.storages import DevicePeak, overhead_bytes
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 LOG: Final = logging.getLogger(__name__)

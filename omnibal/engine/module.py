@@ -17,8 +17,8 @@ from omnibal.families.base import Module
 from omnibal.plan import Plan
 from omnibal.ranks import gather, run_on_all_ranks
 from omnibal.vlm.attention import sample_lengths
+from omnibal.vlm.backward import run_layer
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
-from omnibal.vlm.recompute import run_layer
 from omnibal.vlm.weights import load_layer
 
 ParameterGroup = dict[str, Any]  # as torch's optimizers take it: "params", and what differs from their own settings

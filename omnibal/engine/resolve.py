@@ -25,7 +25,7 @@ from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, Trained, check_frozen, trained_by_module
 from omnibal.pipeline.partition import Partition, balanced_boundaries
 from omnibal.plan import Plan
-from omnibal.profile.levels import Level
+from omnibal.profile.records import Level
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from omnibal.vlm.weight_gradients import add_gradient
+from omnibal.vlm.backward import add_gradient
 
 
 class Part(NamedTuple):

@@ -25,8 +25,8 @@ from omnibal.engine.transfers import DESCRIPTION, Receiver, Sender, Shape, descr
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
 from omnibal.ranks.hosts import hosts_of, unreachable
+from omnibal.vlm.backward import WeightGradients, defer_linears
 from omnibal.vlm.payload import PackCounts, note_counts
-from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 
 
 class RunEntry(deepspeed_schedule.PipeInstruction):

@@ -22,7 +22,7 @@ from omnibal.families.base import (
     size_pair,
     square,
 )
-from omnibal.families.text import text_records
+from omnibal.families.parts import text_records
 
 MOST_TILES = 1024
 """Of an image: every grid of as many tiles is weighed against its shape, and trained models have 6 to 40."""

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from omnibal.errors import ConfigError
 from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, Size, each, section, size
-from omnibal.families.text import text_records
-from omnibal.families.vit import image_tokens as tokens_of_tile
-from omnibal.families.vit import tile_size, tower_records
+from omnibal.families.parts import image_tokens as tokens_of_tile
+from omnibal.families.parts import text_records, tile_size, tower_records
 
 TOWER_ON_DISK = {
     "vision_tower.vision_model.": "vision_tower.vision_model.",

@@ -11,8 +11,7 @@ from math import ceil, floor, sqrt
 from omnibal.errors import ConfigError
 from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRecord, each, section, size
 from omnibal.families.llava import either_ties
-from omnibal.families.text import text_records
-from omnibal.families.vit import block_sizes
+from omnibal.families.parts import block_sizes, text_records
 
 PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}
 TOKEN_BYTES = 32

@@ -15,7 +15,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.dispatch.step_plan import Costs, Link
 from omnibal.integrations.expected import counted_profile
 from omnibal.integrations.rearranging import blank_image
-from omnibal.profile.levels import Level
+from omnibal.profile.records import Level
 
 MEASURED_BYTES: Final = 2**24
 """That each rank sends in all: some ten images."""

@@ -27,7 +27,7 @@ from omnibal.integrations.shares import Epochs, Stream, as_it_is
 from omnibal.integrations.trainer_hooks import RecipeCallback, check_model, load_by_names_on_disk, log_figures
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
 from omnibal.ranks import gather, place, run_on_all_ranks
-from omnibal.vlm.tensor_files import check_data, load_data
+from omnibal.vlm.weights import check_data, load_data
 
 STREAM: Final = "omnibal_stream_{rank}.pt"
 """Of a checkpoint: where the rank stands in its stream."""

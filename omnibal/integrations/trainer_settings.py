@@ -13,8 +13,7 @@ from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
-from omnibal.profile.levels import Level
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import Level, ModelProfile
 
 FLOOR: Final = "5.23"
 """The oldest transformers that the tests run with: ``balance`` changes what Trainer does inside."""

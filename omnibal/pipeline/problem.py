@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from omnibal.compiled import compiled
 from omnibal.cost import FloatArray, IntArray
-from omnibal.pipeline.execution import run_blocking, run_overlapped
 from omnibal.pipeline.optimize import Boundaries, least_maximum
 from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table
-from omnibal.pipeline.simulate import Mode
+from omnibal.pipeline.simulate import Mode, run_blocking, run_overlapped
 from omnibal.pipeline.times import (
     StepTimes,
     complete_gradients,

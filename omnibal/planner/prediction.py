@@ -18,8 +18,7 @@ from omnibal.pipeline.simulate import StepSimulation
 from omnibal.pipeline.times import step_times
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.planner.packings import Packing, Steps, spread_steps
-from omnibal.profile.levels import LEVELS, every_layer
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import LEVELS, ModelProfile, every_layer
 
 
 def predict(profile: ModelProfile, plan: Plan, packing: Packing) -> Prediction:

@@ -15,9 +15,8 @@ from omnibal.pipeline.optimize import Boundaries, descend, model_optima
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.plan import Plan
-from omnibal.planner.packings import packings
+from omnibal.planner.packings import PlanRequest, packings
 from omnibal.planner.prediction import predict
-from omnibal.planner.request import PlanRequest
 from omnibal.planner.step_model import StepModel
 from omnibal.profile.records import ModelProfile
 

@@ -19,10 +19,8 @@ from omnibal.pipeline.problem import PartitionProblem
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.pipeline.simulate import mode_of
 from omnibal.pipeline.times import step_times, summed
-from omnibal.planner.packings import Packing
-from omnibal.planner.request import PlanRequest
-from omnibal.profile.levels import LEVELS, Level
-from omnibal.profile.records import ModelProfile
+from omnibal.planner.packings import Packing, PlanRequest
+from omnibal.profile.records import LEVELS, Level, ModelProfile
 
 
 class StepModel:

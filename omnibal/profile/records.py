@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Final, Literal, get_type_hints
 
 from pydantic import create_model
 
@@ -17,8 +17,57 @@ from omnibal.cost import CostModel
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import LayerRecord, Module, Trained, kinds_of, spelled_out, trained_by_module
-from omnibal.profile.levels import Level
 from omnibal.records import Record, read_record
+
+Level = Literal["none", "selective", "full"]
+LEVELS: Final[tuple[Level, ...]] = ("none", "selective", "full")
+"""From the one that keeps most to the one that keeps least."""
+MOST_LAYERS: Final = 10**6
+"""No model has more: a number beyond it is a slip."""
+
+
+def every_layer(level: Level, num_layers: int) -> tuple[Level, ...]:
+    """The same level for each layer."""
+    return (level,) * num_layers
+
+
+def check_levels(levels: Sequence[str], num_layers: int) -> None:
+    """Refuse what is not a level for each layer.
+
+    Raises:
+        ConfigError: There are more or fewer, or one is unknown.
+    """
+    if len(levels) != num_layers:
+        raise ConfigError(f"recompute must have a level for each of {num_layers} layers, got {len(levels)}")
+    unknown = sorted(set(levels) - set(LEVELS))
+    if unknown:
+        raise ConfigError(f"recompute must be one of {', '.join(LEVELS)} for each layer, got {unknown[0]!r}")
+
+
+def levels_in_words(levels: Iterable[Level]) -> str:
+    """Levels of consecutive layers as people read them.
+
+    >>> levels_in_words(("full", "full", "none"))
+    '2 full, 1 none'
+    """
+    return ", ".join(f"{len(list(group))} {level}" for level, group in groupby(levels))
+
+
+def levels_from_words(words: str) -> tuple[Level, ...]:
+    """Back again; what is not understood is left out, so that the number of levels is wrong.
+
+    >>> levels_from_words("2 full, 1 none")
+    ('full', 'full', 'none')
+    >>> levels_from_words("2 full, none")
+    ('full', 'full')
+    """
+    levels: list[Level] = []
+    for entry in words.split(","):
+        count, _, word = entry.strip().partition(" ")
+        repeated = min(int(count), MOST_LAYERS) if count.isdecimal() else 0
+        levels += [level for level in LEVELS if level == word] * repeated
+    return tuple(levels)
+
 
 VERSION = 6
 _NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")

@@ -18,8 +18,7 @@ from omnibal.families.base import vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner.prediction import Variant
-from omnibal.profile.levels import every_layer
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import ModelProfile, every_layer
 from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.packing import Arranged, plot_rank_loads
 from omnibal.report.stages import plot_memory

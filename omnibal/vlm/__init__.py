@@ -1,11 +1,99 @@
-"""Hugging Face vision-language models as lists of pipeline layers."""
+"""Hugging Face vision-language models as lists of pipeline layers: from a folder or configuration to its layers."""
 
 from omnibal.errors import require
 
 require("torch", "transformers", "safetensors")
 
-from omnibal.vlm.families import load_model
+from collections.abc import Collection
+from copy import deepcopy
+from pathlib import Path
+from pkgutil import resolve_name
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from omnibal.config import LoraSection
+from omnibal.errors import ConfigError
+from omnibal.families import family_of
+from omnibal.families.base import Family, LayerRecord
+from omnibal.formats.model_format import load_part
+from omnibal.records import read_json
 from omnibal.vlm.layers import VisionLanguageModel
+from omnibal.vlm.lora import adapters_of, add_adapters
 from omnibal.vlm.payload import Payload
+from omnibal.vlm.weights import has_weights, ties_are_broken
 
 __all__ = ["Payload", "VisionLanguageModel", "load_model"]
+
+
+def load_model(
+    model: str | Path | PreTrainedConfig, lora: LoraSection | None = None, frozen: Collection[str] = ()
+) -> VisionLanguageModel:
+    """The pipeline layers of a Hugging Face model; no weight is read or made yet.
+
+    Args:
+        model: A folder with ``config.json``, or a configuration (which is copied).
+        lora: The adapters that layers are built with; none by default.
+        frozen: What gets none.
+
+    Raises:
+        ConfigError: If there is no configuration, no family knows it, or the family refuses it; or adapters are asked
+            for what the model does not have.
+    """
+    loaded = _loaded(model)
+    if lora is not None:
+        add_adapters(loaded, adapters_of(loaded, lora, frozen))
+    return loaded
+
+
+def _loaded(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
+    if isinstance(model, PreTrainedConfig):
+        return _from_config(deepcopy(model))
+    folder = Path(model)
+    _family_in(folder)
+    config = load_part(AutoConfig, folder)
+    try:
+        loaded = _from_config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    if has_weights(folder) and ties_are_broken(loaded, folder):
+        config.tie_word_embeddings = False
+        return _from_config(config)
+    return loaded
+
+
+def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
+    family = family_of({"model_type": config.model_type})
+    if family.layers is None:
+        raise ConfigError(f"model_type must be of a family with layers to be trained, got {config.model_type!r}")
+    made: VisionLanguageModel = resolve_name(family.layers)(config)
+    return made
+
+
+def load_records(
+    folder: str | Path, lora: LoraSection | None = None, frozen: Collection[str] = ()
+) -> tuple[LayerRecord, ...]:
+    """The pipeline layers of a Hugging Face folder as records, of families that cannot be trained as well.
+
+    Arguments and errors as of ``load_model``; families that cannot be trained have no adapters.
+    """
+    family = _family_in(Path(folder))
+    if lora is not None or family.layers is not None:
+        return load_model(folder, lora, frozen).records  # weights may tell more of ties than the configuration
+    return family.layer_records(load_part(AutoConfig, Path(folder)).to_dict())
+
+
+def _family_in(folder: Path) -> Family:
+    """Read here, since transformers would ask whether to run code that comes with a model it does not know."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model must be a Hugging Face folder or a configuration, got {folder.absolute()} without config.json; "
+            "`hf download NAME --local-dir FOLDER` fetches one"
+        )
+    content = read_json(path, "model's config.json")
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ConfigError(f"model must have a config.json that is an object with a model_type, got {path}")
+    try:
+        return family_of(content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error

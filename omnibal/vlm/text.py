@@ -164,7 +164,7 @@ def text_recipes(
     """Recipes of the layers from text embedding to head.
 
     Args:
-        records: Of all layers of the model, those of ``omnibal.families.text`` at last.
+        records: Of all layers of the model, those of ``omnibal.families.parts`` at last.
         language_model: Path of the language model in the Hugging Face model.
         head: Path of the head.
     """

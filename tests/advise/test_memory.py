@@ -14,11 +14,11 @@ from omnibal.advise.state import TrainingPrecision, optimizer_of
 from omnibal.cluster import Cluster
 from omnibal.cost import Load
 from omnibal.device import DEVICES
-from omnibal.families.text import text_records
+from omnibal.families.parts import text_records
 from omnibal.integrations.target_rows import target_rows
 from omnibal.memory.footprint import loss_bytes
 from omnibal.profile.counted import analytic_profile
-from omnibal.vlm.storages import StorageMeter
+from omnibal.vlm.passes import StorageMeter
 
 TOKENS, VOCABULARIES = 256, (4000, 8000)
 

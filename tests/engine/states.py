@@ -3,7 +3,7 @@
 from deepspeed.runtime.pipe import schedule
 
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.vlm.storages import StorageMeter, storage_bytes
+from omnibal.vlm.passes import StorageMeter, storage_bytes
 from tests.engine.cases import engine_of
 
 

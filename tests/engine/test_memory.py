@@ -4,7 +4,7 @@ import pytest
 
 from omnibal.cluster import Layout
 from omnibal.device import DEVICES
-from omnibal.memory.state import TrainingState
+from omnibal.memory.footprint import TrainingState
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model
 from tests.engine.launch import launch

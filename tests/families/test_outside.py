@@ -9,8 +9,7 @@ from torch.testing import assert_close
 from omnibal.config import read_config
 from omnibal.errors import ConfigError
 from omnibal.families import FAMILIES, family_of
-from omnibal.vlm import load_model
-from omnibal.vlm.families import load_records
+from omnibal.vlm import load_model, load_records
 from tests.families.models import image_processor, small_config
 from tests.families.outside import MODULE, findable, registered
 from tests.vlm.families import family_samples, layers_of, named_on_disk, pack_of, plain_backward, plain_family_model

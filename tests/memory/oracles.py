@@ -2,9 +2,9 @@
 
 from itertools import product
 
-from omnibal.memory.frontier import NOT_OFFERED
+from omnibal.memory.recompute import NOT_OFFERED
 from omnibal.pipeline.schedule import Operation
-from omnibal.profile.levels import LEVELS
+from omnibal.profile.records import LEVELS
 
 
 def all_levels(layers):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnibal.memory.frontier import NOT_OFFERED, extend, start, sweep
+from omnibal.memory.recompute import NOT_OFFERED, extend, start, sweep
 from tests.memory.oracles import peak_bytes
 
 OPTION = st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 60))

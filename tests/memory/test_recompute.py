@@ -9,10 +9,16 @@ from omnibal.cluster import Layout
 from omnibal.cost import CostModel, Load
 from omnibal.errors import InfeasibleError
 from omnibal.memory.footprint import Footprint
-from omnibal.memory.frontier import NOT_OFFERED
-from omnibal.memory.recompute import StageTable, choose_levels, least_bytes, least_recompute, recompute_seconds
+from omnibal.memory.recompute import (
+    NOT_OFFERED,
+    StageTable,
+    choose_levels,
+    least_bytes,
+    least_recompute,
+    recompute_seconds,
+)
 from omnibal.pipeline.schedule import one_f_one_b
-from omnibal.profile.levels import LEVELS
+from omnibal.profile.records import LEVELS
 from tests.memory.models import block, generator, model, random_model, random_schedule
 from tests.memory.oracles import fastest_columns, fastest_levels, least_total, peak_bytes, total_seconds
 

@@ -3,7 +3,7 @@
 import pytest
 
 from omnibal.cluster import Layout
-from omnibal.memory.state import TrainingState
+from omnibal.memory.footprint import TrainingState
 from tests.memory.models import block, model
 
 

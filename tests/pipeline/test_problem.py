@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from omnibal.pipeline.execution import run_overlapped
 from omnibal.pipeline.problem import stage_bounds
+from omnibal.pipeline.simulate import run_overlapped
 from omnibal.pipeline.times import durations_of, transfers_of
 from tests.pipeline.oracles import schedule_of
 from tests.pipeline.profiles import fixed_profile

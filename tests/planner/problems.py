@@ -11,8 +11,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.search import search_partition
-from omnibal.planner.packings import Packing
-from omnibal.planner.request import PlanRequest
+from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.planner.step_model import StepModel
 from tests.clusters import cluster
 from tests.memory.models import random_model

@@ -17,7 +17,7 @@ from omnibal.families.internvl import layer_records
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import load_model
-from omnibal.vlm.layer_run import made_packs
+from omnibal.vlm.measure import made_packs
 from omnibal.vlm.passes import kept_bytes
 from tests.families.models import TEMPLATES, small_config
 

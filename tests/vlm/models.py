@@ -8,9 +8,9 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration
 
 from omnibal.formats.collate import pack_samples
 from omnibal.loss import targets_of
-from omnibal.profile.levels import Level
+from omnibal.profile.records import Level
 from omnibal.vlm import Payload, VisionLanguageModel
-from omnibal.vlm.recompute import run_layer
+from omnibal.vlm.backward import run_layer
 
 IMAGE_TOKEN, PAD_TOKEN, VOCAB = 3, 0, 61
 TILE, TOKENS_PER_TILE = 28, 4

@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 from omnibal.errors import ConfigError
 from omnibal.vlm import load_model
-from omnibal.vlm.storages import StorageMeter
+from omnibal.vlm.passes import StorageMeter
 from omnibal.vlm.weights import Stored, load_layer, other_names, save_model, spare_weights
 from tests.families.models import small_config
 from tests.vlm.families import (

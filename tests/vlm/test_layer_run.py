@@ -4,7 +4,7 @@ import torch
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.vlm import load_model
-from omnibal.vlm.layer_run import MadePack, made_packs
+from omnibal.vlm.measure import MadePack, made_packs
 from omnibal.vlm.payload import Layout
 from tests.families.models import small_config
 from tests.vlm.models import IMAGE_TOKEN, PIXEL_SHAPE, TOKENS_PER_TILE, tiny_config

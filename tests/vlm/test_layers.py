@@ -7,7 +7,7 @@ from transformers import InternVLForConditionalGeneration
 
 from omnibal.families import layer_records
 from omnibal.vlm import load_model
-from omnibal.vlm.layer_run import MadePack
+from omnibal.vlm.measure import MadePack
 from omnibal.vlm.text import Head, TextEmbedding, TiedEmbedding
 from tests.vlm.models import disk_state, tiny_config
 

@@ -12,16 +12,13 @@ from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
 from omnibal.loss import targets_of
 from omnibal.profile.counted import analytic_profile
-from omnibal.profile.levels import LEVELS
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import LEVELS, ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm import passes as measure
-from omnibal.vlm.layer_run import LayerRun, MadePack, made_packs
-from omnibal.vlm.measure import measure_profile, measured_versions
+from omnibal.vlm.backward import WeightGradients, defer_linears, run_layer
+from omnibal.vlm.measure import LayerRun, MadePack, made_packs, measure_profile, measured_versions
 from omnibal.vlm.passes import MeasurementWarning, Timing, device_name, kept_bytes
 from omnibal.vlm.qwen_vl import patch_places
-from omnibal.vlm.recompute import run_layer
-from omnibal.vlm.weight_gradients import WeightGradients, defer_linears
 from tests.families.models import small_config
 from tests.vlm.families import TRAINED
 from tests.vlm.models import build_layers, tiny_config

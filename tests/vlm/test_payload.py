@@ -3,10 +3,10 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from omnibal.profile.levels import LEVELS
-from omnibal.vlm.layer_run import LayerRun
+from omnibal.profile.records import LEVELS
+from omnibal.vlm.backward import run_layer
+from omnibal.vlm.measure import LayerRun
 from omnibal.vlm.payload import Layout, Payload
-from omnibal.vlm.recompute import run_layer
 from tests.vlm.models import PIXEL_SHAPE, make_pack, make_sample
 
 PACK = make_pack([make_sample(1, tiles=(1,)), make_sample(2)])

@@ -1,8 +1,8 @@
 import torch
 
 from omnibal.vlm import load_model
-from omnibal.vlm.recompute import run_layer
-from omnibal.vlm.storages import StorageMeter, overhead_bytes, storage_bytes
+from omnibal.vlm.backward import run_layer
+from omnibal.vlm.passes import StorageMeter, overhead_bytes, storage_bytes
 from tests.vlm.models import build_layers, make_pack, make_sample, pack_loss, tiny_config
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omnibal.errors import ConfigError
-from omnibal.vlm.tensor_files import check_data, load_data
+from omnibal.vlm.weights import check_data, load_data
 
 
 class Payload:

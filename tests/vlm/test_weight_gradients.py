@@ -6,11 +6,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omnibal.profile.levels import LEVELS
+from omnibal.profile.records import LEVELS
 from omnibal.vlm import load_model
+from omnibal.vlm.backward import DeferringLinear, WeightGradients, defer_linears, run_layer
 from omnibal.vlm.payload import Payload
-from omnibal.vlm.recompute import run_layer
-from omnibal.vlm.weight_gradients import DeferringLinear, WeightGradients, defer_linears
 from tests.vlm.models import build_layers, disk_state, pack_loss, tiny_config
 from tests.vlm.test_recompute import PACK, TEXT_PACK, Meter
 

@@ -10,7 +10,7 @@ from omnibal.cli.plan import request_of
 from omnibal.plan import Plan
 from omnibal.planner import make_plan
 from omnibal.profile.counted import analytic_profile
-from omnibal.vlm.families import load_records
+from omnibal.vlm import load_records
 from tools.bench import table
 from tools.configs.plans import LENGTHS
 

@@ -22,9 +22,8 @@ from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
-from omnibal.profile.levels import LEVELS, Level
-from omnibal.profile.records import ModelProfile
-from omnibal.vlm.layer_run import image_tokens_per_tile
+from omnibal.profile.records import LEVELS, Level, ModelProfile
+from omnibal.vlm.measure import image_tokens_per_tile
 from tools.gpu.report import Row
 
 if TYPE_CHECKING:

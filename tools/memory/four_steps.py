@@ -24,8 +24,7 @@ from omnibal.families.base import Module
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.partition import Partition
 from omnibal.planner.step_model import StepModel
-from omnibal.profile.levels import Level
-from omnibal.profile.records import LayerCost
+from omnibal.profile.records import LayerCost, Level
 
 
 class Blocks(NamedTuple):

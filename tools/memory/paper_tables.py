@@ -12,8 +12,7 @@ from omnibal.errors import InfeasibleError
 from omnibal.pipeline.partition import Partition
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.planner.step_model import StepModel
-from omnibal.profile.levels import Level
-from omnibal.profile.records import LayerCost, ModelProfile
+from omnibal.profile.records import LayerCost, Level, ModelProfile
 from tools.memory.four_steps import block_modules, count_blocks, four_steps
 from tools.partition.paper_models import (
     BASELINE,

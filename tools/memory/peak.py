@@ -24,8 +24,7 @@ from omnibal.memory.recompute import choose_levels, recompute_seconds
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
-from omnibal.profile.levels import Level
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import Level, ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import measure_profile

@@ -23,7 +23,7 @@ from omnibal.planner import make_plan
 from omnibal.planner.packings import packings
 from omnibal.planner.prediction import Variant
 from omnibal.planner.step_model import StepModel
-from omnibal.profile.levels import Level
+from omnibal.profile.records import Level
 
 DAY_SECONDS = 86_400
 """Of a Load, in the order in which it takes them."""

@@ -10,7 +10,7 @@ from omnibal.data.lengths import IntArray
 from omnibal.pipeline.partition import Partition
 from omnibal.planner.packings import Steps
 from omnibal.planner.prediction import Variant
-from omnibal.profile.levels import Level
+from omnibal.profile.records import Level
 from tools.bench import table
 from tools.paper.ladder import best, gpu_days
 from tools.paper.setting import Setting

@@ -20,8 +20,7 @@ from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
 from omnibal.planner.packings import Steps
-from omnibal.profile.levels import Level
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import Level, ModelProfile
 from tools.partition.paper_models import (
     BASELINE,
     DEVICE,

@@ -22,8 +22,7 @@ from omnibal.engine.resolve import Given
 from omnibal.formats.collate import pack_samples
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
-from omnibal.profile.levels import Level
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import Level, ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
 from omnibal.vlm.measure import measure_profile
 from tools.partition.models import make_sample

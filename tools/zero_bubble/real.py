@@ -23,8 +23,7 @@ from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
-from omnibal.profile.levels import Level
-from omnibal.profile.records import ModelProfile
+from omnibal.profile.records import Level, ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import measure_profile
