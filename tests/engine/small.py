@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 import torch
-from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig, Qwen2Config
+from transformers import InternVLForConditionalGeneration, Qwen2Config
 
 from omnibal.vlm import load_model
+from tests.families.models import small_config as family_config
 
 IMAGE_TOKEN, TOKENS_PER_TILE, TILE, VOCABULARY = 3, 4, 28, 61
 PIXEL_SHAPE = (3, TILE, TILE)
@@ -36,40 +37,18 @@ class Case:
 
 
 def small_config(*, tied=False, dropout=0.0, text_class=Qwen2Config, **vision):
-    vision_config = InternVLVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=7,
-        initializer_range=0.2,
-        layer_scale_init_value=0.7,
-        hidden_dropout_prob=dropout,
-        attention_dropout=dropout,
-        **vision,
-    )
-    text_config = text_class(
-        vocab_size=VOCABULARY,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=tied,
-        attention_dropout=dropout,
-    )
-    return InternVLConfig(
-        vision_config=vision_config,
-        text_config=text_config,
-        image_token_id=IMAGE_TOKEN,
-        image_seq_length=TOKENS_PER_TILE,
-        downsample_ratio=0.5,
-        tie_word_embeddings=tied,
-    )
+    vision |= {
+        "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": TILE, "patch_size": 7,
+        "initializer_range": 0.2, "layer_scale_init_value": 0.7,
+        "hidden_dropout_prob": dropout, "attention_dropout": dropout,
+    }  # fmt: skip
+    text = {
+        "model_type": text_class.model_type, "vocab_size": VOCABULARY, "num_hidden_layers": 2,
+        "max_position_embeddings": 256, "initializer_range": 0.2,
+        "tie_word_embeddings": tied, "attention_dropout": dropout,
+    }  # fmt: skip
+    options = {"image_seq_length": TOKENS_PER_TILE, "downsample_ratio": 0.5, "tie_word_embeddings": tied}
+    return family_config("internvl", image_token_id=IMAGE_TOKEN, vision=vision, text=text, **options)
 
 
 def small_samples(shapes=SHAPES):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     ("seed", "count", "num_processes"),
     [
-        (1, 10, 4),
+        (1, 6, 4),
         *(
             pytest.param(seed, 25, num_processes, marks=pytest.mark.slow)
             for seed, num_processes in ((2, 2), (3, 3), (4, 4), (5, 4), (6, 6))

@@ -8,22 +8,32 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
+    AyaVisionConfig,
     DeepseekVLConfig,
+    Gemma3Config,
+    Glm4vConfig,
+    Idefics3Config,
     InternVLConfig,
     InternVLProcessor,
+    Lfm2VlConfig,
     LlavaConfig,
     LlavaNextConfig,
     LlavaNextProcessor,
     LlavaOnevisionConfig,
     LlavaOnevisionProcessor,
     LlavaProcessor,
+    Mistral3Config,
+    PaliGemmaConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLProcessor,
     Qwen2VLConfig,
     Qwen2VLProcessor,
+    Qwen3_5Config,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     Qwen3VLProcessor,
+    SmolVLMConfig,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
@@ -99,14 +109,46 @@ CONFIGS = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, NATIVE_MLP | {"window_size": 32, "fullatt_block_indexes": [1, 3]}, MROPE, {}),
     "qwen3_vl": (Qwen3VLConfig, NATIVE_MLP | DEEP, MROPE, {}),
 }
+"""The configuration's class, its vision and text parts, and what else it says."""
+# Families that a pipeline does not know: drop-ins train them.
+SQUARE = TOWER | {"image_size": 16}
+UNNAMED = {"pad_token_id": None}
+HEADLESS = {"model_type": "siglip_vision_model", "vision_use_head": False}
+ROPE = {"rope_parameters": MROPE["rope_parameters"] | {"rope_theta": 1e4}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+LFM = {"model_type": "lfm2", "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}
+PIXTRAL = {"model_type": "pixtral", "image_size": 64, "head_dim": 8}
+DROPPED_IN = {
+    "idefics3": (Idefics3Config, SQUARE, {"model_type": "llama"}, {"scale_factor": 2}),
+    "smolvlm": (SmolVLMConfig, SQUARE, {"model_type": "llama"}, {"scale_factor": 2}),
+    "gemma3": (Gemma3Config, SQUARE | {"vision_use_head": False}, {}, {"mm_tokens_per_image": 4}),
+    "paligemma": (
+        PaliGemmaConfig, SQUARE | HEADLESS | {"projection_dim": 24}, {"model_type": "gemma"}, {"projection_dim": 24}
+    ),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, NATIVE_MLP | DEEP, MROPE | EXPERTS, {}),
+    "qwen3_5": (
+        Qwen3_5Config, NATIVE_MLP | {"num_position_embeddings": 16}, LINEAR | ROPE | {"num_hidden_layers": 4}, {}
+    ),
+    "aya_vision": (AyaVisionConfig, SQUARE | HEADLESS, {"model_type": "cohere2"}, {}),
+    "glm4v": (Glm4vConfig, NATIVE_MLP | {"image_size": 16}, ROPE, {}),
+    "lfm2_vl": (
+        Lfm2VlConfig, SQUARE | HEADLESS | {"model_type": "siglip2_vision_model", "num_patches": 16}, LFM,
+        {"projector_hidden_size": 32},
+    ),
+    "mistral3": (Mistral3Config, SQUARE | PIXTRAL, {"model_type": "mistral"}, {}),
+}  # fmt: skip
+IMAGE_TOKEN_INDEX = ("llava", "llava_next", "llava_onevision", "gemma3", "paligemma", "aya_vision", "mistral3")
+"""Families that call the image token's id so."""
 
 
-def small_config(model_type, *, image_token_id=600, text_tied=False, text=None, **options):
-    """The configuration of a small model; ``text`` changes its language model's."""
-    config_class, vision, usual, further = CONFIGS[model_type]
+def small_config(model_type, *, image_token_id=600, text_tied=False, vision=None, text=None, **options):
+    """The configuration of a small model; ``vision`` and ``text`` change that of its ViT and of its language model."""
+    config_class, own_vision, own_text, further = (CONFIGS | DROPPED_IN)[model_type]
+    tied = {"tie_word_embeddings": text_tied} if model_type in CONFIGS else UNNAMED
     # Classes write their defaults into what they are given: the next family's configuration must not find them there.
-    vision, text = deepcopy((vision, TEXT | usual | (text or {}) | {"tie_word_embeddings": text_tied}))
-    token = {"image_token_index" if "llava" in model_type else "image_token_id": image_token_id}
+    vision, text = deepcopy((own_vision | (vision or {}), TEXT | own_text | tied | (text or {})))
+    token = {"image_token_index" if model_type in IMAGE_TOKEN_INDEX else "image_token_id": image_token_id}
     return config_class(vision_config=vision, text_config=text, **further | token | options)
 
 

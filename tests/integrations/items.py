@@ -1,30 +1,16 @@
 """Items of a user's dataset and a user's collator, for small models of every family that packs."""
 
-from copy import deepcopy
-
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AyaVisionConfig,
-    Gemma3Config,
-    Glm4vConfig,
-    Idefics3Config,
-    Lfm2VlConfig,
-    Mistral3Config,
-    PaliGemmaConfig,
-    Qwen3_5Config,
-    Qwen3VLMoeConfig,
-    SmolVLMConfig,
-)
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PER_IMAGE
-from tests.families.models import DEEP, MROPE, NATIVE_MLP, PATCH, PINPOINTS, TEXT, TOWER, small_config
+from tests.families.models import DROPPED_IN, PATCH, PINPOINTS, small_config
 from tests.families.models import TILE as FIRST_TILE
 from tests.vlm.families import IMAGE_TOKEN, family_samples
 
-TILED = {"idefics3": Idefics3Config, "smolvlm": SmolVLMConfig}
+TILED = ("idefics3", "smolvlm")
 """Families that pack, and that a pipeline does not know."""
 UNPACKED = ("gemma3", "paligemma", "qwen3_5")
 """Families whose attention cannot be packed."""
@@ -49,59 +35,11 @@ SHAPES = [
 
 
 def config_of(model_type):
-    """The configuration of a small model."""
-    tower, text, mrope = deepcopy((TOWER | {"image_size": TILE}, TEXT | {"pad_token_id": None}, MROPE))
-    match model_type:
-        case "idefics3" | "smolvlm":
-            options = {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}
-            return TILED[model_type](vision_config=tower, text_config=text | {"model_type": "llama"}, **options)
-        case "gemma3":
-            options = {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": TOKENS_PER_TILE}
-            return Gemma3Config(vision_config=tower | {"vision_use_head": False}, text_config=text, **options)
-        case "paligemma":
-            tower |= {"model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 24}
-            options = {"image_token_index": IMAGE_TOKEN, "projection_dim": 24}
-            return PaliGemmaConfig(vision_config=tower, text_config=text | {"model_type": "gemma"}, **options)
-        case "qwen3_vl_moe":
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-            vision = deepcopy(NATIVE_MLP | DEEP)
-            return Qwen3VLMoeConfig(
-                vision_config=vision, text_config=text | mrope | experts, image_token_id=IMAGE_TOKEN
-            )
-        case "qwen3_5":
-            linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-            rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4}}
-            text |= linear | rope | {"linear_num_value_heads": 2, "num_hidden_layers": 4}
-            vision = deepcopy(NATIVE_MLP) | {"num_position_embeddings": 16}
-            return Qwen3_5Config(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN)
-    return _foreign_config(model_type, tower, text) if model_type in FOREIGN else _shallow(small_config(model_type))
-
-
-def _foreign_config(model_type, tower, text):
-    match model_type:
-        case "aya_vision":
-            tower |= {"model_type": "siglip_vision_model", "vision_use_head": False}
-            options = {"image_token_index": IMAGE_TOKEN}
-            return AyaVisionConfig(vision_config=tower, text_config=text | {"model_type": "cohere2"}, **options)
-        case "glm4v":
-            vision = deepcopy(NATIVE_MLP) | {"image_size": TILE}
-            rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4}}
-            return Glm4vConfig(vision_config=vision, text_config=text | rope, image_token_id=IMAGE_TOKEN)
-        case "lfm2_vl":
-            vision = tower | {"model_type": "siglip2_vision_model", "vision_use_head": False, "num_patches": 16}
-            text |= {"model_type": "lfm2", "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}
-            options = {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": 32}
-            return Lfm2VlConfig(vision_config=vision, text_config=text, **options)
-        case _:
-            vision = tower | {"model_type": "pixtral", "image_size": 4 * TILE, "head_dim": 8}
-            options = {"image_token_index": IMAGE_TOKEN}
-            return Mistral3Config(vision_config=vision, text_config=text | {"model_type": "mistral"}, **options)
-
-
-def _shallow(config):
-    """With two layers of a kind: gradients pass through them, and processes train in half the time."""
-    parts = [config.text_config, *([config.vision_config] if config.model_type == "internvl" else [])]
-    for part in parts:
+    """A small model's configuration; with two layers of a kind, which gradients pass and processes train fast."""
+    config = small_config(model_type)
+    if model_type in DROPPED_IN:
+        return config
+    for part in [config.text_config, *([config.vision_config] if model_type == "internvl" else [])]:
         part.num_hidden_layers = 2
         if getattr(part, "layer_types", None):
             part.layer_types = part.layer_types[:2]

@@ -36,7 +36,7 @@ def demo(tmp_path_factory):
         "train": str(folder / "data" / "train.json"),
         "held_out": str(folder / "data" / "held_out.json"),
     }
-    section["run"] |= {"output": str(folder), "epochs": 3, "save_every": 2, "keep": 2, "evaluate_every": 3}
+    section["run"] |= {"output": str(folder), "epochs": 3, "save_every": 2, "keep": 2, "evaluate_every": 8}
     section["packing"] |= {"vision_units": 12, "llm_tokens": 256}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -94,7 +94,7 @@ def test_train_kill_resume_export_ask(demo):
 
     asked = CliRunner().invoke(
         app,
-        ["ask", str(demo / "config.json"), "--count", "20", "--json"],  # about its held-out data
+        ["ask", str(demo / "config.json"), "--count", "12", "--json"],  # about its held-out data
     )
     assert asked.exit_code == 0, asked.output
     answers = [json.loads(line) for line in asked.stdout.splitlines()]

@@ -11,10 +11,22 @@ from omnibal.loss import targets_of
 from omnibal.profile.records import Level
 from omnibal.vlm import Payload, VisionLanguageModel
 from omnibal.vlm.backward import run_layer
+from tests.families.models import small_config
 
 IMAGE_TOKEN, PAD_TOKEN, VOCAB = 3, 0, 61
 TILE, TOKENS_PER_TILE = 28, 4
 PIXEL_SHAPE = (3, TILE, TILE)
+
+
+VISION = {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40,
+    "image_size": TILE, "patch_size": 7,
+}  # fmt: skip
+LANGUAGE = {
+    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "pad_token_id": PAD_TOKEN,
+    "max_position_embeddings": 128, "initializer_range": 0.1,
+}  # fmt: skip
 
 
 def tiny_config(
@@ -25,31 +37,11 @@ def tiny_config(
     text_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> InternVLConfig:
-    vision = {
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 40,
-        "image_size": TILE,
-        "patch_size": 7,
-    }
-    language = {
-        "model_type": text,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-        "pad_token_id": PAD_TOKEN,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.1,
-    }
-    return InternVLConfig(
-        vision_config=vision | (vision_options or {}),
-        text_config=language | (text_options or {}),
+    return small_config(
+        "internvl",
         image_token_id=IMAGE_TOKEN,
+        vision=VISION | (vision_options or {}),
+        text=LANGUAGE | {"model_type": text} | (text_options or {}),
         tie_word_embeddings=tied,
         **options,
     )

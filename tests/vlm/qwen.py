@@ -4,13 +4,12 @@ from typing import Any
 
 import torch
 from transformers import (
-    Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+
+from tests.families.models import small_config
 
 IMAGE_TOKEN, VIDEO_TOKEN, PAD_TOKEN, VOCAB = 3, 2, 0, 61
 PATCH, VALUES = 2, 3 * 2 * 2 * 2
@@ -30,18 +29,19 @@ VISION = {
     | {"num_position_embeddings": 25, "deepstack_visual_indexes": [2, 0, 1]},
 }
 CLASSES: dict[str, Any] = {
-    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
-    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
-    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen2_vl": Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
 }
 
 
 def tiny_qwen(family: str, *, tied: bool = False, vision: dict[str, Any] | None = None, **text: Any) -> Any:
-    return CLASSES[family][0](
-        vision_config=VISION[family] | (vision or {}),
-        text_config=LANGUAGE | {"tie_word_embeddings": tied} | text,
+    return small_config(
+        family,
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
+        vision=VISION[family] | (vision or {}),
+        text=LANGUAGE | {"tie_word_embeddings": tied} | text,
         tie_word_embeddings=tied,
     )
 

@@ -58,7 +58,7 @@ def test_positions_are_those_of_transformers(grids, question, family):
 
 
 with torch.device("meta"):
-    PLAIN = {family: CLASSES[family][1]._from_config(tiny_qwen(family)).model for family in CLASSES}
+    PLAIN = {family: CLASSES[family]._from_config(tiny_qwen(family)).model for family in CLASSES}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_frequencies_stay_float32_in_a_bfloat16_run(family):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", CLASSES)
 def test_names_on_disk_are_those_that_transformers_writes(family, tied, tmp_path):
-    CLASSES[family][1](tiny_qwen(family, tied=tied)).save_pretrained(tmp_path / "theirs")
+    CLASSES[family](tiny_qwen(family, tied=tied)).save_pretrained(tmp_path / "theirs")
     model = load_model(tmp_path / "theirs")
     layers = build_layers(model)
     save_model(model, lambda index: layers[index].state_dict(), tmp_path / "ours")
