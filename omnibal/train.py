@@ -213,12 +213,12 @@ def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog
     """On rank 0, say what runs, keep a named plan for when the run goes on, and open the log."""
     if engine.global_rank != 0:
         return None
-    named = named_plan(engine.given.section)
+    named = named_plan(engine.resolved.section)
     if named is None:
         run.files.run_plan.unlink(missing_ok=True)
     else:
         named.save(run.files.run_plan)
-    data = loader.summary() | {"parameters trained": trained_in_words(engine.given.trained)}
+    data = loader.summary() | {"parameters trained": trained_in_words(engine.resolved.trained)}
     Console(markup=False).print(run_table(engine.plan, engine.module.vlm.records, data))
     return MetricsLog(run.files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 

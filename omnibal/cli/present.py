@@ -58,7 +58,7 @@ def present_plan(
 
 
 def _resolved(run: Run, layout: Layout, limits: tuple[int, int] | None, pipeline: Mapping[str, Any]) -> Plan:
-    from omnibal.engine.resolve import Given, resolve_plan
+    from omnibal.engine.resolve import ResolvedRun, resolve_plan
 
     most = {} if limits is None else dict(zip(("vision_units", "llm_tokens"), limits, strict=True))
     section = run.section.model_copy(
@@ -67,7 +67,7 @@ def _resolved(run: Run, layout: Layout, limits: tuple[int, int] | None, pipeline
             "packing": run.section.packing.model_copy(update=most),
         }
     )
-    return resolve_plan(Given(run.config, section, run.model_folder, run.model, layout), run.lengths)
+    return resolve_plan(ResolvedRun(run.config, section, run.model_folder, run.model, layout), run.lengths)
 
 
 def real_packs(run: Run, plan: Plan, *, steps: int) -> Packing:

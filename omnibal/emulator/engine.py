@@ -27,7 +27,7 @@ from omnibal.emulator.run import FAILURE_FILE, TASK_FILE, EmulationTask, report_
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
-from omnibal.engine.resolve import Given
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.table import RunEntry
 from omnibal.errors import OmnibalError
 from omnibal.pipeline.schedule import Operation
@@ -142,9 +142,11 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
     model: Any = EmulatedModel(task, device)
     loader: Any = EmulatedLoader(task, device)
     section = OmnibalSection(model=ModelSection(weights="random"))
-    given = Given(config, section, None, model, layout_of(config, task.plan.num_stages, task.plan.layout.num_replicas))
+    resolved = ResolvedRun(
+        config, section, None, model, layout_of(config, task.plan.num_stages, task.plan.layout.num_replicas)
+    )
     classes: Any = {"module_class": EmulatedModule, "engine_class": EmulatedEngine}
-    engine: EmulatedEngine = build_engine(given, task.plan, loader, len(task.steps), **classes, device=device)
+    engine: EmulatedEngine = build_engine(resolved, task.plan, loader, len(task.steps), **classes, device=device)
     return engine
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from omnibal.config import RunFiles
-from omnibal.engine.resolve import Given
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.saved_files import (
     BASE_WEIGHTS,
     MANIFEST,
@@ -57,34 +57,37 @@ MODEL_FILES = (
 """What a checkpoint takes from the model's folder, where anything may lie: other weights, checkpoints themselves."""
 
 
-def write_model_files(checkpoint: Path, given: Given) -> list[Path]:
+def write_model_files(checkpoint: Path, resolved: ResolvedRun, spare: Mapping[str, Tensor]) -> list[Path]:
     """Lay beside DeepSpeed's files what an export needs beside the weights: MODEL_FILES, spare weights, adapters.
 
     Args:
         checkpoint: Folder of one checkpoint.
-        given: What is trained.
+        resolved: What is trained.
+        spare: Weights that no layer has, by name.
 
     Returns:
         The files.
     """
     folder = checkpoint / MODEL_FOLDER
     folder.mkdir(exist_ok=True)
-    if given.folder is not None:
-        found = {path for pattern in MODEL_FILES for path in given.folder.glob(pattern) if path.is_file()}
-        for path in found - {given.folder / ADAPTER_CONFIG}:
-            target = folder / path.relative_to(given.folder)
+    if resolved.folder is not None:
+        found = {path for pattern in MODEL_FILES for path in resolved.folder.glob(pattern) if path.is_file()}
+        for path in found - {resolved.folder / ADAPTER_CONFIG}:
+            target = folder / path.relative_to(resolved.folder)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-        if has_weights(given.folder):
-            names = other_names(load_model(given.vlm.config), given.folder)
+        if has_weights(resolved.folder):
+            names = other_names(load_model(resolved.vlm.config), resolved.folder)
             (folder / NAMES_FILE).write_text(json.dumps(names))
-    given.vlm.config.save_pretrained(folder)
-    if given.vlm.adapters is not None:
+    resolved.vlm.config.save_pretrained(folder)
+    if resolved.vlm.adapters is not None:
         # of random weights beside them there is no folder
-        base = given.vlm.config.name_or_path if given.folder is None else given.base and given.base.absolute()
-        replace(given.vlm.adapters, base_model_name_or_path=str(base) if base else None).save_pretrained(folder)
-    if given.spare and given.base is None:
-        save_file(dict(given.spare), folder / SPARE_FILE)
+        base = (
+            resolved.vlm.config.name_or_path if resolved.folder is None else resolved.base and resolved.base.absolute()
+        )
+        replace(resolved.vlm.adapters, base_model_name_or_path=str(base) if base else None).save_pretrained(folder)
+    if spare and resolved.base is None:
+        save_file(dict(spare), folder / SPARE_FILE)
     return [path for path in folder.rglob("*") if path.is_file()]
 
 

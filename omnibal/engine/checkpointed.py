@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -15,12 +15,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
 
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
 from omnibal.engine.loader import Loader
 from omnibal.engine.module import grouping
-from omnibal.engine.resolve import Given
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.saved_files import BASE_WEIGHTS, SavedFile
 from omnibal.engine.settings import Settings, renew_rate
 from omnibal.engine.table import TableEngine
@@ -43,7 +44,8 @@ class CheckpointedEngine(TableEngine):
     raised on all.
     """
 
-    given: Given
+    resolved: ResolvedRun
+    spare: Mapping[str, Tensor]
     plan: Plan
     loader: Loader
     settings: Settings
@@ -89,7 +91,7 @@ class CheckpointedEngine(TableEngine):
         state = {**(client_state or {}), "sampler": self.loader.state_dict()}
         self._on_rank_zero(lambda: saved_files.begin(folder, tag), f"makes a folder for checkpoint {tag}")
         try:
-            exclude_frozen = exclude_frozen_parameters or self.given.base is not None
+            exclude_frozen = exclude_frozen_parameters or self.resolved.base is not None
             written = gather(self._written(unfinished, state, exclude_frozen))
             files = {name: saved for of_rank in written for name, saved in of_rank.items()}
             self._on_rank_zero(lambda: self._complete(unfinished, files, save_latest), f"completes checkpoint {tag}")
@@ -135,7 +137,7 @@ class CheckpointedEngine(TableEngine):
 
     def _complete(self, unfinished: Path, files: dict[str, SavedFile], save_latest: bool) -> None:
         def complete() -> None:
-            own = write_model_files(unfinished, self.given)
+            own = write_model_files(unfinished, self.resolved, self.spare)
             for path in own:
                 saved_files.flush(path)
                 files[str(path.relative_to(unfinished))] = SavedFile.of(path, 0)
@@ -202,7 +204,7 @@ class CheckpointedEngine(TableEngine):
             path, state = super().load_checkpoint(
                 str(load_dir),
                 name,
-                load_module_strict=load_module_strict and self.given.base is None,
+                load_module_strict=load_module_strict and self.resolved.base is None,
                 load_optimizer_states=load_optimizer_states and not apart,
                 load_lr_scheduler_states=load_lr_scheduler_states,
                 load_module_only=load_module_only,
@@ -298,29 +300,29 @@ class CheckpointedEngine(TableEngine):
         return True
 
     def _join_layers(self, layers: Path, folder: Path) -> None:
-        write_model_files(layers, self.given)
+        write_model_files(layers, self.resolved, self.spare)
         join_layers(layers, folder, merged=True)
         shutil.rmtree(layers)
 
     def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
         """What a run must share with a checkpoint to go on from it."""
-        lora = self.given.section.model.lora
+        lora = self.resolved.section.model.lora
         optimizer = {
-            "frozen": list(check_frozen(self.given.vlm.records, self.given.section.model.frozen)),
+            "frozen": list(check_frozen(self.resolved.vlm.records, self.resolved.section.model.frozen)),
             "lora": lora and lora.model_dump(exclude={"dropout"}),
             "optimizer": type(self.basic_optimizer).__name__,
-            "parameter_groups": grouping(self.given.section.optimizer),
+            "parameter_groups": grouping(self.resolved.section.optimizer),
         }
         schedule = {"scheduler": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__}
         weights = {
             "partition": list(self.plan.partition.boundaries),
             "num_replicas": self.dp_world_size,
             "zero_stage": int(self.zero_optimization_stage()),
-            "dtype": str(self.given.dtype),
+            "dtype": str(self.resolved.dtype),
             # in which optimizer of DeepSpeed's the master weights are
             **({"grad_accum_dtype": str(self.get_data_types()[1])} if self.bfloat16_enabled() else {}),
             # that adapters are trained beside
-            **({} if self.given.base is None else {BASE_WEIGHTS: saved_files.fingerprint(self.given.base)}),
+            **({} if self.resolved.base is None else {BASE_WEIGHTS: saved_files.fingerprint(self.resolved.base)}),
         }
         # What is frozen comes first, since a partition may follow from it.
         return (optimizer if with_optimizer else {}) | (schedule if with_schedule else {}) | weights
@@ -333,7 +335,7 @@ class CheckpointedEngine(TableEngine):
         for position, layer in enumerate(self.module.forward_funcs):
             expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
             in_folder = set()
-            if self.given.base is not None:
+            if self.resolved.base is not None:
                 in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
             for path in self.module.ckpt_layer_path_list(str(checkpoint), position):
                 found = {name: tensor.shape for name, tensor in _opened(Path(path)).items()}

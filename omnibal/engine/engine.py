@@ -1,10 +1,11 @@
 """DeepSpeed's PipelineEngine fed with packs: a loss exact over the tokens of a step, finite steps, honest counts."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -17,8 +18,8 @@ from omnibal.config.resuming import settings_of
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, checked_lengths
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
-from omnibal.engine.module import OnGradient, joined
-from omnibal.engine.resolve import Given
+from omnibal.engine.module import joined
+from omnibal.engine.resolve import OnGradient, ResolvedRun
 from omnibal.engine.settings import Settings
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError
@@ -67,11 +68,12 @@ class OmnibalEngine(CheckpointedEngine):
     packs and ranks they lie on. ``global_samples`` counts samples, not packs, so that DeepSpeed's monitor does too.
 
     Args:
-        given: The model, and how it is trained: dropout draws by ``model.seed``, every step of every rank from a stream
-            of its own, so that a resumed run draws the same.
+        resolved: The model, and how it is trained: dropout draws by ``model.seed``, every step of every rank from a
+            stream of its own, so that a resumed run draws the same.
         plan: What the run follows; ``module`` was built from its partition and recompute levels. Under ``"1f1b"``
             DeepSpeed's own schedule runs.
         loader: This rank's packs.
+        spare: Weights that no layer has, by name, on rank 0: checkpoints keep them.
         on_gradient: As of ``initialize``.
         **deepspeed_arguments: As for DeepSpeed's engine.
     """
@@ -81,9 +83,10 @@ class OmnibalEngine(CheckpointedEngine):
     def __init__(
         self,
         *,
-        given: Given,
+        resolved: ResolvedRun,
         plan: Plan,
         loader: Loader,
+        spare: Mapping[str, Tensor] = MappingProxyType({}),
         on_gradient: OnGradient | None = None,
         **deepspeed_arguments: Any,
     ) -> None:
@@ -92,9 +95,10 @@ class OmnibalEngine(CheckpointedEngine):
             pending_bytes=None if plan.predicted is None else [s.pending_bytes for s in plan.predicted.stages],
             **deepspeed_arguments,
         )
-        self.given = given
+        self.resolved = resolved
+        self.spare = dict(spare)
         self.settings = Settings.of(
-            settings_of(self._config._param_dict, given.section), self.basic_optimizer, self.lr_scheduler
+            settings_of(self._config._param_dict, resolved.section), self.basic_optimizer, self.lr_scheduler
         )
         self.plan = plan
         self.loader = loader
@@ -147,9 +151,9 @@ class OmnibalEngine(CheckpointedEngine):
         self.last_step = step
         # Recomputed and resumed steps draw the same dropout masks without storing generator states.
         torch.manual_seed(
-            np.random.SeedSequence([self.given.section.model.seed, self.global_steps, self.global_rank]).generate_state(
-                1
-            )[0]
+            np.random.SeedSequence(
+                [self.resolved.section.model.seed, self.global_steps, self.global_rank]
+            ).generate_state(1)[0]
         )
         # DeepSpeed adds one a pack when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
@@ -212,8 +216,8 @@ class OmnibalEngine(CheckpointedEngine):
     def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
         """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""
         reading = SharedReading(
-            layout=self.given.layout,
-            position=self.given.layout.place(self.global_rank),
+            layout=self.resolved.layout,
+            position=self.resolved.layout.place(self.global_rank),
             device=self.device,
             where=self.where,
         )
@@ -227,7 +231,7 @@ class OmnibalEngine(CheckpointedEngine):
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
         inputs: tuple[Tensor, ...] = ()
         if self.is_first_stage():
-            inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self.given.dtype))
+            inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self.resolved.dtype))
             note_counts(inputs, self.module.count(batch))
         return inputs, (*targets_of(batch["labels"]).values(), torch.tensor(weight, dtype=torch.float32))
 

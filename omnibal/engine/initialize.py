@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from torch import Tensor, nn
 
 from omnibal.config import (
     OmnibalSection,
@@ -23,9 +24,18 @@ from omnibal.engine.distributed import meet
 from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import Loader, PackLoader, VlmDataset, view_of
-from omnibal.engine.module import OnGradient, VlmPipelineModule
-from omnibal.engine.optimizer import MakeOptimizer, MakeScheduler, Own
-from omnibal.engine.resolve import Given, named, read, resolve_plan
+from omnibal.engine.module import VlmPipelineModule
+from omnibal.engine.resolve import (
+    MakeOptimizer,
+    MakeScheduler,
+    OnGradient,
+    ResolvedRun,
+    UserOptimizer,
+    Weights,
+    named,
+    read,
+    resolve_plan,
+)
 from omnibal.engine.stream_setup import is_stream, open_annotations, stream_loader
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import trained_in_words
@@ -97,55 +107,56 @@ def initialize(
     _refuse(others)
     meet(get_accelerator().communication_backend_name())
     rank, num_processes = dist.get_rank(), dist.get_world_size()
-    own = Own(optimizer, lr_scheduler, on_gradient)
-    given = run_on_all_ranks(lambda: _read(config, model, num_processes, own))
-    samples: Any = _training_data(given.section) if dataset is None else dataset
-    place = given.layout.place(rank)
+    own = UserOptimizer(optimizer, lr_scheduler, on_gradient)
+    resolved = run_on_all_ranks(lambda: _read(config, model, num_processes, own))
+    samples: Any = _training_data(resolved.section) if dataset is None else dataset
+    place = resolved.layout.place(rank)
     if rank == 0:
-        LOG.info("parameters trained: %s", trained_in_words(given.trained))
-        warn_of_float32(get_accelerator().device_name(), given.layout.precision)
+        LOG.info("parameters trained: %s", trained_in_words(resolved.trained))
+        warn_of_float32(get_accelerator().device_name(), resolved.layout.precision)
         warn_of_added_end(samples)
     make_loader = partial(
         PackLoader,
-        view=view_of(place.stage, given.layout.num_stages),
-        pixel_shape=given.vlm.pixel_shape,
-        pixel_dtype=given.dtype,
-        image_integers=given.vlm.image_integers,
-        positions=given.vlm.positions,
-        workers=given.section.data.workers,
+        view=view_of(place.stage, resolved.layout.num_stages),
+        pixel_shape=resolved.vlm.pixel_shape,
+        pixel_dtype=resolved.dtype,
+        image_integers=resolved.vlm.image_integers,
+        positions=resolved.vlm.positions,
+        workers=resolved.section.data.workers,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
     loader: Loader
     if is_stream(samples):
-        plan, loader = run_on_all_ranks(lambda: stream_loader(given, samples, place, make_loader))
+        plan, loader = run_on_all_ranks(lambda: stream_loader(resolved, samples, place, make_loader))
     else:
         lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
-        plan, sampler = run_on_all_ranks(lambda: _arrange(given, samples, lengths, place.replica))
+        plan, sampler = run_on_all_ranks(lambda: _arrange(resolved, samples, lengths, place.replica))
         sampler.verify(gather)
-        checked = CheckedSamples(samples, lengths, SampleRules.of(given.vlm))
+        checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
         step_seconds = None if plan.predicted is None else plan.predicted.step_seconds
         loader = make_loader(checked, sampler, step_seconds=step_seconds)
-    total_steps = given.section.run.max_steps or loader.steps_left(given.section.run.epochs)
-    engine: OmnibalEngine = build_engine(given, plan, loader, total_steps, own)
-    given.weights.clear()  # DeepSpeed's module keeps what its layers were made of
+    total_steps = resolved.section.run.max_steps or loader.steps_left(resolved.section.run.epochs)
+    weights = model.state_dict() if isinstance(model, nn.Module) else None
+    engine: OmnibalEngine = build_engine(resolved, plan, loader, total_steps, own, weights=weights)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-def _read(config: Any, model: Any, num_processes: int, own: Own) -> Given:
+def _read(config: Any, model: Any, num_processes: int, own: UserOptimizer) -> ResolvedRun:
     """What the arguments say, refused before samples are measured and weights are read."""
-    given = own.checked(read(config, model, num_processes))
-    _deepspeed_config(given, total_steps=1)
-    return given
+    resolved = read(config, model, num_processes)
+    own.check(resolved.config)
+    _deepspeed_config(resolved, total_steps=1)
+    return resolved
 
 
-def _deepspeed_config(given: Given, *, total_steps: int, schedule: ScheduleName = "1f1b") -> DeepSpeedConfig:
+def _deepspeed_config(resolved: ResolvedRun, *, total_steps: int, schedule: ScheduleName = "1f1b") -> DeepSpeedConfig:
     """The ds_config as DeepSpeed reads it.
 
     Raises:
         ConfigError: It cannot be right under a pipeline, or DeepSpeed refuses it.
     """
-    config = complete_deepspeed_config(given.config, given.layout, total_steps=total_steps, schedule=schedule)
-    replicas = SimpleNamespace(get_data_parallel_world_size=lambda: given.layout.num_replicas)
+    config = complete_deepspeed_config(resolved.config, resolved.layout, total_steps=total_steps, schedule=schedule)
+    replicas = SimpleNamespace(get_data_parallel_world_size=lambda: resolved.layout.num_replicas)
     try:
         return DeepSpeedConfig(config, replicas)
     except Exception as error:  # pydantic's, assertions, and DeepSpeed's own
@@ -168,9 +179,9 @@ def _training_data(section: OmnibalSection) -> Any:
 
 
 def _arrange(
-    given: Given, samples: VlmDataset, lengths: SampleLengths, replica: int
+    resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
 ) -> tuple[Plan, BalancedBatchSampler]:
-    packing, mixture = given.section.packing, given.section.data.mixture
+    packing, mixture = resolved.section.packing, resolved.section.data.mixture
     if mixture == "repeat_time":
         if not isinstance(samples, ConversationDataset):
             raise ConfigError(
@@ -178,15 +189,15 @@ def _arrange(
             )
         mixture = samples.repeat_time()
     typical = typical_lengths(lengths, mixture)
-    plan = resolve_plan(given, typical)
+    plan = resolve_plan(resolved, typical)
     if dist.get_rank() == 0:
         warn_of_other_data(plan, typical)
         if packing.oversized != "drop":
-            warn_of_long_samples(given.vlm.config, lengths, plan.limits)
+            warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
     sampler = BalancedBatchSampler(
         lengths,
         plan.limits,
-        num_replicas=given.layout.num_replicas,
+        num_replicas=resolved.layout.num_replicas,
         rank=replica,
         micro_batches=plan.micro_batches,
         method=packing.method,
@@ -235,18 +246,18 @@ def _open(section: OmnibalSection, part: str, *, measured: bool) -> Conversation
     )
 
 
-def _keep_spare(given: Given) -> None:
-    if dist.get_rank() == 0:
-        given.spare.update(spare_weights(given.vlm, given.source, seed=given.section.model.seed))
+def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, Tensor]:
+    return spare_weights(resolved.vlm, source, seed=resolved.section.model.seed) if dist.get_rank() == 0 else {}
 
 
 def build_engine(
-    given: Given,
+    resolved: ResolvedRun,
     plan: Plan,
     loader: Loader,
     total_steps: int,
-    own: Own | None = None,
+    own: UserOptimizer | None = None,
     *,
+    weights: Mapping[str, Tensor] | None = None,
     module_class: type[VlmPipelineModule] = VlmPipelineModule,
     engine_class: type[E] = OmnibalEngine,  # type: ignore[assignment]  # mypy has no defaults for type variables
     **others: Any,
@@ -256,11 +267,12 @@ def build_engine(
     It does what deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
 
     Args:
-        given: What is trained, and how.
+        resolved: What is trained, and how.
         plan: Partition and recompute levels; every process of the run holds the same.
         loader: This rank's packs.
         total_steps: Optimizer steps of the whole run.
         own: What the caller makes itself.
+        weights: All of the model's weights by name, where they are in memory; by default the ds_config says.
         module_class: What holds this process's layers.
         engine_class: What is made.
         **others: Further arguments of the engine class.
@@ -268,21 +280,23 @@ def build_engine(
     Raises:
         ConfigError: The ds_config cannot be right under a pipeline, or weights do not fit.
     """
-    own = (own or Own()).over(total_steps)
+    own = (own or UserOptimizer()).over(total_steps)
     config = run_on_all_ranks(
-        lambda: _deepspeed_config(given, total_steps=total_steps, schedule=plan.schedule),
+        lambda: _deepspeed_config(resolved, total_steps=total_steps, schedule=plan.schedule),
     )
-    module = module_class(given, plan)
-    run_on_all_ranks(lambda: _keep_spare(given))
+    source = weights or resolved.weights_folder
+    module = module_class(resolved, plan, source)
+    spare = run_on_all_ranks(lambda: _spare_weights(resolved, source))
     with closing(ExplainedWait()):  # for an optimizer that is compiled
         return engine_class(
-            given=given,
+            resolved=resolved,
             plan=plan,
             loader=loader,
+            spare=spare,
             on_gradient=own.on_gradient,
             optimizer=own.optimizer,
             lr_scheduler=own.lr_scheduler,
-            model_parameters=module.parameter_groups(given.section.optimizer),
+            model_parameters=module.parameter_groups(resolved.section.optimizer),
             args=None,
             model=module,
             mpu=module.mpu(),

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from omnibal.config import OptimizerSection
-from omnibal.engine.resolve import Given
+from omnibal.engine.resolve import ParameterGroup, ResolvedRun, Weights
 from omnibal.families.base import Module
 from omnibal.plan import Plan
 from omnibal.ranks import gather, run_on_all_ranks
@@ -21,8 +21,6 @@ from omnibal.vlm.backward import run_layer
 from omnibal.vlm.payload import PackCounts, Payload, note_counts
 from omnibal.vlm.weights import load_layer
 
-ParameterGroup = dict[str, Any]  # as torch's optimizers take it: "params", and what differs from their own settings
-OnGradient = Callable[[str, Tensor], object]
 PLACEHOLDER: Final = "placeholder"  # in place of a name on disk
 
 
@@ -33,21 +31,24 @@ class VlmPipelineModule(PipelineModule):
     sent to them. ``placeholders`` are parameters of no effect, which stand in no layer and so in no checkpoint.
     """
 
-    def __init__(self, given: Given, plan: Plan) -> None:
+    def __init__(self, resolved: ResolvedRun, plan: Plan, weights: Weights | None = None) -> None:
         # PipelineModule.__init__ calls _partition_layers and _build, when self is not yet an initialised nn.Module.
-        self.__dict__["vlm"] = given.vlm
+        self.__dict__["vlm"] = resolved.vlm
         self.__dict__["plan"] = plan
-        self.__dict__["layout"] = given.layout
+        self.__dict__["layout"] = resolved.layout
+        # PipelineModule keeps the specs, which hold this reader: it lets go of weights in memory when layers are built.
+        reader = _LayerReader(resolved, weights)
         super().__init__(
-            layers=[_layer_spec(given, index) for index in range(len(given.vlm.records))],
-            topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=given.layout.num_replicas),
+            layers=[_layer_spec(reader, index) for index in range(len(resolved.vlm.records))],
+            topology=PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=resolved.layout.num_replicas),
             loss_fn=self._loss,
             dynamic_shape=True,  # packs differ in length: without it DeepSpeed keeps the first one's shapes
         )
+        reader.weights = None
         stages = gather((self.stage_id, any(parameter.requires_grad for parameter in self.parameters())))
         self.frozen_stages = min(stage for stage, trains in stages if trains)
         self.placeholders = nn.ParameterList()
-        self._dtype = given.dtype
+        self._dtype = resolved.dtype
         # Every stage needs a parameter to train that is not the copy of an earlier stage's: PipelineEngine asserts that
         # there is an optimizer, and BF16_Optimizer cannot take the norm of no gradient, which leaves copies out.
         if not any(p.requires_grad and not getattr(p, PIPE_REPLICATED, False) for p in self.parameters()):
@@ -228,46 +229,52 @@ class _Attach(torch.autograd.Function):
         return gradient, *(gradient.new_zeros(1) for _ in range(context.count))
 
 
-def _layer_spec(given: Given, index: int) -> Any:
+class _LayerReader:
+    """Builds single layers of the model, with initial weights or with weights that are read."""
+
+    def __init__(self, resolved: ResolvedRun, weights: Weights | None) -> None:
+        self.resolved, self.weights = resolved, weights
+
+    def build(self, index: int) -> nn.Module:
+        resolved, source = self.resolved, self.weights
+        settings, vlm = resolved.section.model, resolved.vlm
+        module = vlm.build_layer(index, seed=settings.seed if source is None else None, dtype=resolved.dtype)
+        if source is not None:
+            vlm.begin_adapters(index, module, seed=settings.seed)
+        # The first replica of each stage reads weights. Those of the others stay NaN until DeepSpeedEngine.__init__
+        # sends them the first one's parameters (_broadcast_model), as it always does: no file is read per replica.
+        if source is not None and resolved.layout.place(dist.get_rank()).replica == 0:
+            load_layer(vlm, index, module, source)
+        assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
+        record, names = vlm.records[index], vlm.weight_names(index)
+        for name, parameter in module.named_parameters():
+            if record.freezes(names[name], settings.frozen):
+                parameter.requires_grad_(False)
+        return module
+
+
+def _layer_spec(reader: _LayerReader, index: int) -> Any:
     """What PipelineModule._build calls build() of, if the layer is in this process's stage."""
-    key = given.vlm.records[index].tied_key
-    return _Spec(given, index) if key is None else _TiedSpec(key, given, index)
+    key = reader.resolved.vlm.records[index].tied_key
+    return _Spec(reader, index) if key is None else _TiedSpec(key, reader, index)
 
 
 class _Spec(LayerSpec):
-    def __init__(self, given: Given, index: int) -> None:
-        super().__init__(given.vlm.layer_class(index))
-        self._given, self._index = given, index
+    def __init__(self, reader: _LayerReader, index: int) -> None:
+        super().__init__(reader.resolved.vlm.layer_class(index))
+        self._reader, self._index = reader, index
 
     def build(self, log: bool = False) -> nn.Module:
-        return _build(self._given, self._index)
+        return self._reader.build(self._index)
 
 
 class _TiedSpec(TiedLayerSpec):
     # No forward_fn: PipelineModule._build wraps the module in a partial for it, which has no state_dict, and the layer
     # would be missing from checkpoints. The module itself tells its two uses apart by what it receives.
-    def __init__(self, key: str, given: Given, index: int) -> None:
-        layer_class: Any = given.vlm.layer_class(index)  # families say which weights are tied
+    def __init__(self, key: str, reader: _LayerReader, index: int) -> None:
+        layer_class: Any = reader.resolved.vlm.layer_class(index)  # families say which weights are tied
         super().__init__(key, layer_class, tied_weight_attr=list(layer_class.tied_weights))
-        self._given, self._index = given, index
+        self._reader, self._index = reader, index
 
     def build(self, log: bool = False) -> nn.Module:
-        return _build(self._given, self._index)
-
-
-def _build(given: Given, index: int) -> nn.Module:
-    """A layer with initial weights, or with weights that are read."""
-    settings, source = given.section.model, given.source
-    module = given.vlm.build_layer(index, seed=settings.seed if source is None else None, dtype=given.dtype)
-    if source is not None:
-        given.vlm.begin_adapters(index, module, seed=settings.seed)
-    # The first replica of each stage reads weights. Those of the others stay NaN until DeepSpeedEngine.__init__ sends
-    # them the first one's parameters (_broadcast_model), as it always does: no file is read once per replica.
-    if source is not None and given.layout.place(dist.get_rank()).replica == 0:
-        load_layer(given.vlm, index, module, source)
-    assert module.state_dict().keys() == dict(module.named_parameters()).keys(), "DeepSpeed sends parameters only"
-    record, names = given.vlm.records[index], given.vlm.weight_names(index)
-    for name, parameter in module.named_parameters():
-        if record.freezes(names[name], settings.frozen):
-            parameter.requires_grad_(False)
-    return module
+        return self._reader.build(self._index)

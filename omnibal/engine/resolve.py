@@ -1,7 +1,9 @@
 """What initialize is given, read and checked: the model's layers, the stages, and the plan that the run follows."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,18 @@ from omnibal.profile.records import Level
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 
+ParameterGroup = dict[str, Any]
+"""Parameters with settings of their own, as torch's optimizers take them: ``params``, ``lr``, ``weight_decay``."""
+MakeOptimizer = Callable[[list[ParameterGroup]], Any]
+MakeScheduler = Callable[..., Any]
+OnGradient = Callable[[str, Tensor], object]
+Weights = Path | Mapping[str, Tensor]
+"""Where the weights of a model are read: a Hugging Face folder, or all of them by their names."""
+
 
 @dataclass(frozen=True)
-class Given:
-    """What the arguments of initialize say, read and checked."""
+class ResolvedRun:
+    """What is trained and how: a ds_config with the model that it names, on the processes at hand."""
 
     config: dict[str, Any]
     """ds_config without the section."""
@@ -41,11 +51,6 @@ class Given:
     """Hugging Face folder of the model; None where it has none."""
     vlm: VisionLanguageModel
     layout: Layout
-    """Of the processes at hand."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """All of the model's, by name, where they are in memory."""
-    spare: dict[str, Tensor] = field(default_factory=dict)
-    """Those that no layer has, on the first rank: checkpoints keep them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,17 +65,56 @@ class Given:
         return trained_by_module((record, record.trained(frozen)) for record in self.vlm.records)
 
     @property
-    def source(self) -> Path | Mapping[str, Tensor] | None:
-        """Where weights are read; None where initial ones are drawn."""
-        return self.weights or (self.folder if self.section.model.weights == "load" else None)
+    def weights_folder(self) -> Path | None:
+        """The folder that weights are read from; None where initial ones are drawn, or the caller has a model."""
+        return self.folder if self.section.model.weights == "load" else None
 
     @property
     def base(self) -> Path | None:
-        """The folder where the weights are and stay that adapters are trained beside; None where there is none."""
-        return self.folder if self.vlm.adapters is not None and self.source is self.folder else None
+        """The folder with the weights that adapters are trained beside; None without adapters or without a folder."""
+        return None if self.vlm.adapters is None else self.weights_folder
 
 
-def read(config: Any, model: Any, num_processes: int) -> Given:
+@dataclass(frozen=True)
+class UserOptimizer:
+    """What a caller of initialize makes or sees itself: optimizer, learning-rate schedule, gradients."""
+
+    optimizer: MakeOptimizer | None = None
+    lr_scheduler: MakeScheduler | None = None
+    on_gradient: OnGradient | None = None
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Refuse what is no callable or is named in the ds_config, too, and a run without any optimizer."""
+        remedies = {
+            "optimizer": "each stage makes one of its own parameters: pass partial(AdamW, lr=...)",
+            "lr_scheduler": "its optimizer is yet to be made: pass partial(StepLR, step_size=9)",
+            "on_gradient": "it is called with each name and gradient",
+        }
+        for name, remedy in remedies.items():
+            value, key = getattr(self, name), name.removeprefix("lr_")
+            if value is None:
+                continue
+            if not callable(value):
+                raise ConfigError(f"{name} must be a callable, got an instance of {type(value).__name__}; {remedy}")
+            if key in config:
+                raise ConfigError(f"{name} must be given once, got one beside the ds_config's {key}; leave one out")
+        if self.optimizer is None and config.get("optimizer", {}).get("type") is None:
+            raise ConfigError(
+                'optimizer must be given, got none; set "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}} in the '
+                "ds_config, or pass one to initialize"
+            )
+
+    def over(self, total_steps: int) -> "UserOptimizer":
+        """The same callables; a scheduler that asks for the steps of the run gets them."""
+        if self.lr_scheduler is None:
+            return self
+        wanted = signature(self.lr_scheduler).parameters.get("total_steps")
+        if wanted is None or wanted.default not in (None, Parameter.empty):
+            return self
+        return replace(self, lr_scheduler=partial(self.lr_scheduler, total_steps=total_steps))
+
+
+def read(config: Any, model: Any, num_processes: int) -> ResolvedRun:
     """Read and check ``initialize``'s config and model, for so many processes.
 
     Raises:
@@ -91,13 +135,12 @@ def read(config: Any, model: Any, num_processes: int) -> Given:
     if isinstance(source, PreTrainedModel):
         _check_frozen_alike(source, vlm, frozen)
     num_stages, num_replicas = shape_of(section, len(vlm.records), num_processes)
-    return Given(
+    return ResolvedRun(
         config=deepspeed_config,
         section=section,
         folder=folder,
         vlm=vlm,
         layout=layout_of(deepspeed_config, num_stages, num_replicas),
-        weights=dict(source.state_dict()) if isinstance(source, PreTrainedModel) else {},
     )
 
 
@@ -155,22 +198,26 @@ def shape_of(section: OmnibalSection, num_layers: int, num_processes: int) -> tu
     return num_stages, replicas_of(num_stages, num_processes, num_layers=num_layers, devices="processes")
 
 
-def resolve_plan(given: Given, lengths: SampleLengths | None) -> Plan:
+def resolve_plan(resolved: ResolvedRun, lengths: SampleLengths | None) -> Plan:
     """The plan file that the section names, or the plan that its keys spell out.
 
     Args:
-        given: The section, the model and the layout.
+        resolved: The section, the model and the layout.
         lengths: Of the samples, by which limits are chosen; None for streams.
 
     Raises:
         ConfigError: The plan does not fit the model, the layout, the micro-batches or the frozen parts of the run; or
             what is frozen does not fit the model.
     """
-    pipeline, packing, frozen = given.section.pipeline, given.section.packing, given.section.model.frozen
-    records, num_stages, micro_batches = given.vlm.records, given.layout.num_stages, micro_batches_of(given.config)
+    pipeline, packing, frozen = resolved.section.pipeline, resolved.section.packing, resolved.section.model.frozen
+    records, num_stages, micro_batches = (
+        resolved.vlm.records,
+        resolved.layout.num_stages,
+        micro_batches_of(resolved.config),
+    )
     num_layers = len(records)
     parts = check_frozen(records, frozen)
-    plan = named_plan(given.section)
+    plan = named_plan(resolved.section)
     if plan is not None:
         _check("micro_batches of the plan", plan.micro_batches, micro_batches)
         if "frozen" in plan.made_from:  # times and memory are other ones where other layers are trained
@@ -179,7 +226,7 @@ def resolve_plan(given: Given, lengths: SampleLengths | None) -> Plan:
             _check("adapters' parameters in the plan", plan.made_from.get("adapters", 0), adapters)
         _check_partition(plan.partition, num_layers, num_stages)
         if plan.cluster is not None:  # predicted for this layout; else it is a default that nobody chose
-            _check_layout(plan.layout, given.layout)
+            _check_layout(plan.layout, resolved.layout)
         schedule = plan.schedule if pipeline.schedule == "auto" else pipeline.schedule
         # a prediction holds for its schedule only
         return plan if schedule == plan.schedule else replace(plan, schedule=schedule, predicted=None)

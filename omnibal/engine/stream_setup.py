@@ -12,7 +12,7 @@ from omnibal.config import OmnibalSection
 from omnibal.data.mixture import Mixture
 from omnibal.engine.contract import SampleRules
 from omnibal.engine.loader import PAD_TOKEN_ID, PackLoader, cores_of_process
-from omnibal.engine.resolve import Given, named, resolve_plan
+from omnibal.engine.resolve import ResolvedRun, named, resolve_plan
 from omnibal.engine.streams import StreamLoader
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.draws import Sample
@@ -45,12 +45,12 @@ def open_annotations(section: OmnibalSection) -> dict[str, ConversationStream]:
 
 
 def stream_loader(
-    given: Given, sources: Any, place: PipelinePosition, make_loader: partial[PackLoader]
+    resolved: ResolvedRun, sources: Any, place: PipelinePosition, make_loader: partial[PackLoader]
 ) -> tuple[Plan, StreamLoader]:
     """The plan of a run on streams, and this rank's packs.
 
     Args:
-        given: What is trained, and how.
+        resolved: What is trained, and how.
         sources: As ``initialize`` takes a stream.
         place: Where this rank stands.
         make_loader: Makes a loader of held-out samples for this rank, from them and a sampler.
@@ -58,25 +58,25 @@ def stream_loader(
     Raises:
         ConfigError: The section does not say what a stream needs, or asks for what it cannot have.
     """
-    section, rules = given.section, SampleRules.of(given.vlm)
+    section, rules = resolved.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
-    plan = resolve_plan(given, None)
+    plan = resolve_plan(resolved, None)
     loader = StreamLoader(
         sources if isinstance(sources, Mapping) else {"data": sources},
         mixture,
         plan.limits,
-        layout=given.layout,
+        layout=resolved.layout,
         place=place,
         micro_batches=plan.micro_batches,
         num_steps=num_steps,
         seed=section.packing.seed,
         oversized=section.packing.oversized,
-        read=partial(checked_sample, rules=rules, dtype=given.dtype),
+        read=partial(checked_sample, rules=rules, dtype=resolved.dtype),
         collate=partial(
             pack_samples,
             pad_token_id=PAD_TOKEN_ID,
             pixel_shape=rules.pixel_shape,
-            pixel_dtype=given.dtype,
+            pixel_dtype=resolved.dtype,
             image_integers=rules.image_integers,
             positions=rules.positions,
         ),

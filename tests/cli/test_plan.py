@@ -16,7 +16,7 @@ from omnibal.cluster import Cluster
 from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.engine.resolve import Given, resolve_plan
+from omnibal.engine.resolve import ResolvedRun, resolve_plan
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
@@ -222,8 +222,8 @@ def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path)
     assert section.pipeline.num_stages == 4
     assert deepspeed_config["gradient_accumulation_steps"] == plan.micro_batches
     assert deepspeed_config["train_batch_size"] == plan.micro_batches * plan.layout.num_replicas
-    given = Given(deepspeed_config, section, None, vlm.load_model(section.model.path), plan.layout)
-    assert resolve_plan(given, SampleLengths.load(tmp_path / "run" / "lengths")) == plan
+    resolved = ResolvedRun(deepspeed_config, section, None, vlm.load_model(section.model.path), plan.layout)
+    assert resolve_plan(resolved, SampleLengths.load(tmp_path / "run" / "lengths")) == plan
     # planned again, the present configuration is the plan
     record = json.loads(omnibal("plan", config, "--num-stages", 4, "--json").stdout)
     assert record["gain"] == pytest.approx(1)

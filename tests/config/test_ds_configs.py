@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from omnibal.cli.main import app
 from omnibal.config import dtype_of, layout_of, read_config
 from omnibal.data.limits import largest_load
-from omnibal.engine.resolve import Given, resolve_plan, shape_of
+from omnibal.engine.resolve import ResolvedRun, resolve_plan, shape_of
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model
@@ -46,7 +46,7 @@ def test_a_configuration_has_a_plan_that_fits(name, in_repository):
     assert plan.cluster == section.cluster
     num_stages, _ = shape_of(section, len(model.records), section.cluster.num_devices)
     layout = layout_of(config, num_stages, section.cluster.num_devices // num_stages)
-    assert resolve_plan(Given(config, section, Path(section.model.path), model, layout), lengths) == plan
+    assert resolve_plan(ResolvedRun(config, section, Path(section.model.path), model, layout), lengths) == plan
     assert plan.made_from["lengths"] == lengths.content_hash
     assert plan.predicted.samples_per_step == pytest.approx(section.packing.samples_per_step, rel=0.1)
     profile = analytic_profile(

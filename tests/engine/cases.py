@@ -19,8 +19,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
 from omnibal.engine.initialize import build_engine, initialize
 from omnibal.engine.loader import Step
-from omnibal.engine.optimizer import Own
-from omnibal.engine.resolve import Given
+from omnibal.engine.resolve import ResolvedRun, UserOptimizer
 from omnibal.engine.saved_files import MANIFEST, SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
 from omnibal.memory.footprint import StageMemory
@@ -81,7 +80,7 @@ def engine_of(case):
     } | case.extra
     config, section = read_config(content)
     vlm = DeepModel(case.model) if case.deep else load_model(case.model, section.model.lora, case.frozen)
-    given = Given(config, section, Path(case.model), vlm, layout_of(config, num_stages, num_replicas))
+    resolved = ResolvedRun(config, section, Path(case.model), vlm, layout_of(config, num_stages, num_replicas))
     recompute = tuple(islice(cycle(case.recompute), len(vlm.records)))
     predicted = None
     if case.pending_bytes is not None:
@@ -91,7 +90,7 @@ def engine_of(case):
         PackLimits(9, 99), micro_batches, Partition(case.boundaries), recompute, predicted, schedule=case.schedule
     )
     loader = FixedPacks([case.packs, *case.later_packs], replica, stage in (0, num_stages - 1), vlm)
-    return build_engine(given, plan, loader, case.steps, Own(**case.own))
+    return build_engine(resolved, plan, loader, case.steps, UserOptimizer(**case.own))
 
 
 def weights_of(engine):

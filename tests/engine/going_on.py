@@ -196,13 +196,13 @@ def learns_nothing(config):
         engine, *_ = initialize(config=changed(config, "model", frozen=["vision"]), dataset=UntargetedDataset())
         assert engine.train_batch() == 0
     expected = [
-        f"parameters trained: {trained_in_words(engine.given.trained)}",
+        f"parameters trained: {trained_in_words(engine.resolved.trained)}",
         "labels must name targets, got none in a whole step (0 of epoch 0)",
     ]
     if engine.global_rank == 0:
         assert "each answer is trained with '</end>' behind it" in told.pop(1)
     assert told == (expected if engine.global_rank == 0 else [])
-    assert engine.given.trained["vision"].trained == 0 < engine.given.trained["language"].trained
+    assert engine.resolved.trained["vision"].trained == 0 < engine.resolved.trained["language"].trained
 
 
 def poisoned(config):

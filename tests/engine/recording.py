@@ -119,7 +119,7 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, fr
         programs = []
         for stage in range(plan.num_stages):
             network.enter(stage)
-            engine = engine_class(given=SimpleNamespace(section=OmnibalSection()), plan=plan, loader=None)
+            engine = engine_class(resolved=SimpleNamespace(section=OmnibalSection()), plan=plan, loader=None)
             for _ in range(steps):
                 kind = schedule.InferenceSchedule if forward_only else schedule.TrainSchedule
                 engine._exec_schedule(kind(plan.micro_batches, plan.num_stages, stage))

@@ -30,7 +30,7 @@ class Case:
     frozen: tuple = ()  # modules, kinds of layers, patterns of weights' names
     lora: dict | None = None  # "omnibal.model.lora"
     pending_bytes: int | None = None  # what the plan says each stage's weight gradients may keep
-    own: dict = field(default_factory=dict)  # arguments of Own
+    own: dict = field(default_factory=dict)  # arguments of UserOptimizer
     grouped: dict = field(default_factory=dict)  # "omnibal.optimizer"
     deep: bool = False  # a feature of the ViT goes to a decoder block
     later_packs: list = field(default_factory=list)  # packs of the steps behind the first one; then all come again

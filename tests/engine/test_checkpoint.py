@@ -11,7 +11,7 @@ from omnibal.cluster import Layout
 from omnibal.config import OmnibalSection
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export, write_model_files
-from omnibal.engine.resolve import Given
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.engine.saved_files import (
     SavedFile,
     begin,
@@ -41,8 +41,8 @@ def test_only_known_files_of_the_model_go_into_a_checkpoint(tmp_path):
     for name in (*TOKENIZER, *OTHERS, *foreign):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(name)
-    given = Given({}, OmnibalSection(), model, load_model(small_config()), Layout())
-    files = write_model_files(checkpoint, given)
+    resolved = ResolvedRun({}, OmnibalSection(), model, load_model(small_config()), Layout())
+    files = write_model_files(checkpoint, resolved, {})
     folder = checkpoint / "model"
     written = {str(path.relative_to(folder)) for path in files}
     assert set(files) == {path for path in folder.rglob("*") if path.is_file()}

@@ -2,7 +2,6 @@
 
 from functools import partial
 from math import isnan
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from transformers import InternVLForConditionalGeneration
 
 from omnibal.engine.initialize import initialize
-from omnibal.engine.optimizer import Own
-from omnibal.engine.resolve import read
+from omnibal.engine.resolve import UserOptimizer, read
 from omnibal.errors import ConfigError
 from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.launch import launch
@@ -180,14 +178,14 @@ def test_what_initialize_does_not_take_is_refused(argument, remedy):
 )
 def test_what_is_made_already_or_named_twice_is_refused(own, message):
     with pytest.raises(ConfigError, match=message):
-        Own(**own).checked(SimpleNamespace(config={"optimizer": {}, "scheduler": {}}))
+        UserOptimizer(**own).check({"optimizer": {}, "scheduler": {}})
 
 
 def test_a_schedule_has_the_steps_of_the_run_where_it_asks_for_them():
     asks, told, neither = (lambda optimizer, total_steps=None: total_steps), partial(OneCycleLR, total_steps=3), StepLR
-    assert Own(lr_scheduler=asks).over(7).lr_scheduler(None) == 7
-    assert Own(lr_scheduler=told).over(7).lr_scheduler is told
-    assert Own(lr_scheduler=neither).over(7).lr_scheduler is neither
+    assert UserOptimizer(lr_scheduler=asks).over(7).lr_scheduler(None) == 7
+    assert UserOptimizer(lr_scheduler=told).over(7).lr_scheduler is told
+    assert UserOptimizer(lr_scheduler=neither).over(7).lr_scheduler is neither
 
 
 def test_a_model_in_memory_must_be_what_is_trained(model):

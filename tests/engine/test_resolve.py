@@ -9,7 +9,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.demo import write_demo
 from omnibal.engine.initialize import _open
-from omnibal.engine.resolve import Given, resolve_plan, shape_of
+from omnibal.engine.resolve import ResolvedRun, resolve_plan, shape_of
 from omnibal.errors import ConfigError
 from omnibal.formats.conversations import open_dataset
 from omnibal.memory.footprint import StageMemory
@@ -32,7 +32,7 @@ def section(**parts):
 
 def plan_of(vlm, num_stages=2, **parts):
     config = {"gradient_accumulation_steps": 4}
-    return resolve_plan(Given(config, section(**parts), None, vlm, layout_of(config, num_stages, 1)), LENGTHS)
+    return resolve_plan(ResolvedRun(config, section(**parts), None, vlm, layout_of(config, num_stages, 1)), LENGTHS)
 
 
 def test_number_of_stages():

@@ -18,7 +18,7 @@ from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.loader import Step
-from omnibal.engine.resolve import Given
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.formats.collate import pack_samples
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model
@@ -81,8 +81,8 @@ def build(model: VisionLanguageModel, way: Way, num_steps: int) -> tuple[Omnibal
     groups = way.groups(num_steps, replica=dist.get_rank() % way.num_replicas)
     loader = Batches(groups, model, padded=way.padded)
     config, section = read_config(SETTINGS | {"gradient_accumulation_steps": plan.micro_batches})
-    given = Given(config, section, None, model, layout_of(config, plan.num_stages, way.num_replicas))
-    return build_engine(given, plan, loader, num_steps), loader
+    resolved = ResolvedRun(config, section, None, model, layout_of(config, plan.num_stages, way.num_replicas))
+    return build_engine(resolved, plan, loader, num_steps), loader
 
 
 def train_in_turn(model: VisionLanguageModel, found: Sequence[Way], *, rounds: int, minutes: float) -> None:

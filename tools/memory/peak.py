@@ -125,7 +125,7 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
     from omnibal.config import layout_of, read_config
     from omnibal.engine.distributed import meet
     from omnibal.engine.initialize import build_engine
-    from omnibal.engine.resolve import Given
+    from omnibal.engine.resolve import ResolvedRun
 
     meet("gloo")
     content = {
@@ -137,8 +137,8 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
     }
     config, section = read_config(content)
     plan = Plan.load(plan_path)
-    given = Given(config, section, None, model(), layout_of(config, 2, 1))
-    engine = build_engine(given, plan, SamePack(), 2)
+    resolved = ResolvedRun(config, section, None, model(), layout_of(config, 2, 1))
+    engine = build_engine(resolved, plan, SamePack(), 2)
     engine._on_device = lambda tensors: tuple(tensor.clone() for tensor in tensors)  # a copy, as on a GPU
     engine.train_batch()
     before = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)

@@ -18,7 +18,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
 from omnibal.engine.loader import Step
-from omnibal.engine.resolve import Given
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.formats.collate import pack_samples
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
@@ -219,5 +219,5 @@ def make_engine(model: VisionLanguageModel, case: Case) -> OmnibalEngine:
     load = case.packs.load
     largest = PackLimits(int(load.vision_units.max()), int(load.llm_tokens.max()))  # a larger pack would recompute
     plan = Plan(largest, micro_batches, case.partition, case.recompute or ("none",) * len(model.records))
-    given = Given(config, section, None, model, layout_of(config, num_stages, 1))
-    return build_engine(given, plan, _SamePacks(case.packs, model), 100)
+    resolved = ResolvedRun(config, section, None, model, layout_of(config, num_stages, 1))
+    return build_engine(resolved, plan, _SamePacks(case.packs, model), 100)

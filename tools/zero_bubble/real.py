@@ -139,7 +139,7 @@ def _steps(case: dict[str, Plan]) -> dict[str, Any]:
 def _engine(plan: Plan) -> Any:
     from omnibal.config import layout_of, read_config
     from omnibal.engine.initialize import build_engine
-    from omnibal.engine.resolve import Given
+    from omnibal.engine.resolve import ResolvedRun
 
     content = {
         "gradient_accumulation_steps": plan.micro_batches,
@@ -150,7 +150,7 @@ def _engine(plan: Plan) -> Any:
     }
     config, section = read_config(content)
     loader: Any = Packs(plan.micro_batches)
-    return build_engine(Given(config, section, None, model(), layout_of(config, STAGES, 1)), plan, loader, 1)
+    return build_engine(ResolvedRun(config, section, None, model(), layout_of(config, STAGES, 1)), plan, loader, 1)
 
 
 def main() -> None:
