@@ -190,7 +190,7 @@ def test_a_schedule_has_the_steps_of_the_run_where_it_asks_for_them():
 
 def test_a_model_in_memory_must_be_what_is_trained(model):
     instance, config = InternVLForConditionalGeneration(small_config()), settings(model, num_stages=1)
-    assert read(config, instance, 1).weights.keys() == instance.state_dict().keys()
+    assert read(config, instance, 1).weights_folder is None
     with pytest.raises(ConfigError, match="weights must be 'load' with a model that has weights, got 'random'"):
         read(changed(config, "model", weights="random"), instance, 1)
     with pytest.raises(ConfigError, match="model or configuration, got an instance of Linear"):
