@@ -1,4 +1,8 @@
-"""What a pipeline stage holds at its peak, in bytes, term by term."""
+"""What a pipeline stage holds at its peak, in bytes, term by term.
+
+Matrices over possible stages have the shape (layers + 1, layers + 1): entry ``[a, b]`` belongs to layers ``a`` to
+``b - 1``.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +32,7 @@ _REDUCED_AT_ONCE = 500_000_000
 
 @dataclass(frozen=True, eq=False)
 class TrainingState:
-    """Bytes of every possible stage of a model, as one replica holds them.
-
-    Matrices over possible stages have the shape (layers + 1, layers + 1): entry ``[a, b]`` belongs to layers ``a`` to
-    ``b - 1``.
-
-    Args:
-        profile: What the layers hold.
-        layout: Replicas, ZeRO stage and precision.
-
-    Raises:
-        ConfigError: The layout's precision is not the profile's.
-    """
+    """Weights, gradients and optimizer state of every possible stage, as one replica holds them."""
 
     profile: ModelProfile
     layout: Layout
@@ -52,12 +45,10 @@ class TrainingState:
 
     @property
     def whole(self) -> IntArray:
-        """Bytes that stay from step to step."""
         return self.parameters + self.gradients + self.optimizer
 
     @cached_property
     def parameters(self) -> IntArray:
-        """Parameters in the dtype of the forward pass."""
         return self._between(lambda layer: layer.parameter_bytes)
 
     @property
@@ -71,19 +62,17 @@ class TrainingState:
 
     @property
     def _trained_float32(self) -> IntArray:
-        """Bytes of one float32 gradient of each trained parameter."""
         return self._trained * _FLOAT32 // ELEMENT_BYTES[self.profile.dtype]
 
     @cached_property
     def gradients(self) -> IntArray:
-        """Gradients, whole on every replica, with the second buffer in which DeepSpeed sums 16-bit ones."""
+        # Whole on every replica, with the second buffer in which DeepSpeed sums 16-bit ones.
         if self.layout.sums_float32:
             return self._trained + self._trained_float32
         return self._trained * (1 if self._is_float32 or self.layout.zero_stage else 2)
 
     @cached_property
     def optimizer(self) -> IntArray:
-        """Optimizer state and master weights."""
         # A profile counts the master weights of 16-bit parameters as optimizer state. ZeRO clones float32 weights, too.
         state = self._between(lambda layer: layer.optimizer_bytes)
         if self._is_float32 and self.layout.zero_stage == 0:
@@ -92,13 +81,11 @@ class TrainingState:
 
     @cached_property
     def update(self) -> IntArray:
-        """Bytes of the optimizer's step beyond `whole`: gradients being reduced, or the optimizer's temporaries.
-
-        The optimizer runs on one flat float32 gradient, a copy unless gradients are summed in float32. ZeRO frees the
-        parameters' own gradients once it has the copy.
-        """
+        """Bytes of the optimizer's step beyond `whole`: gradients being reduced, or the optimizer's temporaries."""
         if self._is_float32 and self.layout.zero_stage == 0:
             return self._trained
+        # The optimizer runs on one flat float32 gradient, a copy unless gradients are summed in float32. ZeRO frees the
+        # parameters' own gradients once it has the copy.
         copies = _ADAM_TEMPORARIES + (0 if self.layout.sums_float32 else 1)
         computed = self._share(copies * self._trained_float32)
         if self.layout.zero_stage and not self.layout.sums_float32:
@@ -106,8 +93,7 @@ class TrainingState:
         return np.maximum(computed, np.minimum(self._trained, _REDUCED_AT_ONCE * ELEMENT_BYTES[self.profile.dtype]))
 
     def _share(self, sizes: IntArray) -> IntArray:
-        """One replica's share, rounded up."""
-        return -(-sizes // self.layout.num_replicas)
+        return -(-sizes // self.layout.num_replicas)  # rounded up
 
     def _between(self, bytes_of: Callable[[LayerCost], int]) -> IntArray:
         """Sums over the layers of every possible stage; a tied weight counts once in a stage."""
@@ -137,13 +123,7 @@ _SPLIT_GRADIENT_SHARE = 0.6
 
 
 def loss_bytes(head: LayerCost, target_tokens: FloatArray, tensor_parallel: int = 1) -> FloatArray:
-    """Peak bytes of the loss: logits of some rows, and a chunk's part of the head's gradient.
-
-    Args:
-        head: The last layer.
-        target_tokens: Target tokens of each micro-batch, in any shape; the result has the same shape.
-        tensor_parallel: Ranks that share the vocabulary.
-    """
+    """Peak bytes of the loss, by micro-batch: logits of some rows, and a chunk's part of the head's gradient."""
     logits = _LOGIT_BYTES * np.minimum(target_tokens, LOSS_ROWS) * head.sizes.get("vocab", 0) / tensor_parallel
     found: FloatArray = logits + head.gradient_bytes * (target_tokens > LOSS_ROWS)
     return found
@@ -182,20 +162,14 @@ class StageMemory:
 class Footprint:
     """The memory of every possible stage of a model, for micro-batches of one size.
 
-    Arrays have one row per layer and one column per level, in the order of ``LEVELS``; a level that a layer does not
-    offer has ``NOT_OFFERED`` bytes. Matrices over possible stages have the shape (layers + 1, layers + 1): entry
-    ``[a, b]`` belongs to layers ``a`` to ``b - 1``.
+    Arrays by level have a column for each of ``LEVELS``; a level that a layer does not offer has ``NOT_OFFERED`` bytes.
 
     Args:
         profile: What the layers hold.
         load: One micro-batch, the largest there can be.
-        schedule: Decides how many micro-batches a stage holds at a time; given without a frozen front, which follows
-            from the layers of a stage.
+        schedule: Given without a frozen front, which follows from the layers of a stage.
         layout: Replicas, ZeRO stage and precision.
         overhead_bytes: What a device holds beside the model.
-
-    Raises:
-        ConfigError: The load is not of a single micro-batch, or the layout's precision is not the profile's.
     """
 
     profile: ModelProfile
@@ -204,7 +178,6 @@ class Footprint:
     layout: Layout
     overhead_bytes: int = OVERHEAD_BYTES
     state: TrainingState = field(init=False)
-    """The bytes that do not depend on micro-batches."""
 
     def __post_init__(self) -> None:
         if self.load.shape != ():
@@ -221,12 +194,10 @@ class Footprint:
         return kept
 
     def transient_bytes(self, stage: int, stop: int) -> IntArray:
-        """Bytes that a layer's backward pass needs beside what is kept, shape (layers before ``stop``, levels).
-
-        ``transient = recomputed activations + max(gradients of output and input, gradients within the layer)``. If
-        weight gradients wait, the micro-batch also holds the inputs that those of the later layers of the stage keep
-        (up to layer ``stop``), and the layer's own waiting inputs replace its gradients where they are more.
-        """
+        """Bytes that a layer's backward pass needs beside what is kept, shape (layers before ``stop``, levels)."""
+        # transient = recomputed activations + max(gradients of output and input, gradients within the layer)
+        # If weight gradients wait, the micro-batch also holds the inputs that those of the later layers of the stage
+        # keep (up to layer ``stop``), and the layer's own waiting inputs replace its gradients where they are more.
         if not self.schedule.pending_weights[stage]:
             return self._transient[:stop]
         own = self._pending[np.arange(stop), np.arange(1, stop + 1)]  # each layer by itself
@@ -242,7 +213,6 @@ class Footprint:
 
     @property
     def loss_bytes(self) -> int:
-        """Peak bytes of the loss on the last stage."""
         head = self.profile.layers[-1]
         if head.kind != "head":
             return 0
@@ -257,24 +227,13 @@ class Footprint:
         return self.state.whole + self._waiting(stage) + self._buffers(stage) + self.overhead_bytes
 
     def update_bytes(self, stage: int) -> IntArray:
-        """Peak of the optimizer's step beyond the fixed bytes, for every possible stage at this place.
-
-        It may be negative: activations, waiting inputs and buffers have been freed by then.
-        """
+        """Peak of the optimizer's step beyond the fixed bytes, for every possible stage; may be negative."""
+        # Activations, waiting inputs and buffers have been freed by then.
         beyond: IntArray = self.state.update - self._waiting(stage) - self._buffers(stage)
         return beyond
 
     def stage(self, stage: int, layers: range, levels: Sequence[Level]) -> StageMemory:
-        """The memory of one stage.
-
-        Args:
-            stage: The stage's place in the pipeline.
-            layers: The layers that the stage holds.
-            levels: A level for each of the layers.
-
-        Raises:
-            ConfigError: A layer does not offer its level.
-        """
+        """The memory of one stage, with a level for each of its layers."""
         a, b = layers.start, layers.stop
         rows, columns = np.arange(a, b), np.array([LEVELS.index(level) for level in levels])
         kept, transient = self.kept_bytes[rows, columns], self.transient_bytes(stage, b)[rows, columns]
@@ -309,17 +268,14 @@ class Footprint:
 
     @cached_property
     def _saved(self) -> IntArray:
-        """Bytes that a layer keeps at each level if a gradient passes it, shape (layers, levels)."""
         return np.array([[self._saved_at(layer, level) for level in LEVELS] for layer in self.profile.layers])
 
     @cached_property
     def _transient(self) -> IntArray:
-        """Transient bytes if no weight gradient waits; a forward pass never needs more than the backward pass."""
         return self._brought(_GRADIENT_SHARE)
 
     @cached_property
     def _split_transient(self) -> IntArray:
-        """Transient bytes if weight gradients wait, without the waiting inputs of later layers."""
         return self._brought(_SPLIT_GRADIENT_SHARE)
 
     def _brought(self, gradient_share: float) -> IntArray:
@@ -336,13 +292,13 @@ class Footprint:
 
     @cached_property
     def _pending(self) -> IntArray:
-        """Bytes that one micro-batch's weight gradients keep, for every possible stage."""
+        # What one micro-batch's weight gradients keep while they wait, by possible stage.
         sums = np.concatenate([[0], np.cumsum([self._bytes(layer.pending_bytes) for layer in self.profile.layers])])
         pending: IntArray = sums[None, :] - sums[:, None]
         return pending
 
     def _waiting(self, stage: int) -> IntArray:
-        """Bytes kept by weight gradients of micro-batches before the one that runs backward, for every stage."""
+        # Of micro-batches before the one that runs backward.
         waiting: IntArray = max(self.schedule.pending_weights[stage] - 1, 0) * self._pending
         return waiting
 
@@ -354,20 +310,18 @@ class Footprint:
 
     @cached_property
     def _sent(self) -> IntArray:
-        """Bytes that pass each boundary, shape (layers + 1,): first the pixels, last the loss."""
+        # Bytes that pass each boundary, (layers + 1,): first the pixels, last the loss.
         layers = self.profile.layers
         pixels = self._bytes(layers[0].saved_bytes["full"])
         return np.array([pixels, *(self._bytes(layer.output_bytes) for layer in layers)])
 
     def _buffers(self, stage: int) -> IntArray:
-        """DeepSpeed's pipe buffers: input and output of every micro-batch held, and tensors on their way.
-
-        Under DeepSpeed's 1F1B one gradient of an input and one of an output is on its way. Under our tables transfers
-        wait, too: a gradient of an input stays until the stage before has run as many micro-batches as it has in
-        flight, and the next gradient of an output arrives before the last one is used up. Stages of a frozen front
-        send no gradient back; they hold one micro-batch and, under our tables, outputs that nobody has fetched.
-        """
+        """DeepSpeed's pipe buffers: input and output of every micro-batch held, and tensors on their way."""
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
+        # Under DeepSpeed's 1F1B one gradient of an input and one of an output is on its way. Under our tables transfers
+        # wait, too: a gradient of an input stays until the stage before has run as many micro-batches as it has in
+        # flight, and the next gradient of an output arrives before the last one is used up. Stages of a frozen front
+        # send no gradient back; they hold one micro-batch and, under our tables, outputs that nobody has fetched.
         splits, held = any(self.schedule.pending_weights), self.schedule.in_flight[stage]
         gradients_back = self.schedule.in_flight[stage - 1] if splits else 1
         trained_before = np.arange(len(self._sent)) > self.profile.frozen_front

@@ -1,4 +1,14 @@
-"""Which layers recompute: the least recompute time that fits a memory budget, exactly."""
+"""Which layers recompute: the least recompute time that fits a memory budget, exactly.
+
+Layers are added from a stage's last one to its first, the order of a backward pass. A point is a choice of levels for
+the layers so far, with three numbers: the bytes that they keep of one micro-batch, the time that they recompute, and
+the peak of their backward passes, ``held · kept + max over layers of (transient - bytes freed by the layers behind)``.
+A Pareto frontier holds the points that no other point equals or beats in all three. That is exact: of two points with
+equal peaks, the one that keeps more bytes also frees more, but by no more than it keeps. Equal layers lead to equal
+points: a hundred layers of a few kinds have some hundred points.
+
+Source: Nemhauser and Ullmann, Discrete Dynamic Programming and Capital Allocation, 1969, with one more criterion.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +31,9 @@ _PICOSECONDS = 1e12  # times as whole numbers, so that sums in any order are equ
 def choose_levels(
     footprint: Footprint, stage: int, layers: range, seconds: FloatArray, budget_bytes: int
 ) -> tuple[Level, ...]:
-    """The levels of a stage's layers that cost the least time and fit.
+    """The levels of a stage's layers that cost the least time and fit the budget.
 
-    Args:
-        footprint: Bytes of the layers at each level.
-        stage: The stage's place in the pipeline.
-        layers: The layers that the stage holds.
-        seconds: What each level adds to a backward pass, shape (layers of the model, levels), see
-            :func:`recompute_seconds`.
-        budget_bytes: The most that a device of this stage may hold.
-
-    Raises:
-        InfeasibleError: Nothing fits; the message says how many bytes are missing.
+    ``seconds``, shape (layers of the model, levels), is what each level adds to a backward pass (`recompute_seconds`).
     """
     rows = slice(layers.start, layers.stop)
     kept, transient = footprint.kept_bytes[rows], footprint.transient_bytes(stage, layers.stop)[rows]
@@ -60,29 +61,16 @@ def least_recompute(
     held: int = 1,
     least_transient: int = 0,
 ) -> IntArray | None:
-    """Choose a level for each layer: the least seconds in all while the peak keeps to the room.
+    """The column of each layer's level that costs the least seconds in all while the peak keeps to the room, or None.
 
-    A backward pass runs the layers from the last to the first and frees what each has kept. So the peak is
-    ``held × Σ kept + max over layers of (transient - Σ kept of the layers behind)``, or with ``least_transient`` as the
-    maximum where that is more. Exact (:mod:`omnibal.memory.recompute`).
+    Arrays have the shape (layers, levels); ``held`` micro-batches are kept at once; ``least_transient`` bytes come and
+    go before the first backward pass. Of equally fast choices, one of the least peak; of neighbours that are alike, the
+    first ones keep least.
 
-    Args:
-        kept: Bytes at each level, shape (layers, levels); NOT_OFFERED where a layer lacks the level.
-        transient: Bytes while the layer runs backward, shape (layers, levels).
-        seconds: What each level costs, shape (layers, levels).
-        room_bytes: The most that the peak may be.
-        held: Micro-batches whose activations are kept at the same time.
-        least_transient: Bytes that come and go before the first backward pass.
-
-    Returns:
-        The column of each layer's level, shape (layers,), or None if nothing fits. Of equally fast choices, one of the
-        least peak; of neighbours that are alike, the first ones keep least.
-
-    Example:
-        >>> kept, transient = np.array([[100, 10], [60, 10]]), np.zeros((2, 2), dtype=int)
-        >>> seconds = np.array([[0.0, 3.0], [0.0, 2.0]])
-        >>> least_recompute(kept, transient, seconds, room_bytes=110).tolist()
-        [0, 1]
+    >>> kept, transient = np.array([[100, 10], [60, 10]]), np.zeros((2, 2), dtype=int)
+    >>> seconds = np.array([[0.0, 3.0], [0.0, 2.0]])
+    >>> least_recompute(kept, transient, seconds, room_bytes=110).tolist()
+    [0, 1]
     """
     # Layers are added in the order of a backward pass, from the last to the first.
     frontiers, time = [start(least_transient)], picoseconds(seconds)
@@ -102,7 +90,6 @@ def least_recompute(
 
 
 def least_bytes(kept: IntArray, transient: IntArray, *, held: int = 1, least_transient: int = 0) -> int:
-    """The least peak of all choices; arguments as of :func:`least_recompute`."""
     frontier, no_time = start(least_transient), np.zeros(kept.shape[1], dtype=np.int64)
     for layer in range(len(kept) - 1, -1, -1):
         frontier = extend(frontier, kept[layer], no_time, transient[layer], held, NOT_OFFERED)
@@ -110,10 +97,8 @@ def least_bytes(kept: IntArray, transient: IntArray, *, held: int = 1, least_tra
 
 
 def recompute_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
-    """What each level adds to a backward pass on average over micro-batches, shape (layers, levels).
-
-    Levels that a layer does not offer cost nothing here, and NOT_OFFERED bytes in the footprint.
-    """
+    """What each level adds to a backward pass on average over micro-batches, shape (layers, levels)."""
+    # Levels that a layer does not offer cost nothing here, and NOT_OFFERED bytes in the footprint.
     mean = np.array([[_seconds(layer, level, loads) for level in LEVELS] for layer in profile.layers])
     # No backward pass reaches the layers before the first trained one.
     mean[: profile.frozen_front] = 0
@@ -121,7 +106,6 @@ def recompute_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
 
 
 def picoseconds(seconds: FloatArray) -> IntArray:
-    """Seconds as whole numbers."""
     return np.rint(seconds * _PICOSECONDS).astype(np.int64)
 
 
@@ -136,25 +120,13 @@ def _seconds(layer: LayerCost, level: Level, loads: Load) -> float:
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """Memory budgets applied to every possible stage.
-
-    Entry ``[s, a, b]`` of its arrays, shape (stages, layers + 1, layers + 1), belongs to stage ``s`` if it holds layers
-    ``a`` to ``b - 1``.
-
-    Args:
-        footprint: Bytes of the layers at each level.
-        budget_bytes: The most that a device of each stage may hold.
-    """
+    """Memory budgets applied to every possible stage; arrays have the shape (stages, layers + 1, layers + 1)."""
 
     footprint: Footprint
     budget_bytes: Sequence[int]
 
     def least_seconds(self, seconds: FloatArray) -> FloatArray:
-        """The least recompute seconds of every stage; infinity for what does not fit or is no stage.
-
-        ``seconds``, shape (layers, levels), is what each level adds to a backward pass. As exact as
-        :func:`least_recompute`; some hundred layers take a fraction of a second.
-        """
+        """The least recompute seconds of every stage; infinity for what does not fit or is no stage."""
         time = picoseconds(seconds)
         return in_seconds(np.stack([self._sweep(stage, time, self._room(stage))[0] for stage in self._stages]))
 
@@ -196,13 +168,13 @@ class StageTable:
         return beside
 
     def _room(self, stage: int) -> IntArray:
-        """The most that the peak of every stage at this place may be; -1 for what cannot fit or is no stage."""
+        # -1 for what cannot fit or is no stage.
         room = self._budget_beside_fixed(stage)
         can_be = self._is_stage(stage) & (room >= np.maximum(self.footprint.update_bytes(stage), 0))
         return np.where(can_be, room, -1)
 
     def _is_stage(self, stage: int) -> NDArray[np.bool_]:
-        """Entries [a, b] that leave every other stage a layer."""
+        # Entries [a, b] that leave every other stage a layer.
         num_stages, size = self._shape
         a, b = np.arange(size)[:, None], np.arange(size)[None, :]
         starts = a >= stage if stage else a == 0
@@ -213,16 +185,11 @@ class StageTable:
 class Frontier(NamedTuple):
     """Points in the order of their time."""
 
-    kept: IntArray
-    """Bytes kept of one micro-batch."""
-    time: IntArray
-    """Recomputation of one micro-batch, in picoseconds."""
-    peak: IntArray
-    """Bytes kept of all micro-batches held, with the largest transient."""
-    origin: IntArray
-    """The point of the previous frontier that each point grew from."""
-    level: IntArray
-    """The level of the layer that was added."""
+    kept: IntArray  # bytes kept of one micro-batch
+    time: IntArray  # recomputation of one micro-batch, in picoseconds
+    peak: IntArray  # bytes kept of all micro-batches held, with the largest transient
+    origin: IntArray  # the point of the previous frontier that each point grew from
+    level: IntArray  # the level of the layer that was added
 
 
 @compiled
@@ -236,22 +203,13 @@ def start(least_transient: int) -> Frontier:
 def extend(
     behind: Frontier, kept: IntArray, time: IntArray, transient: IntArray, held: int, most_bytes: int
 ) -> Frontier:
-    """Add a layer before those of a frontier, at each of its levels.
+    """Add a layer before those of a frontier, at each of its levels; points of a peak above ``most_bytes`` go.
 
-    Args:
-        behind: The frontier of the layers behind the new one.
-        kept: Bytes kept at each level, NOT_OFFERED where the layer lacks the level.
-        time: Recomputation at each level.
-        transient: Bytes that the layer's backward pass needs beside what is kept, at each level.
-        held: Micro-batches whose activations are kept at the same time.
-        most_bytes: Points of a higher peak are left out.
-
-    Returns:
-        The new frontier. Of choices that are equal in everything, the one with the last level for the new layer stays.
-        O(points × levels × points that differ in kept bytes and peak).
+    Of choices that are equal in everything, the one with the last level for the new layer stays.
     """
     num_points, num_levels = len(behind.kept), len(kept)
     size = num_points * num_levels
+    # O(points × levels × points that differ in kept bytes and peak)
     found = np.empty((5, size), dtype=np.int64)  # rows as the fields of a Frontier
     # The stairs are the points accepted so far that no other is below in both kept bytes and peak.
     stairs_kept, stairs_peak, num_stairs = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), 0
@@ -298,8 +256,7 @@ def _is_dominated(stairs_kept: IntArray, stairs_peak: IntArray, kept: int, peak:
 
 @compiled
 def _add_stair(stairs_kept: IntArray, stairs_peak: IntArray, num_stairs: int, kept: int, peak: int) -> int:
-    """Add a point to the stairs, and drop the stairs that it is below in both; returns how many there are."""
-    left = 0
+    left = 0  # the stairs that the new point is below in both are dropped
     for stair in range(num_stairs):
         if stairs_kept[stair] < kept or stairs_peak[stair] < peak:
             stairs_kept[left], stairs_peak[left] = stairs_kept[stair], stairs_peak[stair]
@@ -314,17 +271,11 @@ def sweep(
 ) -> tuple[IntArray, IntArray]:
     """The best choice for every stage that starts at some layer and ends with the last one.
 
-    Args:
-        kept: Bytes kept of one micro-batch, shape (layers, levels).
-        time: Recomputation, shape (layers, levels).
-        transient: Bytes beside what is kept, shape (layers, levels).
-        held: Micro-batches whose activations are kept at the same time.
-        least_transient: Peak of the loss.
-        room: The most that the peak of a stage that starts at each layer may be, shape (layers,); -1: none may.
+    ``room``, shape (layers,), is the most that the peak of a stage that starts at each layer may be; -1: none may.
 
     Returns:
-        By first layer, shape (layers,): the least time within the room (-1: nothing fits), and the least peak of all
-        choices within the largest room of this or an earlier first layer (NOT_OFFERED: there is none).
+        By first layer: the least time within the room (-1: nothing fits), and the least peak of all choices within the
+        largest room of this or an earlier first layer (NOT_OFFERED: there is none).
     """
     num_layers = len(kept)
     best, least_peak = np.full(num_layers, -1), np.full(num_layers, NOT_OFFERED)

@@ -1,7 +1,7 @@
 """How good partitions are found: by dynamic programming over the costs of possible stages, then by descent.
 
-Costs are arrays of shape (stages, layers + 1, layers + 1): entry ``[s, a, b]`` is the cost of stage ``s`` if it holds
-layers ``a`` to ``b - 1``. Entries that are no stage (``a >= b``) are ignored.
+Costs have the shape (stages, layers + 1, layers + 1): ``costs[s, a, b]`` is what stage ``s`` costs with layers ``a`` to
+``b - 1``. Entries with ``a >= b`` are no stage and are ignored.
 """
 
 from __future__ import annotations
@@ -25,20 +25,13 @@ _AT_A_TIME = 16  # neighbours that a descent evaluates together, before it looks
 
 
 def least_maximum(costs: FloatArray) -> tuple[float, Boundaries]:
-    """The partition whose most expensive stage is cheapest: exact, O(stages × layers²).
+    """The exact least maximum of the stages' costs, and its partition (of equal ones that of smallest boundaries).
 
-    Returns:
-        The cost of the most expensive stage, and the boundaries; of equal partitions that of smallest boundaries.
-
-    Raises:
-        InfeasibleError: Every partition has a stage of infinite cost.
-
-    Example:
-        >>> seconds = np.array([[0, 1, 3, 6], [0, 0, 2, 5], [0, 0, 0, 3], [0, 0, 0, 0]], dtype=float)
-        >>> least_maximum(np.stack([seconds, seconds]))
-        (3.0, (0, 2, 3))
+    >>> seconds = np.array([[0, 1, 3, 6], [0, 0, 2, 5], [0, 0, 0, 3], [0, 0, 0, 0]], dtype=float)
+    >>> least_maximum(np.stack([seconds, seconds]))
+    (3.0, (0, 2, 3))
     """
-    value, boundaries = _solve(costs, np.maximum)
+    value, boundaries = _solve(costs, np.maximum)  # O(stages × layers²)
     if not np.isfinite(value):
         raise InfeasibleError("a partition must have stages of finite cost only, got none that has")
     return value, boundaries
@@ -59,24 +52,17 @@ def _solve(costs: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
 
 
 def model_optima(pace_seconds: FloatArray, passing_seconds: FloatArray, micro_batches: int) -> list[Boundaries]:
-    """Partitions that a closed formula for a pipeline's makespan finds best, one for each limit on its pace.
+    """Partitions that a closed formula for the makespan finds best, fastest pace first.
 
-    The model: one micro-batch passes all stages and links there and back, then the pipeline delivers the others at
-    its pace, ``Σ p + (micro_batches - 1) T``. The pace ``T`` is that of the slowest stage, or of a round trip shared by
-    the micro-batches in flight: the greatest ``(Σ p from stage s on) / (stages - s)``.
-
-    Args:
-        pace_seconds: Costs of possible stages: how long one is busy with a micro-batch.
-        passing_seconds: How long a micro-batch needs through the stage and to the next one, there and back.
-        micro_batches: Micro-batches per step.
-
-    Returns:
-        Different partitions, that with the fastest pace first, the best by the model among them (within 1 %).
-        O(limits × stages × layers²); limits grow by 1 % as long as a shorter passage may pay for a slower pace.
-
-    Raises:
-        InfeasibleError: Every partition has a stage of infinite cost.
+    ``pace_seconds`` is how long a possible stage is busy with a micro-batch, ``passing_seconds`` how long a micro-batch
+    takes through the stage and over the link behind it, there and back.
     """
+    # The formula: one micro-batch passes all stages and links there and back, the others follow at the pipeline's pace,
+    #     makespan = Σ passing + (micro_batches - 1) · pace
+    # The pace is that of the slowest stage, or of a round trip shared by the micro-batches in flight:
+    #     pace = max(slowest stage, max over s of (Σ passing from stage s on) / (stages - s))
+    # For each limit on the pace dynamic programming finds the shortest passage. Limits grow by 1 %, so that the best
+    # partition found is within 1 % of the formula's optimum. O(limits × stages × layers²).
     shortest, loosest = _solve(passing_seconds, np.add)
     last_limit = _pace(loosest, pace_seconds, passing_seconds) * _STEP  # beyond it no passage gets shorter
     # No partition has a faster pace: neither its slowest stage nor the round trip that all stages share is shorter.
@@ -112,7 +98,7 @@ def _within(limit: float, pace_seconds: FloatArray, passing_seconds: FloatArray)
 
 
 def _pace(boundaries: Boundaries, pace_seconds: FloatArray, passing_seconds: FloatArray) -> float:
-    """``T`` of a partition, as `model_optima` defines it."""
+    # Entry k is the round trip over the last k + 1 stages, shared by k + 1 micro-batches in flight.
     trips = np.cumsum(_costs(boundaries, passing_seconds)[::-1]) / np.arange(1, len(boundaries))
     return float(max(_costs(boundaries, pace_seconds).max(), trips.max()))
 
@@ -123,19 +109,17 @@ def _costs(boundaries: Boundaries, costs: FloatArray) -> FloatArray:
 
 
 def _stages(size: int) -> NDArray[np.bool_]:
-    """Which entries of a cost matrix are stages."""
-    return np.triu(np.ones((size, size), dtype=bool), k=1)
+    return np.triu(np.ones((size, size), dtype=bool), k=1)  # entries [a, b] of a cost matrix with a < b
 
 
 def _last_boundary(size: int) -> FloatArray:
-    """Cost of the stages behind the last one, by where they start: 0 at the end of the model, infinity elsewhere."""
+    # The cost of the stages behind the last one, by where they start: they start at the end of the model or nowhere.
     return np.where(np.arange(size) == size - 1, 0.0, np.inf)
 
 
 def _follow(choices: NDArray[np.int_]) -> Boundaries:
-    """Boundaries of the partition that dynamic programming chose: each stage's end is the next one's start."""
     boundaries = [0]
-    for choice in choices:
+    for choice in choices:  # each stage's end is the next one's start
         boundaries.append(int(choice[boundaries[-1]]))
     return tuple(boundaries)
 
@@ -148,24 +132,12 @@ def descend(
     *,
     reach: int = 3,
 ) -> dict[Boundaries, float]:
-    """Move each start to better neighbours until none is better.
+    """Move each start to better neighbours until none is better; returns the seconds of every partition evaluated.
 
-    A neighbour differs in one boundary by up to ``reach`` layers, or in several adjacent boundaries by one layer in
-    the same direction. Neighbours are evaluated in the order of their bounds, a few at a time; the descent goes on
-    from the best of the first few among which there is a better one. No partition is evaluated twice, and none whose
-    bound is not below the seconds that its descent has reached.
-
-    Args:
-        starts: Partitions to improve.
-        known: Seconds of partitions that were evaluated before, the starts among them.
-        evaluate: Exact seconds of partitions.
-        bound: Lower bounds of their seconds; cheap.
-        reach: The most layers that one boundary moves by.
-
-    Returns:
-        Seconds of every partition that was evaluated, before or now.
+    ``known`` has the seconds of the starts and of other partitions, ``bound`` gives cheap lower bounds of ``evaluate``.
     """
-    search = _Search(evaluate, bound, dict(known))
+    # All descents share what they have learned: no partition is evaluated twice or gone on from twice.
+    search = _Descent(evaluate, bound, dict(known))
     for start in starts:
         best: Boundaries | None = start
         while best is not None and best not in search.left:
@@ -174,11 +146,10 @@ def descend(
 
 
 def neighbours(boundaries: Boundaries, reach: int) -> IntArray:
-    """All partitions one move away, shape (partitions, stages + 1).
+    """Partitions one move away: one boundary by up to ``reach`` layers, or a run of boundaries by one layer.
 
-    Example:
-        >>> neighbours((0, 1, 4), reach=2).tolist()
-        [[0, 2, 4], [0, 3, 4]]
+    >>> neighbours((0, 1, 4), reach=2).tolist()
+    [[0, 2, 4], [0, 3, 4]]
     """
     inner = len(boundaries) - 2
     # One row for every run of adjacent inner boundaries (first to last), then the far moves of single boundaries.
@@ -191,9 +162,7 @@ def neighbours(boundaries: Boundaries, reach: int) -> IntArray:
 
 
 @dataclass
-class _Search:
-    """What all descents of one search share."""
-
+class _Descent:
     evaluate: Evaluate
     bound: Evaluate
     seconds: dict[Boundaries, float]
@@ -201,7 +170,6 @@ class _Search:
     """Partitions that a descent has gone on from."""
 
     def leave(self, boundaries: Boundaries, moved: IntArray) -> Boundaries | None:
-        """A better neighbour to go on to, or None."""
         self.left.add(boundaries)
         limit = self.seconds[boundaries]
         rows = _rows(moved)

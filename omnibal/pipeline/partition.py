@@ -55,42 +55,31 @@ class Partition:
             (0, 3, 6, 8, 10)
         """
         check_num_stages(num_layers, num_stages)
-        size, larger = divmod(num_layers, num_stages)
+        size, larger = divmod(num_layers, num_stages)  # the first ``larger`` stages hold one layer more
         return cls([stage * size + min(stage, larger) for stage in range(num_stages + 1)])
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages."""
         return len(self.boundaries) - 1
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the whole model."""
         return self.boundaries[-1]
 
     def layers(self, stage: int) -> range:
-        """The layers of a stage.
-
-        Raises:
-            ConfigError: There is no such stage.
-        """
         if not 0 <= stage < self.num_stages:
             raise ConfigError(f"stage must lie in [0, {self.num_stages}), got {stage}")
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
 
 def frozen_stages(profile: ModelProfile, boundaries: IntArray) -> IntArray:
-    """How many of the first stages train nothing, and so run no backward pass.
-
-    ``boundaries`` are those of one or more partitions, shape (…, stages + 1); the result has the shape (…,). The last
-    stage never counts, since it computes the loss.
-    """
+    """How many of the first stages train nothing; boundaries (…, stages + 1) -> (…,). The last stage never counts."""
+    # The last stage computes the loss and so runs a backward pass of its own.
     count: IntArray = np.sum(boundaries[..., 1:-1] <= profile.frozen_front, axis=-1)
     return count
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
-    """Refuse a number of stages that cannot each hold a layer."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(f"num_stages must lie in [1, {num_layers}] (each stage holds a layer), got {num_stages}")
 
@@ -101,29 +90,19 @@ def parameter_cut(profile: ModelProfile, num_stages: int) -> Partition:
 
 
 def balanced_boundaries(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """DeepSpeed's ``partition_balanced``, which ``partition_method="parameters"`` feeds with trainable parameters.
+    """DeepSpeed's ``partition_balanced``: boundaries of ``num_stages`` stages with about equal sums of weights.
 
-    For each prefix of the layers and number of stages it keeps one cut, that with the least difference between the
-    heaviest and the lightest stage, of equal ones the last. Keeping one is greedy: another cut may have a smaller
-    difference, or a lighter heaviest stage.
-
-    Args:
-        weights: One per layer, at least ``num_stages``.
-        num_stages: At least 1.
-
-    Returns:
-        ``num_stages + 1`` layer indices. O(stages × layers²).
-
-    Example:
-        >>> balanced_boundaries([1, 1, 1, 3], 2)
-        (0, 3, 4)
+    >>> balanced_boundaries([1, 1, 1, 3], 2)
+    (0, 3, 4)
     """
     num_layers = len(weights)
     if num_layers == num_stages:
         return tuple(range(num_stages + 1))
     sums = np.concatenate([[0.0], np.cumsum(weights)])
-    # Dynamic programming as in DeepSpeed: entry i of both arrays is the weight of the heaviest and of the lightest
-    # stage of the one cut that is kept for the first i layers.
+    # For each prefix of the layers and number of stages DeepSpeed keeps one cut, that with the least difference between
+    # the heaviest and the lightest stage, of equal ones the last. Keeping one is greedy: another cut may have a smaller
+    # difference in the end. Dynamic programming, O(stages × layers²): entry i of both arrays is the weight of the
+    # heaviest and of the lightest stage of the one cut that is kept for the first i layers.
     heaviest, lightest = np.full(num_layers + 1, np.inf), np.full(num_layers + 1, np.inf)
     heaviest[0] = 0
     last_cut = np.zeros((num_stages + 1, num_layers + 1), dtype=int)
@@ -136,7 +115,7 @@ def balanced_boundaries(weights: Sequence[float], num_stages: int) -> tuple[int,
             # Entry c belongs to a last stage of layers c to i - 1; reversed, argmin finds the last of equal ones.
             kept = i - 1 - int(np.argmin((most - least)[::-1]))
             last_cut[stage, i], heaviest[i], lightest[i] = kept, most[kept], least[kept]
-    boundaries = [num_layers]
+    boundaries = [num_layers]  # walk back from the end of the model along the cuts that were kept
     for stage in range(num_stages, 0, -1):
         boundaries.append(int(last_cut[stage, boundaries[-1]]))
     return tuple(reversed(boundaries))

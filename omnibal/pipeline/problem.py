@@ -39,16 +39,14 @@ class PartitionProblem:
 
     @property
     def micro_batches(self) -> int:
-        """Per step and replica."""
         return int(self.times.forward.shape[1])
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
         return self.schedule.num_stages
 
     def evaluate(self, partitions: IntArray) -> FloatArray:
-        """Simulated seconds of a step under each partition, shape (partitions, stages + 1) -> (partitions,)."""
+        """Simulated seconds of a step under each partition, (partitions, stages + 1) -> (partitions,)."""
         blocking, fronts = self.mode == "rendezvous", frozen_stages(self.profile, partitions)
         seconds = np.zeros(len(partitions))
         for front in set(fronts.tolist()):  # partitions with equally many frozen stages share a schedule
@@ -58,45 +56,42 @@ class PartitionProblem:
         return seconds
 
     def bound(self, partitions: IntArray) -> FloatArray:
-        """Least seconds of a step under each partition, shape (partitions, stages + 1) -> (partitions,)."""
+        """Lower bounds of `evaluate`, of the same shapes."""
         stages = np.arange(self.num_stages)
         bounds: FloatArray = self._stage_bounds[stages, partitions[:, :-1], partitions[:, 1:]].max(axis=1)
         return bounds
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """Seconds that a step takes at least under any partition."""
         return least_maximum(self._stage_bounds)[0]
 
     @property
     def least_bound(self) -> Boundaries:
-        """The partition of the lower bound."""
         return least_maximum(self._stage_bounds)[1]
 
     @cached_property
     def _stage_bounds(self) -> FloatArray:
         return stage_bounds(self.times, self.schedule, self.mode, self.profile.frozen_front)
 
+    # Means over an average micro-batch, for the formulas of `omnibal.pipeline.optimize`: by layer, by boundary
+    # (layers + 1,), or by possible stage (stages, layers + 1, layers + 1).
+
     @cached_property
     def forward_seconds(self) -> FloatArray:
-        """Forward pass of each layer for an average micro-batch, shape (layers,)."""
         return np.diff(self.times.forward.mean(axis=(0, 1)))
 
     @cached_property
     def crossing_seconds(self) -> FloatArray:
-        """Transfer of an average micro-batch over each boundary, shape (layers + 1,)."""
         crossing: FloatArray = self.times.crossing.mean(axis=(0, 1))
         return crossing
 
     @cached_property
     def _there_and_back_seconds(self) -> FloatArray:
-        """Seconds to send an activation over each boundary and its gradient back, shape (layers + 1,)."""
         crossing: FloatArray = self.crossing_seconds + self.times.gradient_crossing.mean(axis=(0, 1))
         return crossing
 
     @cached_property
     def stage_seconds(self) -> FloatArray:
-        """What each possible stage computes for an average micro-batch, shape (stages, layers + 1, layers + 1)."""
         times = self.times
         seconds = differences((times.forward + times.backward + times.weight).mean(axis=(0, 1)))
         return np.stack([seconds] * self.num_stages)
@@ -109,14 +104,13 @@ class PartitionProblem:
 
     @cached_property
     def pace_seconds(self) -> FloatArray:
-        """How long each possible stage is busy with an average micro-batch: transfers count where they block."""
         if self.mode == "overlap":
             return self.stage_seconds
+        # A blocking transfer keeps both of its stages busy.
         return self.stage_seconds + self._there_and_back_seconds[:, None] + self._there_and_back_seconds[None, :]
 
     @cached_property
     def passing_seconds(self) -> FloatArray:
-        """How long an average micro-batch needs through each possible stage and to the next, there and back."""
         return self.stage_seconds - self.waiting_seconds + self._there_and_back_seconds[None, :]
 
 
@@ -145,23 +139,11 @@ def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking
 
 
 def stage_bounds(times: StepTimes, schedule: Schedule, mode: Mode, frozen_front: int = 0) -> FloatArray:
-    """Least seconds of a step if a stage holds certain layers, whatever the other stages hold.
-
-    The stage is simulated alone, and all other stages are pure delay. A micro-batch's gradient arrives when the
-    micro-batch has passed all layers behind the stage, forward and backward. A micro-batch's activation arrives when
-    the first stage has finished the micro-batch that its schedule runs before, whose gradient has to reach it.
-
-    Args:
-        times: Seconds of every layer for the step's micro-batches.
-        schedule: The schedule without a frozen front, which follows from each partition.
-        mode: As in :func:`omnibal.pipeline.simulate.simulate`.
-        frozen_front: Layers before the first one that is trained.
-
-    Returns:
-        Shape (stages, layers + 1, layers + 1), as :mod:`omnibal.pipeline.optimize` takes it: the largest entry of a
-        partition's stages bounds its step, and the least such maximum bounds every partition's. Infinity where
-        other stages would be left without a layer. O(replicas × stages × layers² × micro-batches).
-    """
+    """Least seconds of a step if a stage holds certain layers, whatever the others hold, by possible stage."""
+    # The stage is simulated alone, and all other stages are pure delay. A micro-batch's gradient arrives when the
+    # micro-batch has passed all layers behind the stage, forward and backward. A micro-batch's activation arrives when
+    # the first stage has finished the micro-batch that its schedule runs before, whose gradient has to reach it. The
+    # largest entry of a partition's stages bounds its step. O(replicas × stages × layers² × micro-batches).
     num_stages, size = schedule.num_stages, len(times.reduce)
     result = np.zeros((num_stages, size, size))
     for replica in range(len(times.forward)):
@@ -173,23 +155,20 @@ def stage_bounds(times: StepTimes, schedule: Schedule, mode: Mode, frozen_front:
 
 
 def differences(sums: FloatArray) -> FloatArray:
-    """Entry [a, b] is what lies between boundaries a and b of sums over layers."""
-    between: FloatArray = sums[None, :] - sums[:, None]
+    between: FloatArray = sums[None, :] - sums[:, None]  # [a, b]: the sum over layers a to b - 1
     return between
 
 
 class _Seen(NamedTuple):
     """A step as one stage sees it."""
 
+    # The stage's operations, in order, and the micro-batch of each:
     operations: NDArray[np.int8]
-    """Operations of the stage, in order."""
     micro_batches: NDArray[np.int32]
-    """The micro-batch of each operation."""
+    # For each micro-batch m the last one whose backward pass the first stage runs before the forward pass of m, or -1:
     waits: IntArray
-    """For each micro-batch m the last one whose backward pass the first stage runs before the forward pass of m, or
-    -1."""
+    # Layers before the first one that is trained; a stage of such layers alone runs no backward pass:
     frozen_front: int
-    """Layers before the first one that is trained; a stage of such layers alone runs no backward pass."""
     # Seconds by boundary and micro-batch, shape (layers + 1, micro-batches). Sums over the layers before a boundary:
     forward: FloatArray
     backward: FloatArray
@@ -198,14 +177,10 @@ class _Seen(NamedTuple):
     crossing: FloatArray
     gradient_crossing: FloatArray
     # The least from one place to another, over as many cuts as lie between:
-    to_stage: FloatArray
-    """From the start of the model, forward, over the boundary."""
-    from_trained: FloatArray
-    """From the first trained layer, forward, over the boundary; cuts before that layer do not count."""
-    to_start: FloatArray
-    """From the boundary, backward, to the start of the model, or as far as gradients go."""
-    rest: FloatArray
-    """From the boundary to the end of the model and back."""
+    to_stage: FloatArray  # from the start of the model, forward, over the boundary
+    from_trained: FloatArray  # from the first trained layer, forward, over the boundary
+    to_start: FloatArray  # from the boundary, backward, to the start of the model, or as far as gradients go
+    rest: FloatArray  # from the boundary to the end of the model and back
 
 
 def _seen_from(stage: int, times: StepTimes, replica: int, schedule: Schedule, frozen_front: int) -> _Seen:
@@ -234,7 +209,7 @@ def _seen_from(stage: int, times: StepTimes, replica: int, schedule: Schedule, f
 
 
 def _waits(schedule: Schedule) -> IntArray:
-    """`_Seen.waits`, read off the order in which the first stage runs its passes."""
+    # Read off the order in which the first stage runs its passes.
     waits, last = np.full(schedule.micro_batches, -1), -1
     for operation, micro_batch in schedule.stages[0]:
         if operation == Operation.F:
@@ -264,7 +239,6 @@ def _least_crossings(crossing: FloatArray, cuts: int) -> FloatArray:
 
 @compiled
 def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], blocking: bool) -> FloatArray:
-    """Bounds for all layers a to b of one stage, shape (layers + 1, layers + 1); infinity where others get none."""
     # Every stage before and behind needs a layer, which limits a and b.
     stages_before, stages_behind = stages_around
     num_layers = len(reduce) - 1
@@ -280,11 +254,8 @@ def _bound_all(seen: _Seen, reduce: FloatArray, stages_around: tuple[int, int], 
 
 @compiled
 def _bound(seen: _Seen, layers: tuple[int, int], blocking: bool, scratch: FloatArray) -> tuple[float, float, float]:
-    """Least times of three events if the stage holds layers a to b.
-
-    Returns:
-        Start and end of the stage's last backward pass to the weights, and the end of all stages.
-    """
+    """Least times at which the last backward pass to the weights starts and ends, and at which all stages end."""
+    # The stage holds layers a to b - 1 and runs its operations one after another.
     a, b = layers
     forward_ends, backward_ends = scratch
     trains = b > seen.frozen_front

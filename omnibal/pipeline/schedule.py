@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -35,13 +36,10 @@ class Operation(IntEnum):
 
     @property
     def is_transfer(self) -> bool:
-        """Whether this is a send or a receive."""
         return self >= Operation.SEND_ACTIVATION
 
 
 class Instruction(NamedTuple):
-    """One entry of a table."""
-
     operation: Operation
     micro_batch: int
 
@@ -49,12 +47,9 @@ class Instruction(NamedTuple):
 class Table(NamedTuple):
     """The lists of a schedule as padded arrays, for compiled code."""
 
-    operations: NDArray[np.int8]
-    """Shape (stages, longest list)."""
-    micro_batches: NDArray[np.int32]
-    """The same shape."""
-    lengths: NDArray[np.int32]
-    """Shape (stages,): how much of each row is used."""
+    operations: NDArray[np.int8]  # (stages, longest list)
+    micro_batches: NDArray[np.int32]  # (stages, longest list)
+    lengths: NDArray[np.int32]  # (stages,): how much of each row is used
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,6 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages."""
         return len(self.stages)
 
     @cached_property
@@ -130,11 +124,7 @@ class Schedule:
         return tuple(int(self.occupancy(stage)[:, 1].max()) for stage in range(self.num_stages))
 
     def occupancy(self, stage: int) -> NDArray[np.int64]:
-        """How many micro-batches a stage holds after each of its operations.
-
-        Returns:
-            Shape (operations, 2): forward passes that await their backward, and ``B`` that await their ``W``.
-        """
+        """Passes in flight and ``B`` that await their ``W`` after each of a stage's operations, (operations, 2)."""
         # What an operation adds to (passes in flight, pending W). A frozen stage keeps nothing for a backward pass.
         awaits = int(stage >= self.frozen_stages)
         change = {Operation.F: (awaits, 0), Operation.BW: (-1, 0), Operation.B: (-1, 1), Operation.W: (0, -1)}
@@ -142,24 +132,19 @@ class Schedule:
 
     @cached_property
     def blocking(self) -> tuple[tuple[Instruction, ...], ...]:
-        """Each stage's computations with the sends and receives that belong to them, as DeepSpeed orders them.
-
-        Transfers block both sides, so their order matters. A stage first sends what it has just computed and then
-        receives what it needs next. Only between a forward and a backward, where both go to the next stage, that
-        stage's own order decides: if it runs the backward first, the gradient is received before the activation is
-        sent. For :func:`one_f_one_b` this is DeepSpeed's ``TrainSchedule``. A schedule that moves other work in
-        between (``W``) may deadlock with blocking transfers; the simulator says so.
-        """
+        """Each stage's computations with their sends and receives, in the order in which DeepSpeed runs them."""
+        # Transfers block both sides, so their order matters. A stage first sends what it has just computed and then
+        # receives what it needs next. Only between a forward and a backward, where both go to the next stage, that
+        # stage's own order decides: if it runs the backward first, the gradient is received before the activation is
+        # sent. For 1F1B this is DeepSpeed's TrainSchedule. Schedules that move a W in between may deadlock.
         return tuple(_with_transfers(self, stage) for stage in range(self.num_stages))
 
     @cached_property
     def table(self) -> Table:
-        """``stages`` as arrays."""
         return _table(self.stages)
 
     @cached_property
     def blocking_table(self) -> Table:
-        """``blocking`` as arrays."""
         return _table(self.blocking)
 
 
@@ -175,17 +160,23 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
 
     Source: Narayanan et al., PipeDream, SOSP 2019, in its synchronous form.
     """
-    return Schedule(tuple(_one_f_one_b_stage(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches)
+    return Schedule(tuple(_stage(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches)
 
 
-def _one_f_one_b_stage(depth: int, micro_batches: int) -> tuple[Instruction, ...]:
-    """The instructions of a stage that is the ``depth``-th from the end."""
+def _stage(depth: int, micro_batches: int, lag: int | None = None) -> tuple[Instruction, ...]:
+    # ``depth``: how many stages there are from this one on, itself included. The order is that of 1F1B. With a ``lag``
+    # backward passes are split, and a W waits for ``lag`` further B, so that it fills time in which 1F1B would wait for
+    # a gradient; what still waits at the end runs last.
     warm_up = min(depth, micro_batches)
     instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
     for m in range(micro_batches):
-        instructions.append(Instruction(Operation.BW, m))
+        instructions.append(Instruction(Operation.BW if lag is None else Operation.B, m))
+        if lag is not None and m >= lag:
+            instructions.append(Instruction(Operation.W, m - lag))
         if m + warm_up < micro_batches:
             instructions.append(Instruction(Operation.F, m + warm_up))
+    if lag is not None:
+        instructions += [Instruction(Operation.W, m) for m in range(max(micro_batches - lag, 0), micro_batches)]
     return tuple(instructions)
 
 
@@ -218,9 +209,9 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
     lags = tuple(range(num_stages)) if max_lag is None else max_lag
     if len(lags) != num_stages or min(lags, default=0) < 0:
         raise ConfigError(f"max_lag must be a number of at least 0 for each of {num_stages} stages, got {max_lag}")
-    stages = [_zero_bubble_stage(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags)]
+    stages = [_stage(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags)]
     if not lags[0]:
-        stages[0] = _one_f_one_b_stage(num_stages, micro_batches)
+        stages[0] = _stage(num_stages, micro_batches)
     return Schedule(tuple(stages), micro_batches)
 
 
@@ -230,29 +221,15 @@ def zero_bubble_lean(num_stages: int, micro_batches: int) -> Schedule:
 
 
 ScheduleName = Literal["1f1b", "zero-bubble", "zero-bubble-lean"]
+# By the names of plans and configurations; each takes the numbers of stages and micro-batches.
 SCHEDULES: Mapping[ScheduleName, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "zero-bubble": zero_bubble,
     "zero-bubble-lean": zero_bubble_lean,
 }
-"""By the names that plans and configurations use; each takes the numbers of stages and micro-batches."""
 
 
-def _zero_bubble_stage(depth: int, micro_batches: int, lag: int) -> tuple[Instruction, ...]:
-    # The order of 1F1B with B for BW. A W waits for ``lag`` further B, so that it fills time in which 1F1B would wait
-    # for a gradient; what still waits at the end runs last.
-    warm_up = min(depth, micro_batches)
-    instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
-    for m in range(micro_batches):
-        instructions.append(Instruction(Operation.B, m))
-        if m >= lag:
-            instructions.append(Instruction(Operation.W, m - lag))
-        if m + warm_up < micro_batches:
-            instructions.append(Instruction(Operation.F, m + warm_up))
-    instructions += [Instruction(Operation.W, m) for m in range(max(micro_batches - lag, 0), micro_batches)]
-    return tuple(instructions)
-
-
+_BACKWARD = (Operation.BW, Operation.B)
 _F = [Operation.F]
 # What a stage may run for one micro-batch: an ordinary stage, and one of a frozen front.
 _RUNS = (([*_F, Operation.BW], [*_F, Operation.B, Operation.W]), (_F,))
@@ -286,51 +263,27 @@ def _table(stages: Sequence[Sequence[Instruction]]) -> Table:
 
 
 def _with_transfers(schedule: Schedule, stage: int) -> tuple[Instruction, ...]:
-    """The instructions of a stage with its transfers, in the order that `Schedule.blocking` describes."""
-    own = schedule.stages[stage]
-    is_last = stage == schedule.num_stages - 1
-    # Positions in the next stage's list, which decide where this stage has both an activation to send and a gradient
-    # to receive.
-    order = {} if is_last else {entry: position for position, entry in enumerate(schedule.stages[stage + 1])}
-    trains_first = stage <= schedule.frozen_stages  # no stage before it waits for a gradient
+    own, is_last = schedule.stages[stage], stage == schedule.num_stages - 1
+    trains_before = stage > schedule.frozen_stages  # otherwise no stage before this one waits for a gradient
+    # Where the next stage runs each forward (True) and each backward pass (False): it decides where this stage has both
+    # an activation to send and a gradient to receive.
+    behind = () if is_last else enumerate(schedule.stages[stage + 1])
+    order = {(e.operation == Operation.F, e.micro_batch): at for at, e in behind if e.operation != Operation.W}
     result: list[Instruction] = []
-    before: Instruction | None = None
-    for entry in own:
-        sends = [] if before is None else _send(before, trains_first=trains_first, is_last=is_last)
-        receives = _receive(entry, is_first=stage == 0, is_last=is_last)
-        if before is not None and not is_last and _gradient_comes_first(before, entry, order):
-            result += receives + sends
-        else:
-            result += sends + receives
-        result.append(entry)
-        before = entry
-    return (*result, *_send(own[-1], trains_first=trains_first, is_last=is_last))
-
-
-# DeepSpeed sends right after the computation and receives right before the one that needs the tensor.
-def _send(done: Instruction, *, trains_first: bool, is_last: bool) -> list[Instruction]:
-    if done.operation == Operation.F and not is_last:
-        return [Instruction(Operation.SEND_ACTIVATION, done.micro_batch)]
-    if done.operation in (Operation.BW, Operation.B) and not trains_first:
-        return [Instruction(Operation.SEND_GRADIENT, done.micro_batch)]
-    return []
-
-
-def _receive(coming: Instruction, *, is_first: bool, is_last: bool) -> list[Instruction]:
-    if coming.operation == Operation.F and not is_first:
-        return [Instruction(Operation.RECEIVE_ACTIVATION, coming.micro_batch)]
-    if coming.operation in (Operation.BW, Operation.B) and not is_last:
-        return [Instruction(Operation.RECEIVE_GRADIENT, coming.micro_batch)]
-    return []
-
-
-def _gradient_comes_first(done: Instruction, coming: Instruction, order_downstream: dict[Instruction, int]) -> bool:
-    """Whether the next stage runs the backward pass ``coming`` before it needs the activation of ``done``."""
-    if done.operation != Operation.F or coming.operation not in (Operation.BW, Operation.B):
-        return False
-    return order_downstream[_backward_of(coming.micro_batch, order_downstream)] < order_downstream[done]
-
-
-def _backward_of(micro_batch: int, order: dict[Instruction, int]) -> Instruction:
-    unsplit = Instruction(Operation.BW, micro_batch)
-    return unsplit if unsplit in order else Instruction(Operation.B, micro_batch)
+    for done, coming in pairwise((None, *own, None)):
+        # DeepSpeed sends right after the computation, and receives right before the one that needs the tensor.
+        transfers = []
+        if done is not None and done.operation == Operation.F and not is_last:
+            transfers.append(Instruction(Operation.SEND_ACTIVATION, done.micro_batch))
+        if done is not None and done.operation in _BACKWARD and trains_before:
+            transfers.append(Instruction(Operation.SEND_GRADIENT, done.micro_batch))
+        if coming is not None and coming.operation == Operation.F and stage > 0:
+            transfers.append(Instruction(Operation.RECEIVE_ACTIVATION, coming.micro_batch))
+        if coming is not None and coming.operation in _BACKWARD and not is_last:
+            transfers.append(Instruction(Operation.RECEIVE_GRADIENT, coming.micro_batch))
+        match transfers:
+            case [(Operation.SEND_ACTIVATION, sent), (Operation.RECEIVE_GRADIENT, received)]:
+                if order[False, received] < order[True, sent]:
+                    transfers.reverse()
+        result += [*transfers, *([] if coming is None else [coming])]
+    return tuple(result)

@@ -37,7 +37,6 @@ class PartitionSearch:
     """What a search found."""
 
     method: str
-    """Which method of :func:`search_partition` it was."""
     candidates: tuple[Candidate, ...]
     """Best first, at least one."""
     lower_bound_seconds: float
@@ -102,14 +101,6 @@ def search_partition(
     )
 
 
-def _uniform(problem: PartitionProblem) -> list[Boundaries]:
-    return [Partition.uniform(len(problem.profile.layers), problem.num_stages).boundaries]
-
-
-def _parameters(problem: PartitionProblem) -> list[Boundaries]:
-    return [parameter_cut(problem.profile, problem.num_stages).boundaries]
-
-
 def _paper(problem: PartitionProblem) -> list[Boundaries]:
     anchor = greedy_anchor(problem.forward_seconds, problem.num_stages)
     return best_neighbours(
@@ -117,25 +108,14 @@ def _paper(problem: PartitionProblem) -> list[Boundaries]:
     )
 
 
-def _slowest_stage(problem: PartitionProblem) -> list[Boundaries]:
-    return [least_maximum(problem.stage_seconds)[1]]
-
-
-def _model(problem: PartitionProblem) -> list[Boundaries]:
-    return model_optima(problem.pace_seconds, problem.passing_seconds, problem.micro_batches)
-
-
-def _bound(problem: PartitionProblem) -> list[Boundaries]:
-    return [problem.least_bound]
-
-
+# What each method proposes; the simulator ranks the proposals.
 _PROPOSALS: dict[str, Callable[[PartitionProblem], list[Boundaries]]] = {
-    "uniform": _uniform,
-    "parameters": _parameters,
+    "uniform": lambda problem: [Partition.uniform(len(problem.profile.layers), problem.num_stages).boundaries],
+    "parameters": lambda problem: [parameter_cut(problem.profile, problem.num_stages).boundaries],
     "paper": _paper,
-    "slowest_stage": _slowest_stage,
-    "model": _model,
-    "bound": _bound,
+    "slowest_stage": lambda problem: [least_maximum(problem.stage_seconds)[1]],
+    "model": lambda problem: model_optima(problem.pace_seconds, problem.passing_seconds, problem.micro_batches),
+    "bound": lambda problem: [problem.least_bound],
 }
 METHODS = (*_PROPOSALS, "search")
 """Names of the methods of :func:`search_partition`, from the simplest to the best."""
@@ -159,9 +139,8 @@ def _search(problem: PartitionProblem) -> dict[Boundaries, float]:
 def greedy_anchor(forward_seconds: FloatArray, num_stages: int) -> Boundaries:
     """Fill one stage after another until the next layer would take it farther from the mean of what is left.
 
-    Example:
-        >>> greedy_anchor(np.array([1.0, 1.0, 1.0, 1.0, 4.0]), 2)
-        (0, 4, 5)
+    >>> greedy_anchor(np.array([1.0, 1.0, 1.0, 1.0, 4.0]), 2)
+    (0, 4, 5)
     """
     num_layers = len(forward_seconds)
     sums = np.concatenate([[0.0], np.cumsum(forward_seconds)])
@@ -178,28 +157,15 @@ def greedy_anchor(forward_seconds: FloatArray, num_stages: int) -> Boundaries:
 def best_neighbours(
     anchor: Boundaries, forward_seconds: FloatArray, crossing_seconds: FloatArray, *, radius: int, top: int
 ) -> list[Boundaries]:
-    """The paper's candidates: the ``top`` partitions around its anchor with even stages and cheap cuts.
-
-    What counts is VAR(forward time of the stages) / mean + SUM(communication), in seconds. Every boundary stays within
-    ``radius`` layers of the anchor's.
-
-    Args:
-        anchor: Boundaries of :func:`greedy_anchor`.
-        forward_seconds: One per layer.
-        crossing_seconds: Seconds of a transfer at each boundary, shape (layers + 1,).
-        radius: The most layers between a boundary and the anchor's.
-        top: The most candidates to return.
-
-    Returns:
-        Best first, of equal ones the smaller boundaries first; fewer than ``top`` where there are fewer.
-        O(stages × (2 radius + 1)² × top), by keeping the best ``top`` beginnings for each place of a boundary: the
-        stages' mean is the same for all partitions, so what counts is a sum over stages.
+    """The paper's candidates: the ``top`` partitions around its anchor with even stages and cheap cuts, best first.
 
     Source: Yao et al., OmniBal, ICML 2025, section 4.2 (balanced model partitioning). Deviations: the paper adds a
     variance in seconds² to a volume in bytes; here the variance is divided by the mean stage time and the volume by
-    the bandwidth, so that both are seconds. The best neighbours are found exactly, without listing all of them, which
-    are (2 radius + 1)^(stages - 1).
+    the bandwidth, so that both are seconds. The best of all (2 radius + 1)^(stages - 1) neighbours are found exactly.
     """
+    # penalty = VAR(forward time of the stages) / mean + SUM(communication), in seconds. The mean is the same for all
+    # partitions, so the penalty is a sum over stages, and dynamic programming can keep the best ``top`` beginnings for
+    # each place of a boundary: O(stages × (2 radius + 1)² × top).
     sums = np.concatenate([[0.0], np.cumsum(forward_seconds)])
     num_layers, num_stages = anchor[-1], len(anchor) - 1
     mean = sums[-1] / num_stages

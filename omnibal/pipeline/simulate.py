@@ -30,8 +30,6 @@ Mode = Literal["rendezvous", "overlap"]
 
 
 class Event(NamedTuple):
-    """One instruction of one stage, as it ran."""
-
     stage: int
     operation: Operation
     micro_batch: int
@@ -111,7 +109,6 @@ class StepSimulation:
 
     @property
     def slowest_replica(self) -> int:
-        """Number of the replica whose pipeline is done last."""
         return int(np.argmax([replica.makespan_seconds for replica in self.replicas]))
 
     @property
@@ -121,11 +118,9 @@ class StepSimulation:
 
     @property
     def step_seconds(self) -> float:
-        """Until the slowest replica, the sums of gradients and the optimizer are done.
-
-        A layer's gradients leave when they are complete in every replica; the optimizers start when all sums are there,
-        since they need the norm of all gradients.
-        """
+        """Until the slowest replica, the sums of gradients and the optimizer are done."""
+        # A layer's gradients leave when they are complete in every replica. The optimizers start when all sums are
+        # there, since they need the norm of all gradients.
         return max(self.pipeline_seconds, float(self.reduced_seconds.max())) + float(self.optimizer_seconds.max())
 
     @property
@@ -241,25 +236,15 @@ def simulate_step(
 
 
 def mode_of(schedule: Schedule, unsplit: Mode) -> Mode:
-    """The mode of a schedule's transfers: ours run beside the computations, those of an unsplit schedule as given.
-
-    The engine runs schedules with a waiting ``W`` by its own tables, and all others by DeepSpeed's instructions.
-    """
+    """How transfers of a schedule run: beside the computations under our own tables, else as ``unsplit`` says."""
+    # The engine runs schedules with a waiting W by its own tables, and all others by DeepSpeed's instructions.
     return "overlap" if any(schedule.pending_weights) else unsplit
 
 
 def run(
     schedule: Schedule, durations: FloatArray, transfers: FloatArray, mode: Mode, release: FloatArray | None = None
 ) -> Simulation:
-    """:func:`simulate` on checked arrays.
-
-    Args:
-        schedule: What each stage runs.
-        durations: Seconds of F, BW, B and W, shape (4, micro-batches, stages).
-        transfers: Seconds, shape (micro-batches, stages - 1).
-        mode: How transfers run.
-        release: When each stage may begin its first forward pass, shape (stages,); by default at once.
-    """
+    """:func:`simulate` on checked arrays; ``durations`` are those of F, BW, B and W, (4, micro-batches, stages)."""
     table = schedule.blocking_table if mode == "rendezvous" else schedule.table
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     kernel = run_blocking if mode == "rendezvous" else run_overlapped
@@ -284,14 +269,20 @@ _F, _BW, _B, _W = int(Operation.F), int(Operation.BW), int(Operation.B), int(Ope
 _SEND_ACTIVATION, _RECEIVE_GRADIENT = int(Operation.SEND_ACTIVATION), int(Operation.RECEIVE_GRADIENT)
 
 
+# Both kernels take a schedule's table and fill in when each instruction starts and ends:
+#
+#     seconds        seconds of each computation, shape (4, micro-batches, stages), by Operation
+#     transfers      seconds between stages s and s + 1, either way, shape (micro-batches, stages - 1)
+#     release        when each stage may begin its first forward pass, shape (stages,)
+#     starts, ends   output, seconds, shape of the table's operations
+#
+# They return whether every instruction could run; False means a deadlock. Stages are visited in turn and run as far as
+# they can: O(instructions) for pipelines that keep busy, O(instructions × stages) at worst.
+
+
 @compiled
 def run_blocking(
-    table: Table,
-    durations: FloatArray,
-    transfers: FloatArray,
-    release: FloatArray,
-    starts: FloatArray,
-    ends: FloatArray,
+    table: Table, seconds: FloatArray, transfers: FloatArray, release: FloatArray, starts: FloatArray, ends: FloatArray
 ) -> bool:
     """Run ``Schedule.blocking_table``: the two sides of a transfer wait for each other and are busy until it ends."""
     operations, micro_batches, lengths = table
@@ -311,7 +302,7 @@ def run_blocking(
                     if operation == _F and micro_batch == 0:
                         clock[stage] = max(clock[stage], release[stage])
                     starts[stage, here] = clock[stage]
-                    clock[stage] += durations[operation, micro_batch, stage]
+                    clock[stage] += seconds[operation, micro_batch, stage]
                     ends[stage, here] = clock[stage]
                     done[stage] += 1
                     going_on = True
@@ -335,16 +326,11 @@ def run_blocking(
 
 @compiled
 def run_overlapped(
-    table: Table,
-    durations: FloatArray,
-    transfers: FloatArray,
-    release: FloatArray,
-    starts: FloatArray,
-    ends: FloatArray,
+    table: Table, seconds: FloatArray, transfers: FloatArray, release: FloatArray, starts: FloatArray, ends: FloatArray
 ) -> bool:
     """Run ``Schedule.table``: transfers start by themselves and cost no stage time; a link carries one at a time."""
     operations, micro_batches, lengths = table
-    num_stages, num_micro_batches = len(lengths), durations.shape[1]
+    num_stages, num_micro_batches = len(lengths), seconds.shape[1]
     clock = np.zeros(num_stages)  # when a stage has ended its last instruction
     done = np.zeros(num_stages, dtype=np.int64)  # instructions that a stage has run
     # Arrival of a micro-batch's activation and of its gradient at each stage; infinity until its sender has run.
@@ -367,7 +353,7 @@ def run_overlapped(
                 if operation == _F and m == 0:
                     ready = max(ready, release[stage])
                 starts[stage, here] = max(clock[stage], ready)
-                clock[stage] = ends[stage, here] = starts[stage, here] + durations[operation, m, stage]
+                clock[stage] = ends[stage, here] = starts[stage, here] + seconds[operation, m, stage]
                 done[stage] += 1
                 going_on = True
                 # The result leaves when its stage has computed it and the link has carried all earlier ones.

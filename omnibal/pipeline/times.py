@@ -19,30 +19,21 @@ _BW, _W = int(Operation.BW), int(Operation.W)
 
 
 class StepTimes(NamedTuple):
-    """Sums over layers: entry ``i`` of the last axis belongs to the layers before boundary ``i``.
-
-    What layers ``a`` to ``b`` of one stage take is the difference of entries ``b`` and ``a``.
-    """
+    """Sums over layers: entry ``b`` minus entry ``a`` of the last axis is what layers ``a`` to ``b - 1`` take."""
 
     # Shape (replicas, micro-batches, layers + 1), in seconds:
     forward: FloatArray
-    backward: FloatArray
-    """Backward to the inputs, recomputation included. Layers before the first trained one run none."""
-    weight: FloatArray
-    """Backward to the weights."""
-    split: FloatArray
-    """What the backward pass takes longer if the one to the weights waits."""
+    backward: FloatArray  # to the inputs, recomputation included; none before the first trained layer
+    weight: FloatArray  # backward to the weights
+    split: FloatArray  # what the backward pass takes longer if the one to the weights waits
+    # No sums: a transfer of the activation, and of its gradient, if the model is cut at boundary i. Zero at both ends;
+    # no gradient crosses where no layer before the boundary is trained.
     crossing: FloatArray
-    """No sum: a transfer of the activation if the model is cut at boundary ``i``; zero at both ends."""
     gradient_crossing: FloatArray
-    """No sum: a transfer of the gradient at boundary ``i``; zero where no layer before it is trained."""
     # Shape (layers + 1,), in seconds:
-    reduce: FloatArray
-    """Adding up gradients over the replicas."""
-    gather: FloatArray
-    """Sending updated weights to the other replicas, if each replica updates a share."""
+    reduce: FloatArray  # adding up gradients over the replicas
+    gather: FloatArray  # sending updated weights to the other replicas, if each replica updates a share
     optimizer: FloatArray
-    """Optimizer step."""
 
 
 def step_times(
@@ -53,14 +44,12 @@ def step_times(
     zero_stage: int = 1,
     recompute: Sequence[str] | None = None,
 ) -> StepTimes:
-    """Seconds of every layer for every micro-batch of every replica.
-
-    Arguments and errors as in :func:`omnibal.pipeline.simulate.simulate_step`. Backward passes run through frozen
-    layers behind the first trained one too. A ring all-reduce moves ``2 (replicas - 1) / replicas`` times the
-    gradients. Under ZeRO 1 a gradient moves once, from replica to replica to the one that updates its weight, and the
-    weight once, on to all others.
-    """
-    load = _stack(loads)
+    """Seconds of every layer for every micro-batch of every replica; arguments and errors as of `simulate_step`."""
+    load = Load.stack(loads)
+    if len(load.shape) != 2 or 0 in load.shape:
+        raise ConfigError(
+            f"loads must be one Load per replica with one entry per micro-batch each, got shape {load.shape} of all"
+        )
     num_replicas = load.shape[0]
     check_zero_stage(zero_stage)
     levels = _levels(profile, recompute)
@@ -68,10 +57,13 @@ def step_times(
     backward = _evaluate(
         [c.backward_seconds + c.recompute_seconds[k] for c, k in zip(layers, levels, strict=True)], load
     )
+    # Backward passes run through frozen layers behind the first trained one, too, and through none before it.
     backward[..., : profile.frozen_front] = 0
     crossing = _evaluate([layer.output_bytes for layer in layers[:-1]], load) / links.bandwidth_bytes_per_second
     crossing = np.pad(crossing + links.latency_seconds, ((0, 0), (0, 0), (1, 1)))
     sends_gradient = np.arange(len(layers) + 1) > profile.frozen_front
+    # A ring all-reduce moves 2 (replicas - 1) / replicas times the gradients. Under ZeRO 1 a gradient moves once, from
+    # replica to replica to the one that updates its weight, and the weight once, on to all others.
     once = summed(np.array([layer.gradient_bytes for layer in layers])) / links.between_replicas
     owners = num_replicas if zero_stage else 1
     is_shared = owners > 1
@@ -114,10 +106,8 @@ def transfers_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatA
 
 @compiled
 def release_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
-    """When each stage may begin its first forward pass, shape (stages,).
-
-    Updated weights come from the other replicas layer by layer, while the stage already runs its first layers.
-    """
+    """When each stage may begin its first forward pass, shape (stages,)."""
+    # Updated weights come from the other replicas layer by layer, while the stage already runs its first layers.
     # Layer l runs at release + (forward of the stage's layers before l), and needs the weights of all layers up to l.
     release = np.zeros(len(boundaries) - 1)
     for stage in range(len(release)):
@@ -133,10 +123,8 @@ def release_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArr
 def complete_gradients(
     times: StepTimes, replica: int, boundaries: IntArray, table: Table, starts: FloatArray, ready: FloatArray
 ) -> None:
-    """Raise ``ready``, shape (layers,), to the time at which a replica has the complete gradient of each layer.
-
-    Gradients are complete layer by layer from the last one on, during a stage's last backward pass to the weights.
-    """
+    """Raise ``ready``, shape (layers,), to the time at which a replica has the complete gradient of each layer."""
+    # Gradients are complete layer by layer from the last one on, during a stage's last backward pass to the weights.
     for stage in range(len(boundaries) - 1):
         # Find the stage's last BW or W, and walk through its layers from the last to the first.
         for position in range(table.lengths[stage] - 1, -1, -1):
@@ -154,11 +142,9 @@ def complete_gradients(
 
 @compiled
 def reduced_at(times: StepTimes, boundaries: IntArray, ready: FloatArray) -> FloatArray:
-    """When each stage has added up its gradients over the replicas, shape (stages,).
-
-    A stage's reductions run one after another, from its last layer on: each starts when the layer is ready and the
-    one before it has ended.
-    """
+    """When each stage has added up its gradients over the replicas, shape (stages,)."""
+    # A stage's reductions run one after another, from its last layer on: each starts when the layer is ready and the
+    # one before it has ended.
     reduced = np.zeros(len(boundaries) - 1)
     for stage in range(len(reduced)):
         for layer in range(boundaries[stage + 1] - 1, boundaries[stage] - 1, -1):
@@ -172,20 +158,10 @@ def summed(layers: FloatArray) -> FloatArray:
 
 
 def check_partition(profile: ModelProfile, partition: Partition) -> None:
-    """Refuse a partition of another number of layers than the profile's."""
     if partition.num_layers != len(profile.layers):
         raise ConfigError(
             f"partition must be of the profile's {len(profile.layers)} layers, got one of {partition.num_layers}"
         )
-
-
-def _stack(loads: Iterable[Load]) -> Load:
-    load = Load.stack(loads)
-    if len(load.shape) != 2 or 0 in load.shape:
-        raise ConfigError(
-            f"loads must be one Load per replica with one entry per micro-batch each, got shape {load.shape} of all"
-        )
-    return load
 
 
 def _levels(profile: ModelProfile, recompute: Sequence[str] | None) -> Sequence[str]:

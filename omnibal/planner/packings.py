@@ -68,11 +68,7 @@ class PlanRequest:
             )
 
     def layouts(self, profile: ModelProfile) -> list[Layout]:
-        """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks.
-
-        Raises:
-            ConfigError: The stages do not divide the cluster's devices, or exceed the model's layers.
-        """
+        """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks."""
         num_devices, degree, num_layers = self.cluster.num_devices, profile.tensor_parallel, len(profile.layers)
         replicas_of(self.num_stages or 1, num_devices, num_layers=num_layers, num_tensor=degree)
         ranks = num_devices // degree
@@ -88,7 +84,6 @@ class PlanRequest:
 
     @property
     def schedules(self) -> tuple[ScheduleName, ...]:
-        """Schedules that the search considers."""
         return tuple(SCHEDULES) if self.schedule == "auto" else (self.schedule,)
 
     def budgets(self, layout: Layout) -> tuple[int, ...]:
@@ -96,7 +91,6 @@ class PlanRequest:
         return tuple(int(memory * (1 - self.head_room)) for memory in self.cluster.stage_memory_bytes(layout))
 
     def to_record(self) -> dict[str, Any]:
-        """The request as JSON values, without the cluster, which the plan holds."""
         record = asdict(self)
         del record["cluster"]
         return record
@@ -117,11 +111,8 @@ class Packing:
 
     limits: PackLimits
     micro_batches: int
-    """Micro-batches per step and replica."""
     samples_per_step: float
-    """Samples of all replicas, mean over an epoch."""
     steps: Steps
-    """Some steps of an epoch."""
     largest: Load
     """A micro-batch that none within the limits exceeds."""
     numbers: tuple[int, ...] = ()
@@ -163,54 +154,43 @@ class Packing:
 def spread_steps(num_steps: int, count: int) -> IntArray:
     """Numbers of at most ``count`` steps, spread evenly over an epoch.
 
-    The last step is left out unless it is the only one: it may be short of samples.
-
-    Example:
-        >>> spread_steps(101, 3).tolist(), spread_steps(3, 8).tolist(), spread_steps(1, 4).tolist()
-        ([0, 50, 99], [0, 1], [0])
+    >>> spread_steps(101, 3).tolist(), spread_steps(3, 8).tolist(), spread_steps(1, 4).tolist()
+    ([0, 50, 99], [0, 1], [0])
     """
+    # The last step is left out unless it is the only one: it may be short of samples.
     return np.unique(np.linspace(0, max(num_steps - 1, 1) - 1, count).round().astype(np.int64))
 
 
 def samples_per_pack(epoch: Epoch) -> float:
-    """Mean number of samples in packs that are not empty."""
     sizes = epoch.packs.sizes
     return float(sizes.sum() / (sizes > 0).sum())
 
 
 def packings(lengths: SampleLengths, request: PlanRequest, num_replicas: int) -> list[Packing]:
-    """Packings to choose from: that of the request's limits, or the paper's first and then others that waste little.
-
-    Smaller packs make more micro-batches and smaller bubbles; larger packs are better balanced and waste less. For each
-    number of micro-batches there is one pair of limits, the one that wastes least.
-
-    Raises:
-        ConfigError: There are fewer samples than the global batch needs.
-    """
+    """Packings to choose from: that of the request's limits, or the paper's first and then others that waste little."""
     if len(lengths) < request.global_batch:
         raise ConfigError(f"lengths must hold a step of {request.global_batch} samples, got {len(lengths)}")
     needed = max(LEAST_SAMPLES, max(LEAST_STEPS, (request.steps or 0) + 1) * request.global_batch)
     chosen = np.random.default_rng(request.seed).permutation(len(lengths))[:needed]
-    task = _Task(lengths, lengths.take(np.sort(chosen)), request, num_replicas)
+    packer = _Packer(lengths, lengths.take(np.sort(chosen)), request, num_replicas)
     if request.limits is not None:
         request.limits.refuse_none(lengths)
-        return [task.pack(request.limits)]
-    # The paper's limits are always considered. Of limits with equally many micro-batches the first serve.
-    found = [task.pack(paper_limits(lengths))]
-    for packing in map(task.pack, task.spread_limits()):
+        return [packer.pack(request.limits)]
+    # Smaller packs make more micro-batches and smaller bubbles; larger packs are better balanced and waste less. For
+    # each number of micro-batches there is one pair of limits, the one that wastes least. The paper's limits are always
+    # considered. Of limits with equally many micro-batches the first serve.
+    found = [packer.pack(paper_limits(lengths))]
+    for packing in map(packer.pack, packer.spread_limits()):
         known = {other.micro_batches for other in found}
-        if packing.micro_batches not in known and task.keeps_batch(packing.samples_per_step):
+        if packing.micro_batches not in known and packer.keeps_batch(packing.samples_per_step):
             found.append(packing)
     return found
 
 
 @dataclass(frozen=True)
-class _Task:
-    """Packing the samples of one request for a number of replicas."""
-
+class _Packer:
     lengths: SampleLengths
-    part: SampleLengths
-    """A random part of the lengths, which is packed."""
+    part: SampleLengths  # a random part of the lengths, which is packed
     request: PlanRequest
     num_replicas: int
 
@@ -236,7 +216,6 @@ class _Task:
         return (best[counts[place]] for place in places if counts)
 
     def keeps_batch(self, samples_per_step: float) -> bool:
-        """Whether steps of so many samples are as good as the global batch."""
         return abs(samples_per_step / self.request.global_batch - 1) <= self.request.batch_tolerance
 
     def _arrange(self, limits: PackLimits, micro_batches: int) -> Epoch:

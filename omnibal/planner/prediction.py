@@ -22,11 +22,7 @@ from omnibal.profile.records import LEVELS, ModelProfile, every_layer
 
 
 def predict(profile: ModelProfile, plan: Plan, packing: Packing) -> Prediction:
-    """Means over the steps of a packing; memory is that of the largest possible micro-batch.
-
-    Raises:
-        ConfigError: The plan has no cluster, or profile, plan and packing do not fit each other.
-    """
+    """Means over the steps of a packing; memory is that of the largest possible micro-batch."""
     steps = [plan.simulate(profile, loads) for loads in packing.steps]
     # Waiting for the slowest replica is idle time of the others, so all share its makespan.
     busy = np.mean(
@@ -80,22 +76,18 @@ class Variant:
 
     @cached_property
     def simulated(self) -> tuple[StepSimulation, ...]:
-        """The simulation of every step."""
         return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step."""
         return fmean(step.step_seconds for step in self.simulated)
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput of all replicas."""
         return self.samples_per_step / self.step_seconds
 
     @property
     def bubble_ratio(self) -> float:
-        """Mean bubble ratio of a step."""
         return fmean(step.bubble_ratio for step in self.simulated)
 
     @cached_property
@@ -111,9 +103,6 @@ def variants_up_to(
 
     The first variant trains on random padded micro-batches of ``batch_size`` samples, with about as many samples a step
     as the plan, cut by parameters and with every layer recomputed.
-
-    Raises:
-        ConfigError: The plan does not fit the profile or has no cluster, or there are fewer samples than a step needs.
     """
     num_replicas = plan.layout.num_replicas
     epoch = arrange_epoch(lengths, plan.limits, num_replicas=num_replicas, micro_batches=plan.micro_batches, seed=seed)

@@ -36,7 +36,6 @@ class Choice:
 
     @property
     def partition(self) -> Partition:
-        """The boundaries as a record."""
         return Partition(self.boundaries)
 
     @property
@@ -60,26 +59,14 @@ class Choice:
 
 
 def propose(model: StepModel) -> Choice:
-    """The best partition that a closed formula for the step finds.
-
-    Dynamic programming finds the formula's optima; a stage costs its layers and the least recompute with which it fits
-    (:mod:`omnibal.pipeline.optimize`).
-
-    Raises:
-        InfeasibleError: No partition fits.
-    """
+    """The best partition that a closed formula for the step finds, each stage with the least recompute that fits."""
     return _best(model, _formula(model, model.recompute))
 
 
 def improve(model: StepModel) -> Choice:
-    """The best partition that local search with the simulator finds, from the formula's optima.
-
-    The optima for unbounded memory are starts, too, as far as they fit.
-
-    Raises:
-        InfeasibleError: No partition fits.
-    """
-    # Without recomputation the formula has the better optima if memory hardly binds.
+    """The best partition that local search with the simulator finds, from the formula's optima."""
+    # The optima for unbounded memory are starts, too: without recomputation the formula has the better optima if memory
+    # hardly binds.
     seconds = _formula(model, np.zeros_like(model.recompute)) | _formula(model, model.recompute)
     best = sorted(seconds, key=seconds.__getitem__)[:_STARTS]
     return _best(model, descend(best, seconds, model.step_seconds, model.bound))
@@ -88,18 +75,12 @@ def improve(model: StepModel) -> Choice:
 def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
     """The same partition with more recomputation where a trial ran out of memory.
 
-    A stage that was short of n bytes gets the levels that are predicted to hold n bytes less at the least time: the
-    prediction erred in the sum, but its differences between levels hold. Other stages keep their levels.
-
-    Args:
-        choice: The choice that was tried.
-        missing_bytes: For each stage the bytes that it was short of; zero where it fitted.
-
-    Raises:
-        InfeasibleError: A stage cannot free as much; the message says how many bytes are missing.
+    ``missing_bytes`` is what each stage was short of, zero where it fitted.
 
     Source: Yao et al., OmniBal, ICML 2025, section 4.3: failed trials recompute more by the remaining memory.
     """
+    # A stage that was short of n bytes gets the levels that are predicted to hold n bytes less at the least time: the
+    # prediction erred in the sum, but its differences between levels hold. Other stages keep their levels.
     model = choice.model
     held = model.footprint.stages(choice.partition, model.levels(choice.boundaries))
     budgets = tuple(
@@ -204,7 +185,7 @@ def make_plan(
 
 
 def _finalists(proposals: Mapping[StepModel, Choice]) -> list[StepModel]:
-    """The models with the fastest proposals of each schedule."""
+    # The models with the fastest proposals of each schedule.
     ranking = sorted(proposals, key=lambda model: proposals[model].sample_seconds)
     return [
         model for schedule in SCHEDULES for model in [m for m in ranking if m.schedule_name == schedule][:_FINALISTS]
@@ -212,7 +193,6 @@ def _finalists(proposals: Mapping[StepModel, Choice]) -> list[StepModel]:
 
 
 def _infeasible(models: Sequence[StepModel]) -> InfeasibleError:
-    """An error about the model that is short of the fewest bytes."""
     best = min(models, key=lambda model: model.missing[0])
     missing, boundaries = best.missing
     return InfeasibleError(

@@ -26,13 +26,7 @@ from omnibal.profile.records import LEVELS, Level, ModelProfile
 class StepModel:
     """The step of one packing, layout and schedule, as a function of the partition.
 
-    Args:
-        profile: What the layers cost.
-        packing: What the micro-batches hold.
-        layout: Stages and replicas; at most as many stages as layers.
-        request: Hardware.
-        schedule: The schedule of every stage.
-        budgets: The most that a device of each stage may hold; by default that of the request.
+    ``budgets`` is the most that a device of each stage may hold; by default that of the request.
     """
 
     def __init__(
@@ -50,10 +44,10 @@ class StepModel:
         self.budgets = budgets or request.budgets(layout)
         self.footprint = Footprint(profile, packing.largest, self.schedule, layout, request.cluster.overhead_bytes)
         self._loads = [load for step in packing.steps for load in step]
+        # All steps as replicas of one step, for means over micro-batches; and a problem per step. Both do not
+        # recompute.
         self.average = self._problem(self._loads)
-        """All steps as replicas of one step, for means over micro-batches."""
         self.steps = self._split(self.average)
-        """A problem per step of the packing, without recomputation."""
         self.recompute_seconds = recompute_seconds(profile, packing.all_loads)
         self._chosen: dict[tuple[int, int, int], tuple[Level, ...]] = {}
 
@@ -67,40 +61,26 @@ class StepModel:
 
     @cached_property
     def recompute(self) -> FloatArray:
-        """The least recompute seconds of every possible stage, shape (stages, layers + 1, layers + 1).
-
-        Infinite where a stage cannot fit.
-        """
+        """The least recompute seconds of every possible stage; infinite where it cannot fit."""
         return self._table.least_seconds(self.recompute_seconds)
 
     @cached_property
     def missing(self) -> tuple[int, Boundaries]:
-        """The least bytes that any partition is short of with as much recomputed as possible, and that partition.
-
-        0 bytes if a partition fits.
-        """
+        """The least bytes that any partition is short of with as much recomputed as possible, and that partition."""
         missing, boundaries = least_maximum(self._table.missing_bytes().astype(np.float64))
         return int(missing), boundaries
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """Lower bound of a step's mean seconds over all partitions that fit."""
         busy = self.packing.micro_batches * least_maximum(self.average.stage_seconds + self.recompute)[0]
         return max(busy, fmean(problem.lower_bound_seconds for problem in self.steps))
 
     def levels(self, boundaries: Boundaries) -> tuple[Level, ...]:
-        """The levels of all layers that fit at the least recompute time.
-
-        Raises:
-            InfeasibleError: A stage does not fit; the message says how many bytes are missing.
-        """
+        """The levels of all layers that fit at the least recompute time."""
         return tuple(level for stage in range(self.num_stages) for level in self._levels(stage, boundaries))
 
     def step_seconds(self, partitions: IntArray) -> FloatArray:
-        """Mean seconds of a step under each partition and its levels, shape (partitions, stages + 1) -> (partitions,).
-
-        Infinite where a stage does not fit.
-        """
+        """Mean seconds of a step under each partition and its levels; infinite where a stage does not fit."""
         return np.array([self._fitting_seconds(tuple(boundaries)) for boundaries in partitions.tolist()])
 
     def bound(self, partitions: IntArray) -> FloatArray:
@@ -123,18 +103,11 @@ class StepModel:
 
     @cached_property
     def _backward(self) -> FloatArray:
-        """Backward pass of every layer at each level, shape (levels, layers, steps × replicas, micro-batches).
-
-        A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
-        """
+        """Backward pass of every layer at each level, shape (levels, layers, steps × replicas, micro-batches)."""
         layers = self.profile.layers
+        # A level that a layer does not offer has the seconds of "none"; `choose_levels` never takes it.
         times = [
-            step_times(
-                self.profile,
-                self._loads,
-                self.links,
-                recompute=[level if level in layer.saved_bytes else "none" for layer in layers],
-            )
+            step_times(self.profile, self._loads, self.links, recompute=self.profile.levels_like([level] * len(layers)))
             for level in LEVELS
         ]
         sums = np.array([level.backward for level in times])
@@ -146,7 +119,6 @@ class StepModel:
         return PartitionProblem(self.profile, times, self.schedule, mode_of(self.schedule, "rendezvous"))
 
     def _split(self, all_steps: PartitionProblem) -> list[PartitionProblem]:
-        """The problem of each step, cut from the arrays of all steps."""
         # ``all_steps`` counts the replicas of all steps as those of one: what depends on their number comes from a
         # single step.
         first, count = self._problem(self.packing.steps[0]).times, len(self.packing.steps)

@@ -13,8 +13,8 @@ from omnibal.profile.records import LayerCost, ModelProfile
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT32_BYTES = 4
+# Backward of fused attention, which computes the scores again, in forward passes.
 _ATTENTION_BACKWARD = 2.5
-"""Backward of fused attention, which computes the scores again, in forward passes."""
 
 
 def analytic_profile(
@@ -27,29 +27,24 @@ def analytic_profile(
 ) -> ModelProfile:
     """Costs of a model's layers by counting operations and bytes.
 
-    Matrix products run at ``device.fraction`` of its peak, whatever their sizes. Attention is counted within samples,
-    and causal in the language model. Norms and activation functions are thought of as part of the fraction; embeddings
-    and the loss, which are all memory traffic, are counted. Kept bytes are those of transformers' modules on fused
-    attention. AdamW keeps two moments in float32, and a master copy of 16-bit parameters.
-
-    What devices that share a layer tell each other is not counted. By arithmetic their all-reduces add 3 to 24 % to a
-    block of InternViT-6B on A100s, and 2 to 6 % to one of a large language model, from 2 to 8 devices; see
-    tools/partition/RESULTS.md.
-
     Args:
         records: The layers, from ``omnibal.families``.
         device: What they run on, such as one of ``omnibal.device.DEVICES``.
         dtype: ``"bfloat16"`` or ``"float32"``.
-        tensor_parallel: Degree, a divisor of all costs but of what is sent; its own communication is not counted.
-        frozen: What is not trained, as ``check_frozen`` takes it. Of a layer that is trained in part, gradients and
-            optimizer state are those of its trained weights, and so, by their share, is the time of the backward pass
-            to the weights; what it keeps counts in full. Likewise where LoRA's adapters are trained: their products,
-            and what they keep, come on top.
+        tensor_parallel: Devices that share each layer: a divisor of all costs but of what is sent between stages.
+        frozen: What is not trained, as ``check_frozen`` takes it.
 
     Raises:
         ConfigError: A kind of layer is unknown, a frozen part does not occur, the dtype is unknown, or the degree is
             not positive; or the device's speed is not known.
     """
+    # Matrix products run at ``device.fraction`` of the peak, whatever their sizes. Attention is counted within samples,
+    # and causal in the language model. Norms and activation functions are thought of as part of the fraction;
+    # embeddings and the loss, which are all memory traffic, are counted. Kept bytes are those of transformers' modules
+    # on fused attention. AdamW keeps two moments in float32, and a master copy of 16-bit parameters. What devices that
+    # share a layer tell each other is not counted: by arithmetic their all-reduces add 3 to 24 % to a block of
+    # InternViT-6B on A100s, and 2 to 6 % to one of a large language model, from 2 to 8 devices
+    # (tools/partition/RESULTS.md).
     _check(records, dtype, tensor_parallel)
     parts = check_frozen(records, frozen)
     unit = _Unit(device, _ELEMENT_BYTES[dtype], tensor_parallel)
@@ -66,34 +61,28 @@ def analytic_profile(
 class _Work:
     """What a layer does for a micro-batch, per unit of its load."""
 
+    # Operations of products with weights, forward; backward to the inputs and to the weights take as many each:
     products: CostModel = field(default_factory=CostModel)
-    """Operations of products with weights, forward; backward to the inputs and to the weights take as many each."""
+    # Operations of products of activations, forward:
     attention: CostModel = field(default_factory=CostModel)
-    """Operations of products of activations, forward."""
+    # Elements read and written beside the products, forward; backward takes as many:
     traffic: CostModel = field(default_factory=CostModel)
-    """Elements read and written beside the products, forward; backward takes as many."""
+    # Elements that autograd keeps, and float32 numbers beside them, whatever the dtype (the inputs of RMS norms):
     saved: CostModel = field(default_factory=CostModel)
-    """Elements that autograd keeps."""
     saved_float32: CostModel = field(default_factory=CostModel)
-    """Float32 numbers that it keeps beside them, whatever the dtype: the inputs of RMS norms."""
+    # Elements that weight gradients keep while they wait: inputs of the products, and gradients of their outputs.
+    # Nothing where they cannot wait: those of convolutions, and of what a layer shares with another one.
     pending: CostModel = field(default_factory=CostModel)
-    """Elements that weight gradients keep while they wait: inputs of the products, and gradients of their outputs.
-
-    Nothing where they cannot wait: those of convolutions, and of what a layer shares with another one.
-    """
+    # Elements sent on, and elements beside them that layers far behind read:
     output: CostModel = field(default_factory=CostModel)
-    """Elements sent on."""
     feature: CostModel = field(default_factory=CostModel)
-    """Elements beside them that layers far behind read."""
+    # Rows of the products' inputs: what an adapter beside one of them gets to see:
     rows: CostModel = field(default_factory=CostModel)
-    """Rows of the products' inputs: what an adapter beside one of them gets to see."""
+    # Whether the forward pass computes all gradients, and keeps them in place of activations:
     at_once: bool = False
-    """Whether the forward pass computes all gradients, and keeps them in place of activations."""
 
 
 class _Unit:
-    """What an operation and an element cost."""
-
     def __init__(self, device: Device, element_bytes: int, tensor_parallel: int) -> None:
         if device.flops_per_second is None or device.memory_bytes_per_second is None:
             raise ConfigError(
@@ -111,9 +100,8 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
     operation, element = unit.operation_seconds * unit.share, unit.element_bytes * unit.share
     traffic = unit.byte_seconds * element * work.traffic
     adapters, ranks, dropped = (record.sizes.get(name, 0) for name in ADAPTER_SIZES)
-    beside = (
-        2 * adapters * work.rows
-    )  # operations, forward; backward to the inputs and to the weights take as many each
+    # Operations, forward; backward to the inputs and to the weights take as many each.
+    beside = 2 * adapters * work.rows
     inputs = operation * (work.products + beside + _ATTENTION_BACKWARD * work.attention) + traffic
     backward = inputs if before is not None else CostModel()  # pixels need no gradient
     share, share_of_adapters = _trained_shares(record, trained)
@@ -238,7 +226,7 @@ def _projector(sizes: Mapping[str, int]) -> _Work:
 
 
 def _image_tokens(sizes: Mapping[str, int]) -> float:
-    """What a vision unit brings to the language model: a tile many tokens, a patch a part of one."""
+    """Tokens that a vision unit brings to the language model: a tile many, a patch a part of one."""
     return 1 / sizes["units_per_token"] if "units_per_token" in sizes else sizes["image_tokens_per_tile"]
 
 

@@ -22,21 +22,14 @@ from omnibal.records import Record, read_record
 Level = Literal["none", "selective", "full"]
 LEVELS: Final[tuple[Level, ...]] = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""
-MOST_LAYERS: Final = 10**6
-"""No model has more: a number beyond it is a slip."""
+MOST_LAYERS: Final = 10**6  # no model has more: a number beyond it is a slip
 
 
 def every_layer(level: Level, num_layers: int) -> tuple[Level, ...]:
-    """The same level for each layer."""
     return (level,) * num_layers
 
 
 def check_levels(levels: Sequence[str], num_layers: int) -> None:
-    """Refuse what is not a level for each layer.
-
-    Raises:
-        ConfigError: There are more or fewer, or one is unknown.
-    """
     if len(levels) != num_layers:
         raise ConfigError(f"recompute must have a level for each of {num_layers} layers, got {len(levels)}")
     unknown = sorted(set(levels) - set(LEVELS))
@@ -54,10 +47,8 @@ def levels_in_words(levels: Iterable[Level]) -> str:
 
 
 def levels_from_words(words: str) -> tuple[Level, ...]:
-    """Back again; what is not understood is left out, so that the number of levels is wrong.
+    """The inverse of `levels_in_words`; an entry that is not understood is left out, so that the count is wrong.
 
-    >>> levels_from_words("2 full, 1 none")
-    ('full', 'full', 'none')
     >>> levels_from_words("2 full, none")
     ('full', 'full')
     """
@@ -194,26 +185,22 @@ class ModelProfile:
 
     @property
     def content_hash(self) -> str:
-        """Hash of everything in the profile, the same wherever it was loaded."""
         return _hash(self._content())
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """What is not trained, sorted."""
         return self._frozen_kinds() if self.frozen is None else self.frozen
 
     @property
     def trained(self) -> dict[str, Trained]:
-        """What each module trains."""
         return trained_by_module((layer, layer.trained) for layer in self.layers)
 
     @property
     def adapter_parameters(self) -> int:
-        """Of all adapters, where it is of a model under LoRA."""
         return sum(layer.sizes.get("adapters", 0) for layer in self.layers)
 
     def is_of(self, device: Device) -> bool:
-        """Whether it holds for a device; a measured profile calls it as torch does. One named ``cpu`` is any CPU."""
+        """Whether the costs hold for a device, whose name may be torch's; one named ``cpu`` is any CPU."""
         if self.device == device.name or device.name.lower() in self.device.lower().replace(",", " ").split():
             return True
         try:
@@ -222,21 +209,19 @@ class ModelProfile:
             return False
 
     def _frozen_kinds(self) -> tuple[str, ...]:
-        """Kinds of layers that have parameters and are not trained, sorted."""
         weighty = [layer for layer in self.layers if layer.parameter_bytes]
         return tuple(sorted(kinds_of([layer for layer in weighty if not layer.trainable], weighty)))
 
     @property
     def frozen_front(self) -> int:
-        """How many layers come before the first one that is trained: no gradient passes them."""
+        """How many layers come before the first one that is trained."""
+        # No gradient passes the layers before the first trained one.
         trained = (index for index, layer in enumerate(self.layers) if layer.trainable)
         return next(trained, len(self.layers))
 
     def levels_like(self, recompute: Sequence[Level]) -> tuple[Level, ...]:
-        """A recompute level for each layer, ``"none"`` in place of one that its costs do not have.
-
-        Counted costs have no ``"selective"`` for layers outside blocks: what it would drop there is hardly anything.
-        """
+        """A recompute level for each layer, ``"none"`` in place of one that its costs do not have."""
+        # Counted costs have no "selective" for layers outside blocks: what it would drop there is hardly anything.
         return tuple(
             level if level in layer.saved_bytes else "none" for level, layer in zip(recompute, self.layers, strict=True)
         )
@@ -304,6 +289,7 @@ class ModelProfile:
         return profile
 
     def _content(self) -> dict[str, Any]:
+        # Most layers of a model cost the same: equal neighbours are one entry with several names.
         groups = [list(group) for _, group in groupby(self.layers, key=lambda layer: replace(layer, name=""))]
         return {
             "version": VERSION,
@@ -338,7 +324,6 @@ class _ProfileFile(Record):
 
 
 def _layer_content(layer: LayerCost) -> dict[str, Any]:
-    """All but the name."""
     return {known.name: _json_value(getattr(layer, known.name)) for known in fields(layer) if known.name != "name"}
 
 
