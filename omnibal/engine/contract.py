@@ -1,7 +1,7 @@
 """What a dataset promises to training, checked as samples and steps are read: a broken promise names the sample."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from zlib import crc32
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from omnibal.cluster import Layout, PipelinePosition
+from omnibal.cluster import Layout
 from omnibal.data.lengths import SampleLengths
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
 from omnibal.errors import ConfigError, DataError, OmnibalError
@@ -22,11 +22,7 @@ from omnibal.vlm.measure import image_tokens_per_tile
 
 
 def checked_lengths(dataset: VlmDataset) -> SampleLengths:
-    """The dataset's ``lengths()``.
-
-    Raises:
-        DataError: They are no SampleLengths, or not as many as the samples.
-    """
+    """The dataset's ``lengths()``, refused unless they are SampleLengths, one for each sample."""
     lengths = dataset.lengths()
     if not isinstance(lengths, SampleLengths):
         raise DataError(f"lengths() of the dataset must be SampleLengths, got {type(lengths).__name__}")
@@ -39,58 +35,41 @@ def checked_lengths(dataset: VlmDataset) -> SampleLengths:
 
 @dataclass(frozen=True)
 class SampleRules:
-    """What the model asks of a sample.
-
-    Attributes:
-        vocabulary: Token ids are below it.
-        image_token: The id in whose place an image's features come.
-        tokens_per_tile: How many of them a tile brings, where every one brings as many.
-        pixel_shape: (channels, height, width) of a tile, (values,) of a patch.
-        image_integers: As of ``VisionLanguageModel``; so ``image_tokens``.
-        image_tokens: See there; so ``positions``.
-        video_token: The id in whose place a video's features would come; -1 if there is none.
-    """
+    """What the model asks of a sample."""
 
     vocabulary: int
-    image_token: int
-    tokens_per_tile: int
-    pixel_shape: tuple[int, ...]
-    image_integers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    image_tokens: Callable[[Mapping[str, Tensor]], int] | None = None
-    positions: Positions | None = None
-    video_token: int = -1
+    image_token: int  # the id in whose place an image's features come
+    tokens_per_tile: int  # where every tile brings as many (image_tokens is None)
+    pixel_shape: tuple[int, ...]  # (channels, height, width) of a tile, (values,) of a patch
+    image_integers: Mapping[str, tuple[int, ...]]  # these three as of VisionLanguageModel
+    image_tokens: Callable[[Mapping[str, Tensor]], int] | None
+    positions: Positions | None
+    video_token: int  # the id in whose place a video's features would come; -1 if there is none
 
     @classmethod
     def of(cls, model: VisionLanguageModel) -> "SampleRules":
-        """Those of a model."""
         config: Any = model.config
-        vocabulary, image_token = int(config.text_config.vocab_size), int(config.image_token_id)
         video_token = getattr(config, "video_token_id", None)
-        per_tile = image_tokens_per_tile(model) if model.image_tokens is None else 0
         return cls(
-            vocabulary,
-            image_token,
-            per_tile,
-            model.pixel_shape,
-            model.image_integers,
-            model.image_tokens,
-            model.positions,
-            -1 if video_token is None else int(video_token),
+            vocabulary=int(config.text_config.vocab_size),
+            image_token=int(config.image_token_id),
+            tokens_per_tile=image_tokens_per_tile(model) if model.image_tokens is None else 0,
+            pixel_shape=model.pixel_shape,
+            image_integers=model.image_integers,
+            image_tokens=model.image_tokens,
+            positions=model.positions,
+            video_token=-1 if video_token is None else int(video_token),
         )
 
     def problem(self, sample: Any, *, tiles: int, tokens: int, decoded: bool) -> str | None:
-        """The first rule that a sample breaks, and what it has instead.
+        """The first rule that a sample breaks, and what it has instead; ``lengths()`` give it ``tiles`` and ``tokens``.
 
-        Args:
-            sample: What the dataset gave.
-            tiles: What its ``lengths()`` say.
-            tokens: Likewise.
-            decoded: Whether the images are wanted.
+        Without ``decoded`` images are not wanted, as in ``text()``.
         """
         return next(self._problems(sample, tiles, tokens, decoded), None)
 
     def _problems(self, sample: Any, tiles: int, tokens: int, decoded: bool) -> Iterator[str]:
-        """Each rule is looked at if those before it are kept."""
+        # Only the first problem is taken: each rule may count on those before it.
         if not isinstance(sample, Mapping):
             yield f"be a mapping of input_ids, labels and pixel_values, got {type(sample).__name__}"
         for key in ("input_ids", "labels"):
@@ -154,13 +133,7 @@ class SampleRules:
 
 
 class CheckedSamples(Dataset[dict[str, Any]]):
-    """A dataset whose samples are checked as they are read.
-
-    Args:
-        dataset: The samples.
-        lengths: Their loads.
-        rules: What the model asks of them.
-    """
+    """A dataset whose samples are checked as they are read."""
 
     def __init__(self, dataset: VlmDataset, lengths: SampleLengths, rules: SampleRules) -> None:
         self._dataset, self._lengths, self._rules = dataset, lengths, rules
@@ -172,11 +145,9 @@ class CheckedSamples(Dataset[dict[str, Any]]):
         return self._checked(self._dataset.__getitem__, index, decoded=True)
 
     def text(self, index: int) -> dict[str, Any]:
-        """One sample without its images."""
         return self._checked(self._dataset.text, index, decoded=False)
 
     def lengths(self) -> SampleLengths:
-        """The loads of all samples."""
         return self._lengths
 
     def _checked(self, read: Callable[[int], dict[str, Any]], index: int, *, decoded: bool) -> dict[str, Any]:
@@ -200,73 +171,60 @@ def _kind(value: Any) -> str:
 
 
 def _beyond(ids: Tensor, vocabulary: int) -> Iterator[int]:
-    """Ids that are none: the lowest, the highest."""
+    """The lowest and the highest id, if they are outside of the vocabulary."""
     if len(ids):
         yield from (end for end in map(int, ids.aminmax()) if not 0 <= end < vocabulary)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedReading:
-    """One rank's part in reading steps, which all ranks do together.
+def read_step(
+    loader: Loader, steps: Steps | None, *, layout: Layout, rank: int, device: torch.device, where: str
+) -> tuple[Step, list[Batch], int]:
+    """Read a step whole before it starts, all ranks together.
 
-    Attributes:
+    Args:
+        loader: This rank's packs.
+        steps: ``iter(loader)``, where the step is to come from that.
         layout: How the run lies on its ranks.
-        position: Where this rank stands in the layout.
+        rank: This process's.
         device: Where tensors are communicated from.
-        where: The place of this rank in error messages.
+        where: This rank's place in error messages.
+
+    Returns:
+        The step, this rank's packs of it, and the target tokens in the packs of all ranks.
     """
-
-    layout: Layout
-    position: PipelinePosition
-    device: torch.device
-    where: str
-
-    def next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[Batch], int]:
-        """Read a step whole before it starts.
-
-        A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
-        must stop the others before they wait for it.
-
-        Args:
-            loader: This rank's packs.
-            steps: ``iter(loader)``, where the step is to come from that.
-
-        Returns:
-            The step, this rank's packs of it, and the target tokens in the packs of all ranks.
-
-        Raises:
-            OmnibalError: A rank could not read its samples, ``steps`` are at their end, or the first and the last stage
-                have read different samples; raised on all ranks.
-        """
-        failure: Exception | None = None
-        batches: list[Batch] = []
-        try:
-            step, batches = loader.next_step() if steps is None else _next_of(steps)
-        except StopIteration:
-            failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
-        except Exception as error:  # any failure must reach the other ranks
-            failure = error
-        is_first, is_last = self.position.stage == 0, self.position.stage == self.layout.num_stages - 1
-        counts = torch.zeros(2 + self.layout.num_replicas, dtype=torch.int64)
-        if is_last:
-            counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-        counts[1] = failure is not None
-        # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
-        sign = is_first - is_last
-        counts[2 + self.position.replica] = sign * _digest_of(batches) if sign else 0
-        counts = counts.to(self.device)
-        dist.all_reduce(counts)
-        targets, failures, *differences = counts.tolist()
-        if failures:
-            gather(failure, where=self.where)
-        if any(differences):
-            raise _disagreement(loader, step, batches)
-        return step, batches, targets
+    # A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
+    # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step: target
+    # tokens, failures, and a number per replica that tells whether its first and last stage have read the same labels.
+    failure: Exception | None = None
+    batches: list[Batch] = []
+    try:
+        step, batches = loader.next_step() if steps is None else _next_of(steps)
+    except StopIteration:
+        failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
+    except Exception as error:  # any failure must reach the other ranks
+        failure = error
+    place = layout.place(rank)
+    is_first, is_last = place.stage == 0, place.stage == layout.num_stages - 1
+    counts = torch.zeros(2 + layout.num_replicas, dtype=torch.int64)
+    if is_last:
+        counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+    counts[1] = failure is not None
+    # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
+    sign = is_first - is_last
+    counts[2 + place.replica] = sign * _digest_of(batches) if sign else 0
+    counts = counts.to(device)
+    dist.all_reduce(counts)
+    targets, failures, *differences = counts.tolist()
+    if failures:
+        gather(failure, where=where)  # raises the first one on all ranks
+    if any(differences):
+        raise _disagreement(loader, step, batches)
+    return step, batches, targets
 
 
 def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
-    """The next step, where it is one: DeepSpeed's own engine takes any iterator over batches."""
     found: Any = next(steps)
+    # DeepSpeed's own engine takes any iterator over batches.
     if not isinstance(found, tuple) or not isinstance(found[0], Step):
         raise ConfigError(f"data_iter must be iter(loader) of the loader, got an iterator over {type(found).__name__}")
     return found
@@ -295,12 +253,7 @@ def _digest_of(batches: Sequence[Batch]) -> int:
 
 
 def _digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[int, int]:
-    """As ``_digest_of``, for each sample.
-
-    Args:
-        packs: Sample indices of each pack.
-        batches: The packs.
-    """
+    """As ``_digest_of``, for each sample; ``packs`` are the sample indices of the batches."""
     found = {}
     for samples, batch in zip(packs, batches, strict=True):
         for sample, (start, stop) in zip(samples, pairwise(batch["cu_seq_lens"].tolist()), strict=False):

@@ -1,28 +1,32 @@
-"""DeepSpeed's PipelineEngine fed with packs: a loss exact over the tokens of a step, finite steps, honest counts."""
+"""DeepSpeed's PipelineEngine fed with packs: a loss exact over the tokens of a step, finite steps, honest counts.
+
+Its parts stand one on the other: `TableEngine` (schedules and transfers), `CheckpointedEngine` (saving and loading),
+`OmnibalEngine` (a step).
+"""
 
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from omnibal.config.resuming import settings_of
 from omnibal.engine.checkpointed import CheckpointedEngine
-from omnibal.engine.contract import CheckedSamples, SampleRules, SharedReading, checked_lengths
+from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths, read_step
 from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
 from omnibal.engine.module import joined
 from omnibal.engine.resolve import OnGradient, ResolvedRun
 from omnibal.engine.settings import Settings
 from omnibal.engine.table import floats_of
-from omnibal.errors import ConfigError, OmnibalError
+from omnibal.errors import ConfigError, OmnibalError, said
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
 from omnibal.ranks import gather, rank_zero_first
@@ -31,8 +35,8 @@ from omnibal.vlm.payload import Payload, counts_of, note_counts
 
 MicroBatch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 LOG: Final = logging.getLogger(__name__)
-MOST_SKIPPED = 5
-"""Steps in a row without finite gradients after which a run ends: one broken sample is survived, a diverged run not."""
+# Steps in a row without finite gradients after which a run ends: one broken sample is survived, a diverged run not.
+MOST_SKIPPED: Final = 5
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StagePeaks:
-    """The most bytes that a device of each stage held at one time."""
+    """The most bytes that a device of each stage held at one time, by stage.
+
+    ``step`` is what tensors took in a whole step; ``overhead`` is what lies beside torch's allocator: contexts,
+    libraries, communicators, other processes' memory on the same device (zeros without a CUDA device).
+    """
 
     step: tuple[int, ...]
-    """In a whole step."""
     overhead: tuple[int, ...]
-    """Beside what torch's allocator holds: contexts, libraries, communicators, and whatever other processes hold on
-    the same device; zeros where there is no CUDA device."""
 
 
 class OmnibalEngine(CheckpointedEngine):
@@ -68,8 +73,7 @@ class OmnibalEngine(CheckpointedEngine):
     packs and ranks they lie on. ``global_samples`` counts samples, not packs, so that DeepSpeed's monitor does too.
 
     Args:
-        resolved: The model, and how it is trained: dropout draws by ``model.seed``, every step of every rank from a
-            stream of its own, so that a resumed run draws the same.
+        resolved: The model, and how it is trained.
         plan: What the run follows; ``module`` was built from its partition and recompute levels. Under ``"1f1b"``
             DeepSpeed's own schedule runs.
         loader: This rank's packs.
@@ -141,21 +145,20 @@ class OmnibalEngine(CheckpointedEngine):
         state = [value for values in self.basic_optimizer.state.values() for value in values.values()]
         tensors = [*parameters, *self.module.buffers(), *owned, *state]
         gradients = [parameter.grad for parameter in (*parameters, *owned)]
+        # Sums of 16-bit gradients in float32: ZeRO 1 lets parameters have them, BF16_Optimizer one flat buffer a group.
         gradients += [getattr(parameter, "grad_accum", None) for parameter in parameters]
-        gradients += getattr(self.optimizer, "fp32_groups_gradients_flat", [])  # DeepSpeed's own sums of 16-bit ones
+        gradients += getattr(self.optimizer, "fp32_groups_gradients_flat", [])
         return [tensor for tensor in (*tensors, *gradients) if isinstance(tensor, Tensor)]
 
     def _train(self, meter: AbstractContextManager[object], steps: Steps | None = None) -> Tensor:
         """One step; what it computes and receives, without the reading of its samples, runs under the meter."""
         step, batches = self._next_step(self.loader, steps)
         self.last_step = step
-        # Recomputed and resumed steps draw the same dropout masks without storing generator states.
-        torch.manual_seed(
-            np.random.SeedSequence(
-                [self.resolved.section.model.seed, self.global_steps, self.global_rank]
-            ).generate_state(1)[0]
-        )
-        # DeepSpeed adds one a pack when the optimizer has stepped.
+        # Every step of every rank draws dropout masks from a stream of its own, so that a resumed run draws the same
+        # without stored generator states.
+        stream = [self.resolved.section.model.seed, self.global_steps, self.global_rank]
+        torch.manual_seed(np.random.SeedSequence(stream).generate_state(1)[0])
+        # DeepSpeedEngine._take_model_step adds train_batch_size(), one a pack, when the optimizer has stepped.
         self.global_samples += step.num_samples - self.train_batch_size()
         skipped = self.skipped_steps
         with meter:
@@ -201,10 +204,11 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _forward_only(self, micro_batches: int) -> Tensor:
         """Run one step forward; the sums of the evaluation statistics on the last stage, zeros elsewhere."""
+        # PipelineEngine._exec_forward_pass adds what the module's loss_fn returns to total_loss, on the last stage.
         self.total_loss: Tensor | None = None
         self._compute_loss = True
         with torch.no_grad():
-            self._exec_schedule(schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id))
+            self._exec_schedule(self._inference_schedule(micro_batches))
         nothing = torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         return nothing if self.total_loss is None else self.total_loss.cpu()
 
@@ -215,16 +219,13 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
         """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""
-        reading = SharedReading(
-            layout=self.resolved.layout,
-            position=self.resolved.layout.place(self.global_rank),
-            device=self.device,
-            where=self.where,
+        step, batches, targets = read_step(
+            loader, steps, layout=self.resolved.layout, rank=self.global_rank, device=self.device, where=self.where
         )
-        step, batches, targets = reading.next_step(loader, steps)
         if targets == 0 and self.global_rank == 0:
             LOG.warning("labels must name targets, got none in a whole step (%d of epoch %d)", step.index, step.epoch)
-        # The engine averages over micro-batches and replicas; this weight makes that an average over tokens.
+        # PipelineEngine._aggregate_total_loss averages over micro-batches and replicas; this weight makes that an
+        # average over tokens, and as much of the gradients.
         weight = self.micro_batches * self.dp_world_size / max(targets, 1)
         return step, [self._micro_batch(batch, weight) for batch in batches]
 
@@ -236,7 +237,7 @@ class OmnibalEngine(CheckpointedEngine):
         return inputs, (*targets_of(batch["labels"]).values(), torch.tensor(weight, dtype=torch.float32))
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        # DeepSpeed would copy on the host first, into memory that a device is copied to only while the host waits.
+        # PipelineEngine's own clones on the host first, into memory that a device copies only while the host waits.
         inputs, targets = self._next_batch()
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = self._on_device(inputs)
@@ -248,7 +249,7 @@ class OmnibalEngine(CheckpointedEngine):
         return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        # DeepSpeed hands the module clones, of which nothing is noted.
+        # PipelineEngine's own hands the module clones of the inputs, of which no counts are noted.
         self.module.counts = counts_of(self.pipe_buffers["inputs"][buffer_id])
         if self.is_last_stage():
             self.module.targets = dict(
@@ -257,32 +258,35 @@ class OmnibalEngine(CheckpointedEngine):
         super()._exec_forward_pass(buffer_id)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        # DeepSpeed would run the layers backward once for each tensor that they put out.
+        # PipelineEngine's own calls backward once for each float in the outputs, and runs the layers as often.
         floats = [] if self.is_last_stage() else floats_of(self.pipe_buffers["outputs"][buffer_id])
         if len(floats) > 1:
             root = joined(floats, self.grad_layer)
             self.pipe_buffers["outputs"][buffer_id], self.grad_layer = (root,), (torch.ones_like(root),)
         super()._exec_backward_pass(buffer_id)
-        # On the last stage DeepSpeed keeps these, and with their graph a micro-batch's input and its gradient.
+        # On the last stage PipelineEngine keeps these, and with their graph a micro-batch's input and its gradient.
         self.pipe_buffers["outputs"][buffer_id] = None
         self.loss = self.loss.detach()
 
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> Tensor:
-        # DeepSpeed reuses buffers by size alone, across dtypes and between activations and gradients, which breaks
-        # tuples of mixed dtypes that change from micro-batch to micro-batch. A fresh tensor costs nothing.
+        # PipelineEngine reuses receive buffers by size alone, across dtypes and between activations and gradients,
+        # which breaks tuples of mixed dtypes that change from pack to pack. A fresh tensor costs nothing.
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _exec_reduce_grads(self) -> None:
         if self.dp_world_size > 1 or self.zero_optimization() or self.using_bf16_optimizer:
             super()._exec_reduce_grads()
-        else:  # DeepSpeed would copy all gradients together, times one, and back; parameters without one get zeros
+        else:
+            # One replica: DeepSpeedEngine.allreduce_gradients would copy all gradients together, times one, and back.
+            # What the optimizer needs of it is that parameters without a gradient get zeros.
             self._get_gradients_for_reduction()
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         if self._on_gradient is not None:
             for name, gradient in self.module.gradients():
                 self._on_gradient(name, gradient)
-        # Under ZeRO 1 or bf16 DeepSpeed itself leaves out steps whose gradients are not finite.
+        # Under ZeRO 1 or bf16 DeepSpeed's optimizers leave out steps whose gradients are not finite (their overflow),
+        # and DeepSpeedEngine._take_model_step counts them. A plain optimizer would step: the same is done here.
         if self.optimizer is not self.basic_optimizer or self._gradients_are_finite():
             super()._exec_optimizer_step(lr_kwargs)
             return
@@ -292,7 +296,6 @@ class OmnibalEngine(CheckpointedEngine):
         self.global_samples += self.train_batch_size()
 
     def _gradients_are_finite(self) -> bool:
-        """Whether all gradients of all ranks are."""
         found = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         largest = torch.stack(torch._foreach_norm(found, float("inf")))
         finite = largest.isfinite().all().to(torch.int32)
@@ -300,15 +303,7 @@ class OmnibalEngine(CheckpointedEngine):
         return bool(finite)
 
     def _check_step(self, loss: Tensor, skipped: int) -> None:
-        """Say that the step was skipped, if it was; all ranks together.
-
-        Args:
-            loss: Of the step.
-            skipped: How many steps were skipped in it: 0 or 1.
-
-        Raises:
-            OmnibalError: It is the last of ``MOST_SKIPPED`` steps in a row that were skipped or have no finite loss.
-        """
+        """Say that the step was skipped, if it was, and end a run that has diverged; all ranks together."""
         value = loss.item()
         if isfinite(value) and not skipped:
             self._skipped_in_a_row = 0
@@ -324,19 +319,48 @@ class OmnibalEngine(CheckpointedEngine):
                 f"in step {last}); look for NaN in the samples, or lower the learning rate"
             )
 
-    # DeepSpeed looks for what an instruction runs in this mapping.
-    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **CheckpointedEngine._INSTRUCTION_MAP,
-        schedule.LoadMicroBatch: _exec_load_micro_batch,
-        schedule.ForwardPass: _exec_forward_pass,
-        schedule.BackwardPass: _exec_backward_pass,
-        schedule.ReduceGrads: _exec_reduce_grads,
-        schedule.OptimizerStep: _exec_optimizer_step,
-    }
-
     def _monitor_balance(self, step: Step) -> None:
         if self.global_rank != 0 or not self.monitor.enabled:
             return
         self.monitor.write_events(
             [(f"Train/Balance/{name}", value, self.global_samples) for name, value in step.balance().items()]
         )
+
+    # What follows says in one line what DeepSpeed cannot do, or what would be wrong here.
+
+    def eval_batch(self, *_: Any, **__: Any) -> Tensor:
+        """Refused: DeepSpeed's takes a mean over packs, whatever they hold."""
+        raise ConfigError("eval_batch must not be called; engine.evaluate(engine.held_out_loader(dataset)) evaluates")
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Refused: packs are arranged for the micro-batches of the ds_config."""
+        raise ConfigError(
+            f"train_batch_size must stay as it is, got {train_batch_size}; set gradient_accumulation_steps in the "
+            "ds_config and resume"
+        )
+
+    set_train_micro_batch_size = set_train_batch_size
+
+    # DeepSpeedEngine.__init__ calls these three.
+
+    def _do_sanity_check(self) -> None:
+        try:
+            super()._do_sanity_check()
+        except (AssertionError, ValueError) as error:
+            raise ConfigError(f"ds_config must be one that DeepSpeed takes, got: {said(error)}") from error
+
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
+        return self._made("optimizer", partial(super()._configure_basic_optimizer, model_parameters))
+
+    def _scheduler_from_config(self, optimizer: Any) -> Any:
+        return self._made("scheduler", partial(super()._scheduler_from_config, optimizer))
+
+    def _made(self, key: str, make: Callable[[], Any]) -> Any:
+        """What DeepSpeed makes of a ds_config's optimizer or scheduler."""
+        try:
+            return make()
+        except Exception as error:  # assertions, and what torch's own say of parameters
+            name, params = getattr(self, f"{key}_name")(), getattr(self, f"{key}_params")()
+            raise ConfigError(
+                f"{key} of a ds_config must be one that DeepSpeed can make, got {name} with {params}: {said(error)}"
+            ) from error

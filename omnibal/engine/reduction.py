@@ -3,76 +3,222 @@
 A layer's gradients leave when the last micro-batch's backward pass through the layer has ended, from the last layer to
 the first. Updated weights come back from the first layer to the last, while the next step's forward pass begins; the
 forward pass waits for a layer's weights right before it runs the layer.
+
+DeepSpeed has three optimizers for a pipeline. They sum the gradients of micro-batches in different places, and split
+the update of parameters differently over the replicas: `Sums` and its two subclasses know where and how.
 """
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from omnibal.engine.sums import Sums
+from omnibal.vlm.backward import add_gradient
 
 Layers = Sequence[Sequence[nn.Parameter]]
 
+# Rows of at least so many numbers are sent from their own memory; shorter ones are copied into one message.
+_ALONE: Final = 2**18
 
-_ALONE = 2**18  # rows of at least so many numbers are sent from their own memory; shorter ones are copied together
+
+class Part(NamedTuple):
+    """Elements start to stop of a flattened parameter, which replica ``owner`` updates; None if every replica does."""
+
+    owner: int | None
+    start: int
+    stop: int
 
 
-class Exchange:
-    """What a stage's replicas send each other in a step, layer by layer.
+class Sums:
+    """Sums in ``parameter.grad``, of an optimizer that every replica runs on all parameters."""
 
-    All replicas start the same layers in the same order, whatever their packs hold: collectives of one group must
-    start in one order.
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a micro-batch's gradient to the sum, as a backward pass does."""
+        add_gradient(parameter, gradient)
 
-    Args:
-        sums: The optimizer's sums of gradients.
-        layers: Trained parameters of each layer; a parameter is in one layer only.
-        others: Trained parameters of the stage that are in no layer.
-        group: The replicas of the stage.
-        dtype: The dtype in which gradients are sent.
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        """The flattened sum, to be changed in place, with the gradients of the running backward pass."""
+        # Zeros if no micro-batch of this replica had a gradient: another replica's may have had one.
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad.view(-1)
 
-    Attributes:
-        gradients: Averages gradients.
-        weights: Sends and receives updated weights.
-    """
+    def parts(self, parameter: nn.Parameter) -> tuple[Part, ...]:
+        """The parts of the gradient, in order."""
+        return (Part(None, 0, parameter.numel()),)
 
-    def __init__(
-        self,
-        sums: Sums,
-        layers: Layers,
-        others: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-    ) -> None:
-        sums.take_over()
-        layers, others = [sums.in_order(layer) for layer in layers], sums.in_order(others)
-        self.gradients = Reduction(sums, layers, others, group, dtype)
-        self.weights = Spread(sums, layers, others, group)
+    def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Parameters sorted by position in the flat buffer: the same order on every replica."""
+        return list(parameters)
+
+    # What happens to the sums in a step, in this order; the plain optimizer needs none of it.
+
+    def take_over(self) -> None:
+        """Called once: from then on `Reduction` reduces the sums over replicas, not DeepSpeed."""
+
+    def leave_weights(self, then: Callable[[], None]) -> None:
+        """Called once: if replicas own parts, ``then`` sends updated weights, in place of DeepSpeed's own gathering."""
+
+    def end_passes(self) -> None:
+        """Called when the last backward pass of a step has ended: ``take`` finds no new gradient from then on."""
+
+    def hand_over(self) -> None:
+        """Called when the sums have been reduced over replicas: the optimizer takes them from there."""
+
+
+class _OwnedSums(Sums):
+    """Sums of optimizers under which each replica updates an equal share of every group's flat buffer."""
+
+    def __init__(self, flats: list[Tensor], groups: list[list[nn.Parameter]], replicas: int) -> None:
+        # The parameters of a group are views of its flat buffer, one behind the other.
+        self._parts = {
+            parameter: tuple(_parts(parameter, flat, flat.numel() // replicas))
+            for flat, group in zip(flats, groups, strict=True)
+            for parameter in group
+        }
+        self._order = {parameter: place for place, parameter in enumerate(self._parts)}
+
+    def parts(self, parameter: nn.Parameter) -> tuple[Part, ...]:
+        return self._parts[parameter]
+
+    def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return sorted(parameters, key=self._order.__getitem__)
+
+
+def _parts(parameter: nn.Parameter, flat: Tensor, share: int) -> Iterator[Part]:
+    # Replica r owns elements r·share to (r + 1)·share of the buffer; the parameter's position follows from its address.
+    first = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+    last = first + parameter.numel()
+    for owner in range(first // share, (last - 1) // share + 1):
+        yield Part(owner, max(first, owner * share) - first, min(last, (owner + 1) * share) - first)
+
+
+class ZeroSums(_OwnedSums):
+    """Sums of ZeRO 1: in ``parameter.grad``, or in ``parameter.grad_accum`` if they have a dtype of their own."""
+
+    def __init__(self, optimizer: Any, replicas: int) -> None:
+        super().__init__(optimizer.bit16_groups_flat, optimizer.bit16_groups, replicas)
+        self._optimizer = optimizer
+        self._name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if self._name == "grad":
+            add_gradient(parameter, gradient)
+        else:  # what DeepSpeedZeroOptimizer's hook does in a backward pass; it casts, adds, and clears parameter.grad
+            parameter.grad = gradient
+            self._optimizer._fill_param_grad_accum_attribute(parameter)
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        if getattr(parameter, self._name) is None:
+            dtype = self._optimizer.gradient_accumulation_dtype if self._name == "grad_accum" else parameter.dtype
+            setattr(parameter, self._name, torch.zeros_like(parameter, dtype=dtype))
+        gradient: Tensor = getattr(parameter, self._name)
+        return gradient.view(-1)
+
+    def hand_over(self) -> None:
+        # DeepSpeedZeroOptimizer's own end of a reduction: it finds its buckets empty, and moves this replica's share of
+        # the sums to averaged_gradients, from which step() takes it.
+        self._optimizer.set_gradient_accumulation_boundary(True)
+        self._optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+
+class Bfloat16Sums(_OwnedSums):
+    """Sums of BF16_Optimizer: in float32 rows beside the parameters, added to after every backward pass."""
+
+    def __init__(self, optimizer: Any, replicas: int) -> None:
+        super().__init__(optimizer.bf16_groups_flat, optimizer.bf16_groups, replicas)
+        self._optimizer = optimizer
+        self._places = {
+            parameter: (group, index)
+            for group, parameters in enumerate(optimizer.bf16_groups)
+            for index, parameter in enumerate(parameters)
+        }
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        parameter.grad = gradient
+        self._optimizer._update_hp_grad(parameter, *self._places[parameter], clear_lp_grads=False)
+        parameter.grad = None  # or update_hp_grads, behind the next pass, would add it again
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.grad is not None:
+            self.add(parameter, parameter.grad)
+        return self._row(parameter)
+
+    def end_passes(self) -> None:
+        # PipelineEngine has added these to the rows by now (update_hp_grads), and clears them before the next pass.
+        for parameter in self._places:
+            parameter.grad = None
+
+    def take_over(self) -> None:
+        # BF16_Optimizer.step takes the norm of get_grads_for_norm over the model-parallel group. Its own needs all
+        # gradients on every replica, and here each replica has only its shares: the norm is one over all processes,
+        # and differs from DeepSpeed's in its last bits.
+        self._optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: dist.group.WORLD)
+        self._optimizer.get_grads_for_norm = self._owned
+
+    def leave_weights(self, then: Callable[[], None]) -> None:
+        # update_lp_params is the last work of BF16_Optimizer.step: it gathers the shares of all replicas, and waits.
+        self._optimizer.update_lp_params = partial(self._update, then)
+
+    @torch.no_grad()
+    def _update(self, then: Callable[[], None]) -> None:
+        """Copy this replica's updated share into the parameters, then start to send it."""
+        optimizer = self._optimizer
+        for shares, updated in zip(
+            optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition, strict=True
+        ):
+            shares[optimizer.dp_rank].copy_(updated)
+        then()
+
+    def _row(self, parameter: nn.Parameter) -> Tensor:
+        group, index = self._places[parameter]
+        gradient: Tensor = self._optimizer.fp32_groups_gradients[group][index]
+        return gradient.view(-1)
+
+    def _owned(self, for_clipping: bool = False) -> Any:
+        """Gradients of this rank's own shares, in the form of ``BF16_Optimizer.get_grads_for_norm``."""
+        rank, device = self._optimizer.dp_rank, self._optimizer.bf16_groups_flat[0].device
+        owned = [torch.zeros(1, device=device)]  # a replica may own no part, and the norm needs a tensor
+        for parameter in self._places:
+            # A tied weight counts once, on the first of its stages.
+            if for_clipping or not getattr(parameter, PIPE_REPLICATED, False):
+                row = self._row(parameter)
+                owned += [row[start:stop] for owner, start, stop in self.parts(parameter) if owner == rank]
+        return owned if for_clipping else (owned, {})
+
+
+def sums_of(optimizer: Any, replicas: int) -> Sums:
+    """The sums of a stage's optimizer."""
+    if isinstance(optimizer, BF16_Optimizer):
+        return Bfloat16Sums(optimizer, replicas)
+    return ZeroSums(optimizer, replicas) if isinstance(optimizer, DeepSpeedZeroOptimizer) else Sums()
 
 
 class _UnderWay(NamedTuple):
+    """A collective that sums ``sent`` in place, and the rows that get the sum; none if ``sent`` is the row itself."""
+
     work: Any
     owner: int | None
     sent: Tensor
-    """The tensor that the collective sums in place."""
     rows: list[Tensor]
-    """The rows that the sum is copied to; empty if ``sent`` is the row itself."""
 
 
 class Reduction:
-    """Averages gradients over the replicas, from the last layer on.
+    """Averages gradients over the replicas, layer by layer from the last one on.
 
-    Each part of a gradient goes to the replica that owns it, or to all if every replica updates it. Arguments are those
-    of ``Exchange``.
-
-    Attributes:
-        left: Number of layers, the first ones, that have not started.
+    Each part of a gradient goes to the replica that owns it, or to all if every replica updates it. ``others`` are
+    trained parameters that are in no layer; ``left`` is the number of layers, the first ones, that have not started.
     """
 
     def __init__(
@@ -86,6 +232,7 @@ class Reduction:
 
     def start(self, layer: int) -> None:
         """Start a layer whose gradients are complete; a layer whose successor has not started is skipped."""
+        # All replicas start all layers in one order, whatever their packs hold: a group's collectives need one order.
         if layer == self.left - 1:
             self.left = layer
             self._start(self._layers[layer])
@@ -121,7 +268,7 @@ class Reduction:
     def _finish(self, under_way: _UnderWay) -> None:
         work, owner, sent, rows = under_way
         work.wait()
-        if owner in (None, self._rank):
+        if owner in (None, self._rank):  # on the other replicas a reduce leaves numbers that mean nothing
             sent.mul_(1 / self._replicas)
             for row, values in zip(rows, sent.split([row.numel() for row in rows]) if rows else (), strict=True):
                 row.copy_(values)
@@ -130,15 +277,14 @@ class Reduction:
 class Spread:
     """Sends updated weights to the replicas that do not own them, from the first layer on, while the next step begins.
 
-    With an optimizer that gathers weights itself, `start` is never called and there is nothing to wait for. Arguments
-    are those of ``Exchange``.
+    With an optimizer that gathers weights itself, `start` is never called and there is nothing to wait for.
     """
 
     def __init__(self, sums: Sums, layers: Layers, others: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._sums, self._group = sums, group
         self._layers = [others, *layers]
+        # Running broadcasts of the others, then of each layer, without those that have been awaited.
         self._coming: deque[list[Any]] = deque()
-        """Running broadcasts of ``others``, then of each layer, up to those that have been awaited."""
         sums.leave_weights(self.start)
         atexit.register(_flush_at_exit, ref(self))  # other replicas may still receive what this one sends
 
@@ -151,7 +297,7 @@ class Spread:
 
     def settle(self, layer: int | None = None) -> None:
         """Wait for the weights of the layers up to ``layer``; by default of all layers."""
-        # ``others`` and layers 0 to ``layer`` are awaited, so len(layers) - layer - 1 lists of broadcasts stay.
+        # The others and layers 0 to layer are awaited, so len(layers) - layer - 1 lists of broadcasts stay.
         left = 0 if layer is None else len(self._layers) - layer - 2
         while len(self._coming) > left:
             for work in self._coming.popleft():
@@ -194,12 +340,17 @@ def _adjoin(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def exchange_of(engine: Any, sums: Sums) -> Exchange | None:
-    """The exchange of an engine's stage; None with one replica, or if DeepSpeed has to reduce gradients itself.
+class Exchange(NamedTuple):
+    """What a stage's replicas send each other in a step: averaged gradients, then updated weights."""
 
-    DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
-    host), or if they are to be scaled in another way than by the number of replicas.
-    """
+    gradients: Reduction
+    weights: Spread
+
+
+def exchange_of(engine: Any, sums: Sums) -> Exchange | None:
+    """The exchange of an engine's stage; None with one replica, or if DeepSpeed has to reduce gradients itself."""
+    # DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
+    # host), or if they are to be scaled in another way than by the number of replicas.
     of_its_own = (
         getattr(engine.optimizer, "cpu_offload", False)
         or getattr(engine.optimizer, "contiguous_gradients", False)
@@ -213,7 +364,10 @@ def exchange_of(engine: Any, sums: Sums) -> Exchange | None:
     seen, layers = set(others), []
     # A weight that two layers share belongs to the first of them: its gradient is complete when that one has run.
     for layer in engine.module.forward_funcs:
-        layers.append([p for p in layer.parameters() if p.requires_grad and p.numel() and p not in seen])
-        seen.update(layers[-1])
-    group = engine.grid.get_data_parallel_group()
-    return Exchange(sums, layers, others, group, engine.communication_data_type)
+        trained = [p for p in layer.parameters() if p.requires_grad and p.numel() and p not in seen]
+        layers.append(sums.in_order(trained))
+        seen.update(trained)
+    others, group = sums.in_order(others), engine.grid.get_data_parallel_group()
+    sums.take_over()
+    reduction = Reduction(sums, layers, others, group, engine.communication_data_type)
+    return Exchange(reduction, Spread(sums, layers, others, group))

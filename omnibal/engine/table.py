@@ -1,7 +1,7 @@
 """DeepSpeed's PipelineEngine that also runs a schedule table: split backward passes, transfers beside computations.
 
-DeepSpeed runs a list of instructions through a table of methods (``_INSTRUCTION_MAP``). `TableSchedule` gives it one
-instruction of ours per entry of the schedule; `TableEngine` runs the pass with DeepSpeed's own methods and moves
+PipelineEngine runs a list of instructions through a table of methods (``_INSTRUCTION_MAP``). `TableSchedule` gives it
+one instruction of ours per entry of the schedule; `TableEngine` runs the pass with DeepSpeed's own methods and moves
 tensors by `omnibal.engine.transfers`.
 """
 
@@ -16,11 +16,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from omnibal.engine.explained import ExplainedEngine
-from omnibal.engine.reduction import exchange_of
-from omnibal.engine.sums import sums_of
+from omnibal.engine.reduction import exchange_of, sums_of
 from omnibal.engine.transfers import DESCRIPTION, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
@@ -33,15 +32,23 @@ class RunEntry(deepspeed_schedule.PipeInstruction):
     """Run an entry of a schedule table, and the transfers that belong to it."""
 
 
+def _method(name: str) -> Callable[..., None]:
+    """An instruction that calls the engine's method of this name."""
+
+    def run(engine: Any, **arguments: Any) -> None:
+        getattr(engine, name)(**arguments)
+
+    return run
+
+
 class TableSchedule(deepspeed_schedule.PipeSchedule):
-    """One stage of a schedule table, in the form in which DeepSpeed's engine takes schedules."""
+    """One stage of a schedule table: its entries one after another, then the instructions that end a step."""
 
     def __init__(self, table: Schedule, stage: int) -> None:
         super().__init__(micro_batches=table.micro_batches, stages=table.num_stages, stage_id=stage)
         self._entries: tuple[Instruction, ...] = table.stages[stage]
 
     def steps(self) -> Iterator[list[Any]]:
-        """The stage's entries one after another, then the instructions that end a step."""
         for operation, micro_batch in self._entries:
             yield [RunEntry(operation=operation, micro_batch=micro_batch)]
         yield [
@@ -51,17 +58,11 @@ class TableSchedule(deepspeed_schedule.PipeSchedule):
         ]
 
     def num_pipe_buffers(self) -> int:
-        """One buffer per micro-batch: the number of the micro-batch is the index."""
-        return int(self.micro_batches)
+        return int(self.micro_batches)  # the number of a micro-batch is the index of its buffer
 
 
 class BehindFrozenFront(deepspeed_schedule.PipeSchedule):
-    """DeepSpeed's own schedule of a stage, without the backward passes and gradients of a frozen front.
-
-    Args:
-        whole: DeepSpeed's schedule.
-        frozen_stages: Number of the first stages that train nothing.
-    """
+    """DeepSpeed's own schedule of a stage, without the backward passes and gradients of a frozen front."""
 
     def __init__(self, whole: deepspeed_schedule.PipeSchedule, frozen_stages: int) -> None:
         super().__init__(whole.micro_batches, whole.stages, whole.stage_id)
@@ -73,33 +74,37 @@ class BehindFrozenFront(deepspeed_schedule.PipeSchedule):
             self._left_out += (deepspeed_schedule.RecvGrad, deepspeed_schedule.BackwardPass)
 
     def steps(self) -> Iterator[list[Any]]:
-        """The steps of the whole schedule without some instructions; transfers are left out on both sides."""
+        # On both sides of a cut: the first trained stage sends no gradient, and the last frozen one awaits none.
         for step in self._whole.steps():
             yield [instruction for instruction in step if not isinstance(instruction, self._left_out)]
 
     def num_pipe_buffers(self) -> int:
-        """DeepSpeed's own number of buffers; its instructions index them."""
-        return int(self._whole.num_pipe_buffers())
+        return int(self._whole.num_pipe_buffers())  # the instructions index as many
 
 
-class TableEngine(ExplainedEngine):
-    """Runs training steps by a table, or by DeepSpeed's own 1F1B without one.
+class TableEngine(PipelineEngine):
+    """Runs training steps by a table of all stages, or by DeepSpeed's own 1F1B, whose transfers block, without one.
 
-    DeepSpeed's methods run the passes. Weight gradients of linear layers wait in ``weight_gradients`` for their ``W``.
-    If the first stages of ``module`` train nothing (``frozen_stages``), they run forward only, keep nothing, and get no
-    gradient.
-
-    Under a table, no send is waited for. A stage posts the receive of the next gradient right after it has taken one,
-    so that the gradient arrives during computations. Only a step's first receive is posted later, exactly where the
-    blocking order would receive it: earlier, and on a GPU the waiting receive holds up the host when it synchronises
-    with the device; later, and the sender may wait before it takes the next activation.
-
-    Args:
-        table: The schedule of all stages, in which micro-batches pass each stage in order, forward and backward. None
-            for DeepSpeed's 1F1B, whose transfers block.
-        pending_bytes: For each stage the most that weight gradients may keep while they wait; None for no limit.
-        **deepspeed_arguments: Arguments of DeepSpeed's engine.
+    In the table micro-batches pass each stage in order, forward and backward. ``pending_bytes`` is for each stage the
+    most that weight gradients may keep while they wait; None is no limit.
     """
+
+    # DeepSpeed's methods run the passes. Weight gradients of linear layers wait in weight_gradients for their W. If the
+    # first stages train nothing (module.frozen_stages), they run forward only, keep nothing, and get no gradient.
+    #
+    # Who sends what when, under a table: a stage starts to send an activation behind its forward pass and a gradient
+    # behind its backward pass, and waits for no send; it receives an activation before its forward pass. It posts the
+    # receive of the next gradient right after it has taken one, so that the gradient arrives during computations. Only
+    # a step's first receive is posted later, exactly where the blocking order would receive it: earlier, and on a GPU
+    # the waiting receive holds up the host when it synchronises with the device; later, and the sender may wait before
+    # it takes the next activation.
+
+    # PipelineEngine._exec_schedule looks for what an instruction runs in this mapping, whose functions a subclass would
+    # have to replace one by one: here each finds the method by its name.
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **{kind: _method(run.__name__) for kind, run in PipelineEngine._INSTRUCTION_MAP.items()},
+        RunEntry: _method("_run_entry"),
+    }
 
     def __init__(
         self, *, table: Schedule | None, pending_bytes: Sequence[int] | None, **deepspeed_arguments: Any
@@ -116,7 +121,7 @@ class TableEngine(ExplainedEngine):
         self._forwards_left = self._backwards_left = 0
         self._losses: dict[int, Tensor] = {}
         self._counts_received: PackCounts | None = None
-        self._awaited: deque[list[Shape]] = deque()
+        self._awaited: deque[list[Shape]] = deque()  # of sent outputs, whose gradients no receive is posted for yet
         self._senders: list[Sender] = []
         if table is not None and self.table is not None:
             self._in_flight = table.in_flight[self.stage_id]
@@ -126,21 +131,23 @@ class TableEngine(ExplainedEngine):
             self._open_links()
             self._try_links()
 
+    def _train_schedule(self) -> Any:
+        # What PipelineEngine.train_batch runs; evaluation runs an InferenceSchedule of DeepSpeed's.
+        self._forwards_left = self._backwards_left = self.micro_batches
+        if self.table is not None:
+            return TableSchedule(self.table, self.stage_id)
+        front, whole = self.module.frozen_stages, super()._train_schedule()
+        return BehindFrozenFront(whole, front) if front else whole
+
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        # train_batch makes its schedule in its middle before DeepSpeed 0.19.8, so it is replaced where it is executed.
-        if isinstance(pipe_schedule, deepspeed_schedule.TrainSchedule):
-            self._forwards_left = self._backwards_left = pipe_schedule.micro_batches
-            if self.table is not None:
-                pipe_schedule = TableSchedule(self.table, self.stage_id)
-            elif self.module.frozen_stages:
-                pipe_schedule = BehindFrozenFront(pipe_schedule, self.module.frozen_stages)
         super()._exec_schedule(pipe_schedule)
         for sender in self._senders:
             sender.settle(pipe_schedule.micro_batches)
 
     def _exec_reduce_tied_grads(self) -> None:
+        # The first instruction behind the passes, before replicas add up gradients.
         assert not len(self.weight_gradients), "a gradient that still waits would be missing from the ranks' sum"
-        if not self._runs_backward:  # optimizers fail on the norm of no gradient at all
+        if not self._runs_backward:  # DeepSpeed's optimizers fail on the norm of no gradient at all
             for placeholder in self.module.placeholders:
                 self.weight_gradients.accumulate(placeholder, torch.zeros_like(placeholder))
         if self.exchange is not None:
@@ -183,8 +190,8 @@ class TableEngine(ExplainedEngine):
     def settle_weights(self) -> None:
         """Wait for updated weights that other replicas still send.
 
-        After ``train_batch`` weights arrive while the next step begins: whoever reads them outside the engine's passes
-        (saving, evaluation) calls this method first.
+        They arrive while the next step begins: whoever reads weights between steps and outside the engine's passes
+        (saving, say) calls this method first.
         """
         if self.exchange is not None:
             self.exchange.weights.settle()
@@ -193,7 +200,7 @@ class TableEngine(ExplainedEngine):
         p2p.send(describe(buffer).to(self.device, non_blocking=True), recv_stage)
 
     def _recv_tensor_meta(self, send_stage: int) -> tuple[Tensor, ...]:
-        # One message in place of DeepSpeed's, which reads one number after another from the device.
+        # One message in place of PipelineEngine's, which reads one number after another from the device.
         dtype, size = DESCRIPTION
         description = torch.empty(size, dtype=dtype, device=self.device)
         p2p.recv(description, send_stage)
@@ -202,11 +209,15 @@ class TableEngine(ExplainedEngine):
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         super()._exec_recv_activations(buffer_id)
-        self.pipe_recv_buf = None  # DeepSpeed keeps this buffer for ever, though it has cloned it
+        self.pipe_recv_buf = None  # PipelineEngine keeps this buffer for ever, though it has cloned it
         received = self.pipe_buffers["inputs"][buffer_id]
+        self._require_gradients(received)
+        note_counts(received, self._counts_received)
+
+    def _require_gradients(self, received: Iterable[Tensor]) -> None:
+        # PipelineEngine lets every float that it receives require a gradient, also behind a frozen front.
         for tensor in floats_of(received):
             tensor.requires_grad_(self._sends_gradients)
-        note_counts(received, self._counts_received)
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         super()._exec_send_activations(buffer_id)
@@ -218,36 +229,30 @@ class TableEngine(ExplainedEngine):
             buffers[buffer_id] = None
 
     def _open_links(self) -> None:
-        for kind in range(min(2, self.num_stages - 1)):  # no process has two links below even stages, or below odd ones
-            pairs = [pair for stage in range(kind, self.num_stages - 1, 2) for pair in self._pairs_below(stage)]
-            down, up = new_link(pairs, self.device), new_link(pairs, self.device)
-            for upper, lower in pairs:
-                if self.global_rank == upper:
-                    assert down and up, "this process is in a pair"
-                    self._activations_out = Sender(down, lower)
-                    self._gradients_in = Receiver(up, lower, self.device)
-                    self._senders.append(self._activations_out)
-                if self.global_rank == lower:
-                    assert down and up, "this process is in a pair"
-                    self._activations_in = Receiver(down, upper, self.device)
-                    self._gradients_out = Sender(up, upper)
-                    self._senders.append(self._gradients_out)
-
-    def _pairs_below(self, stage: int) -> list[tuple[int, int]]:
-        """Pairs of ranks, one per replica: the rank of a stage and that of the next stage."""
         layout = self.module.layout
-        return [
-            (layout.rank(stage, replica), layout.rank(stage + 1, replica)) for replica in range(layout.num_replicas)
-        ]
+        # Links below even stages, then below odd ones: no process is in two pairs of a kind, as new_link demands.
+        for kind in range(min(2, self.num_stages - 1)):
+            pairs = [
+                (layout.rank(stage, replica), layout.rank(stage + 1, replica))
+                for stage in range(kind, self.num_stages - 1, 2)
+                for replica in range(layout.num_replicas)
+            ]
+            down, up = new_link(pairs, self.device), new_link(pairs, self.device)
+            own = next((pair for pair in pairs if self.global_rank in pair), None)
+            if own is None:
+                continue
+            assert down and up, "this process is in a pair"
+            upper, lower = own
+            if self.global_rank == upper:
+                self._activations_out, self._gradients_in = Sender(down, lower), Receiver(up, lower, self.device)
+                self._senders.append(self._activations_out)
+            else:
+                self._activations_in, self._gradients_out = Receiver(down, upper, self.device), Sender(up, upper)
+                self._senders.append(self._gradients_out)
 
     def _try_links(self) -> None:
-        """Send something by every link, so that a pair that cannot communicate fails here and not in a step.
-
-        NCCL also connects a pair when it first sends, and its host waits meanwhile.
-
-        Raises:
-            ConfigError: A neighbouring stage's process cannot be reached; the message names its host.
-        """
+        """Send something by every link, so that a pair that cannot communicate fails here and not in a step."""
+        # NCCL also connects a pair when it first sends, and its host waits meanwhile.
         try:
             self._exchange_token()
         except RuntimeError as error:
@@ -288,8 +293,7 @@ class TableEngine(ExplainedEngine):
             self._exec_load_micro_batch(micro_batch)
         if not self.is_first_stage():
             received = self._activations_in.take_described()
-            for tensor in floats_of(received):
-                tensor.requires_grad_(self._sends_gradients)
+            self._require_gradients(received)
             self.pipe_buffers["inputs"][micro_batch] = received
         self._exec_forward_pass(micro_batch)
         if self.is_last_stage():
@@ -306,7 +310,7 @@ class TableEngine(ExplainedEngine):
 
     def _run_backward(self, micro_batch: int) -> None:
         if self.is_last_stage():
-            self.loss = self._losses.pop(micro_batch)
+            self.loss = self._losses.pop(micro_batch)  # PipelineEngine runs backward from the loss computed last
         else:
             self._expect_gradients()  # does nothing if the last backward pass has posted the receive
             self.grad_layer = self._gradients_in.take()
@@ -326,18 +330,6 @@ class TableEngine(ExplainedEngine):
         """Post the receive of the next gradients, if their micro-batch has been sent and no receive is posted."""
         if self._awaited and self._gradients_in.is_idle:
             self._gradients_in.expect(self._awaited.popleft())
-
-    # DeepSpeed looks for what an instruction runs in this mapping.
-    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **ExplainedEngine._INSTRUCTION_MAP,
-        RunEntry: _run_entry,
-        deepspeed_schedule.RecvActivation: _exec_recv_activations,
-        deepspeed_schedule.SendActivation: _exec_send_activations,
-        deepspeed_schedule.ForwardPass: _exec_forward_pass,
-        deepspeed_schedule.BackwardPass: _exec_backward_pass,
-        deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        deepspeed_schedule.ReduceGrads: _exec_reduce_grads,
-    }
 
 
 def _behind_first_gradient(order: Sequence[Instruction]) -> Instruction | None:

@@ -14,32 +14,29 @@ from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32)
-# A message of fixed size before the tensors of a pack: JSON, padded with spaces, of the dtype (an index of _DTYPES) and
-# shape of each tensor, and of the pack's counts (null if they are unknown or too long for the message).
+# A message of fixed size before the tensors of a pack, since a receiver must know the size of what it receives: JSON,
+# padded with spaces, of the dtype (an index of _DTYPES) and shape of each tensor, and of the pack's counts (null if
+# they are unknown or too long for the message). 8 KiB hold the counts of a pack of about 4000 samples.
 DESCRIPTION: Shape = (torch.uint8, (8192,))
 
 
 class Link(NamedTuple):
-    """One direction between two processes.
+    """One direction between two processes."""
 
-    Attributes:
-        on_device: Sends a device's tensors by the device's backend. Each direction has a group of its own, since NCCL
-            runs the operations of one group in order: a send would wait for a receive of the other direction.
-        on_host: Sends the CPU's tensors by gloo: descriptions are read without waiting for a device.
-    """
-
+    # Each direction has a group of its own on the device, since NCCL runs the operations of one group in order: a send
+    # would wait for a receive of the other direction. Tensors of the CPU go by gloo: descriptions are read without
+    # waiting for a device.
     on_device: dist.ProcessGroup
     on_host: dist.ProcessGroup
 
     def group(self, tensor: Tensor) -> dist.ProcessGroup:
-        """The group that sends a tensor."""
         return self.on_host if tensor.device.type == "cpu" else self.on_device
 
 
 def new_link(pairs: Sequence[tuple[int, int]], device: torch.device) -> Link | None:
-    """The link of this process's pair of ranks, or None if it is in none; all processes of the run call this together.
+    """The link of this process's pair of ranks, on a GPU None if it is in none of the pairs.
 
-    No rank may be in two of the ``pairs``. ``device`` is where tensors are.
+    All processes of the run call this together. No rank may be in two of the ``pairs``.
     """
     on_host = gloo_group(dist.group.WORLD)
     on_device = on_host if device.type == "cpu" else _device_group(pairs, device)
@@ -63,10 +60,11 @@ class Sender:
 
     def __init__(self, link: Link, peer: int) -> None:
         self._link, self.peer = link, peer
+        # By micro-batch: a tensor must neither change nor be freed until its send is done.
         self._under_way: dict[int, list[tuple[Any, Tensor]]] = {}
 
     def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        """Start to send contiguous tensors, which must not change until ``settle``."""
+        """Start to send contiguous tensors."""
         under_way = self._under_way.setdefault(micro_batch, [])
         for tensor in tensors:
             if tensor.numel():  # the receiver makes an empty tensor from its shape alone
@@ -85,7 +83,7 @@ class Sender:
 
 
 class Receiver:
-    """The end of a link that receives from the rank ``peer``, in the order of the sends, onto ``device``."""
+    """The end of a link that receives from the rank ``peer``, in the order of the sends."""
 
     def __init__(self, link: Link, peer: int, device: torch.device) -> None:
         self._link, self._peer, self._device = link, peer, device
@@ -93,7 +91,6 @@ class Receiver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is expected."""
         return self._coming is None
 
     def expect(self, shapes: Iterable[Shape]) -> None:
@@ -107,7 +104,7 @@ class Receiver:
         return _finish(coming)
 
     def take_described(self) -> tuple[Tensor, ...]:
-        """Wait for tensors of unknown dtypes and shapes."""
+        """Wait for tensors whose dtypes and shapes their description tells."""
         (description,) = _finish(self._start([DESCRIPTION], torch.device("cpu")))
         shapes, counts = read_description(description)
         tensors = _finish(self._start(shapes, self._device))

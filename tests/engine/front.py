@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 from torch.autograd.graph import saved_tensors_hooks
 
 from omnibal.engine.engine import OmnibalEngine
@@ -44,10 +43,8 @@ def _watch(patch):
         seen["sent up"] += dst < dist.get_rank() and tensor.numel() > 1  # one number tries a link
         return run(tensor, dst, *arguments, **options)
 
-    # A table's entries call the methods; DeepSpeed's instructions are looked up.
-    for instruction, watched in ((schedule.ForwardPass, forward), (schedule.BackwardPass, backward)):
-        patch.setattr(OmnibalEngine, f"_exec_{watched.__name__}_pass", watched)
-        patch.setitem(OmnibalEngine._INSTRUCTION_MAP, instruction, watched)
+    patch.setattr(OmnibalEngine, "_exec_forward_pass", forward)
+    patch.setattr(OmnibalEngine, "_exec_backward_pass", backward)
     for name in ("send", "isend"):
         patch.setattr(dist, name, partial(send, getattr(dist, name)))
     return seen

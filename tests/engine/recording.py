@@ -2,11 +2,10 @@
 
 from collections import defaultdict, deque
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
-from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
@@ -14,7 +13,6 @@ from omnibal.cluster import Layout
 from omnibal.config import OmnibalSection
 from omnibal.engine import transfers
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.table import RunEntry
 from omnibal.pipeline.schedule import Operation
 from tests.engine.nccl import Kernel, Post, Wait
 
@@ -94,16 +92,7 @@ class RecordedEngine(OmnibalEngine):
     def _nothing(self):
         pass
 
-    _INSTRUCTION_MAP: ClassVar = {
-        **OmnibalEngine._INSTRUCTION_MAP,
-        RunEntry: _run_entry,
-        schedule.LoadMicroBatch: _exec_load_micro_batch,
-        schedule.ForwardPass: _exec_forward_pass,
-        schedule.BackwardPass: _exec_backward_pass,
-        schedule.ReduceTiedGrads: _nothing,
-        schedule.ReduceGrads: _nothing,
-        schedule.OptimizerStep: _nothing,
-    }
+    _exec_reduce_tied_grads = _exec_reduce_grads = _exec_optimizer_step = _nothing
 
 
 def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, frozen_stages=0):
@@ -121,8 +110,9 @@ def record(plan, *, forward_only=False, steps=2, engine_class=RecordedEngine, fr
             network.enter(stage)
             engine = engine_class(resolved=SimpleNamespace(section=OmnibalSection()), plan=plan, loader=None)
             for _ in range(steps):
-                kind = schedule.InferenceSchedule if forward_only else schedule.TrainSchedule
-                engine._exec_schedule(kind(plan.micro_batches, plan.num_stages, stage))
+                micro_batches = plan.micro_batches
+                made = engine._inference_schedule(micro_batches) if forward_only else engine._train_schedule()
+                engine._exec_schedule(made)
             programs.append(network.program)
         return programs
 
