@@ -16,7 +16,7 @@ from omnibal.memory.footprint import LOSS_ROWS
 
 EVALUATION_STATISTICS = ("loss", "target_tokens", "exact_samples", "samples")
 """Sums over held-out packs: of losses; target tokens; samples whose every target is the likeliest token; samples."""
-Head = Callable[[Tensor], Tensor]
+LogitsOf = Callable[[Tensor], Tensor]
 """From rows (rows, width) to logits (rows, vocab), each row by itself."""
 
 
@@ -41,7 +41,7 @@ def targets_of(labels: Tensor) -> dict[str, Tensor]:
 
 
 def summed_loss(
-    head: Head, parameters: Sequence[nn.Parameter], rows: Tensor, targets: Tensor, weights: Tensor | None = None
+    head: LogitsOf, parameters: Sequence[nn.Parameter], rows: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
     """Sum of the cross entropies of rows, as of plain logits in float32; none of no rows, with gradients of zeros.
 
@@ -66,7 +66,7 @@ def summed_loss(
     return total
 
 
-def evaluation_statistics(head: Head, rows: Tensor, integers: Mapping[str, Tensor]) -> Tensor:
+def evaluation_statistics(head: LogitsOf, rows: Tensor, integers: Mapping[str, Tensor]) -> Tensor:
     """EVALUATION_STATISTICS of a pack, a float64 vector.
 
     A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix
@@ -108,7 +108,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, head: Head, targets: Tensor, weights: Tensor | None, rows: Tensor, *parameters: nn.Parameter
+        context: Any, head: LogitsOf, targets: Tensor, weights: Tensor | None, rows: Tensor, *parameters: nn.Parameter
     ) -> Tensor:
         total, by_chunk = torch.zeros((), device=rows.device), []
         trained = [parameter for parameter in parameters if parameter.requires_grad]

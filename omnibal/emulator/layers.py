@@ -14,7 +14,7 @@ from omnibal.engine.loader import Batch, Step
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.families.base import LayerRecord
 from omnibal.vlm.backward import WeightGradients
-from omnibal.vlm.payload import Layout, Payload
+from omnibal.vlm.payload import Payload, SentTensors
 
 ELEMENT_BYTES: Final = 2
 
@@ -91,9 +91,9 @@ class EmulatedModel:
         self._first = task.plan.partition.boundaries[device.stage]
         self.records = [LayerRecord(layer.name, layer.kind, {}, module=layer.module) for layer in self._layers]
 
-    def layout(self, boundary: int) -> Layout:
+    def sent_tensors(self, boundary: int) -> SentTensors:
         """Hidden states alone at every cut."""
-        return Layout()
+        return SentTensors()
 
     def layer_class(self, index: int) -> type[nn.Module]:
         """`EmulatedLayer`, whichever layer."""
@@ -121,7 +121,7 @@ class EmulatedModule(VlmPipelineModule):
         """Count nothing: there are no tokens."""
 
     def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        hidden: Tensor = self.vlm.layout(self._local_stop).build(outputs).hidden
+        hidden: Tensor = self.vlm.sent_tensors(self._local_stop).build(outputs).hidden
         return hidden.float().sum()
 
 

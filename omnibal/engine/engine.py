@@ -232,7 +232,7 @@ class OmnibalEngine(CheckpointedEngine):
     def _micro_batch(self, batch: Batch, weight: float) -> MicroBatch:
         inputs: tuple[Tensor, ...] = ()
         if self.is_first_stage():
-            inputs = self.module.vlm.layout(0).flatten(Payload.of_pack(batch, self.resolved.dtype))
+            inputs = self.module.vlm.sent_tensors(0).flatten(Payload.of_pack(batch, self.resolved.dtype))
             note_counts(inputs, self.module.count(batch))
         return inputs, (*targets_of(batch["labels"]).values(), torch.tensor(weight, dtype=torch.float32))
 

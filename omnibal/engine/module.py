@@ -133,11 +133,11 @@ class VlmPipelineModule(PipelineModule):
         """Run this stage's layers on one micro-batch, from what a cut before them sends to what one behind sends."""
         note_counts(tensors, self.counts)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.stage_id >= self.frozen_stages):
-            payload = self.vlm.layout(self._local_start).build(tensors)
+            payload = self.vlm.sent_tensors(self._local_start).build(tensors)
             payload = self._run_layers(payload.with_integers(self.targets))
             if len(self.placeholders):
                 payload = payload.with_floats(partial(_attached, placeholders=list(self.placeholders)))
-        sent: tuple[Tensor, ...] = self.vlm.layout(self._local_stop).flatten(payload)
+        sent: tuple[Tensor, ...] = self.vlm.sent_tensors(self._local_stop).flatten(payload)
         return sent
 
     def _run_layers(self, payload: Payload) -> Payload:
@@ -173,7 +173,7 @@ class VlmPipelineModule(PipelineModule):
         The last target is the weight of one token's loss: with ``micro_batches × num_replicas / target tokens of the
         step`` DeepSpeed's plain average over micro-batches and replicas is the average over the tokens of the step.
         """
-        hidden: Tensor = self.vlm.layout(self._local_stop).build(outputs).hidden
+        hidden: Tensor = self.vlm.sent_tensors(self._local_stop).build(outputs).hidden
         return hidden * targets[-1] if self.training else hidden
 
 

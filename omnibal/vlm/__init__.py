@@ -34,10 +34,6 @@ def load_model(
         model: A folder with ``config.json``, or a configuration (which is copied).
         lora: The adapters that layers are built with; none by default.
         frozen: What gets none.
-
-    Raises:
-        ConfigError: If there is no configuration, no family knows it, or the family refuses it; or adapters are asked
-            for what the model does not have.
     """
     loaded = _loaded(model)
     if lora is not None:
@@ -55,6 +51,7 @@ def _loaded(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
         loaded = _from_config(config)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    # Weights may tell more of ties than the configuration does.
     if has_weights(folder) and ties_are_broken(loaded, folder):
         config.tie_word_embeddings = False
         return _from_config(config)
@@ -72,18 +69,15 @@ def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
 def load_records(
     folder: str | Path, lora: LoraSection | None = None, frozen: Collection[str] = ()
 ) -> tuple[LayerRecord, ...]:
-    """The pipeline layers of a Hugging Face folder as records, of families that cannot be trained as well.
-
-    Arguments and errors as of ``load_model``; families that cannot be trained have no adapters.
-    """
+    """The pipeline layers of a Hugging Face folder as records, of families that cannot be trained as well."""
     family = _family_in(Path(folder))
     if lora is not None or family.layers is not None:
-        return load_model(folder, lora, frozen).records  # weights may tell more of ties than the configuration
+        return load_model(folder, lora, frozen).records
     return family.layer_records(load_part(AutoConfig, Path(folder)).to_dict())
 
 
 def _family_in(folder: Path) -> Family:
-    """Read here, since transformers would ask whether to run code that comes with a model it does not know."""
+    # Read here, since transformers would ask whether to run code that comes with a model it does not know.
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(

@@ -36,9 +36,6 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 def attention_kwargs(cu_seq_lens: Tensor) -> dict[str, Any]:
     """The keyword arguments by which transformers' layers hand a pack's bounds to their attention function.
 
-    Args:
-        cu_seq_lens: Bounds of the samples, int32 of shape (samples + 1,); do not change it in place afterwards.
-
     >>> attention_kwargs(torch.tensor([0, 3, 5], dtype=torch.int32))["max_length_q"]
     3
     """
@@ -54,11 +51,10 @@ def attention_kwargs(cu_seq_lens: Tensor) -> dict[str, Any]:
 def sample_lengths(cu_seq_lens: Tensor) -> tuple[int, ...]:
     """Tokens of each sample of a pack, on the host.
 
-    Counts attached to the tensor are taken (`note_counts`). Otherwise a GPU is asked once per tensor, not per layer.
-
     >>> sample_lengths(torch.tensor([0, 3, 5], dtype=torch.int32))
     (3, 2)
     """
+    # Counts attached to the tensor are taken. Otherwise a GPU is asked once per tensor, not once per layer.
     counts = counts_of([cu_seq_lens])
     if counts is None:
         counts = PackCounts(None, tuple(cu_seq_lens.diff().tolist()))
@@ -82,30 +78,17 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention within each sample of a pack, in the form that transformers' attention modules call.
 
-    Args:
-        module: The calling attention module; its ``is_causal`` counts where the argument is None.
-        query: Of shape (1, heads, tokens, head_dim).
-        key: Of shape (1, kv_heads, tokens, head_dim); ``kv_heads`` divides ``heads``.
-        value: As ``key``.
-        attention_mask: None for packs; anything else goes to transformers' "sdpa".
-        dropout: Probability of dropping an attention weight.
-        scaling: Factor before the softmax; None for ``head_dim ** -0.5``.
-        is_causal: Whether a token sees only itself and the tokens before it, or all of its sample, as patches do.
-        sliding_window: How many tokens a token sees, itself included; None for all. For causal attention only.
-        cu_seq_lens_q: Bounds of the samples; keys have the same ones.
-        kwargs: ``position_ids`` gives the bounds where ``cu_seq_lens_q`` does not; the rest is for "sdpa".
+    Query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim). ``sliding_window`` is how many
+    tokens a token sees, itself included; ``kwargs`` may hold ``position_ids``, the rest is for transformers' "sdpa".
 
     Returns:
         The mixed values, contiguous, of shape (1, tokens, heads, head_dim), and None in place of weights.
-
-    Raises:
-        ConfigError: For a mask beside ``cu_seq_lens_q``, or a kind of attention that this function does not compute.
-        DataError: If ``cu_seq_lens_q`` does not end with the number of tokens.
     """
     _refuse_unknown_terms(kwargs)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if query.numel() == 0:
         return _nothing(query, key, value), None
+    # Without bounds they are read off positions that restart; what is no pack takes transformers' own path.
     if cu_seq_lens_q is None and causal:
         cu_seq_lens_q = _bounds_from_positions(query, key, attention_mask, kwargs.get("position_ids"))
     elif cu_seq_lens_q is not None and attention_mask is not None:
@@ -127,7 +110,7 @@ def _refuse_unknown_terms(kwargs: dict[str, Any]) -> None:
 
 
 def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention over no tokens, with zero gradients for query, key and value; transformers' "sdpa" fails on it."""
+    # transformers' "sdpa" fails on no tokens. The sums give key and value gradients of zeros.
     return (query + key.sum() + value.sum()).transpose(1, 2)
 
 
@@ -146,8 +129,6 @@ def _bounds_from_positions(
 
 
 class _Terms(NamedTuple):
-    """How attention within a sample is computed."""
-
     dropout: float
     scaling: float | None
     causal: bool
@@ -170,6 +151,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, term
 
 
 def _kernel_serves(query: Tensor, dropout: float) -> bool:
+    # What torch's variable-length kernel is built for.
     head_dim, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and half and dropout == 0 and head_dim <= 256 and head_dim % 8 == 0
 
@@ -194,11 +176,12 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, long
 
 @cache
 def _asks_about_groups(kernel: Callable[..., object]) -> bool:
-    """Whether fewer heads of keys than of queries must be announced; torch 2.11 takes them as they are."""
+    # Newer kernels want to be told of fewer heads of keys than of queries; torch 2.11 takes them as they are.
     return "enable_gqa" in signature(kernel).parameters
 
 
 def _per_sample(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], terms: _Terms) -> Tensor:
+    # One product per sample: no mask of the pack's size squared is ever built.
     queries, keys, values = (torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value))
     mixed = [
         functional.scaled_dot_product_attention(

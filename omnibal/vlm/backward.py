@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers, computed some time after the backward pass that yields their two factors."""
+"""What a backward pass repeats and what it puts off: recompute levels, and weight gradients that wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from omnibal.profile.records import Level
-from omnibal.vlm.payload import Layout, Payload
+from omnibal.vlm.payload import Payload, SentTensors
 
 # Operators whose results "selective" keeps: matrix products and attention, nearly all of the work.
 _EXPENSIVE = {
@@ -39,29 +39,24 @@ _EXPENSIVE = {
 
 
 def run_layer(layer: nn.Module, payload: Payload, level: Level) -> Payload:
-    """Run a layer forward, keeping for its backward pass what the level says.
+    """Run a layer forward, keeping for its backward pass what the level says; the same bits at every level.
 
-    Outputs and gradients are the same bits at every level: recomputation repeats the same operations, and dropout with
-    the same random numbers.
-
-    Args:
-        layer: A pipeline layer.
-        payload: The layer's input.
-        level: ``"none"`` keeps all that autograd saves, ``"selective"`` the input and the results of matrix products
-            and attention, ``"full"`` the input alone. A layer that computes its gradients in the forward pass
-            (``at_once``) keeps them at every level: recomputing would compute them twice.
+    ``"none"`` keeps all that autograd saves, ``"selective"`` the input and the results of matrix products and
+    attention, ``"full"`` the input alone.
     """
+    # A layer that computes its gradients in the forward pass (``at_once``) keeps them at every level: recomputing would
+    # compute them twice.
     if level == "none" or getattr(layer, "at_once", False) or not torch.is_grad_enabled():
         return layer(payload)  # type: ignore[no-any-return]
     options: dict[str, Any] = {}
     if level == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     # checkpoint sees only tensors that are arguments themselves: inside a record their gradients would be lost.
-    layout = Layout.of(payload)
+    layout = SentTensors.of(payload)
     return checkpoint(_run_tensors, layer, layout, *layout.flatten(payload), use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
-def _run_tensors(layer: nn.Module, layout: Layout, *tensors: Tensor) -> Payload:
+def _run_tensors(layer: nn.Module, layout: SentTensors, *tensors: Tensor) -> Payload:
     return layer(layout.build(tensors))  # type: ignore[no-any-return]
 
 
@@ -71,12 +66,11 @@ def _policy(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: A
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# Adds the gradient of one micro-batch to the sum over micro-batches.
 Accumulate = Callable[[nn.Parameter, Tensor], None]
-"""Adds the gradient of one micro-batch to the sum over micro-batches."""
 
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Accumulate in ``parameter.grad``, as autograd does."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -86,24 +80,17 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 class WeightGradients:
     """Weight gradients that wait for their turn, in the order in which backward passes deferred them.
 
-    They are computed by ``run``, or as soon as waiting gradients keep more than the budget. The oldest is always
-    computed first, so that sums of gradients are the same bits as without waiting.
-
     Args:
-        budget_bytes: The most that waiting gradients may keep; None for no limit. With 0 none waits, not even one over
-            no rows, which keeps nothing.
+        budget_bytes: The most that waiting gradients may keep; None for no limit, 0: none waits.
         accumulate: Receives computed gradients.
     """
 
     def __init__(self, *, budget_bytes: int | None = None, accumulate: Accumulate = add_gradient) -> None:
         self.budget_bytes = budget_bytes
         self.accumulate = accumulate
-        self.micro_batch = 0
-        """The micro-batch whose backward pass is running."""
-        self.pending_bytes = 0
-        """Bytes kept for gradients that wait; a storage that several of them need counts once."""
-        self.peak_bytes = 0
-        """The largest ``pending_bytes`` so far."""
+        self.micro_batch = 0  # the one whose backward pass is running
+        self.pending_bytes = 0  # kept for gradients that wait; a storage that several of them need counts once
+        self.peak_bytes = 0  # the largest ``pending_bytes`` so far
         self._jobs: deque[_Job] = deque()
         self._users: Counter[int] = Counter()
 
@@ -128,6 +115,7 @@ class WeightGradients:
             self._run_oldest()
 
     def _run_oldest(self) -> None:
+        # Always the oldest first, so that sums of gradients are the same bits as without waiting.
         job = self._jobs.popleft()
         with torch.no_grad():
             job.work()
@@ -145,16 +133,13 @@ class _Job(NamedTuple):
 
 
 class DeferringLinear(nn.Linear):
-    """A linear layer whose weight gradient is deferred; outputs and all gradients are the bits of ``nn.Linear``.
-
-    Autograd computes the gradients of input and bias in the backward pass. If neither is wanted, the weight's gradient
-    is computed there, too: nothing would be gained by deferring it.
-    """
+    """A linear layer whose weight gradient is deferred; outputs and all gradients are the bits of ``nn.Linear``."""
 
     weight_gradients: WeightGradients
 
     def forward(self, input: Tensor) -> Tensor:
-        """``nn.Linear`` on the input; the backward pass queues the weight's gradient."""
+        # Autograd computes the gradients of input and bias in the backward pass. If neither is wanted, the weight's
+        # gradient is computed there, too: nothing would be gained by deferring it.
         # Bits equal to nn.Linear's: it flattens its input to rows if the weight requires a gradient, and fuses the bias
         # into the product (addmm) only if flattening needs no copy.
         bias = self.bias if input.dim() == 2 or input.is_contiguous() else None
@@ -173,14 +158,12 @@ class DeferringLinear(nn.Linear):
 
 
 class _Keep(torch.autograd.Function):
-    """Saves the rows through autograd, so that recomputation and its hooks treat them like any saved tensor.
-
-    The rows are saved before the product is computed, as autograd's own linear does: recomputation stops when it has
-    every saved tensor, and a product at the end of a layer need not be computed again.
-    """
+    """Saves the rows through autograd, so that recomputation and its hooks treat them like any saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: nn.Parameter) -> Tensor:
+        # Before the product is computed, as autograd's own linear does: recomputation stops when it has every saved
+        # tensor, and a product at the end of a layer need not be computed again.
         ctx.save_for_backward(rows)
         return rows.new_empty(0)
 
@@ -200,12 +183,10 @@ def _run(layer: DeferringLinear, rows: Tensor, gradient: Tensor) -> None:
 
 
 def defer_linears(module: nn.Module, queue: WeightGradients) -> None:
-    """Let every ``nn.Linear`` of a module defer its weight gradient to a queue; names of parameters stay.
-
-    Subclasses of ``nn.Linear`` may compute otherwise and are left alone, and so are layers in a module with
-    ``at_once``, which computes its gradients in the forward pass. Each layer must be called once per micro-batch:
-    autograd would first add the gradients of several calls to each other, in another order of additions.
-    """
+    """Let every ``nn.Linear`` of a module defer its weight gradient to a queue; names of parameters stay."""
+    # Subclasses of nn.Linear may compute otherwise and are left alone, and so are layers in a module with ``at_once``.
+    # Each layer must be called once per micro-batch: autograd would first add the gradients of several calls to each
+    # other, in another order of additions.
     at_once = {inner for part in module.modules() if getattr(part, "at_once", False) for inner in part.modules()}
     for layer in module.modules():
         if type(layer) is nn.Linear and layer not in at_once:

@@ -16,7 +16,7 @@ from omnibal.errors import ConfigError, said
 from omnibal.families.base import LayerRecord
 from omnibal.formats.collate import Positions
 from omnibal.vlm.attention import PACKED_ATTENTION
-from omnibal.vlm.payload import Layout
+from omnibal.vlm.payload import SentTensors
 
 # Names within peft: the only set of adapters, the prefix of names in its file, and the linear layer inside the module
 # that adds an adapter to it.
@@ -28,24 +28,21 @@ ADAPTER_STREAM = 1  # random numbers of adapters come from a stream of their own
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """How to make one pipeline layer out of a Hugging Face model.
+    """How to make one pipeline layer out of a Hugging Face model."""
 
-    Attributes:
-        layer_class: Called with the model's config and the parts, which it keeps under the names of the arguments.
-        parts: From the name of each part to the path of a module, or of a parameter, in the Hugging Face model.
-    """
-
-    layer_class: type[nn.Module]
+    layer_class: type[nn.Module]  # called with the model's config and the parts, by the names of its arguments
+    # From the name of each part to the path of a module, or of a parameter, in the Hugging Face model:
     parts: Mapping[str, str]
 
 
 class VisionLanguageModel:
     """A Hugging Face vision-language model as a list of pipeline layers.
 
-    Attributes:
-        config: The model's transformers configuration.
-        records: One per layer, first to last.
+    Args:
         skeleton: The whole Hugging Face model on the meta device: its modules and names, no memory.
+        records: One per layer, first to last.
+        recipes: How to make each layer.
+        disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
         pixel_shape: Channels, height and width of a tile; how many values a patch has.
         image_integers: What the vision layers read of images beside their pixels, by the names of the Hugging Face
             model's arguments: the shape of one entry, such as ``(2,)`` of each image's size. Packs hold all entries.
@@ -53,8 +50,7 @@ class VisionLanguageModel:
         made_images: From a number of vision units to made-up images, to measure layers on: how many units they have, as
             many as possible and no more, and these integers. None where each tile brings as many tokens.
         positions: Of a sample's tokens, from its token ids and these integers; None where they just count.
-        adapters: Peft's configuration of the adapters that ``omnibal.vlm.lora`` has put into the skeleton; None of a
-            model without.
+        features: Names of the features that a cut before each layer sends, and last those that the model gives.
     """
 
     def __init__(
@@ -71,21 +67,6 @@ class VisionLanguageModel:
         positions: Positions | None = None,
         features: Sequence[tuple[str, ...]] | None = None,
     ) -> None:
-        """Bring together what a family knows.
-
-        Args:
-            skeleton: The Hugging Face model on the meta device.
-            records: The family's layer records.
-            recipes: How to make each layer.
-            disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
-            pixel_shape: Channels, height and width of a tile; how many values a patch has.
-            image_integers: What vision layers read beside pixels.
-            image_tokens: How many tokens images bring.
-            made_images: Images to measure layers on.
-            positions: Of a sample's tokens, where they do not just count.
-            features: Names of those that a cut before each layer sends, and that the model gives at last; none by
-                default.
-        """
         assert len(records) == len(recipes)
         self.config: PreTrainedConfig = skeleton.config
         self.skeleton = skeleton
@@ -94,40 +75,33 @@ class VisionLanguageModel:
         self.image_tokens = image_tokens
         self.made_images = made_images
         self.positions = positions
-        self.adapters: Any = None
+        self.adapters: Any = None  # peft's configuration of the adapters that `omnibal.vlm.lora` has put in
         self._features = features or [()] * (len(records) + 1)
         assert len(self._features) == len(records) + 1
         self._recipes = recipes
         self._disk_prefixes = disk_prefixes
         self.records = tuple(replace(record, weights=self.trained_weights(i)) for i, record in enumerate(records))
 
-    def layout(self, boundary: int) -> Layout:
+    def sent_tensors(self, boundary: int) -> SentTensors:
         """What a cut before layer ``boundary`` sends; at 0 the model's input, behind the last layer its output."""
         assert 0 <= boundary <= len(self.records)
         read_later = any(record.module != "language" for record in self.records[boundary:])
         images = self.image_integers if read_later else ()
-        return Layout(self._features[boundary], ("input_ids", "position_ids", *images, "cu_seq_lens"))
+        return SentTensors(self._features[boundary], ("input_ids", "position_ids", *images, "cu_seq_lens"))
 
     def layer_class(self, index: int) -> type[nn.Module]:
-        """The class of layer ``index``."""
         return self._recipes[index].layer_class
 
     def build_layer(
         self, index: int, *, seed: int | None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> nn.Module:
-        """Build one layer, with transformers' initial weights.
+        """Build one layer, with transformers' initial weights; buffers such as rotary frequencies keep float32.
 
-        The weights depend on the seed and the layer's index alone (for tied layers, the first index of their key):
-        not on what else is built, nor on dtype, device or the random state outside, which stays as it was. They are
-        drawn in float32 on the CPU, since a GPU's generator gives other numbers.
-
-        Args:
-            index: Which layer.
-            seed: Of the initial weights; None leaves every weight NaN, for a layer whose weights are loaded next, and
-                whose adapters ``begin_adapters`` draws.
-            dtype: Of the parameters; buffers such as rotary frequencies keep float32.
-            device: Where the layer ends up.
+        The weights depend on the seed and the layer's index alone (for tied layers, the first index of their key).
+        Without a seed every weight is NaN, for a layer whose weights are loaded and whose adapters are drawn next.
         """
+        # Weights depend on nothing else that is built, nor on dtype, device or the random state outside. They are drawn
+        # in float32 on the CPU, since a GPU's generator gives other numbers.
         recipe = self._recipes[index]
         parts = {name: deepcopy(self._part(path)) for name, path in recipe.parts.items()}
         layer = recipe.layer_class(self.config, **parts)
@@ -149,12 +123,10 @@ class VisionLanguageModel:
         return layer.to(device=device, dtype=dtype)
 
     def begin_adapters(self, index: int, layer: nn.Module, *, seed: int) -> None:
-        """Give a layer of `build_layer` adapters with peft's initial weights, under which they add nothing yet.
-
-        The weights depend on the seed and the layer's index alone; the layer's own weights stay as they are.
-        """
+        """Give a layer of `build_layer` adapters with peft's initial weights, under which they add nothing yet."""
         with _forked_generator(seed, self.first_tied(index), ADAPTER_STREAM), torch.no_grad():
             for name, parameter in layer.named_parameters():
+                # peft's own start: B is zero, so that A · B adds nothing.
                 if ".lora_A." in name:
                     parameter.copy_(nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5)))
                 elif ".lora_B." in name:
@@ -180,16 +152,16 @@ class VisionLanguageModel:
 
     def trained_weights(self, index: int) -> dict[str, int]:
         """Names on disk and sizes of the weights of layer ``index`` that may get a gradient."""
+        # A layer's constructor may set requires_grad, as that of InternVL's mask token does: ask a layer on the meta
+        # device.
         recipe, names = self._recipes[index], self.weight_names(index)
         layer = recipe.layer_class(self.config, **{name: deepcopy(self._part(at)) for name, at in recipe.parts.items()})
         return {names[name]: weight.numel() for name, weight in layer.named_parameters() if weight.requires_grad}
 
     @property
     def spare_names(self) -> tuple[str, ...]:
-        """Names on disk of weights that no layer has, such as ViT blocks behind the last one whose output is read.
-
-        They are neither computed nor trained, and exported as they were loaded.
-        """
+        """Names on disk of weights that no layer has, such as ViT blocks behind the last one whose output is read."""
+        # They are neither computed nor trained, and exported as they were loaded.
         of_layers = {name for index in range(len(self.records)) for name in self.weight_names(index).values()}
         known = of_layers | self.tied_names.keys()
         return tuple(name for name in map(self.disk_name, self.skeleton.state_dict()) if name not in known)
@@ -197,6 +169,7 @@ class VisionLanguageModel:
     @property
     def tied_names(self) -> dict[str, str]:
         """From the name on disk of each tied weight to the name of the weight that it shares; empty if untied."""
+        # transformers' own record of its ties, made when the model is.
         tied: dict[str, str] = self.skeleton.all_tied_weights_keys
         return {self.disk_name(name): self.disk_name(source) for name, source in tied.items()}
 
@@ -217,6 +190,7 @@ class VisionLanguageModel:
 
     def build_spare(self, *, seed: int) -> dict[str, Tensor]:
         """The weights of ``spare_names`` as transformers initialises them, in float32, by their names on disk."""
+        # Modules whose weights are all spare, the outermost ones: transformers initialises whole modules.
         spare, built = set(self.spare_names), set[str]()
         found: dict[str, Tensor] = {}
         for path, module in self.skeleton.named_modules():
@@ -232,17 +206,14 @@ class VisionLanguageModel:
         return found
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of all weights, by their names on disk."""
         return {self.disk_name(name): tensor.shape for name, tensor in self.skeleton.state_dict().items()}
 
     def _part(self, path: str) -> nn.Module | nn.Parameter:
-        """The module or parameter of the Hugging Face model at a path."""
         owner, _, name = path.rpartition(".")
         part: nn.Module | nn.Parameter = getattr(self.skeleton.get_submodule(owner), name)
         return part
 
     def _initialise_parameter(self, path: str, parameter: nn.Parameter) -> None:
-        """Initialise one parameter of a module as transformers would."""
         # transformers initialises whole modules: give it a copy of the module that has this parameter only.
         owner, _, name = path.rpartition(".")
         stand_in = copy(self.skeleton.get_submodule(owner))
@@ -254,6 +225,7 @@ class VisionLanguageModel:
 
     def _initialiser(self, path: str) -> PreTrainedModel:
         """The innermost transformers model around ``path``, whose config decides how its modules are initialised."""
+        # Parts such as the ViT are PreTrainedModels of their own, with an initializer_range of their own.
         names = path.split(".")
         ancestors = (self.skeleton.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1))
         return next(ancestor for ancestor in ancestors if isinstance(ancestor, PreTrainedModel))
@@ -285,7 +257,6 @@ def _forget(module: nn.Module) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name is that of an adapter's module or weight, in memory or on disk."""
     return ".lora_" in name
 
 

@@ -37,17 +37,20 @@ from omnibal.vlm.layers import LayerRecipe, VisionLanguageModel, skeleton_of
 from omnibal.vlm.payload import Payload
 from omnibal.vlm.text import text_recipes
 
+# (height, width) of each image; how many images each sample with images has.
 IMAGE_SIZES, IMAGES_OF_SAMPLES = "image_sizes", "batch_num_images"
 """(height, width) of each image; how many images each sample with images has."""
 
 
 class PatchEmbedding(nn.Module):
-    """Pixels to patch embeddings with positions; CLIP's have a class token and a norm."""
+    """Pixels of tiles to patch embeddings with positions; CLIP's and InternVL's have a class token, CLIP's a norm."""
 
-    def __init__(self, config: Any, embeddings: nn.Module, norm: nn.Module | None = None) -> None:
+    def __init__(self, config: Any, embeddings: Any, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.norm = norm
+        if getattr(embeddings, "mask_token", None) is not None:
+            embeddings.mask_token.requires_grad_(False)  # InternVL's, for masked image modelling: it gets no gradient
 
     def forward(self, payload: Payload) -> Payload:
         """From pixels (tiles, channels, height, width) to (tiles, tokens_per_tile, width)."""
@@ -89,13 +92,7 @@ class Projector(nn.Module):
 
 
 class CanvasProjector(Projector):
-    """Likewise; then an image's tiles become one picture without padding, and an embedding ends each of its rows.
-
-    Args:
-        config: The model's.
-        projector: Its two matrices.
-        newline: What ends a row.
-    """
+    """Likewise; then an image's tiles become one picture without padding, and ``newline`` ends each of its rows."""
 
     def __init__(self, config: Any, projector: nn.Module, newline: nn.Parameter) -> None:
         super().__init__(config, projector)
@@ -104,11 +101,11 @@ class CanvasProjector(Projector):
 
     @staticmethod
     def canvases_of(config: Mapping[str, Any]) -> Canvases:
-        """What the model fits images to."""
         return next_canvases(config)
 
     def arranged(self, features: Tensor, payload: Payload) -> Tensor:
         """The whole image's features, then those of its canvas with the ends of rows; image after image."""
+        # ``done`` counts tiles: an image's first tile is the whole image, those behind it are its canvas.
         done, rows = 0, [self.newline[None, :][:0]]  # a pack without images still sends (zero) gradients
         for fit in self.fits(payload):
             tiles = 1 if fit is None else 1 + fit.tiles[0] * fit.tiles[1]
@@ -125,9 +122,12 @@ class CanvasProjector(Projector):
     def _canvas(self, tiles: Tensor, fit: Fit) -> Tensor:
         """From the tiles of an image, (tiles, patches, width), to rows that are ended: (tokens, width)."""
         side, (above, left), (height, width) = self.canvases.side, fit.padding, fit.kept
+        # (tile rows, tile columns, side, side, width) -> (tile rows, side, tile columns, side, width) -> (rows,
+        # columns, width); then what only pads the image is cut off.
         grid = tiles.reshape(*fit.tiles, side, side, -1).transpose(1, 2)
         grid = grid.flatten(2, 3).flatten(0, 1)[above : above + height, left : left + width]
         if fit.shrunk != fit.kept:
+            # transformers' own call, with its mode: the features of very large canvases are shrunk.
             grid = functional.interpolate(grid.permute(2, 0, 1)[None], fit.shrunk, mode="bilinear")[0].permute(1, 2, 0)
         ends = self.newline.expand(len(grid), 1, -1)
         return torch.cat((grid, ends), dim=1).flatten(0, 1)
@@ -138,43 +138,31 @@ class SampleProjector(CanvasProjector):
 
     @staticmethod
     def canvases_of(config: Mapping[str, Any]) -> Canvases:
-        """What the model fits images to."""
         return onevision_canvases(config)
 
     def fits(self, payload: Payload) -> list[Fit | None]:
-        """How each image of a pack lies on its canvas; None for one that is a single tile."""
+        # One entry for each image: whether it is its sample's only one.
         lone = [count == 1 for count in payload.on_host(IMAGES_OF_SAMPLES) for _ in range(count)]
         found = zip(super().fits(payload), lone, strict=True)
         return [fit if is_lone else None for fit, is_lone in found]
 
 
 def llava(config: LlavaConfig) -> VisionLanguageModel:
-    """LLaVA 1.5 as pipeline layers.
-
-    Raises:
-        ConfigError: If the configuration has a setting that the layers do not serve.
-    """
     return _model(config, FAMILY, LlavaForConditionalGeneration, Projector)
 
 
 def llava_next(config: LlavaNextConfig) -> VisionLanguageModel:
-    """LLaVA-NeXT as pipeline layers; errors as of ``llava``."""
     entries = {IMAGE_SIZES: (2,)}
     return _model(config, NEXT, LlavaNextForConditionalGeneration, CanvasProjector, entries)
 
 
 def llava_onevision(config: LlavaOnevisionConfig) -> VisionLanguageModel:
-    """LLaVA-OneVision as pipeline layers; errors as of ``llava``."""
     entries: dict[str, tuple[int, ...]] = {IMAGE_SIZES: (2,), IMAGES_OF_SAMPLES: ()}
     return _model(config, ONEVISION, LlavaOnevisionForConditionalGeneration, SampleProjector, entries)
 
 
 def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
-    """What a sample's images bring to the language model.
-
-    Raises:
-        DataError: Its integers do not fit one another.
-    """
+    """What a sample's images bring to the language model."""
     sizes = [(width, height) for height, width in sample[IMAGE_SIZES].tolist()]
     counts = sample[IMAGES_OF_SAMPLES].tolist() if IMAGES_OF_SAMPLES in sample else [len(sizes)]
     if sum(counts) != len(sizes) or min(counts, default=0) < 0:

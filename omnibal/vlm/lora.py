@@ -21,14 +21,7 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Collection[str] = ()) -> Any:
     """Peft's configuration of what the settings ask for: every adapted layer, and every module to save, by its path.
 
-    Args:
-        model: Only modules of its layers count, not what lies behind the features that it reads.
-        settings: Of the "omnibal" section.
-        frozen: What gets no adapter and is not trained whole either, as ``check_frozen`` takes it.
-
-    Raises:
-        ConfigError: A name stands for nothing in the model, or all that it stands for is frozen.
-        MissingExtraError: There is no peft.
+    ``frozen`` gets no adapter and is not trained whole either.
     """
     require("peft")
     from peft import LoraConfig
@@ -36,6 +29,7 @@ def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Colle
     def whole(path: str) -> list[str]:  # peft saves all of a module
         return [name for name, _ in model.skeleton.get_submodule(path).named_parameters()]
 
+    # A module that is saved whole needs no adapters within, and none of its own modules saved again.
     saved = _outermost(_chosen(model, "modules_to_save", settings.modules_to_save, frozen, _has_weights, whole))
     linear = _chosen(model, "targets", settings.targets, frozen, _is_linear, lambda path: ["weight"])
     targets = [path for path in linear if not _within(path, saved)]
@@ -52,17 +46,10 @@ def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Colle
 
 
 def add_adapters(model: VisionLanguageModel, config: Any) -> None:
-    """Let a model build its layers with adapters; of all else only modules to save are trained.
-
-    Args:
-        model: Is changed.
-        config: Peft's, with whole paths, as of ``adapters_of`` or a file that was saved from one.
-
-    Raises:
-        ConfigError: The model has no such modules.
-    """
+    """Let a model build its layers with adapters by peft's configuration; else only modules to save are trained."""
     from peft import LoraConfig, inject_adapter_in_model
 
+    # peft replaces modules of the skeleton in place: layers are copies of its parts, so they get adapters too.
     options = {"r": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
     try:
         inject_adapter_in_model(LoraConfig(**options, target_modules=config.target_modules), model.skeleton)
@@ -75,7 +62,6 @@ def add_adapters(model: VisionLanguageModel, config: Any) -> None:
 
 
 def load_adapters(folder: str | Path) -> Any:
-    """Peft's configuration in a folder; None where there is none."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
         return None
     require("peft")
@@ -91,6 +77,7 @@ def base_of(adapters: Any) -> Path | None:
 
 def _adapted(model: VisionLanguageModel, index: int, record: LayerRecord) -> LayerRecord:
     """The record of a layer with adapters: what it trains, and what the adapters cost."""
+    # An adapter is two matrices, in × rank and rank × out; under dropout it keeps an input of its own.
     found = [module for part in model.parts(index).values() for module in part.modules() if hasattr(module, "lora_A")]
     adapters: list[Any] = [module for module in found if module.lora_A]
     ranks = [module.lora_A["default"].out_features for module in adapters]
@@ -113,25 +100,20 @@ def _chosen(
     fits: Callable[[nn.Module], bool],
     deciding: Callable[[str], Sequence[str]],
 ) -> list[str]:
-    """Paths of the modules that words stand for and that are not frozen, in the model's order, each once.
+    """Paths of the modules that a setting's words stand for and that are not frozen, in the model's order, each once.
 
-    Args:
-        model: Without adapters.
-        key: Of the settings.
-        words: Its value.
-        frozen: As of ``adapters_of``.
-        fits: Which modules can be meant.
-        deciding: From the path of one to those of its weights of which none may be frozen.
-
-    Raises:
-        ConfigError: As of ``adapters_of``.
+    ``deciding`` goes from the path of a module to the names of its weights of which none may be frozen.
     """
     modules = [(record, path) for record, path, module in _modules(model) if fits(module)]
     for word in words:
         if not any(_stands_for(word, record, path) for record, path in modules):
             raise ConfigError(_unknown(key, word, modules))
     wanted = [(record, path) for record, path in modules if any(_stands_for(word, record, path) for word in words)]
-    free = [path for record, path in wanted if not _any_frozen(model, record, path, deciding(path), frozen)]
+    free = [
+        path
+        for record, path in wanted
+        if not any(record.freezes(model.disk_name(f"{path}.{name}"), frozen) for name in deciding(path))
+    ]
     if words and not free:
         raise ConfigError(
             f"omnibal.model.lora.{key} must name a part that is not frozen, got {', '.join(words)} with "
@@ -161,13 +143,6 @@ def _stands_for(word: str, record: LayerRecord, path: str) -> bool:
     if is_named(record, (word,)):
         return word != record.module or record.kind != "head"
     return path == word or path.endswith(f".{word}")
-
-
-def _any_frozen(
-    model: VisionLanguageModel, record: LayerRecord, path: str, names: Sequence[str], frozen: Collection[str]
-) -> bool:
-    """Whether one of these weights of a module is."""
-    return any(record.freezes(model.disk_name(f"{path}.{name}"), frozen) for name in names)
 
 
 def _unknown(key: str, word: str, modules: Sequence[tuple[LayerRecord, str]]) -> str:
@@ -200,18 +175,12 @@ def trained_name(model: VisionLanguageModel, path: str) -> bool:
 
 
 ADAPTER_FILE: Final = "adapter_model.safetensors"
+# From a layer's index to the state of the layer with adapters; weights that are not trained may be missing.
 StateOf = Callable[[int], Mapping[str, Tensor]]
-"""From a layer's index to the state of the layer with adapters; weights that are not trained may be missing."""
 
 
 def save_adapters(model: VisionLanguageModel, state_of: StateOf, folder: Path) -> None:
-    """Write adapters and modules that were trained whole, as ``PeftModel.from_pretrained`` reads them.
-
-    Args:
-        model: With adapters.
-        state_of: Called once per layer.
-        folder: Where the two files go.
-    """
+    """Write adapters and modules that were trained whole, as ``PeftModel.from_pretrained`` reads them."""
     tied: Mapping[str, str] = model.skeleton.all_tied_weights_keys
     copies = {source: name for name, source in tied.items()}
     found = {}
@@ -229,21 +198,13 @@ def save_adapters(model: VisionLanguageModel, state_of: StateOf, folder: Path) -
 
 
 def merged_states(model: VisionLanguageModel, state_of: StateOf, base: Path | None) -> StateOf:
-    """The states of layers without adapters, which are added to the weights; computed in float32, rounded once.
-
-    Args:
-        model: With adapters.
-        state_of: The states of its layers.
-        base: Folder of the weights that the states do not hold.
-
-    Raises:
-        ConfigError: The states do not hold all weights, and nor does the folder.
-    """
+    """The states of layers without adapters, which are added to the weights; ``base`` has weights that states lack."""
     from peft.tuners.lora import LoraLayer
 
     dtype = next(tensor.dtype for index in range(len(model.records)) for tensor in state_of(index).values())
 
     def merged(index: int) -> dict[str, Tensor]:
+        # Added in float32, rounded once.
         layer, state = model.build_layer(index, seed=None), state_of(index)
         if layer.state_dict().keys() - state.keys():
             if base is None or not has_weights(base):

@@ -30,10 +30,10 @@ from omnibal.vlm.passes import (
     time_passes,
     time_split_backward,
 )
-from omnibal.vlm.payload import Layout, Payload
+from omnibal.vlm.payload import Payload, SentTensors
 
+# Differences between repetitions, as a share of the median, above which a profile comes with a warning.
 MAX_SPREAD = 0.1
-"""Differences between repetitions, as a share of the median, above which a profile comes with a warning."""
 _MOMENTS_BYTES, _MASTER_BYTES = 8, 4
 
 
@@ -50,32 +50,23 @@ def measure_profile(
 ) -> ModelProfile:
     """Measure on this machine what the layers of a model cost.
 
-    Of layers of one kind and size the first is measured, at packs of a quarter, a half and all of the limits, and the
-    last is compared with it. A time is the median of 5 passes after 2 warm-up passes; costs are fitted to the times.
-    The backward passes to the inputs and to the weights are measured apart, as a zero-bubble schedule runs them. The
-    last layer's times contain the loss. Optimizer steps are those of torch's AdamW.
-
     Args:
         model: Its layers are built one at a time, with initial weights.
         limits: The most a pack may hold.
         dtype: Of parameters and activations.
         device: What to measure on.
         frozen: What is not trained, as ``check_frozen`` takes it.
-        max_spread: See Warns.
+        max_spread: The most that repetitions, or layers of one kind, may differ by without a MeasurementWarning.
         seed: Of weights and inputs.
         report: Called with the name of each layer before it is measured.
-
-    Raises:
-        ConfigError: Not just these parts can be frozen.
-
-    Warns:
-        MeasurementWarning: Repetitions, or layers of one kind, differ by more than ``max_spread``: other programs are
-            running, or the clock is not stable.
     """
+    # Of layers of one kind and size the first is measured, and the last is compared with it. A time is the median of 5
+    # passes after 2 warm-up passes; costs are fitted to the times. The backward passes to the inputs and to the weights
+    # are measured apart, as a zero-bubble schedule runs them. The last layer's times contain the loss.
     parts = check_frozen(model.records, frozen)
     bench = _Bench(model, made_packs(model, limits), dtype, torch.device(device), frozen, seed)
     measured = bench.measure_all(report)
-    for message in _doubts(bench, measured, max_spread):
+    for message in _warnings(bench, measured, max_spread):
         warnings.warn(message, MeasurementWarning, stacklevel=2)
     costs = [replace(measured[bench.group(r)].cost, name=r.name, tied_key=r.tied_key) for r in model.records]
     return ModelProfile(
@@ -93,19 +84,16 @@ def measured_versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _LayerGroup:
     """A group of layers that cost the same."""
 
     cost: LayerCost
     largest_input: Payload
-    largest: Timing
-    """Forward and backward of the largest pack."""
+    largest: Timing  # forward and backward of the largest pack
 
 
 @dataclass(frozen=True)
 class _Bench:
-    """What all measurements of a profile have in common."""
-
     model: VisionLanguageModel
     packs: list[MadePack]
     dtype: torch.dtype
@@ -113,9 +101,9 @@ class _Bench:
     frozen: Collection[str]
     seed: int
 
-    def measure_all(self, report: Callable[[str], object]) -> dict[str, _Measured]:
+    def measure_all(self, report: Callable[[str], object]) -> dict[str, _LayerGroup]:
         """Measure the first layer of each group, on what the layers before it put out."""
-        measured: dict[str, _Measured] = {}
+        measured: dict[str, _LayerGroup] = {}
         payloads = [self._payload(pack) for pack in self.packs]
         for index, record in enumerate(self.model.records):
             group = self.group(record)
@@ -128,13 +116,12 @@ class _Bench:
             rows = [(load, self._run(index, layer, payload).measure()) for load, payload in distinct.values()]
             _, largest = rows[-1]
             cost = _fit(record, layer, rows, trainable=record.trainable_parameters(self.frozen) > 0)
-            measured[group] = _Measured(cost, payloads[-1], largest.forward + largest.backward)
+            measured[group] = _LayerGroup(cost, payloads[-1], largest.forward + largest.backward)
             with torch.no_grad():
                 payloads = [layer(payload) for payload in payloads]
         return measured
 
     def time_largest(self, index: int, payload: Payload) -> Timing:
-        """Forward and backward of one layer."""
         forward, backward = self._run(index, self._build(index), payload).time_passes()
         return forward + backward
 
@@ -147,12 +134,12 @@ class _Bench:
         return layer
 
     def group(self, record: LayerRecord) -> str:
-        """The same for layers that cost the same."""
+        """The same text for layers that cost the same."""
         frozen = [record.freezes(name, self.frozen) for name in record.weights]
         return f"{record.kind} {sorted(record.sizes.items())} {frozen}"
 
     def _run(self, index: int, layer: nn.Module, payload: Payload) -> LayerRun:
-        return LayerRun(layer, payload, self.model.layout(index + 1), from_pixels=index == 0)
+        return LayerRun(layer, payload, self.model.sent_tensors(index + 1), from_pixels=index == 0)
 
     def _payload(self, pack: MadePack) -> Payload:
         payload = pack.payload(self.model, dtype=self.dtype, device=self.device, seed=self.seed)
@@ -161,11 +148,9 @@ class _Bench:
         return payload.with_integers(targets_of(labels))
 
     def _load(self, index: int, pack: MadePack) -> Load:
-        """What of a pack a layer's costs depend on.
-
-        Vision units before the text embedding, and their squares where attention covers an image of any size; tokens
-        after it. Where features of the images are handed on, both. Of the head tokens and targets.
-        """
+        """What of a pack a layer's costs depend on."""
+        # Of the head tokens and targets. Before the text embedding vision units, and their squares where attention
+        # covers an image of any size; tokens after it; both where features of the images are handed on.
         record, load = self.model.records[index], pack.load
         if index == len(self.model.records) - 1:
             return Load(0, load.llm_tokens, target_tokens=_targets(pack))
@@ -186,7 +171,7 @@ def _fit(
     record: LayerRecord, layer: nn.Module, measured: Sequence[tuple[Load, LayerOnPack]], *, trainable: bool
 ) -> LayerCost:
     loads, rows = Load.stack(load for load, _ in measured), [row for _, row in measured]
-    # which has no weights
+    # Attention has no weights: their gradients do not grow with its squares.
     without_attention = Load(loads.vision_units, loads.llm_tokens, target_tokens=loads.target_tokens)
 
     def seconds(of: Callable[[LayerOnPack], float], loads: Load = loads) -> CostModel:
@@ -227,8 +212,7 @@ def _fit(
     )
 
 
-def _doubts(bench: _Bench, measured: Mapping[str, _Measured], max_spread: float) -> Iterator[str]:
-    """What speaks against the measurements."""
+def _warnings(bench: _Bench, measured: Mapping[str, _LayerGroup], max_spread: float) -> Iterator[str]:
     records = bench.model.records
     total = Timing(0.0, 0.0)
     for record in records:
@@ -260,40 +244,25 @@ class LayerOnPack:
     """What a layer costs on one pack."""
 
     forward: Timing
-    backward: Timing
-    """To the inputs and the weights."""
-    backward_split: Timing
-    """To the inputs, and to weights whose gradients cannot wait."""
-    weights: Timing
-    """To the weights whose gradients can wait."""
-    backward_by_level: Mapping[Level, Timing]
-    """With recomputation."""
-    kept_bytes: Mapping[Level, int]
-    """From forward to backward."""
-    pending_bytes: int
-    """From ``backward_split`` to ``weights``."""
-    sent_bytes: int
-    """Of the floating tensors that a cut behind the layer sends."""
+    backward: Timing  # to the inputs and the weights
+    backward_split: Timing  # to the inputs, and to weights whose gradients cannot wait
+    weights: Timing  # to the weights whose gradients can wait
+    backward_by_level: Mapping[Level, Timing]  # with recomputation
+    kept_bytes: Mapping[Level, int]  # from forward to backward
+    pending_bytes: int  # from ``backward_split`` to ``weights``
+    sent_bytes: int  # of the floating tensors that a cut behind the layer sends
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """A layer and a pack to run it on.
-
-    Args:
-        layer: As it is trained; frozen parameters do not require gradients.
-        payload: Its input; the last layer's has targets, and its times contain the loss.
-        sent: What a cut behind it sends.
-        from_pixels: Whether the input is pixels, which need no gradient.
-    """
+    """A layer as it is trained, a pack to run it on (for the last layer with targets), and what a cut behind sends."""
 
     layer: nn.Module
     payload: Payload
-    sent: Layout
-    from_pixels: bool
+    sent: SentTensors
+    from_pixels: bool  # pixels need no gradient
 
     def measure(self) -> LayerOnPack:
-        """Measure passes at every level, and what they keep."""
         forward, backward = self.time_passes()
         backward_split, weights, pending_bytes = self._split()
         free = [*self.layer.parameters(), *self.layer.buffers(), *self.payload.integers.values()]
@@ -309,7 +278,6 @@ class LayerRun:
         )
 
     def time_passes(self, level: Level = "none") -> tuple[Timing, Timing]:
-        """Seconds of a forward and a backward pass."""
         return time_passes(partial(self._outputs, level), self.payload.hidden.device)
 
     def _split(self) -> tuple[Timing, Timing, int]:
@@ -324,14 +292,13 @@ class LayerRun:
         return run_layer(self.layer, given, level)
 
     def _outputs(self, level: Level) -> list[Tensor]:
-        """The floats that the layer makes; a feature that it hands on is not its work, and no node of a graph."""
+        # A feature that the layer only hands on is not its work, and no node of a graph.
         result = self._run(level)
         return [result.hidden, *(feature for feature in result.features.values() if not feature.is_leaf)]
 
 
 @contextmanager
 def _deferring(layer: nn.Module) -> Iterator[WeightGradients]:
-    """Let a layer leave its weight gradients for later."""
     queue = WeightGradients()
     defer_linears(layer, queue)
     try:
@@ -344,13 +311,7 @@ def _deferring(layer: nn.Module) -> Iterator[WeightGradients]:
 
 @dataclass(frozen=True)
 class MadePack:
-    """The sizes of a pack.
-
-    Args:
-        units: Vision units of its images, whose tokens are part of the samples; as many as images can have.
-        lengths: Tokens of each sample, at least one sample.
-        samples_with_images: The first so many samples share the units evenly.
-    """
+    """The sizes of a pack; its first ``samples_with_images`` samples share the vision units evenly."""
 
     units: int
     lengths: tuple[int, ...]
@@ -358,12 +319,11 @@ class MadePack:
 
     @property
     def tokens(self) -> int:
-        """Of all samples."""
         return sum(self.lengths)
 
     @property
     def load(self) -> Load:
-        """What it holds: all tokens but the first are targets; a native-resolution ViT sees a square image a sample."""
+        # All tokens but the first are targets; a native-resolution ViT sees a square image a sample.
         squared = self.units**2 // self.samples_with_images
         return Load(self.units, self.tokens, sum(length**2 for length in self.lengths), squared, self.tokens - 1)
 
@@ -389,14 +349,7 @@ class MadePack:
 
 
 def made_sample(model: VisionLanguageModel, units: int, length: int, generator: torch.Generator) -> dict[str, Any]:
-    """A sample with so many vision units: its images' tokens come first, and random ones behind them.
-
-    Args:
-        model: Its layers are what the sample is for.
-        units: Vision units of its images; as many as images can have.
-        length: Tokens, those of images among them.
-        generator: Of tokens and pixels.
-    """
+    """A sample with so many vision units: its images' tokens come first, and random ones behind them."""
     ids = torch.randint(model.config.text_config.vocab_size, (length,), generator=generator)
     image = int(model.config.image_token_id)
     ids[ids == image] = 0 if image else 1
@@ -424,19 +377,16 @@ def _images(model: VisionLanguageModel, most_units: int) -> _Images:
 
 
 def image_tokens_per_tile(model: VisionLanguageModel) -> int:
-    """Tokens that a tile brings to the language model."""
     return next(
         record.sizes["image_tokens_per_tile"] for record in model.records if "image_tokens_per_tile" in record.sizes
     )
 
 
 def made_packs(model: VisionLanguageModel, limits: PackLimits) -> list[MadePack]:
-    """Packs of a quarter, a half and all of the limits, each as one sample with images and as four without.
-
-    So what grows with vision units, with tokens and with their squares can be told apart; where images have any size,
-    a pack of four samples with images tells more units from larger images. A pack has no more units than its tokens
-    can hold, and no sample is longer than the model's positions. The last pack is the largest.
-    """
+    """Packs of a quarter, a half and all of the limits, each as one sample with images and as four without."""
+    # So what grows with vision units, with tokens and with their squares can be told apart; where images have any size,
+    # a pack of four samples with images tells more units from larger images. A pack has no more units than its tokens
+    # can hold, and no sample is longer than the model's positions.
     longest = int(model.config.text_config.max_position_embeddings)
     packs = []
     for share in _SHARES:

@@ -1,4 +1,4 @@
-"""Measure a piece of a model: seconds of its passes, and bytes kept from forward to backward."""
+"""Measure a piece of a model: seconds of its passes, bytes that stay for backward, and the most alive at a time."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ class Timing:
     def of(cls, seconds: Iterable[float]) -> Timing:
         """Summarise repetitions.
 
-        Example:
-            >>> Timing.of([3.0, 1.0, 2.0, 2.0, 9.0])
-            Timing(seconds=2.0, spread_seconds=1.0)
+        >>> Timing.of([3.0, 1.0, 2.0, 2.0, 9.0])
+        Timing(seconds=2.0, spread_seconds=1.0)
         """
         first, median, third = np.quantile(list(seconds), [0.25, 0.5, 0.75])
         return cls(float(median), float(third - first))
 
     def __add__(self, other: Timing) -> Timing:
-        """The timing of two pieces of work, one after the other; their spreads add up at worst."""
+        """One piece of work after the other; their spreads add up at worst."""
         return Timing(self.seconds + other.seconds, self.spread_seconds + other.spread_seconds)
 
     @property
@@ -59,10 +58,7 @@ Outputs = Tensor | Sequence[Tensor]
 
 
 def time_passes(forward: Callable[[], Outputs], device: torch.device) -> tuple[Timing, Timing]:
-    """Seconds of a forward pass and of the backward pass after it, with gradients that accumulate.
-
-    ``forward`` computes outputs anew; if none of them requires a gradient, the backward pass takes no time.
-    """
+    """Seconds of a forward pass and of the backward pass after it, with gradients that accumulate."""
     forward_seconds, backward_seconds, _ = _timings(forward, lambda: None, device)
     return forward_seconds, backward_seconds
 
@@ -78,6 +74,7 @@ def time_split_backward(
 def _timings(
     forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
 ) -> tuple[Timing, Timing, Timing]:
+    # Forward, backward, weights of each repetition; the warm-up passes are left out.
     seconds = [_one_pass(forward, weights, device) for _ in range(WARM_UP + STEPS)][WARM_UP:]
     first, second, third = (Timing.of(column) for column in zip(*seconds, strict=True))
     return first, second, third
@@ -108,6 +105,7 @@ def _one_pass(
 
 def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:
     """Seconds of a step of AdamW on float32 copies of parameters, as a mixed-precision optimizer runs it."""
+    # A mixed-precision optimizer runs on float32 master weights.
     copies = [torch.ones_like(parameter, dtype=torch.float32, requires_grad=True) for parameter in parameters]
     if not copies:
         return Timing(0.0, 0.0)
@@ -126,13 +124,10 @@ def time_optimizer(parameters: Iterable[nn.Parameter]) -> Timing:
 def kept_bytes(forward: Callable[[], Outputs], *, free: Iterable[Tensor] = ()) -> int:
     """Bytes that stay alive after a forward pass because a backward pass needs them; exact on any device.
 
-    These are the storages that autograd saves, and all others that were made during the pass and are still alive, such
-    as caches of selective recomputation. Parts of one storage count once, as the whole storage.
-
-    Args:
-        forward: Computes outputs, which count only if they are saved.
-        free: Tensors whose storages do not count, such as parameters.
+    Outputs count only if they are saved, and storages of the tensors ``free``, such as parameters, never.
     """
+    # These are the storages that autograd saves, and all others that were made during the pass and are still alive,
+    # such as caches of selective recomputation. Parts of one storage count once, as the whole storage.
     excluded = {address_of(tensor) for tensor in free}
     # Autograd holds what ``save`` returns instead of the tensor. Holders of graphs that end within the pass die with
     # them and leave the set.
@@ -154,8 +149,7 @@ def kept_bytes(forward: Callable[[], Outputs], *, free: Iterable[Tensor] = ()) -
 
 
 class _Saved:
-    """Holds a saved tensor; lives as long as autograd keeps it."""
-
+    # An object of ours lives as long as autograd keeps it, where a tensor may have other owners.
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
@@ -163,6 +157,7 @@ class _Saved:
 @contextmanager
 def _collect_gen0() -> Iterator[None]:
     """Disable the garbage collector inside the block; collect generation 0 at its end."""
+    # Cycles of earlier work would be collected at any time within the block, and change what is alive.
     was_enabled = gc.isenabled()
     gc.collect(0)
     gc.disable()
@@ -175,7 +170,6 @@ def _collect_gen0() -> Iterator[None]:
 
 
 def this_device() -> torch.device:
-    """This machine's accelerator, or its CPU where it has none."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -192,11 +186,7 @@ def _wait(device: torch.device) -> None:
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, on any device, the storages that operators make within the context, without keeping them alive.
-
-    Parts of one storage count once, as the whole storage. Backward passes count if they run in this thread, as they do
-    on a CPU.
-    """
+    """Counts, on any device, the storages that operators make within the context, without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -207,6 +197,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A result that shares storage with an argument (a view, an operation in place) is nothing new.
         given = {address_of(tensor) for tensor in tensors_in((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
@@ -226,7 +217,6 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at one time."""
         return self._peak
 
     def _add(self, tensor: Tensor) -> None:
@@ -240,7 +230,6 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
@@ -258,9 +247,7 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 class DevicePeak:
     """A context that measures the peak of a device: by its allocator, on a CPU by a `StorageMeter`.
 
-    Args:
-        device: The device of this process.
-        held: Tensors that exist before (parameters, gradients, optimizer state), which a CPU's meter does not see.
+    ``held`` are tensors that exist before, such as parameters, which a CPU's meter does not see.
     """
 
     def __init__(self, device: torch.device, held: list[Tensor]) -> None:
@@ -283,7 +270,6 @@ class DevicePeak:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the device has held within the context."""
         if self._meter is None:
             return int(torch.get_device_module(self._device).max_memory_allocated())
         return self._held + self._meter.peak_bytes
@@ -293,5 +279,6 @@ def overhead_bytes(device: torch.device) -> int:
     """Bytes in use on a CUDA device beside those of torch's allocator; 0 on any other device."""
     if device.type != "cuda":
         return 0
+    # The context, libraries and communication buffers: all that the driver counts and torch's allocator does not.
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()

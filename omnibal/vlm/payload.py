@@ -21,8 +21,7 @@ class Payload:
             projector; (1, tokens, width) within the language model; the sum of losses, a number, behind the last layer.
         integers: Integers of the pack by name, such as token ids and sizes of images. They have no gradient, and no
             layer changes them. On the last stage the results of ``omnibal.loss.targets_of`` are among them.
-        features: Further floats that later layers read, such as outputs of earlier ViT blocks. A stage that receives
-            a feature sends a gradient back for it.
+        features: Further floats that later layers read, such as outputs of earlier ViT blocks.
     """
 
     hidden: Tensor
@@ -37,11 +36,9 @@ class Payload:
         return cls(pack["pixel_values"].to(dtype), integers)
 
     def replace(self, **changes: Any) -> Payload:
-        """A copy with other values of some attributes."""
         return replace(self, **changes)
 
     def with_integers(self, more: Mapping[str, Tensor]) -> Payload:
-        """A copy with further integers."""
         return replace(self, integers={**self.integers, **more})
 
     def with_floats(self, change: Callable[[Tensor], Tensor]) -> Payload:
@@ -75,30 +72,24 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which tensors a payload has between two layers, in the order in which they are sent.
+class SentTensors:
+    """Which tensors of a payload pass a cut between two layers, in the order in which they are sent.
 
-    A pipeline engine sends tuples of tensors, and wants the same number and dtypes of them for every micro-batch at a
-    cut: the hidden states, other floats, then integers. Features that no later layer reads are not in the layout of a
-    cut, and so not sent: the stage behind it would owe gradients for them. The samples' bounds come last, where
-    ``counts_of`` finds them.
-
-    Attributes:
-        features: Names of the features.
-        integers: Names of the integers, ``"cu_seq_lens"`` last.
+    Hidden states come first, then features, then integers, ``cu_seq_lens`` last, where ``counts_of`` finds them.
     """
 
+    # DeepSpeed wants the same number and dtypes of tensors for every micro-batch at a cut. Features that no later layer
+    # reads are not sent: the stage behind the cut would owe gradients for them.
     features: tuple[str, ...] = ()
     integers: tuple[str, ...] = ("input_ids", "position_ids", "cu_seq_lens")
 
     @classmethod
-    def of(cls, payload: Payload) -> Layout:
-        """The layout of everything that a payload has."""
+    def of(cls, payload: Payload) -> SentTensors:
+        """Everything that a payload has."""
         others = [name for name in payload.integers if name != "cu_seq_lens"]
         return cls(tuple(payload.features), (*others, "cu_seq_lens"))
 
     def flatten(self, payload: Payload) -> tuple[Tensor, ...]:
-        """The tensors of a payload that the layout names, in the order in which they are sent."""
         return (*self.floats(payload), *(payload.integers[name] for name in self.integers))
 
     def floats(self, payload: Payload) -> tuple[Tensor, ...]:
@@ -116,16 +107,11 @@ class Layout:
 
 
 class PackCounts(NamedTuple):
-    """Numbers of a pack that the host knows: a layer that read them from the device would wait for its queue.
+    """Numbers of a pack that the host knows: a layer that read them from the device would wait for its queue."""
 
-    Attributes:
-        image_tokens: Image tokens in the pack; None if nobody has counted them.
-        sample_lengths: Tokens of each sample.
-        integers: Further integers of the pack by name, such as the sizes of its images.
-    """
-
-    image_tokens: int | None
+    image_tokens: int | None  # in the pack; None if nobody has counted them
     sample_lengths: tuple[int, ...]
+    # Further integers of the pack by name, such as the sizes of its images:
     integers: Mapping[str, list[Any]] = MappingProxyType({})
 
 

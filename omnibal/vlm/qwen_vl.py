@@ -34,25 +34,18 @@ from omnibal.vlm.text import DecoderBlock, ExactRotary, text_recipes
 
 
 class PatchPlaces(NamedTuple):
-    """Where the patches of a pack are, in the order in which the ViT's blocks have them.
+    """Where the patches of a pack are, in the order in which the ViT's blocks have them."""
 
-    Attributes:
-        grids: As ``image_grid_thw``, on the host.
-        rows_columns: Of each patch, of shape (patches, 2).
-        images: Bounds of the images, int32 of shape (images + 1,).
-        windows: Bounds of the windows; of the images where there are no windows.
-        window_order: Which merged patch stands at each place, of shape (image tokens,); None where they are in order.
-    """
-
-    grids: Tensor
-    rows_columns: Tensor
-    images: Tensor
-    windows: Tensor
-    window_order: Tensor | None
+    grids: Tensor  # as ``image_grid_thw``, on the host
+    rows_columns: Tensor  # of each patch, (patches, 2)
+    images: Tensor  # bounds of the images, int32 of shape (images + 1,)
+    windows: Tensor  # bounds of the windows; of the images where there are no windows
+    window_order: Tensor | None  # which merged patch stands at each place, (image tokens,); None: they are in order
 
 
 def patch_places(payload: Payload, vision: Any) -> PatchPlaces:
     """The places of a pack's patches; made once for all layers of a stage, and kept with the pack's grids."""
+    # The tensor of grids travels with the pack through all layers, so that what hangs on it is made once per stage.
     on_device = payload.integers[GRIDS]
     places: PatchPlaces | None = getattr(on_device, "_omnibal_places", None)
     if places is None:
@@ -88,7 +81,7 @@ def bounds_of(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device; from pinned memory, since the host would wait for a GPU otherwise."""
+    # From pinned memory, since the host would wait for a GPU otherwise.
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
@@ -105,7 +98,7 @@ _CLASSES = {
 }
 
 
-class PatchEmbedding(nn.Module):
+class QwenPatchEmbedding(nn.Module):
     """Pixels to patch embeddings, with Qwen3-VL's positions, in the order of Qwen2.5-VL's windows."""
 
     def __init__(self, config: Any, patch_embed: nn.Module, pos_embed: nn.Embedding | None = None) -> None:
@@ -131,6 +124,7 @@ class PatchEmbedding(nn.Module):
         """The table of learned positions, stretched to each image's grid."""
         if not len(patches):
             return self.pos_embed(torch.empty(0, dtype=torch.int64, device=patches.device))  # type: ignore[no-any-return]
+        # transformers' own interpolation: the four nearest entries of the table, and their shares, for each patch.
         taps, shares = get_vision_interpolation_indices_and_weights(
             grids,
             num_grid_per_side=int(self.pos_embed.num_embeddings**0.5),
@@ -143,7 +137,7 @@ class PatchEmbedding(nn.Module):
         return positions.to(patches.dtype)
 
 
-class VisionBlock(nn.Module):
+class QwenBlock(nn.Module):
     """One block of the ViT, whose patches attend to their whole image."""
 
     def __init__(self, config: Any, block: nn.Module, rotary: nn.Module) -> None:
@@ -179,14 +173,14 @@ class VisionBlock(nn.Module):
         return run
 
 
-class WindowBlock(VisionBlock):
+class WindowBlock(QwenBlock):
     """A block of Qwen2.5-VL's ViT whose patches attend to their window."""
 
     def _segments(self, places: PatchPlaces) -> Tensor:
         return places.windows
 
 
-class DeepstackBlock(VisionBlock):
+class DeepstackBlock(QwenBlock):
     """A block of Qwen3-VL's ViT whose output enters the language model as well."""
 
     def __init__(self, config: Any, block: nn.Module, rotary: nn.Module, merger: nn.Module) -> None:
@@ -201,8 +195,7 @@ class DeepstackBlock(VisionBlock):
 
 
 def _feature_name(level: int) -> str:
-    """Levels are counted by the depth of their blocks in the ViT."""
-    return f"deepstack.{level}"
+    return f"deepstack.{level}"  # levels are counted by the depth of their blocks in the ViT
 
 
 class Merger(nn.Module):
@@ -230,6 +223,7 @@ class DeepstackDecoderBlock(DecoderBlock):
     def forward(self, payload: Payload) -> Payload:
         """From hidden states (1, tokens, width) to the same, with a feature less."""
         payload = super().forward(payload)
+        # The first feature is this layer's: features keep the order in which the ViT's blocks made them.
         name, *later = payload.features
         image = (payload.input_ids == self.image_token_id)[..., None]
         added = torch.zeros_like(payload.hidden).masked_scatter(image, payload.features[name].to(payload.hidden.dtype))
@@ -239,11 +233,6 @@ class DeepstackDecoderBlock(DecoderBlock):
 
 
 def qwen_vl(config: Any) -> VisionLanguageModel:
-    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL model as pipeline layers.
-
-    Raises:
-        ConfigError: If the configuration has a setting that the layers do not serve.
-    """
     records = layer_records(config.to_dict())
     skeleton = skeleton_of(_CLASSES[config.model_type], config)
     vision: Any = config.vision_config
@@ -269,7 +258,7 @@ def _image_tokens(sample: Mapping[str, Tensor], *, merge_size: int) -> int:
 
 
 def _made_images(units: int, *, merge_size: int) -> tuple[int, Mapping[str, Tensor]]:
-    """One square image, or none."""
+    # One square image, or none.
     side = isqrt(units) // merge_size * merge_size
     grids = torch.tensor([[1, side, side]] if side else [], dtype=torch.int64)
     return side**2, {GRIDS: grids.view(-1, 3)}
@@ -280,8 +269,8 @@ def _vision_recipes(records: Sequence[LayerRecord], vision: Any) -> list[LayerRe
     embeddings = {"patch_embed": f"{visual}.patch_embed"}
     if hasattr(vision, "num_position_embeddings"):
         embeddings["pos_embed"] = f"{visual}.pos_embed"
-    recipes = [LayerRecipe(PatchEmbedding, embeddings)]
-    classes = {"vision_block": VisionBlock, "window_block": WindowBlock, "deepstack_block": DeepstackBlock}
+    recipes = [LayerRecipe(QwenPatchEmbedding, embeddings)]
+    classes = {"vision_block": QwenBlock, "window_block": WindowBlock, "deepstack_block": DeepstackBlock}
     blocks = [classes[record.kind] for record in records if record.kind in classes]
     for number, block_class in enumerate(blocks):
         parts = {"block": f"{visual}.blocks.{number}", "rotary": f"{visual}.rotary_pos_emb"}
@@ -302,6 +291,7 @@ def _text_recipes(records: Sequence[LayerRecord]) -> list[LayerRecipe]:
 
 def _features(records: Sequence[LayerRecord]) -> list[tuple[str, ...]]:
     """What each cut sends: a deep-stack feature from the block that makes it to the decoder layer that adds it."""
+    # Entry i is what a cut before layer i sends: made so far, and not yet added.
     kinds = [record.kind for record in records]
     deep, made, added = kinds.count("deepstack_block"), 0, 0
     found: list[tuple[str, ...]] = [()]

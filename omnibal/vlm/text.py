@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from omnibal.errors import DataError
 from omnibal.families.base import LayerRecord
-from omnibal.loss import Head as LogitsOf
-from omnibal.loss import evaluation_statistics, summed_loss
+from omnibal.loss import LogitsOf, evaluation_statistics, summed_loss
 from omnibal.vlm.attention import attention_kwargs, sample_lengths
 from omnibal.vlm.layers import LayerRecipe
 from omnibal.vlm.payload import Payload, counts_of
@@ -26,14 +25,11 @@ class TextEmbedding(nn.Module):
         self.embed_tokens = embed_tokens
 
     def forward(self, payload: Payload) -> Payload:
-        """From features (image_tokens, width) to hidden states (1, tokens, width).
-
-        Raises:
-            DataError: If there are not as many image tokens as features, or a sample is too long.
-        """
+        """From features (image_tokens, width) to hidden states (1, tokens, width)."""
         features = payload.hidden
         embedded: Tensor = self.embed_tokens(payload.input_ids)
         image = payload.input_ids == self.image_token_id
+        # Counts that the host knows spare it a wait for the device.
         counts = counts_of([payload.cu_seq_lens])
         image_tokens = None if counts is None else counts.image_tokens
         image_tokens = int(image.sum()) if image_tokens is None else image_tokens
@@ -52,11 +48,9 @@ class TextEmbedding(nn.Module):
 
 
 class TiedEmbedding(TextEmbedding):
-    """Embedding and head in one module, for models that tie them; its input says which of the two it is.
+    """Embedding and head in one module, for models that tie them; its input says which of the two it is."""
 
-    A pipeline engine ties whole modules, and calls the same module at both ends of the model.
-    """
-
+    # A pipeline engine ties whole modules, and calls the same module at both ends of the model.
     tied_weights = ("embed_tokens.weight",)
     at_once = True
 
@@ -109,15 +103,12 @@ class Head(nn.Module):
         self.lm_head = lm_head
 
     def forward(self, payload: Payload) -> Payload:
-        """From hidden states (1, tokens, width) to the sum of losses (), or to EVALUATION_STATISTICS when evaluating.
-
-        Without targets among the payload's integers, it gives the logits of all rows (1, tokens, vocab).
-        """
+        """From hidden states (1, tokens, width) to the sum of losses (), or when evaluating EVALUATION_STATISTICS."""
         return _judged(self, payload, self.lm_head, list(self.lm_head.parameters()))
 
 
 def _judged(layer: nn.Module, payload: Payload, head: LogitsOf, parameters: list[nn.Parameter]) -> Payload:
-    if "targets" not in payload.integers:
+    if "targets" not in payload.integers:  # logits of all rows, (1, tokens, vocab), for answers
         return payload.replace(hidden=head(payload.hidden).contiguous())
     # Before the product: of rows without a target nothing is computed.
     rows = payload.hidden[0].index_select(0, payload.integers["target_rows"])
@@ -146,6 +137,7 @@ class ExactRotary(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExactRotary":
         """Follow the model to its device, but not to bfloat16, in which far positions become indistinguishable."""
         before = dict(self.rotary.named_buffers())
+        # nn.Module's to(), half() and cuda() all end here; frequencies get back their old type on the new device.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, now in list(self.rotary.named_buffers()):
             if now.dtype != before[name].dtype:
@@ -161,13 +153,7 @@ def _longest_sample(text_config: Any) -> int | None:
 def text_recipes(
     records: Sequence[LayerRecord], *, language_model: str = "model.language_model", head: str = "lm_head"
 ) -> tuple[LayerRecipe, ...]:
-    """Recipes of the layers from text embedding to head.
-
-    Args:
-        records: Of all layers of the model, those of ``omnibal.families.parts`` at last.
-        language_model: Path of the language model in the Hugging Face model.
-        head: Path of the head.
-    """
+    """Recipes of the layers from text embedding to head, the last of ``records``."""
     num_blocks, tied = [record.kind for record in records].count("decoder_block"), records[-1].tied_key is not None
     embed_tokens = {"embed_tokens": f"{language_model}.embed_tokens"}
     rotary = {"rotary": f"{language_model}.rotary_emb"}

@@ -1,4 +1,4 @@
-"""Read and write Hugging Face folders of weights, layer by layer."""
+"""Read and write Hugging Face folders of weights, layer by layer; files that torch writes are read as data."""
 
 import json
 import math
@@ -24,45 +24,33 @@ from omnibal.vlm.layers import VisionLanguageModel, is_adapter
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# What weights may be stored as: a cast gives the model's dtype. Quantised ones would need their scales.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What weights may be stored as: a cast gives the model's dtype. Quantised ones would need their scales."""
 
+# Ends of names in older files that are no weights: the model makes them itself.
 BUFFERS = ("rotary_emb.inv_freq", "embeddings.position_ids")
-"""Ends of names in older files that are no weights: the model makes them itself."""
 
 
 class Stored(NamedTuple):
-    """Where a tensor is: a safetensors file, and its name there."""
+    """A weight: a safetensors file and its name there, or a tensor of a model in memory."""
 
     file: Path
     name: str
+    held: Tensor | None = None
 
     def read(self) -> Tensor:
-        """The tensor, on the CPU."""
+        """The tensor; one from a file is on the CPU."""
+        if self.held is not None:
+            return self.held
         with _opened(self.file) as file:
             tensor: Tensor = file.get_tensor(self.name)
         return tensor
 
     def shape(self) -> tuple[int, ...]:
-        """Read from the file's header."""
-        with _opened(self.file) as file:
+        if self.held is not None:
+            return tuple(self.held.shape)
+        with _opened(self.file) as file:  # the file's header says it
             return tuple(file.get_slice(self.name).get_shape())
-
-
-class InMemory(NamedTuple):
-    """A weight of a model in memory."""
-
-    file: str
-    name: str
-    tensor: Tensor
-
-    def read(self) -> Tensor:
-        """The tensor, wherever it is."""
-        return self.tensor
-
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's."""
-        return tuple(self.tensor.shape)
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -75,19 +63,13 @@ def load_layer(
 ) -> None:
     """Fill one layer with its weights from a Hugging Face folder or model, reading no other tensor.
 
-    The names of all tensors are checked against the whole model, so a wrong folder fails alike on every rank. Adapters,
-    which it does not hold, stay as they are.
-
     Args:
         model: The model that the layer belongs to.
         index: Which layer.
-        module: What ``model.build_layer(index, …)`` gave; its dtype and device stay.
+        module: What ``model.build_layer(index, …)`` gave; its dtype and device stay, and so do adapters.
         source: A folder with ``model.safetensors``, or with shards and their index; or a model's ``state_dict()``.
-
-    Raises:
-        ConfigError: If the folder has no weights, or a tensor is missing, unexpected, of another shape, quantised, on
-            the meta device, or holds NaN or infinity.
     """
+    # The names of all tensors are checked against the whole model, so that a wrong folder fails alike on every rank.
     stored, shapes = _stored_weights(model, source), model.shapes()
     targets = module.state_dict()
     for name, disk_name in _own_names(model, index).items():
@@ -98,16 +80,7 @@ def load_layer(
 def spare_weights(
     model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor] | None, *, seed: int
 ) -> dict[str, Tensor]:
-    """The weights that no layer has, by their names on disk: those that are there, else initial ones.
-
-    Args:
-        model: The model.
-        source: As of ``load_layer``; None where the layers, too, have initial weights.
-        seed: Of initial ones.
-
-    Raises:
-        ConfigError: As of ``load_layer``.
-    """
+    """The weights that no layer has, by their names on disk: those that ``source`` has, else initial ones."""
     names = model.spare_names
     if not names:
         return {}
@@ -121,10 +94,8 @@ def spare_weights(
 
 
 def ties_are_broken(model: VisionLanguageModel, folder: str | Path) -> bool:
-    """Whether a folder stores weights that ``model`` ties, and stores them with different values.
-
-    transformers does not tie such weights, whatever the configuration says.
-    """
+    """Whether a folder stores weights that ``model`` ties, and stores them with different values."""
+    # transformers does not tie such weights, whatever the configuration says.
     stored = _read_names(model, Path(folder))
     pairs = [
         (stored[name], stored[source]) for name, source in model.tied_names.items() if {name, source} <= set(stored)
@@ -133,10 +104,8 @@ def ties_are_broken(model: VisionLanguageModel, folder: str | Path) -> bool:
 
 
 def other_names(model: VisionLanguageModel, folder: str | Path) -> dict[str, str]:
-    """How a folder calls the weights that it does not call as the model's published folders do, by their names there.
-
-    transformers saves a model under the names that it was loaded from; so does ``save_model`` with these.
-    """
+    """How a folder calls the weights that it does not call as published folders do, by their names there."""
+    # transformers saves a model under the names that it was loaded from; so does ``save_model`` with these.
     return {name: stored.name for name, stored in _read_names(model, Path(folder)).items() if stored.name != name}
 
 
@@ -151,20 +120,15 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: ``config.json`` and safetensors, in shards with an index if more than one.
 
-    At most one shard and one layer are in memory at a time. A tied head is not written twice. Files of weights from
-    an earlier save are removed.
-
     Args:
         model: Whose layers are written.
         state_of: From a layer's index to its ``state_dict()``; called once per layer, in order.
-        folder: Is made if need be.
+        folder: Is made if need be; files of weights from an earlier save are removed.
         max_shard_bytes: Of tensors in one file; a tensor larger than that gets a file of its own.
         spare: What ``spare_weights`` gave; initial ones by default.
         names: What ``other_names`` gave; published names by default.
-
-    Raises:
-        ConfigError: If a state lacks a tensor of its layer, or holds one of another name.
     """
+    # At most one shard and one layer are in memory at a time. A tied head is not written twice.
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer = _ShardWriter(folder, max_shard_bytes)
@@ -181,11 +145,7 @@ def save_model(
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file as transformers does.
-
-    Raises:
-        OmnibalError: It cannot be written (a full disk).
-    """
+    """Write a safetensors file as transformers does."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -217,7 +177,6 @@ def _read_names(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
 
 
 def _remedy(folder: Path) -> str:
-    """What to do about a folder without safetensors."""
     if (folder / "adapter_config.json").is_file():
         return "these are adapters: `omnibal export --merged` adds them to their model"
     if any(folder.glob("*.bin")):
@@ -232,10 +191,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path} must be JSON with a weight_map, got {type(error).__name__}: {error}") from error
 
 
-def _stored_weights(
-    model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]
-) -> Mapping[str, Stored | InMemory]:
+def _stored_weights(model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]) -> Mapping[str, Stored]:
     """The tensors of a folder, or of a model in memory, that has exactly the model's."""
+    # Older folders hold a tied head twice, or under the head's name alone.
     where, stored = _all_weights(model, source)
     for name, first in model.tied_names.items():
         head = stored.pop(name, None)
@@ -260,20 +218,15 @@ def _own_names(model: VisionLanguageModel, index: int) -> dict[str, str]:
 
 def _all_weights(
     model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]
-) -> tuple[str, dict[str, Stored | InMemory]]:
-    """Where they are, in words, and each by its name on disk."""
+) -> tuple[str, dict[str, Stored]]:
     if isinstance(source, str | Path):
-        return str(source), dict(_read_names(model, Path(source)))
-    held = {model.disk_name(name): InMemory("the model given", name, tensor) for name, tensor in source.items()}
-    return "the model given", dict(held)
+        return str(source), _read_names(model, Path(source))
+    held = {model.disk_name(name): Stored(Path("the model given"), name, tensor) for name, tensor in source.items()}
+    return "the model given", held
 
 
-def _checked(name: str, stored: Mapping[str, Stored | InMemory], shapes: Mapping[str, torch.Size]) -> Tensor:
-    """A weight's values.
-
-    Raises:
-        ConfigError: They cannot be those of such a weight; where its shape is wrong, with all others that are wrong.
-    """
+def _checked(name: str, stored: Mapping[str, Stored], shapes: Mapping[str, torch.Size]) -> Tensor:
+    """A weight's values; refused with all others of a wrong shape, if its shape is wrong."""
     entry = stored[name]
     tensor = entry.read()
     if tensor.shape != shapes[name]:
@@ -333,6 +286,7 @@ class _ShardWriter:
 
     def close(self) -> None:
         self._flush()
+        # Shards have temporary names until their number is known; an earlier save stays whole until then.
         count = len(self._shards)
         for old in self._folder.glob("model*.safetensors*"):
             old.unlink()
@@ -369,17 +323,9 @@ _REMEDY: Final = "torch.serialization.add_safe_globals([...]) names a class that
 
 
 def load_data(path: Path, *classes: Any, **options: Any) -> Any:
-    """Load a file that holds tensors, containers, numbers, strings, arrays, and objects of these classes.
-
-    Args:
-        path: What ``torch.save`` wrote.
-        *classes: Their objects are made, and get the attributes that the file says.
-        **options: For ``torch.load``.
-
-    Raises:
-        ConfigError: It names another class or a function; none of them has run.
-    """
+    """Load what ``torch.save`` wrote: tensors, containers, numbers, strings, arrays, and objects of these classes."""
     try:
+        # torch's unpickler makes no object of a class that is not named here, so that no code of the file runs.
         with safe_globals([*_NUMPY, *classes]):
             return torch.load(path, weights_only=True, **options)
     except UnpicklingError as error:
@@ -389,11 +335,7 @@ def load_data(path: Path, *classes: Any, **options: Any) -> Any:
 
 
 def check_data(path: Path, *classes: Any) -> None:
-    """Refuse a file that ``load_data`` would refuse, as far as its list of names tells.
-
-    Raises:
-        ConfigError: It names another class or a function.
-    """
+    """Refuse a file that ``load_data`` would refuse, as far as its list of names tells."""
     with safe_globals([*_NUMPY, *classes]):
         others = get_unsafe_globals_in_checkpoint(str(path))
     if others:

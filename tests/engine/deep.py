@@ -2,7 +2,7 @@
 
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
-from omnibal.vlm.payload import Layout
+from omnibal.vlm.payload import SentTensors
 
 MADE, READ = 2, 7
 """Layers: a block of the ViT, the second decoder block."""
@@ -14,8 +14,8 @@ class DeepModel(VisionLanguageModel):
     def __init__(self, folder):
         self.__dict__ = load_model(folder).__dict__
 
-    def layout(self, boundary):
-        return Layout(features=("deep",) if MADE < boundary <= READ else ())
+    def sent_tensors(self, boundary):
+        return SentTensors(features=("deep",) if MADE < boundary <= READ else ())
 
     def build_layer(self, index, **options):
         layer = super().build_layer(index, **options)

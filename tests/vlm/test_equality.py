@@ -146,15 +146,15 @@ def test_cuts_send_what_later_layers_read_and_give_it_gradients(family):
         layer.zero_grad()
     sent, stages = Payload.of_pack(pack), []
     for boundary, layer in enumerate(layers):
-        layout = model.layout(boundary)
+        layout = model.sent_tensors(boundary)
         received = [t.detach().requires_grad_(t.is_floating_point()) for t in layout.flatten(sent)]
         given = layout.build(received)
         if layer is layers[-1]:
             assert torch.equal(layer(given).hidden, expected)
             given = given.with_integers(targets_of(pack["labels"]))
         sent = layer(given)
-        assert all(tensor.is_contiguous() for tensor in model.layout(boundary + 1).flatten(sent))
-        stages.append((received, model.layout(boundary + 1).floats(sent)))
+        assert all(tensor.is_contiguous() for tensor in model.sent_tensors(boundary + 1).flatten(sent))
+        stages.append((received, model.sent_tensors(boundary + 1).floats(sent)))
     gradients = [torch.ones(())]
     for received, outputs in reversed(stages):
         torch.autograd.backward(outputs, gradients)

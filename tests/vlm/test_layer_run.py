@@ -5,7 +5,7 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.vlm import load_model
 from omnibal.vlm.measure import MadePack, made_packs
-from omnibal.vlm.payload import Layout
+from omnibal.vlm.payload import SentTensors
 from tests.families.models import small_config
 from tests.vlm.models import IMAGE_TOKEN, PIXEL_SHAPE, TOKENS_PER_TILE, tiny_config
 
@@ -55,7 +55,7 @@ def test_canvases_are_as_large_as_the_units_allow():
 @pytest.mark.parametrize("pack", made_packs(MODEL, PackLimits(8, 120)))
 def test_a_payload_runs_through_the_model(pack):
     payload = pack.payload(MODEL, dtype=torch.bfloat16)
-    pixels, ids, positions, bounds = Layout().flatten(payload)
+    pixels, ids, positions, bounds = SentTensors().flatten(payload)
     assert pixels.shape == (pack.units, *PIXEL_SHAPE)
     assert pixels.dtype == torch.bfloat16
     assert (ids == IMAGE_TOKEN).sum() == pack.units * TOKENS_PER_TILE

@@ -174,7 +174,7 @@ def test_records_say_how_many_bytes_of_integers_a_cut_sends():
     model, pack = load_model(tiny_config()), MadePack(2, (20, 7))
     payload = pack.payload(model, dtype=torch.float32)
     for boundary, record in enumerate(model.records, start=1):
-        integers = [payload.integers[name] for name in model.layout(boundary).integers if name != "cu_seq_lens"]
+        integers = [payload.integers[name] for name in model.sent_tensors(boundary).integers if name != "cu_seq_lens"]
         assert sum(tensor.nbytes for tensor in integers) == pack.tokens * record.token_bytes
 
 

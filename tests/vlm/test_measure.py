@@ -225,7 +225,7 @@ def test_families_whose_images_are_cut_otherwise_are_measured(family):
             near = partial(pytest.approx, **({"rel": 0.02, "abs": 200} if has_patches else {"rel": 0.15, "abs": 900}))
             assert cost.saved_bytes["none"](pack.load) == near(kept), (cost.name, pack)
             payload = run("none")
-            layout = model.layout(index + 1)
+            layout = model.sent_tensors(index + 1)
             sent = sum(tensor.nbytes for tensor in (*layout.floats(payload), payload.input_ids, payload.position_ids))
             assert cost.output_bytes(pack.load) == near(sent), (cost.name, pack)
 

@@ -6,7 +6,7 @@ import torch
 from omnibal.profile.records import LEVELS
 from omnibal.vlm.backward import run_layer
 from omnibal.vlm.measure import LayerRun
-from omnibal.vlm.payload import Layout, Payload
+from omnibal.vlm.payload import Payload, SentTensors
 from tests.vlm.models import PIXEL_SHAPE, make_pack, make_sample
 
 PACK = make_pack([make_sample(1, tiles=(1,)), make_sample(2)])
@@ -41,8 +41,8 @@ def test_a_change_leaves_the_rest_and_the_original():
 
 def test_floats_are_sent_first_and_bounds_last():
     payload = rich()
-    layout = Layout.of(payload)
-    assert layout == Layout(("deep.0", "deep.1"), ("input_ids", "position_ids", "image_grid", "cu_seq_lens"))
+    layout = SentTensors.of(payload)
+    assert layout == SentTensors(("deep.0", "deep.1"), ("input_ids", "position_ids", "image_grid", "cu_seq_lens"))
     tensors = layout.flatten(payload)
     assert [tensor.is_floating_point() for tensor in tensors] == [True] * 3 + [False] * 4
     assert tensors[-1] is payload.cu_seq_lens
@@ -50,7 +50,7 @@ def test_floats_are_sent_first_and_bounds_last():
 
 def test_built_again_it_is_the_same():
     payload = rich()
-    layout = Layout.of(payload)
+    layout = SentTensors.of(payload)
     again = layout.build(layout.flatten(payload))
     assert again.hidden is payload.hidden
     for mine, other in ((again.features, payload.features), (again.integers, payload.integers)):
@@ -58,7 +58,7 @@ def test_built_again_it_is_the_same():
 
 
 def test_what_nobody_reads_is_not_sent():
-    layout = Layout(features=("deep.1",))
+    layout = SentTensors(features=("deep.1",))
     again = layout.build(layout.flatten(rich()))
     assert list(again.features) == ["deep.1"]
     assert list(again.integers) == ["input_ids", "position_ids", "cu_seq_lens"]
@@ -66,9 +66,9 @@ def test_what_nobody_reads_is_not_sent():
 
 def test_without_what_the_layout_wants_nothing_is_sent():
     with pytest.raises(KeyError, match=r"deep\.2"):
-        Layout(features=("deep.2",)).flatten(rich())
+        SentTensors(features=("deep.2",)).flatten(rich())
     with pytest.raises(AssertionError, match="layout"):
-        Layout().build(Layout.of(rich()).flatten(rich()))
+        SentTensors().build(SentTensors.of(rich()).flatten(rich()))
 
 
 class Adds(torch.nn.Module):
@@ -90,7 +90,7 @@ def test_a_layers_costs_contain_its_features():
     given = Payload(
         torch.ones(3, 2), Payload.of_pack(PACK).integers, {"read": torch.ones(3, 2), "handed on": torch.ones(9, 2)}
     )
-    run = LayerRun(layer, given, Layout(("made", "handed on")), from_pixels=False)
+    run = LayerRun(layer, given, SentTensors(("made", "handed on")), from_pixels=False)
     found = run.measure()
     assert found.sent_bytes == 4 * (3 * 2 + 3 * 2 + 9 * 2)
     assert found.kept_bytes["none"] == 4 * (3 * 2) * 3  # the product's input, what exp and tanh put out

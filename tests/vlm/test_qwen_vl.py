@@ -79,7 +79,7 @@ def test_images_that_do_not_fit_their_tokens_are_refused(change, message):
 def test_a_deep_feature_goes_as_far_as_the_layer_that_adds_it():
     model = load_model(tiny_qwen("qwen3_vl"))
     names = [record.name for record in model.records]
-    features = {names[boundary - 1]: model.layout(boundary).features for boundary in range(1, len(names) + 1)}
+    features = {names[boundary - 1]: model.sent_tensors(boundary).features for boundary in range(1, len(names) + 1)}
     first, second, third = "deepstack.0", "deepstack.1", "deepstack.2"
     assert {name: found for name, found in features.items() if found} == {
         "vision_block.0": (first,),
@@ -101,7 +101,7 @@ def test_counted_bytes_of_a_cut_are_those_that_it_sends(family):
     load = Load(len(payload.hidden), payload.input_ids.shape[1])
     for boundary, layer in enumerate(build_layers(model), start=1):
         payload = layer(payload)
-        sent = [*model.layout(boundary).floats(payload), payload.input_ids, payload.position_ids]
+        sent = [*model.sent_tensors(boundary).floats(payload), payload.input_ids, payload.position_ids]
         if boundary < len(counted):  # behind the head no cut can lie
             assert counted[boundary - 1].output_bytes(load) == sum(tensor.nbytes for tensor in sent), boundary
 

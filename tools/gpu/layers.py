@@ -161,7 +161,7 @@ class LayerBench:
         return MadePack(tiles, (tokens // 2, *(text // 4 + (text % 4 > i) for i in range(4))))
 
     def _trial(self, model: VisionLanguageModel, index: int, layer: torch.nn.Module, payload: Payload) -> LayerRun:
-        return LayerRun(layer, payload, model.layout(index + 1), from_pixels=index == 0)
+        return LayerRun(layer, payload, model.sent_tensors(index + 1), from_pixels=index == 0)
 
 
 def _as_received(payload: Payload) -> Payload:
