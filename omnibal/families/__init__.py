@@ -1,8 +1,4 @@
-"""Pure facts of each model family: its pipeline layers as records, what images bring to it, its names and its text.
-
-One file has the facts of a family, and a record of them is all that the rest of the package knows. ``register`` adds a
-family from outside.
-"""
+"""Pure facts of each model family: its pipeline layers as records, what images bring to it, its names and its text."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -16,6 +12,7 @@ from omnibal.families.base import Config, Family, LayerRecord
 _FAMILIES: dict[str, Family] = {}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_FAMILIES)
 """By ``model_type``."""
+# Why other models that people ask for are none that ``register`` could add as it is.
 REFUSED: Final = {
     "gemma3": "all tokens of an image see each other, later ones too, where packs know causal attention alone",
     **dict.fromkeys(
@@ -23,11 +20,10 @@ REFUSED: Final = {
         "marks of rows and columns stand between an image's tiles, where an image's tokens must be one run",
     ),
 }
-"""Why other models that people ask for are none that ``register`` could add as it is."""
 
 
 def register(family: Family) -> None:
-    """Adds a family, in this process. A module that does so, named in ``omnibal.model.family``, is imported by all.
+    """Add a family, in this process; all processes import the module that ``omnibal.model.family`` names.
 
     Raises:
         ConfigError: A ``model_type`` of it is another family's.
@@ -43,11 +39,7 @@ for _family in (internvl.FAMILY, llava.FAMILY, llava.NEXT, llava.ONEVISION, qwen
 
 
 def load(module: str) -> None:
-    """Import a module that registers families.
-
-    Raises:
-        ConfigError: There is none, or it cannot be imported.
-    """
+    """Import a module that registers families."""
     try:
         import_module(module)
     except ConfigError:
@@ -60,11 +52,7 @@ def load(module: str) -> None:
 
 
 def family_of(config: Config) -> Family:
-    """The family of a model.
-
-    Raises:
-        ConfigError: If no family knows ``config["model_type"]``.
-    """
+    """The family of a model by its ``model_type``."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         reason = REFUSED.get(str(model_type), "omnibal.model.family names a module that registers another")
@@ -73,12 +61,5 @@ def family_of(config: Config) -> Family:
 
 
 def layer_records(config: Config) -> tuple[LayerRecord, ...]:
-    """The pipeline layers of any known model, first to last.
-
-    Args:
-        config: The model's whole configuration as a dict (``config.to_dict()``).
-
-    Raises:
-        ConfigError: If no family knows ``config["model_type"]``, or the family refuses the configuration.
-    """
+    """The pipeline layers of any known model, first to last, from its whole configuration (``config.to_dict()``)."""
     return family_of(config).layer_records(config)

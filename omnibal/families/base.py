@@ -12,32 +12,25 @@ from omnibal.errors import ConfigError
 Config = Mapping[str, Any]
 """A configuration as a dict: ``config.to_dict()`` of a model, ``processor.to_dict()`` of an image processor."""
 Module = Literal["vision", "projector", "language"]
-"""Part of a model that a layer belongs to."""
-ONLY: Final = "only:"
-"""Before a kind of layers: this kind alone, where others have its common name."""
+ONLY: Final = "only:"  # before a kind of layers: this kind alone, where others have its common name
+# Sizes of a layer under LoRA: parameters of its adapters, which "parameters" counts too; their ranks, added up; and the
+# widths of what dropout makes for each of them, nothing without dropout.
 ADAPTER_SIZES = ("adapters", "adapter_ranks", "adapter_inputs")
-"""Sizes of a layer of a model under LoRA: parameters of its adapters, which ``"parameters"`` counts too; their ranks,
-added up; and the widths of what dropout makes for each of them, nothing without dropout."""
 
 
 class Layer(Protocol):
     """What users name layers by: a ``LayerRecord``, or the costs of such a layer."""
 
     @property
-    def name(self) -> str:
-        """Unique in the model."""
-
+    def name(self) -> str: ...
     @property
-    def kind(self) -> str:
-        """What the layer computes."""
-
+    def kind(self) -> str: ...
     @property
-    def module(self) -> Module:
-        """The part of the model that the layer belongs to."""
-
+    def module(self) -> Module: ...
     @property
-    def tied_key(self) -> str | None:
-        """Layers with the same key share one weight."""
+    def tied_key(self) -> str | None: ...
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
 
 
 L = TypeVar("L", bound=Layer)
@@ -59,14 +52,6 @@ class Trained(NamedTuple):
 
     trained: int
     parameters: int
-
-
-class HasSizes(Protocol):
-    """A layer, as a record of a model or as costs in a profile."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Widths and counts that decide what the layer costs."""
 
 
 @dataclass(frozen=True)
@@ -109,42 +94,31 @@ class LayerRecord:
         return self.sizes["parameters"] - self.sizes.get("untrained", 0) - not_trained
 
     def trained(self, frozen: Collection[str]) -> Trained:
-        """Parameters that get a gradient, and all."""
         return Trained(self.trainable_parameters(frozen), self.sizes["parameters"])
 
 
-def vision_unit_of(layers: Iterable[HasSizes]) -> str:
+def vision_unit_of(layers: Iterable[Layer]) -> str:
     """What the ViT of some layers counts images in: ``"tiles"``, ``"patches"``, or ``"vision units"`` if none says."""
     patches = {layer.sizes["patches_per_tile"] for layer in layers if "patches_per_tile" in layer.sizes}
     return "vision units" if not patches else "patches" if patches == {1} else "tiles"
 
 
 class ImageLoad(NamedTuple):
-    """What one image brings.
+    """What one image brings."""
 
-    Attributes:
-        vision_units: Tiles; patches in a native-resolution ViT.
-        llm_tokens: Tokens that stand for it in the LLM, brackets not counted.
-        vision_squared: Square of its patches in a native-resolution ViT, whose attention covers the image; else 0.
-    """
-
-    vision_units: int
-    llm_tokens: int
-    vision_squared: int = 0
+    vision_units: int  # tiles; patches in a native-resolution ViT
+    llm_tokens: int  # tokens that stand for it in the LLM, brackets not counted
+    vision_squared: int = 0  # square of its patches in a native-resolution ViT, whose attention covers the image
 
 
-Size = tuple[int, int]
-"""(width, height) of an image in pixels, both at least 1."""
+Size = tuple[int, int]  # (width, height) of an image in pixels, both at least 1
 ImageRule = Callable[[Sequence[Size]], tuple[ImageLoad, ...]]
-"""From the sizes of a sample's images to what each brings; a ValueError says why the model refuses such an image.
-
-Rules are partial functions rather than closures, so that datasets which hold them can be pickled.
-"""
+"""From the sizes of a sample's images to what each brings; a ValueError says why the model refuses such an image."""
 
 
 def each(rule: Callable[..., ImageLoad], *facts: Any) -> ImageRule:
     """A rule that looks at every image by itself: ``rule(*facts, width, height)``."""
-    return partial(_each, rule, facts)
+    return partial(_each, rule, facts)  # no closure: datasets that hold rules must be picklable
 
 
 def _each(rule: Callable[..., ImageLoad], facts: tuple[Any, ...], sizes: Sequence[Size]) -> tuple[ImageLoad, ...]:
@@ -183,14 +157,8 @@ class Family:
     ) -> tuple[dict[str, Any], ImageRule]:
         """What an image processor is told beside images, and what images then bring.
 
-        Args:
-            config: The model's configuration as a dict (``config.to_dict()``).
-            preprocessor: The image processor's (``processor.to_dict()``).
-            max_tiles: Most tiles of an image where the family has such a limit; what the preprocessor says by default.
-            min_tiles: Fewest tiles, likewise.
-
-        Raises:
-            ConfigError: If the family has no tile limits, or the two configurations do not fit one another.
+        ``config`` and ``preprocessor`` are the dicts of the model's and the image processor's configuration; limits of
+        tiles are by default what the preprocessor says.
         """
         options: dict[str, Any] = {}
         if self.tile_limits is not None:
@@ -213,11 +181,6 @@ def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> tup
 
     Returns:
         Kinds and patterns, sorted, each once; ``only:`` stands before a kind if others of its common name are trained.
-
-    Raises:
-        ConfigError: A name stands for nothing in the model, for only some of the blocks of one common name (and does
-            not begin with ``only:``), or for layers that share weights with others that are trained; or nothing is
-            left to train.
     """
     if not frozen:
         return ()
@@ -238,10 +201,8 @@ def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> tup
 
 
 def spelled_out(layers: Sequence[Layer], frozen: Collection[str]) -> tuple[str, ...]:
-    """The words of ``frozen`` in the one form in which lists that freeze the same layers are equal.
-
-    See ``check_frozen``, which refuses wrong words; here they count as patterns.
-    """
+    """The words of ``frozen`` in the one form in which lists that freeze the same layers are equal."""
+    # Words that stand for no layer count as patterns; `check_frozen` refuses wrong ones.
     patterns = {word for word in frozen if not any(is_named(layer, (word,)) for layer in layers)}
     return tuple(sorted(kinds_of([layer for layer in layers if is_named(layer, frozen)], layers) | patterns))
 
@@ -281,10 +242,7 @@ def _check_covers_blocks(records: Sequence[LayerRecord], name: str, frozen: Coll
 
 
 def trained_by_module(layers: Iterable[tuple[Layer, Trained]]) -> dict[str, Trained]:
-    """What each module of a model trains, from what each of the model's layers does; tied weights count once.
-
-    Qwen3-VL's ``vision`` is called ``vision (deep-stack mergers included)``: these lie within its blocks.
-    """
+    """What each module of a model trains, from what each of the model's layers does; tied weights count once."""
     kinds, keys, sums = set[str](), set[str | None](), dict[str, Trained]()
     for layer, (trained, parameters) in layers:
         kinds.add(layer.kind)
@@ -292,6 +250,7 @@ def trained_by_module(layers: Iterable[tuple[Layer, Trained]]) -> dict[str, Trai
             before = sums.get(layer.module, Trained(0, 0))
             sums[layer.module] = Trained(before.trained + trained, before.parameters + parameters)
         keys |= {layer.tied_key} - {None}  # layers without a key share nothing
+    # Qwen3-VL's mergers lie within blocks of its ViT.
     merges = " (deep-stack mergers included)" if "deepstack_block" in kinds else ""
     return {module + merges * (module == "vision"): numbers for module, numbers in sums.items()}
 
@@ -314,11 +273,6 @@ def _part_of(trained: int, parameters: int) -> str:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The nested configuration ``config[key]``.
-
-    Raises:
-        ConfigError: If it is missing or not a mapping.
-    """
     value = config.get(key)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key} must be a nested configuration, got {value!r}")
@@ -328,13 +282,8 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def size(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
     """The positive integer ``config[key]``.
 
-    >>> size({"hidden_size": 64}, "hidden_size")
-    64
     >>> size({"num_key_value_heads": None}, "num_key_value_heads", default=8)
     8
-
-    Raises:
-        ConfigError: If it is no positive integer, or is missing and has no default.
     """
     value = config.get(key)
     if value is None and default is not None:
@@ -353,9 +302,6 @@ def size_pair(config: Mapping[str, Any], key: str) -> tuple[int, int]:
 
     >>> size_pair({"image_size": 448}, "image_size"), size_pair({"image_size": [448, 224]}, "image_size")
     ((448, 448), (448, 224))
-
-    Raises:
-        ConfigError: If it is neither a positive integer nor two of them.
     """
     value = config.get(key)
     if isinstance(value, list | tuple) and len(value) == 2:
@@ -366,14 +312,7 @@ def size_pair(config: Mapping[str, Any], key: str) -> tuple[int, int]:
 
 
 def square(preprocessor: Config, key: str) -> int:
-    """The side of the square ``{"height", "width"}`` at ``preprocessor[key]``.
-
-    >>> square({"size": {"height": 448, "width": 448}}, "size")
-    448
-
-    Raises:
-        ConfigError: If it is no square.
-    """
+    """The side of the square ``{"height", "width"}`` at ``preprocessor[key]``."""
     sides = section(preprocessor, key)
     if size(sides, "height") != size(sides, "width"):
         raise ConfigError(f"{key} of the preprocessor must be square, got {dict(sides)}")

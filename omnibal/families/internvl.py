@@ -24,28 +24,18 @@ from omnibal.families.base import (
 )
 from omnibal.families.parts import text_records
 
+# Of an image: every grid of as many tiles is weighed against its shape, and trained models have 6 to 40.
 MOST_TILES = 1024
-"""Of an image: every grid of as many tiles is weighed against its shape, and trained models have 6 to 40."""
 
 
 def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
-    """The pipeline layers of an InternVL model, first to last.
+    """The pipeline layers of an InternVL model, first to last; the same under every partition.
 
-    Patch embedding, one record per ViT block (the ViT's final norm, if any, belongs to the last one), projector, text
-    embedding, one record per decoder block, final norm, head. The list is the same under every partition.
-
-    Args:
-        config: ``InternVLConfig.to_dict()``, or the dict of a complete ``config.json``.
-
-    Returns:
-        Records whose sizes are: ``hidden`` (width of the layer's output), ``intermediate``, ``heads``, ``kv_heads``,
-        ``head_dim``, ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how many it has, the latter of queries and
-        keys), and ``final_norms`` if it ends with the ViT's; ``patches_per_tile`` and ``tokens_per_tile`` (patches and
-        CLS) of the ViT; ``shuffled`` (width into the projector), ``image_tokens_per_tile`` (what a tile brings to the
-        language model); ``parameters``.
-
-    Raises:
-        ConfigError: For a missing or impossible size, or a setting that InternVL models do not have.
+    The ViT's final norm, if any, belongs to the last block. Sizes are: ``hidden`` (width of the layer's output),
+    ``intermediate``, ``heads``, ``kv_heads``, ``head_dim``, ``vocab``; of a block ``rms_norms`` and ``qk_norms`` (how
+    many it has, the latter of queries and keys), and ``final_norms`` if it ends with the ViT's; ``patches_per_tile``
+    and ``tokens_per_tile`` (patches and CLS) of the ViT; ``shuffled`` (width into the projector),
+    ``image_tokens_per_tile`` (what a tile brings to the language model); ``parameters``.
     """
     _refuse_unusual_features(config)
     vision, text = section(config, "vision_config"), section(config, "text_config")
@@ -53,8 +43,7 @@ def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
 
 
 def _is_tied(config: Mapping[str, Any]) -> bool:
-    """The top level decides, as in transformers; there the default is to tie."""
-    return bool(config.get("tie_word_embeddings", True))
+    return bool(config.get("tie_word_embeddings", True))  # the top level decides, as in transformers
 
 
 def _refuse_unusual_features(config: Mapping[str, Any]) -> None:
@@ -95,7 +84,7 @@ def _vision_records(config: Mapping[str, Any], vision: Mapping[str, Any], text_h
 
 
 def _shuffle(config: Mapping[str, Any]) -> int:
-    """How many patches, in each direction, pixel shuffle makes one."""
+    # Pixel shuffle makes one of so many patches in each direction.
     ratio = config.get("downsample_ratio", 0.5)
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or round(1 / ratio) * ratio != 1:
         raise ConfigError(f"downsample_ratio must be 1/n for a positive integer n, got {ratio!r}")
@@ -145,28 +134,13 @@ def _block_sizes(vision: Mapping[str, Any], hidden: int) -> dict[str, int]:
 
 
 def tile_grid(width: int, height: int, *, max_tiles: int, tile_size: int, min_tiles: int = 1) -> tuple[int, int]:
-    """The grid of tiles whose aspect ratio is closest to the image's.
+    """The grid of tiles, (columns, rows), whose aspect ratio is closest to that of an image of so many pixels.
 
-    Args:
-        width: Pixels of the image, at least 1.
-        height: Pixels of the image, at least 1.
-        max_tiles: Most tiles a grid may have, the thumbnail not counted.
-        tile_size: Side of a square tile in pixels.
-        min_tiles: Fewest tiles a grid may have.
+    Among grids of one aspect ratio a larger one wins as long as the image has more than half the pixels of its canvas.
+    The thumbnail does not count as one of ``max_tiles``.
 
-    Returns:
-        ``(columns, rows)``. Among grids of the same aspect ratio a larger one wins as long as the image has more than
-        half the pixels of its canvas.
-
-    Raises:
-        ConfigError: If no grid lies between ``min_tiles`` and ``max_tiles``.
-
-    >>> tile_grid(400, 200, max_tiles=4, tile_size=56)
-    (2, 1)
-    >>> tile_grid(400, 400, max_tiles=4, tile_size=56)
-    (2, 2)
-    >>> tile_grid(40, 40, max_tiles=4, tile_size=56)
-    (1, 1)
+    >>> [tile_grid(width, height, max_tiles=4, tile_size=56) for width, height in ((400, 200), (400, 400), (40, 40))]
+    [(2, 1), (2, 2), (1, 1)]
     """
     aspect, pixels = width / height, width * height
     best, best_gap = (1, 1), float("inf")
@@ -179,8 +153,6 @@ def tile_grid(width: int, height: int, *, max_tiles: int, tile_size: int, min_ti
 
 def num_tiles(width: int, height: int, *, max_tiles: int, tile_size: int, min_tiles: int = 1) -> int:
     """Tiles that an image brings to the ViT; an image cut into several brings a thumbnail of the whole as well.
-
-    Arguments and errors are those of `tile_grid`.
 
     >>> [num_tiles(side, 200, max_tiles=4, tile_size=56) for side in (40, 60, 400, 200)]
     [5, 4, 3, 5]
@@ -202,11 +174,7 @@ def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
 
 
 def tile_limits(preprocessor: Config, max_tiles: int | None, min_tiles: int | None) -> dict[str, Any]:
-    """Images are cut, into no more and no fewer tiles than the arguments or else the processor's configuration say.
-
-    Raises:
-        ConfigError: If tiles may be too many.
-    """
+    """What the image processor is told: the arguments, or else what its configuration says."""
     most = max_tiles or size(preprocessor, "max_patches", default=12)
     if most > MOST_TILES:
         raise ConfigError(f"max_tiles must be at most {MOST_TILES}, got {most}")
@@ -215,11 +183,7 @@ def tile_limits(preprocessor: Config, max_tiles: int | None, min_tiles: int | No
 
 
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """Tiles of an image, each with as many tokens.
-
-    Raises:
-        ConfigError: If tiles are not what the ViT takes.
-    """
+    """Tiles of an image, each with as many tokens."""
     vision = section(config, "vision_config")
     tile, patch = size_pair(vision, "image_size"), size_pair(vision, "patch_size")
     cut = square(preprocessor, "size")

@@ -19,23 +19,21 @@ from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRec
 from omnibal.families.parts import image_tokens as tokens_of_tile
 from omnibal.families.parts import text_records, tile_size, tower_records
 
+# Names of LLaVA's kin in the folders that are published; the first prefix that fits a name counts.
 TOWER_ON_DISK = {
     "vision_tower.vision_model.": "vision_tower.vision_model.",
     "model.vision_tower.vision_model.": "vision_tower.vision_model.",  # as transformers 4.52 and later 4 wrote it
     "model.vision_tower.": "vision_tower.vision_model.",
     "vision_tower.": "vision_tower.vision_model.",  # as transformers 5 writes a model that was not loaded
 }
-"""The first prefix that fits a name counts."""
 LANGUAGE_ON_DISK = {
     "model.multi_modal_projector.": "multi_modal_projector.",
     "model.language_model.": "language_model.model.",
     "lm_head.": "language_model.lm_head.",
 }
-"""Names of LLaVA's kin in the folders that are published."""
 
 
 def layer_records(config: Config) -> tuple[LayerRecord, ...]:
-    """The pipeline layers, first to last."""
     text = section(config, "text_config")
     return (*tower_records(config, newline=False), *text_records(text, tied=either_ties(config)))
 
@@ -47,11 +45,7 @@ def either_ties(config: Config) -> bool:
 
 
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """The same for every image.
-
-    Raises:
-        ConfigError: If tiles are not what the ViT takes.
-    """
+    """The same for every image."""
     return each(_fixed, ImageLoad(1, tokens_of_tile(config, tile_size(config, preprocessor))))
 
 
@@ -68,48 +62,30 @@ FAMILY = Family(
 )
 
 
-LEAST_SHRINK = 1.1
-"""LLaVA-OneVision leaves canvases that would be shrunk by less as they are."""
-Resolution = tuple[int, int]
-"""(height, width) in pixels, in the order of ``image_grid_pinpoints``."""
+LEAST_SHRINK = 1.1  # LLaVA-OneVision leaves canvases that would be shrunk by less as they are
+Resolution = tuple[int, int]  # (height, width) in pixels, in the order of ``image_grid_pinpoints``
 
 
 class Fit(NamedTuple):
-    """How an image lies on its canvas, in patches.
+    """How an image lies on its canvas, in patches."""
 
-    Attributes:
-        tiles: Of the canvas, as (rows, columns).
-        padding: Rows above the image, and below it; columns left of it, and right of it.
-        kept: Rows and columns between.
-        shrunk: Rows and columns that they are shrunk to.
-    """
-
-    tiles: tuple[int, int]
-    padding: tuple[int, int]
-    kept: tuple[int, int]
-    shrunk: tuple[int, int]
+    tiles: tuple[int, int]  # of the canvas, as (rows, columns)
+    padding: tuple[int, int]  # rows above the image, and below it; columns left of it, and right of it
+    kept: tuple[int, int]  # rows and columns between
+    shrunk: tuple[int, int]  # rows and columns that they are shrunk to
 
 
 @dataclass(frozen=True)
 class Canvases:
-    """What images are fitted to and cut into.
+    """What images are fitted to and cut into."""
 
-    Attributes:
-        resolutions: The canvases to choose from, at least one.
-        tile: Side of a tile in pixels.
-        side: Patches along it.
-        most_tiles: Canvases are shrunk to about the tokens of so many tiles; None where they never are.
-    """
-
-    resolutions: tuple[Resolution, ...]
-    tile: int
-    side: int
-    most_tiles: int | None = None
+    resolutions: tuple[Resolution, ...]  # the canvases to choose from, at least one
+    tile: int  # side of a tile in pixels
+    side: int  # patches along it
+    most_tiles: int | None = None  # canvases are shrunk to about the tokens of so many tiles; None: never
 
     def best(self, width: int, height: int) -> Resolution:
         """The canvas that keeps most of an image's pixels and, among those, wastes least of itself.
-
-        The first of equally good ones is taken.
 
         >>> Canvases(((336, 672), (672, 336), (672, 672)), 336, 24).best(1000, 500)
         (336, 672)
@@ -121,7 +97,7 @@ class Canvases:
             kept = min(int(width * scale) * int(height * scale), width * height)
             return kept, -(rows * columns - kept)
 
-        return max(self.resolutions, key=merit)
+        return max(self.resolutions, key=merit)  # the first of equally good ones
 
     def fit(self, width: int, height: int) -> Fit:
         """How an image lies on its canvas.
@@ -145,10 +121,7 @@ class Canvases:
         return Fit(tiles, (above, left), kept, (rows, columns))
 
     def load(self, width: int, height: int) -> ImageLoad:
-        """What a lone image brings.
-
-        Tiles are those of its canvas, and the whole image once more. Tokens are those of the whole image; those of the
-        canvas without the rows or columns that only pad it; one for the end of each row.
+        """What a lone image brings: its tokens, those of its canvas without padding, and one for the end of each row.
 
         >>> Canvases(((336, 672), (672, 672)), 336, 24).load(672, 336)
         ImageLoad(vision_units=3, llm_tokens=1752, vision_squared=0)
@@ -159,31 +132,21 @@ class Canvases:
 
 
 def next_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """Tiles and tokens by the canvases.
-
-    Raises:
-        ConfigError: If there is none, the model's are others than the preprocessor's, tiles are not what the ViT takes,
-            or the model keeps class tokens.
-    """
     return rule_of_canvases(next_canvases(config, preprocessor), lone_only=False)
 
 
 def next_canvases(config: Config, preprocessor: Config | None = None) -> Canvases:
-    """What LLaVA-NeXT fits images to, by default as its configuration alone says; errors as of ``next_rule``."""
+    """What LLaVA-NeXT fits images to, by default as its configuration alone says."""
     return _canvases(config, preprocessor or _own(config), "default")
 
 
 def onevision_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """Likewise for the image of a sample that has one; of several each is a tile, and the end of its only row.
-
-    Raises:
-        ConfigError: As of ``next_rule``, or ``vision_aspect_ratio`` is none that is known.
-    """
+    """Likewise for the image of a sample that has one; of several each is a tile, and the end of its only row."""
     return rule_of_canvases(onevision_canvases(config, preprocessor), lone_only=True)
 
 
 def onevision_canvases(config: Config, preprocessor: Config | None = None) -> Canvases:
-    """What LLaVA-OneVision fits images to, as of ``next_canvases``; errors as of ``onevision_rule``."""
+    """What LLaVA-OneVision fits images to, by default as its configuration alone says."""
     aspect = config.get("vision_aspect_ratio", "anyres_max_9")
     most_tiles = re.fullmatch(r"anyres_max_([1-9]\d*)", str(aspect))
     if not most_tiles:
@@ -224,14 +187,12 @@ def _loads(canvases: Canvases, lone_only: bool, sizes: Sequence[Size]) -> tuple[
 
 
 def next_records(config: Config) -> tuple[LayerRecord, ...]:
-    """LLaVA-NeXT's pipeline layers, first to last. The top level alone decides on ties."""
-    tied = bool(config.get("tie_word_embeddings"))
+    tied = bool(config.get("tie_word_embeddings"))  # the top level alone decides
     text = section(config, "text_config")
     return (*tower_records(config, newline=True), *text_records(text, tied=tied))
 
 
 def onevision_records(config: Config) -> tuple[LayerRecord, ...]:
-    """LLaVA-OneVision's pipeline layers, first to last."""
     text = section(config, "text_config")
     vision = tower_records({"vision_feature_layer": -1, **config}, newline=True)
     return (*vision, *text_records(text, tied=either_ties(config)))

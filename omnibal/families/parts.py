@@ -1,4 +1,4 @@
-"""Pipeline layers of the language models that vision-language families share."""
+"""Layers that families share: language models, CLIP and SigLIP over fixed tiles, and the projector behind them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,25 +6,17 @@ from typing import Any
 from omnibal.errors import ConfigError
 from omnibal.families.base import Config, LayerRecord, section, size, square
 
+# From values of ``text_config.model_type`` with plain decoder layers to whose layers they have.
 TEXT_MODELS = {
     **{name: name for name in ("llama", "mistral", "qwen2", "qwen3")},
     **{"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"},
 }
-"""From values of ``text_config.model_type`` with plain decoder layers to whose layers they have."""
 
 TIED_KEY = "embedding"
 
 
 def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord, ...]:
-    """Embedding, decoder blocks, final norm and head of a language model.
-
-    Args:
-        config: ``text_config`` as a dict.
-        tied: Whether embedding and head share their weight.
-
-    Raises:
-        ConfigError: For an unknown kind of language model, or a missing or impossible size.
-    """
+    """Embedding, decoder blocks, final norm and head of a language model, from ``text_config`` as a dict."""
     if config.get("model_type") not in TEXT_MODELS:
         raise ConfigError(
             f"text_config.model_type must be one of {', '.join(TEXT_MODELS)}, got {config.get('model_type')!r}"
@@ -85,14 +77,7 @@ CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 def tower_records(config: Config, *, newline: bool) -> tuple[LayerRecord, ...]:
     """Patch embedding, the blocks up to the one whose output is read, projector.
 
-    Blocks and norms behind that output are not computed, and never get a gradient: no record has them.
-
-    Args:
-        config: The model's whole configuration as a dict.
-        newline: Whether the projector's features get an embedding at the end of each row.
-
-    Raises:
-        ConfigError: For a tower, a layer or a selection of features that the family does not have, or a missing size.
+    ``newline`` says whether the projector's features get an embedding at the end of each row.
     """
     vision, text_hidden = section(config, "vision_config"), size(section(config, "text_config"), "hidden_size")
     kind = vision.get("model_type")
@@ -106,6 +91,7 @@ def tower_records(config: Config, *, newline: bool) -> tuple[LayerRecord, ...]:
     # CLIP has a class token, a norm before the blocks and no bias of patches; SigLIP the bias alone
     embedding = (values + counts["tokens_per_tile"] + (3 if has_class_token else 1)) * hidden
     block = counts | block_sizes(hidden, size(vision, "intermediate_size"), vision)
+    # Blocks and norms behind the output that is read are not computed, and never get a gradient: no record has them.
     tokens = patches + _kept_class_tokens(config)
     return (
         LayerRecord(
@@ -128,11 +114,7 @@ def tower_records(config: Config, *, newline: bool) -> tuple[LayerRecord, ...]:
 
 
 def tile_size(config: Config, preprocessor: Config) -> int:
-    """Side of a tile in pixels.
-
-    Raises:
-        ConfigError: If the tiles that the preprocessor cuts are not those that the ViT takes.
-    """
+    """Side of a tile in pixels."""
     cut = square(preprocessor, "crop_size" if preprocessor.get("crop_size") else "size")
     taken = size(section(config, "vision_config"), "image_size", default=cut)
     if cut != taken:
@@ -146,7 +128,7 @@ def image_tokens(config: Config, tile: int) -> int:
 
 
 def _kept_class_tokens(config: Config) -> int:
-    """Selecting features drops the first token, whatever it is: CLIP's class token."""
+    # Selecting features drops the first token, whatever it is: CLIP's class token.
     has_one = section(config, "vision_config").get("model_type", CLIP) == CLIP
     return int(has_one) - int(config.get("vision_feature_select_strategy", "default") == "default")
 
@@ -165,7 +147,7 @@ def read_blocks(config: Config, vision: Mapping[str, Any]) -> int:
 
 
 def block_sizes(hidden: int, intermediate: int, vision: Mapping[str, Any]) -> dict[str, int]:
-    """Of a block with two layer norms, biases everywhere and an MLP of two matrices."""
+    """Sizes of a block with two layer norms, biases everywhere and an MLP of two matrices."""
     heads = size(vision, "num_heads" if "num_heads" in vision else "num_attention_heads")
     return {
         "hidden": hidden,
@@ -181,7 +163,7 @@ def block_sizes(hidden: int, intermediate: int, vision: Mapping[str, Any]) -> di
 
 
 def projector_sizes(config: Config, hidden: int, text_hidden: int, *, newline: bool) -> dict[str, int]:
-    """Of two matrices with an activation between."""
+    """Sizes of two matrices with an activation between."""
     biases = 2 * text_hidden if config.get("multimodal_projector_bias", True) else 0
     weights = (hidden + text_hidden) * text_hidden
     return {

@@ -14,30 +14,18 @@ from omnibal.families.llava import either_ties
 from omnibal.families.parts import block_sizes, text_records
 
 PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}
-TOKEN_BYTES = 32
-"""A token's id, and its position in time, height and width."""
-MAX_ASPECT = 200
-"""The widest image, as a ratio of its sides, that the models accept."""
+TOKEN_BYTES = 32  # a token's id, and its position in time, height and width
+MAX_ASPECT = 200  # the widest image, as a ratio of its sides, that the models accept
 
 
 def patch_grid(
     width: int, height: int, *, patch_size: int, merge_size: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """The patches of an image after it is resized to whole blocks of merged patches.
+    """The patches of an image, (columns, rows), after it is resized to whole blocks of merged patches.
 
-    Args:
-        width: Pixels of the image, at least 1.
-        height: Pixels of the image, at least 1.
-        patch_size: Side of a patch in pixels.
-        merge_size: Patches, in each direction, that become one LLM token.
-        min_pixels: Fewest pixels of the resized image.
-        max_pixels: Most pixels of the resized image (thin images may exceed it by the rounding to whole blocks).
-
-    Returns:
-        ``(columns, rows)``, both multiples of ``merge_size``.
-
-    Raises:
-        ValueError: If one side is more than 200 times the other: the models refuse such an image.
+    ``merge_size`` patches in each direction become one LLM token. Thin images may exceed ``max_pixels`` of the resized
+    image by the rounding to whole blocks; one with a side more than 200 times the other is a ValueError, as in the
+    models themselves.
 
     >>> patch_grid(100, 200, patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
     (8, 14)
@@ -73,13 +61,9 @@ def _image_load(sizes: Mapping[str, int], width: int, height: int) -> ImageLoad:
 def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     """The pipeline layers, first to last; a vision unit is a patch.
 
-    Returns:
-        Blocks of Qwen2.5-VL whose attention stays within windows are of the kind ``window_block``; blocks of Qwen3-VL
-        whose output a decoder layer reads as well are of the kind ``deepstack_block``, and ``carried`` says how many
-        such outputs a cut behind a layer sends along.
-
-    Raises:
-        ConfigError: For a missing or impossible size.
+    Blocks of Qwen2.5-VL whose attention stays within windows are of the kind ``window_block``; blocks of Qwen3-VL whose
+    output a decoder layer reads as well are of the kind ``deepstack_block``, and ``carried`` says how many such outputs
+    a cut behind a layer sends along.
     """
     vision, text = section(config, "vision_config"), section(config, "text_config")
     is_third = config["model_type"] == "qwen3_vl"
@@ -97,7 +81,7 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
 
 
 def _check_width(config: Config, vision: Config, text: Config) -> None:
-    """The merger's output is as wide as the language model; Qwen2-VL calls its width hidden_size."""
+    # The merger's output is as wide as the language model; Qwen2-VL calls its width hidden_size.
     key, wanted = "hidden_size" if config["model_type"] == "qwen2_vl" else "out_hidden_size", size(text, "hidden_size")
     if size(vision, key, default=wanted) != wanted:
         raise ConfigError(f"vision_config.{key} must be text_config's hidden_size {wanted}, got {vision[key]}")
@@ -148,7 +132,7 @@ def _blocks(config: Config, vision: Config, deepstack: Sequence[int]) -> Iterato
 
 
 def _merger(config: Config, vision: Config, *, norm_of: int) -> dict[str, int]:
-    """Of the two matrices that make a token of a few patches, behind a norm as wide as ``norm_of`` patches."""
+    """Sizes of the two matrices that make a token of a few patches, behind a norm as wide as ``norm_of`` patches."""
     hidden, text_hidden = _width(config, vision), size(section(config, "text_config"), "hidden_size")
     patches = size(vision, "spatial_merge_size", default=2) ** 2
     merged = hidden * patches
@@ -169,17 +153,16 @@ def _width(config: Config, vision: Config) -> int:
 
 
 def _carrying(records: Sequence[LayerRecord], deepstack: Sequence[int]) -> tuple[LayerRecord, ...]:
-    """With what passes on beside hidden states: each output is added behind the next decoder layer, in their order."""
+    """The records with what passes on beside hidden states."""
     projector = next(record for record in records if record.kind == "projector").sizes
-    made = read = 0
+    made = read = 0  # each output is added behind the next decoder layer, in their order
     found = []
     for record in records:
         made += record.kind == "deepstack_block"
         read += record.kind == "decoder_block"
-        carried = {"carried": max(made - read, 0), "carried_hidden": projector["hidden"]}
-        found.append(
-            replace(record, sizes={**record.sizes, **carried, "units_per_token": projector["units_per_token"]})
-        )
+        sizes = {"carried": max(made - read, 0), "carried_hidden": projector["hidden"]}
+        sizes["units_per_token"] = projector["units_per_token"]
+        found.append(replace(record, sizes={**record.sizes, **sizes}))
     return tuple(found)
 
 
