@@ -16,34 +16,25 @@ from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.records import explain
 
+# Of links: beyond these a step has no end that numbers could hold.
 LEAST_BANDWIDTH: Final = 1
 MOST_LATENCY_SECONDS: Final = 3600
-"""Of links: beyond these a step has no end that numbers could hold."""
 MOST_DEVICES: Final = 10**6
+# What a process holds on its device beside the model, unless it was measured: a context with the kernels that were
+# used, 0.3 to 0.5 GB (pytorch/pytorch#107667, #81257), and NCCL's buffers of the two communicators that a rank moves
+# most with, of its replicas and of its stages, 0.54 to 0.69 GB each (NVIDIA/nccl#964, four A100). Together up to 1.9
+# GB, rounded up. Fragments belong to the head room.
 OVERHEAD_BYTES: Final = 2 * 2**30
-"""What a process holds on its device beside the model, unless it was measured.
-
-A context with the kernels that were used, 0.3 to 0.5 GB (pytorch/pytorch#107667, #81257), and NCCL's buffers of the
-two communicators that a rank moves most with, of its replicas and of its stages: 0.54 to 0.69 GB each
-(NVIDIA/nccl#964, four A100). Together up to 1.9 GB, rounded up. Fragments belong to the head room.
-"""
 Precision = Literal["bfloat16", "float32"]
 
 
 def replicas_of(
     num_stages: int, num_devices: int, *, num_layers: int, num_tensor: int = 1, devices: str = "devices"
 ) -> int:
-    """How many replicas of a pipeline some devices hold.
-
-    Args:
-        num_stages: Pipeline stages.
-        num_devices: Devices of all replicas together.
-        num_layers: Layers of the model, at least one per stage.
-        num_tensor: Devices that share each layer.
-        devices: The word for devices in messages.
+    """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer.
 
     Raises:
-        ConfigError: Devices would be left over, or stages without a layer.
+        ConfigError: Devices, which messages call ``devices``, would be left over, or stages without a layer.
     """
     num_ranks, left = divmod(num_devices, num_tensor)
     if left:
@@ -60,11 +51,7 @@ def replicas_of(
 
 
 def check_zero_stage(zero_stage: int) -> None:
-    """Refuse what DeepSpeed's pipeline does not have.
-
-    Raises:
-        ConfigError: The ZeRO stage is neither 0 nor 1.
-    """
+    """Refuse a ZeRO stage that DeepSpeed's pipeline does not have: it is neither 0 nor 1."""
     if zero_stage not in (0, 1):
         raise ConfigError(f"zero_stage must be 0 or 1 under a pipeline, got {zero_stage}")
 
@@ -155,7 +142,6 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all stages, replicas and tensor ranks."""
         return self._first_ranks[-1]
 
     def shape(self, stage: int) -> tuple[int, int]:
@@ -170,7 +156,7 @@ class Layout:
 
     @cached_property
     def _first_ranks(self) -> list[int]:
-        """The first rank of each stage; last, the number of devices."""
+        # The first rank of each stage; last, the number of devices.
         sizes = (math.prod(self.shape(stage)) for stage in range(self.num_stages))
         return list(accumulate(sizes, initial=0))
 
@@ -186,11 +172,7 @@ class Layout:
         return self._first_ranks[stage] + replica * self.shape(stage)[1] + tensor
 
     def place(self, rank: int) -> PipelinePosition:
-        """The position of a global rank.
-
-        Raises:
-            ConfigError: The layout has no such rank.
-        """
+        """The position of a global rank."""
         if not 0 <= rank < self.num_devices:
             raise ConfigError(f"rank must be below the layout's {self.num_devices} devices, got {rank}")
         first_ranks = self._first_ranks
@@ -227,7 +209,6 @@ class Links:
 
     @property
     def between_replicas(self) -> float:
-        """Bytes per second."""
         given = self.reduce_bandwidth_bytes_per_second
         return self.bandwidth_bytes_per_second if given is None else given
 
@@ -333,14 +314,12 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
 
     @property
     def num_devices(self) -> int:
-        """On all nodes."""
         return self.num_nodes * self.devices_per_node
 
     def links_of(self, layout: Layout) -> Links:
         """What neighbouring stages and replicas of a layout reach: of all its pairs of devices the slowest counts.
 
-        Ranks fill the nodes in their order. Replicas are thought of as one ring, in which each device has one
-        neighbour; where several devices of a node are in it, NCCL's several rings may do better.
+        Ranks fill the nodes in their order.
 
         Raises:
             ConfigError: The cluster has fewer devices than the layout.
@@ -348,6 +327,8 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
         self.check(layout)
         if self.links is not None:
             return self.links
+        # Replicas are thought of as one ring, in which each device has one neighbour; where several devices of a node
+        # are in it, NCCL's several rings may do better.
         size, node = layout.num_replicas * layout.num_tensor, self._node
         stages_apart = any(node(rank) != node(rank + size) for rank in range(layout.num_devices - size))
         replicas_apart = any(
@@ -362,11 +343,7 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
         )
 
     def stage_memory_bytes(self, layout: Layout) -> tuple[int, ...]:
-        """What every device of each stage has at least.
-
-        Raises:
-            ConfigError: The cluster has fewer devices than the layout.
-        """
+        """What every device of each stage has at least."""
         self.check(layout)
         return tuple(min(map(self._memory_of, layout.ranks(stage))) for stage in range(layout.num_stages))
 
@@ -398,8 +375,8 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
 
 
 _RECORD: Final = TypeAdapter(Cluster)
+# A cluster within a record of pydantic's: a string or a record.
 ClusterValue = Annotated[Cluster, BeforeValidator(Cluster.of)]
-"""A cluster within a record of pydantic's: a string or a record."""
 
 
 def _check_bandwidth(name: str, value: float | None) -> None:

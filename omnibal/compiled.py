@@ -16,8 +16,9 @@ from numba.core.dispatcher import Dispatcher
 
 Function = TypeVar("Function", bound=Callable[..., object])
 LOG: Final = logging.getLogger(__name__)
+# Nothing is compiled that is not needed: checks for divisors of 0, and a second entrance for C. A division by zero does
+# not raise: integers give 0, floating-point numbers infinity or nan.
 OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-"""Nothing is compiled that is not needed: checks for divisors of 0, and a second entrance for C."""
 
 
 class _Notice(event.Listener):  # type: ignore[misc]
@@ -26,7 +27,6 @@ class _Notice(event.Listener):  # type: ignore[misc]
     said = False
 
     def on_start(self, event: Any) -> None:
-        """Say so, if it is one of this package's functions and the first."""
         module = event.data["dispatcher"].py_func.__module__
         if not self.said and module.startswith("omnibal."):
             self.said = True
@@ -38,22 +38,16 @@ class _Notice(event.Listener):  # type: ignore[misc]
             )
 
     def on_end(self, event: Any) -> None:
-        """There is nothing to say."""
+        """Nothing is said at the end."""
 
 
 event.register("numba:compile", _Notice())  # type: ignore[no-untyped-call]
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function when it is first called, without Python's global lock, once where its code can be kept.
-
-    It may call compiled functions of its own folder only. numba's cache looks at the file of the function that Python
-    calls, and goes on with old code after a change in another file that this one calls; here it looks at the folder.
-    A division by zero does not raise: integers give 0, floating-point numbers infinity or nan.
-
-    Args:
-        function: Of arrays and numbers.
-    """
+    """Compile a function of arrays and numbers when it is first called; it may call compiled ones of its folder."""
+    # numba's cache looks at the file of the function that Python calls, and goes on with old code after a change in
+    # another file that this one calls; `_keep` lets it look at the whole folder.
     dispatcher = njit(**OPTIONS)(function)
     if isinstance(dispatcher, Dispatcher):  # not where NUMBA_DISABLE_JIT is set
         _compile_once_for_constants(dispatcher)
@@ -62,12 +56,10 @@ def compiled(function: Function) -> Function:
 
 
 def compiled_part(function: Function) -> Function:
-    """Compile a function that only compiled ones call, and that makes no array: without what Python would call it by.
-
-    It is kept in their code. Arguments that are many or nested take long to unpack from Python's objects, and to
-    compile the code that does. Nor does it count who refers to its arrays (``_nrt``): its callers hold them, and
-    counters are atomic, which is slow where a call of many arrays does little.
-    """
+    """Compile a function that only compiled ones call, and that makes no array: without an entrance for Python."""
+    # Arguments that are many or nested take long to unpack from Python's objects, and to compile the code that does.
+    # Nor does it count who refers to its arrays (``_nrt``): its callers hold them, and counters are atomic, which is
+    # slow where a call of many arrays does little.
     dispatcher = njit(**OPTIONS | {"no_cpython_wrapper": True, "_nrt": False})(function)
     if isinstance(dispatcher, Dispatcher):
         _compile_once_for_constants(dispatcher)
@@ -109,10 +101,8 @@ def _keep(dispatcher: Dispatcher, function: Callable[..., object]) -> None:
 
 @cache
 def _cache_folder() -> tuple[Path | None, str]:
-    """A folder of the user's own, into which nobody else can put code that this process would run; or why not.
-
-    numba would take the package's folder first, which others may be able to write.
-    """
+    """A folder of the user's own, into which nobody else can put code that this process would run; or why not."""
+    # numba would take the package's folder first, which others may be able to write.
     named = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.path.expanduser(named), "omnibal")  # noqa: PTH111  # leaves "~" where there is no home
     try:
@@ -129,11 +119,7 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 @cache
 def folder_hash(folder: Path) -> str:
-    """Of the names and contents of a folder's Python files, in hexadecimal digits.
-
-    Args:
-        folder: Its subfolders do not count.
-    """
+    """The hash of names and contents of the Python files that lie in a folder itself."""
     digest = sha256()
     for file in sorted(folder.glob("*.py")):
         content = file.read_bytes()

@@ -72,12 +72,8 @@ class Load:
     def stack(cls, loads: Iterable[Load]) -> Load:
         """Put loads of one shape along a new first axis.
 
-        Raises:
-            ConfigError: There are none, or their shapes differ.
-
-        Example:
-            >>> Load.stack([Load(9, 4096), Load(0, 100)]).llm_tokens
-            array([4096.,  100.])
+        >>> Load.stack([Load(9, 4096), Load(0, 100)]).llm_tokens
+        array([4096.,  100.])
         """
         parts = list(loads)
         shapes = {part.shape for part in parts}
@@ -91,11 +87,11 @@ class Load:
         return self.llm_tokens.shape
 
     def ravel(self) -> Load:
-        """The same micro-batches along one axis."""
+        """The micro-batches along one axis."""
         return Load(*(getattr(self, name).ravel() for name in _SIZES))
 
     def reshape(self, shape: tuple[int, ...]) -> Load:
-        """The same micro-batches in another shape."""
+        """The micro-batches in another shape."""
         return Load(*(getattr(self, name).reshape(shape) for name in _SIZES))
 
     def mean(self) -> Load:
@@ -200,11 +196,7 @@ class CostModel:
 
         Args:
             loads: The measured micro-batches, one entry each.
-            values: What each cost: finite, not negative, as many as ``loads`` has entries. A zero weighs as
-                much as the smallest positive value.
-
-        Sizes that are zero in every load get a zero coefficient, and so do target tokens that are all tokens. With
-        fewer different loads than coefficients the fit is one of many that reproduce the values.
+            values: What each cost: finite, not negative; a zero weighs as much as the smallest positive value.
 
         Raises:
             ConfigError: There are no values, not as many as loads, or one is negative or not finite.
@@ -215,6 +207,8 @@ class CostModel:
             (1.0, 0.02, 0.0)
         """
         costs = np.array(values, dtype=np.float64).ravel()
+        # Sizes that are zero in every load get a zero coefficient, and so do target tokens that are all tokens. With
+        # fewer different loads than coefficients the fit is one of many that reproduce the values.
         columns = [np.ones(loads.shape), *(getattr(loads, name) for name in _SIZES)]
         if np.array_equal(loads.target_tokens, loads.llm_tokens):
             columns[-1] = np.zeros(loads.shape)

@@ -41,7 +41,6 @@ class Device:
 
     @classmethod
     def of(cls, given: Any) -> Any:
-        """A known device where a name is given; all else as it is."""
         return cls.named(given) if isinstance(given, str) else given
 
     @classmethod
@@ -72,6 +71,18 @@ class Device:
         )
 
 
+# By their data sheets, dense products in 16 bits; the fractions are what published training runs commonly reach.
+#
+# Memory is the least that torch was seen to report in total (``torch.cuda.mem_get_info``), as drivers keep some tenths
+# of a GiB more or less: 39.38 to 39.59 GiB of an A100-40GB (vllm-project/vllm#16570, raoyongming/DenseCLIP#52), 79.25
+# to 79.35 of an A100-80GB (HiDream-ai/VAREdit#6, Instruction-Tuning-with-GPT-4/GPT-4-LLM#16), 79.10 of an H100
+# (huggingface/trl#2688), 139.80 of an H200 (published logs; nvidia-smi says 143,771 MiB). Of those without NVLink, of
+# B200, V100 and MI300X it is what their data sheets leave after the driver's share and error correction.
+#
+# Within a node it is NVLink's or Infinity Fabric's bandwidth in one direction, else that of a PCIe slot of 16 lanes.
+# Between nodes it is that of the makers' own systems, a network card for each device: ConnectX-6 of 200 Gb/s (DGX A100
+# user guide), ConnectX-7 of 400 Gb/s (DGX H100, H200 and B200); 100 Gb/s where there is no such system. Rented machines
+# often have less. A V100 computes in float16 alone, whose costs are the same.
 DEVICES: Final[Mapping[str, Device]] = {
     name: Device(
         name, memory_bytes=memory_gib * 2**30, link_bytes_per_second=link, node_bytes_per_second=network,
@@ -94,19 +105,6 @@ DEVICES: Final[Mapping[str, Device]] = {
         ("MI300X-192GB", 191.0, 448e9, 50e9, 1307e12, 0.35, 5.3e12),
     )
 }  # fmt: skip
-"""By their data sheets, dense products in 16 bits; the fractions are what published training runs commonly reach.
-
-Memory is the least that torch was seen to report in total (``torch.cuda.mem_get_info``), as drivers keep some tenths
-of a GiB more or less: 39.38 to 39.59 GiB of an A100-40GB (vllm-project/vllm#16570, raoyongming/DenseCLIP#52), 79.25 to
-79.35 of an A100-80GB (HiDream-ai/VAREdit#6, Instruction-Tuning-with-GPT-4/GPT-4-LLM#16), 79.10 of an H100
-(huggingface/trl#2688), 139.80 of an H200 (published logs; nvidia-smi says 143,771 MiB). Of those without NVLink, of
-B200, V100 and MI300X it is what their data sheets leave after the driver's share and error correction.
-
-Within a node it is NVLink's or Infinity Fabric's bandwidth in one direction, else that of a PCIe slot of 16 lanes.
-Between nodes it is that of the makers' own systems, a network card for each device: ConnectX-6 of 200 Gb/s (DGX A100
-user guide), ConnectX-7 of 400 Gb/s (DGX H100, H200 and B200); 100 Gb/s where there is no such system. Rented machines
-often have less. A V100 computes in float16 alone, whose costs are the same.
-"""
 _TORCH_NAMES: Final[Mapping[str, str]] = {
     "NVIDIA A100-SXM4-40GB": "A100-40GB",
     "NVIDIA A100-SXM4-80GB": "A100-80GB",

@@ -7,6 +7,7 @@ import re
 from importlib.util import find_spec
 from typing import Any, Final
 
+# What setup.cfg's extras bring, by the names they are imported by.
 _EXTRAS: Final = {
     "matplotlib": "plots",
     "torch": "train",
@@ -17,11 +18,8 @@ _EXTRAS: Final = {
     "accelerate": "trainer",
     "peft": "lora",
 }
-"""What setup.cfg's extras bring, by the names they are imported by."""
-
-
+# Of a message; what it repeats of a file or an argument may be of any length.
 MOST_CHARACTERS: Final = 4000
-"""Of a message; what it repeats of a file or an argument may be of any length."""
 MOST_OF_A_WORD: Final = 500
 
 
@@ -61,18 +59,13 @@ class MissingExtraError(OmnibalError, ModuleNotFoundError):
 
 
 def require(*modules: str) -> None:
-    """Check that modules of an extra are installed, and load none.
-
-    Raises:
-        MissingExtraError: One is not.
-    """
+    """Check that modules of an extra are installed, and load none."""
     for name in modules:
         if find_spec(name) is None:
             raise missing_extra(name)
 
 
 def missing_extra(module: str) -> MissingExtraError:
-    """The error about a module of an extra that is not installed."""
     return MissingExtraError(
         f"{module} must be installed for this, got no such module; run pip install 'omnibal[{_EXTRAS[module]}]'",
         name=module,

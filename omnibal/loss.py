@@ -14,20 +14,15 @@ from torch.nn import functional
 from omnibal.formats.collate import IGNORED
 from omnibal.memory.footprint import LOSS_ROWS
 
+# Sums over held-out packs: of losses; target tokens; samples whose every target is the likeliest token; samples.
 EVALUATION_STATISTICS = ("loss", "target_tokens", "exact_samples", "samples")
-"""Sums over held-out packs: of losses; target tokens; samples whose every target is the likeliest token; samples."""
-LogitsOf = Callable[[Tensor], Tensor]
-"""From rows (rows, width) to logits (rows, vocab), each row by itself."""
+LogitsOf = Callable[[Tensor], Tensor]  # from rows (rows, width) to logits (rows, vocab), each row by itself
 
 
 def targets_of(labels: Tensor) -> dict[str, Tensor]:
     """What the last layer needs to know of labels; this is the one place where they are shifted.
 
-    Since each sample's first label is ``IGNORED``, no sample predicts the next one's first token. On a GPU the host
-    waits to learn how many targets there are.
-
-    Args:
-        labels: Of shape (1, tokens), int64, not shifted, ``IGNORED`` where there is no target.
+    Labels are (1, tokens), int64, not shifted, ``IGNORED`` where there is no target.
 
     Returns:
         ``target_rows``, the rows that predict a target, ascending, and ``targets``, the tokens that they should
@@ -36,6 +31,8 @@ def targets_of(labels: Tensor) -> dict[str, Tensor]:
     >>> targets_of(torch.tensor([[-100, 7, -100, 9]]))
     {'target_rows': tensor([0, 2]), 'targets': tensor([7, 9])}
     """
+    # Since each sample's first label is IGNORED, no sample predicts the next one's first token. On a GPU the host waits
+    # here to learn how many targets there are.
     rows = torch.where(labels[0, 1:] != IGNORED)[0]
     return {"target_rows": rows, "targets": labels[0, rows + 1]}
 
@@ -43,22 +40,13 @@ def targets_of(labels: Tensor) -> dict[str, Tensor]:
 def summed_loss(
     head: LogitsOf, parameters: Sequence[nn.Parameter], rows: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Sum of the cross entropies of rows, as of plain logits in float32; none of no rows, with gradients of zeros.
+    """Sum of the cross entropies of rows (targets, width), as of plain logits in float32; 0 of no rows.
 
-    Where gradients are wanted, they are computed here, of the sum; the backward pass only scales them. That takes
-    three products where a backward pass that makes the logits again takes four, and a stage of a pipeline that ends
-    with a loss runs backward right after it ran forward.
-
-    Args:
-        head: Is run on at most ``LOSS_ROWS`` rows at a time.
-        parameters: Those of the head.
-        rows: Of shape (targets, width).
-        targets: Of shape (targets,), int64.
-        weights: Of the rows' losses; by default each counts once.
-
-    Returns:
-        A float32 number.
+    ``parameters`` are those of the head; ``weights`` are those of the rows' losses, by default 1.
     """
+    # Where gradients are wanted, they are computed here, of the sum; the backward pass only scales them. That takes
+    # three products where a backward pass that makes the logits again takes four, and a stage of a pipeline that ends
+    # with a loss runs backward right after it ran forward.
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (rows, *parameters))):
         chosen = torch.cat([_log_probabilities(head(part), wanted)[1][:, 0] for part, wanted in _chunks(rows, targets)])
         return -(chosen if weights is None else chosen * weights).sum()
@@ -67,15 +55,10 @@ def summed_loss(
 
 
 def evaluation_statistics(head: LogitsOf, rows: Tensor, integers: Mapping[str, Tensor]) -> Tensor:
-    """EVALUATION_STATISTICS of a pack, a float64 vector.
+    """EVALUATION_STATISTICS of a pack, a float64 vector; ``integers`` are its ``targets_of`` and its samples' bounds.
 
     A sample is exact if greedy decoding would give its answer: each target token is then predicted from a prefix
     that greedy decoding would have produced itself.
-
-    Args:
-        head: As of ``summed_loss``.
-        rows: Likewise.
-        integers: Of the pack: ``targets_of`` its labels, and the bounds of its samples.
     """
     places, targets, bounds = (integers[name] for name in ("target_rows", "targets", "cu_seq_lens"))
     loss, wrong = torch.zeros((), device=rows.device), []

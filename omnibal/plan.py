@@ -23,8 +23,7 @@ from omnibal.profile.records import MOST_LAYERS, Level, ModelProfile, check_leve
 from omnibal.records import Record, read_record
 
 VERSION = 3
-ROUNDING = 1e-6
-"""By which a ratio of nothing may be below 0."""
+ROUNDING = 1e-6  # by which a ratio of nothing may be below 0
 
 
 @dataclass(frozen=True)
@@ -114,39 +113,25 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
         return self.partition.num_stages
 
     @property
     def links(self) -> Links:
-        """What stages and replicas reach.
-
-        Raises:
-            ConfigError: The plan has no cluster.
-        """
+        """What stages and replicas reach."""
         return self.known_cluster.links_of(self.layout)
 
     @property
     def known_cluster(self) -> Cluster:
-        """The cluster.
-
-        Raises:
-            ConfigError: The plan has none.
-        """
+        """The cluster; a ConfigError if the plan has none."""
         if self.cluster is None:
             raise ConfigError("cluster of the plan must be known, got none; give one, such as 4x8xA100-80GB")
         return self.cluster
 
     def make_schedule(self) -> Schedule:
-        """What every stage runs."""
         return SCHEDULES[self.schedule](self.num_stages, self.micro_batches)
 
     def simulate(self, profile: ModelProfile, loads: Iterable[Load]) -> StepSimulation:
-        """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`.
-
-        Raises:
-            ConfigError: The layout has another number of tensor ranks than the profile's layers.
-        """
+        """Predict one step; arguments and errors as of :func:`omnibal.pipeline.simulate.simulate_step`."""
         self._check(profile)
         return simulate_step(
             profile, self.partition, loads, self.links, zero_stage=self.layout.zero_stage, recompute=self.recompute,
@@ -160,7 +145,7 @@ class Plan:
         return Footprint(profile, load, self.make_schedule(), self.layout, overhead)
 
     def memory(self, profile: ModelProfile, load: Load) -> tuple[StageMemory, ...]:
-        """What a device of each stage holds at its peak; the same."""
+        """What a device of each stage holds at its peak for such micro-batches."""
         return self.footprint(profile, load).stages(self.partition, self.recompute)
 
     def _check(self, profile: ModelProfile) -> None:
@@ -191,12 +176,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan.
-
-        Raises:
-            ConfigError: The file is missing, no JSON, of another version, or a key is missing or wrong; the message
-                names file and key.
-        """
+        """Read a plan; a ConfigError names the file and the key that is wrong."""
         content = read_record(path, _PlanFile, "plan", version=VERSION)
         try:
             if content.predicted is not None:

@@ -19,24 +19,13 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Record(BaseModel):
-    """What a JSON file of ours holds: values of just these kinds, no other keys.
-
-    Dataclasses within it, and within those, keep to the same.
-    """
+    """What a JSON file of ours holds: values of just these kinds, no other keys, also in dataclasses within it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    r"""The content of a JSON text.
-
-    Args:
-        text: Bytes in UTF-8, a byte-order mark before them or not, or a string.
-        options: For ``json.loads``.
-
-    Raises:
-        ValueError: With the reason; a ``JSONDecodeError`` where the text is no JSON, a ``UnicodeDecodeError`` where it
-            is no UTF-8.
+    """The content of a JSON text (bytes in UTF-8, with or without a byte-order mark); a ValueError has the reason.
 
     >>> parse_json(b'{"a": 1}')
     {'a': 1}
@@ -58,12 +47,6 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 def parse_relaxed(text: str | bytes) -> Any:
     r"""The content of a ds_config: JSON, or Hjson as DeepSpeed reads it: with comments, say.
-
-    Args:
-        text: As of ``parse_json``.
-
-    Raises:
-        ValueError: It is neither, with the reason why it is no JSON; or a key stands twice in an object.
 
     >>> parse_relaxed('{"stage": 3, # of ZeRO\n}')
     {'stage': 3}
@@ -89,21 +72,12 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_json(path: Path, **options: Any) -> Any:
-    """The content of a JSON file; arguments and errors as of ``parse_json``, and ``OSError`` of a missing file."""
+    """The content of a JSON file; errors as of ``parse_json``."""
     return parse_json(path.read_bytes(), **options)
 
 
 def read_json(path: str | Path, name: str, parse: Callable[[bytes], Any] = parse_json) -> Any:
-    """The content of a JSON file that a user named as ``name``.
-
-    Args:
-        path: The file.
-        name: For messages.
-        parse: ``parse_relaxed`` where the file may be a ds_config.
-
-    Raises:
-        ConfigError: It cannot be read or is no JSON; the message names the file, and the line where there is one.
-    """
+    """The content of a JSON file that a user named as ``name``, read by ``parse``."""
     try:
         return parse(Path(path).read_bytes())
     except OSError as error:
@@ -115,24 +89,14 @@ def read_json(path: str | Path, name: str, parse: Callable[[bytes], Any] = parse
 
 
 def read_record(path: str | Path, kind: type[M], name: str, *, version: int) -> M:
-    """Read a JSON file that a user named as ``name``.
-
-    Args:
-        path: The file.
-        kind: What it holds, a key ``version`` among it.
-        name: For messages.
-        version: The one that can be read.
-
-    Raises:
-        ConfigError: It cannot be read, is no JSON, lacks a key, is of another version, or a key or value is wrong; the
-            message names the file and the key, and the nearest one where a key is unknown.
-    """
+    """Read a JSON file of one ``version`` that a user named as ``name``; errors name the file and the key."""
     content = read_json(path, name)
     if not isinstance(content, dict):
         raise ConfigError(f"{name} must be a JSON object, got {path} with a {type(content).__name__}")
+    # A file of another kind has a version, too: say that keys are missing rather than that it is too old.
     required = [key for key, known in kind.model_fields.items() if known.is_required()]
     missing = [key for key in required if key not in content]
-    is_other_kind = 2 * len(missing) > len(required)  # that has a version too
+    is_other_kind = 2 * len(missing) > len(required)
     if content.get("version", version) != version and not is_other_kind:
         raise ConfigError(f"{path}: {name} must be of version {version}, got {content['version']!r}; make it again")
     if missing:
@@ -144,13 +108,7 @@ def read_record(path: str | Path, kind: type[M], name: str, *, version: int) -> 
 
 
 def explain(kind: type, error: ValidationError, name: str) -> str:
-    """Every wrong key of a record, as ``<key> must <rule>, got <value>``.
-
-    Args:
-        kind: What was validated.
-        error: What pydantic found.
-        name: Stands before each key.
-    """
+    """Every wrong key of a record, as ``<key> must <rule>, got <value>``; ``name`` stands before each key."""
     by_key = groupby(error.errors(), key=lambda problem: _keys(kind, problem["loc"]))
     return "; ".join(_explain_key(kind, keys, list(problems), name) for keys, problems in by_key)
 
