@@ -9,8 +9,8 @@ from PIL import Image
 
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import simulate
+from omnibal.report.stages import plot_timeline
 from omnibal.report.style import BLUE, GREEN, GREY, ORANGE, PINK, SERIES, VERMILION, drawing, legend_below
-from omnibal.report.timeline import plot_timeline
 
 HERE = Path(__file__).parent
 TOKENS = (900, 2600, 400, 1700, 700, 3100, 1300, 600)

@@ -1,22 +1,19 @@
-"""Where the time of the devices goes under one way to train, and how much ranks hold: estimated on drawn steps."""
+"""What one recipe takes and holds, estimated on drawn steps; how much faster another is; and what would fit."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from omnibal.advise.batches import GROUPED, Batches, Batching, Samples, even_packs, padded_batches, random_packs
-from omnibal.advise.communication import exposed_seconds
-from omnibal.advise.costs import phase_costs, phase_seconds
-from omnibal.advise.memory import RankMemory
-from omnibal.advise.state import USUAL, TrainingPrecision
-from omnibal.advise.wait import Trainer, wait
+from omnibal.advise.memory import USUAL, RankMemory, TrainingPrecision
+from omnibal.advise.wait import Sharding, exposed_seconds, phase_costs, phase_seconds, wait
 from omnibal.cluster import Cluster
 from omnibal.cost import FloatArray
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
+from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.profile.records import Level, ModelProfile
 
 CAUSES: Final = (
@@ -25,122 +22,115 @@ CAUSES: Final = (
 """What the devices' time goes to; the update of the weights is useful."""
 DRAWS: Final = 8
 """Times that samples are drawn anew, to learn how far chance moves an estimate."""
+# Samples of a draw, and steps of a draw; a step of more than MOST_SAMPLES samples is a draw of its own.
 LEAST_SAMPLES, LEAST_STEPS, MOST_SAMPLES = 1024, 2, 16_384
-"""Of each draw, which is one step where a step holds more than the most."""
+# Share of an estimated factor that it may be off by beside chance; tools/advise/RESULTS.md has what was measured.
+MODEL_ERROR: Final = 0.03
+DEVIATIONS: Final = 2  # standard deviations of chance that an error spans: 19 of 20 estimates lie within
+# Over the number of samples: the share of the data that may be unlike all of them, in 19 of 20 cases. Source: the rule
+# of three; Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", JAMA 1983.
+UNSEEN: Final = 3
+HEAD_ROOM: Final = 0.05  # share of a device's memory that stays free, as in PlanRequest
+SHARING_MORE: Final[tuple[Sharding, ...]] = ("ddp", "zero1", "zero2", "zero3")  # each holds less than the one before
+ADAPTERS: Final = "LoRA of rank 16"
+TOGETHER: Final = " together with "
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to train.
+class Recipe:
+    """One way to train."""
 
-    Attributes:
-        trainer: How ranks share their work.
-        batching: What shares a micro-batch.
-        batch: Samples of a micro-batch where ``batching`` makes no packs.
-        micro_batches: Per step and rank.
-        recompute: At which level layers run.
-        limits: Of packs at random.
-        target_rows: Whether the head works on the rows that predict a target alone, as far as lengths tell them.
-        offloaded: What the host's memory holds, as far as ranks share it: "optimizer", "parameters".
-    """
-
-    trainer: Trainer = "zero3"
+    sharding: Sharding = "zero3"
     batching: Batching = "random"
     batch: int = 1
+    """Samples of a micro-batch where ``batching`` makes no packs."""
     micro_batches: int = 1
+    """Micro-batches per step and rank."""
     recompute: Level = "full"
     limits: PackLimits | None = None
+    """Limits of random packs."""
     target_rows: bool = False
+    """Whether the head works on the rows that predict a target alone, as far as lengths tell them."""
     offloaded: tuple[str, ...] = ()
+    """What the host's memory holds, as far as ranks share it: "optimizer", "parameters"."""
+
+    @property
+    def batch_text(self) -> str:
+        """The size and number of batches, in words."""
+        return f"batches of {self.batch}, {self.micro_batches} a rank and step"
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
-    """What stays whatever way is taken: data, model, machines, and samples of a step.
-
-    Attributes:
-        lengths: Of the samples, or of a part of them drawn at random.
-        profile: What the layers cost, with what is frozen or adapted.
-        cluster: All of its devices are ranks.
-        samples_per_step: Of all ranks, where packs do not decide it.
-        adapted: What the layers would cost with adapters, where these are not trained already.
-        spares_rows: Whether the head can work on target rows alone: the trainer's drop-in does, and lengths tell them.
-        offered: What the trainer has by one setting or call, without packs of ours: ways to batch, and ``"head"`` for a
-            head on target rows alone.
-        cutoff: Tokens of the trainer's own packs, where ``offered`` has them.
-        precision: What optimizer, copies of weights, and frozen weights take.
-        seed: Of the draws.
-    """
+class Scenario:
+    """What all recipes are estimated for: data, model, machines and the samples of a step."""
 
     lengths: SampleLengths
+    """Lengths of the samples, or of a part of them drawn at random."""
     profile: ModelProfile
+    """What the layers cost, with what is frozen or adapted."""
     cluster: Cluster
+    """Every device is a rank."""
     samples_per_step: int
+    """Samples of all ranks, where packs do not decide it."""
     adapted: ModelProfile | None = None
+    """What the layers would cost with adapters, where these are not trained already."""
     spares_rows: bool = False
+    """Whether the head can work on target rows alone: the trainer's drop-in does so, and lengths tell them."""
     offered: tuple[Batching | Literal["head"], ...] = ()
+    """What the trainer has by one setting or call, without packs of ours: ways to batch, and a head on target rows."""
     cutoff: int | None = None
+    """Tokens of the trainer's own packs, where ``offered`` has them."""
     precision: TrainingPrecision = USUAL
     seed: int = 0
 
     @cached_property
     def draws(self) -> tuple[Samples, ...]:
-        """Samples of some steps each; the same for all ways, so that chance moves them alike."""
+        """Samples of some steps each; all recipes get the same ones, so that chance moves their estimates alike."""
         sorted_at_once = -(-GROUPED // self.cluster.num_devices)  # steps, under group_by_length
         least = max(-(-LEAST_SAMPLES // self.samples_per_step), LEAST_STEPS, sorted_at_once)
-        steps = max(min(least, MOST_SAMPLES // self.samples_per_step), 1)
-        generator = np.random.default_rng(self.seed)
-        # the lengths themselves are drawn anew each time, as if others had been sampled (the bootstrap of Efron, 1979)
-        return tuple(
-            Samples.draw(
-                self.lengths.take(generator.integers(0, len(self.lengths), len(self.lengths)))
-                if len(self.lengths) <= MOST_SAMPLES
-                else self.lengths,
-                steps * self.samples_per_step,
-                generator,
-            )
-            for _ in range(DRAWS)
-        )
+        count = max(min(least, MOST_SAMPLES // self.samples_per_step), 1) * self.samples_per_step
+        rng, draws = np.random.default_rng(self.seed), list[Samples]()
+        for _ in range(DRAWS):
+            seen = self.lengths
+            if len(seen) <= MOST_SAMPLES:
+                # The bootstrap (Efron, 1979): lengths are drawn anew each time, as if others had been measured.
+                seen = seen.take(rng.integers(0, len(seen), len(seen)))
+            draws.append(Samples.draw(seen, count, rng))
+        return tuple(draws)
 
     @cached_property
     def alone(self) -> tuple[FloatArray, ...]:
-        """Of each draw, seconds that every sample takes alone in vision and in language, shape (samples, 2)."""
+        """For each draw the seconds that every sample takes alone in vision and language, shape (samples, 2)."""
         costs = phase_costs(self.profile)
-        vision = costs["vision forward"] + costs["vision backward"]
-        language = costs["language forward"] + costs["language backward"]
-        # as if every token were a target, as the planner has it
+        parts = [costs[f"{part} forward"] + costs[f"{part} backward"] for part in ("vision", "language")]
+        # The planner counts every token as a target, so even packs do, too.
         loads = (samples.all_rows.load for samples in self.draws)
-        return tuple(np.stack([cost(load) for cost in (vision, language)], axis=1) for load in loads)
+        return tuple(np.stack([cost(load) for cost in parts], axis=1) for load in loads)
 
-    def batches(self, way: Way, draw: int) -> Batches:
-        """The micro-batches that a way makes of a draw."""
-        samples, shape = self.draws[draw], {"num_ranks": self.cluster.num_devices, "micro_batches": way.micro_batches}
-        samples = samples if way.target_rows else samples.all_rows
-        if way.batching == "even":
+    def batches(self, recipe: Recipe, draw: int) -> Batches:
+        """The micro-batches that a recipe makes of a draw."""
+        shape = {"num_ranks": self.cluster.num_devices, "micro_batches": recipe.micro_batches}
+        samples = self.draws[draw] if recipe.target_rows else self.draws[draw].all_rows
+        if recipe.batching == "even":
             return even_packs(samples, self.alone[draw], samples_per_step=self.samples_per_step, **shape)
-        if way.batching == "packed":
-            assert way.limits is not None, "packs at random have limits"
-            return random_packs(samples, way.limits, **shape)
-        return padded_batches(samples, batch=way.batch, batching=way.batching, **shape)
+        if recipe.batching == "packed":
+            assert recipe.limits is not None, "random packs have limits"
+            return random_packs(samples, recipe.limits, **shape)
+        return padded_batches(samples, batch=recipe.batch, batching=recipe.batching, **shape)
 
-    def estimate(self, way: Way, draws: Sequence[int] = range(DRAWS)) -> "Estimate":
-        """What a way takes and holds."""
-        return Estimate(self, way, tuple(self.batches(way, draw) for draw in draws))
+    def estimate(self, recipe: Recipe) -> "Estimate":
+        """What a recipe takes and holds."""
+        return Estimate(self, recipe, tuple(self.batches(recipe, draw) for draw in range(DRAWS)))
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What one way takes and holds.
+    """What one recipe takes and holds in a scenario."""
 
-    Attributes:
-        setting: What it was estimated for.
-        way: It.
-        batches: Its micro-batches, draw by draw.
-    """
-
-    setting: Setting
-    way: Way
+    scenario: Scenario
+    recipe: Recipe
     batches: tuple[Batches, ...]
+    """The micro-batches of each draw."""
 
     @cached_property
     def spent(self) -> FloatArray:
@@ -161,13 +151,8 @@ class Estimate:
 
     @property
     def samples_per_step(self) -> float:
-        """Of all ranks, on average."""
+        """Mean number of samples of all ranks in a step."""
         return float(np.mean([batches.samples_per_step for batches in self.batches]))
-
-    @property
-    def samples_per_pack(self) -> float:
-        """On average."""
-        return self.samples_per_step / (self.setting.cluster.num_devices * self.way.micro_batches)
 
     @property
     def limits(self) -> PackLimits:
@@ -175,13 +160,22 @@ class Estimate:
         largest = [batches.largest for batches in self.batches]
         return PackLimits(max(most.vision_units for most in largest), max(most.llm_tokens for most in largest))
 
+    @property
+    def fill(self) -> float:
+        """Mean over largest load of the micro-batches, in vision units or tokens, whichever are fuller."""
+        loads = [batches.loads for batches in self.batches]
+        vision, tokens = (
+            float(np.mean([getattr(load, name).mean() for load in loads])) for name in ("vision_units", "llm_tokens")
+        )
+        return max(vision / max(self.limits.vision_units, 1), tokens / self.limits.llm_tokens)
+
     @cached_property
     def memory(self) -> RankMemory:
         """What ranks hold."""
-        way, setting = self.way, self.setting
+        recipe, scenario = self.recipe, self.scenario
         return RankMemory(
-            setting.profile, way.trainer, setting.cluster, way.recompute, way.target_rows, way.offloaded,
-            setting.precision,
+            scenario.profile, recipe.sharding, scenario.cluster, recipe.recompute, recipe.target_rows,
+            recipe.offloaded, scenario.precision,
         )  # fmt: skip
 
     @cached_property
@@ -190,26 +184,121 @@ class Estimate:
         ranks = [self.memory.peak_bytes(batches.loads).max(axis=2) for batches in self.batches]
         return max(float(peaks.max()) for peaks in ranks), float(np.mean([peaks.mean() for peaks in ranks]))
 
+    @property
+    def missing_bytes(self) -> int:
+        """What the fullest rank lacks, with the head room; negative or 0 where it fits."""
+        return int(self.peaks[0] - self.memory.budget_bytes * (1 - HEAD_ROOM))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank keeps to its memory, less the head room."""
+        return self.missing_bytes <= 0
+
     def _spent(self, batches: Batches) -> FloatArray:
-        profile, way, cluster = self.setting.profile, self.way, self.setting.cluster
-        costs = phase_seconds(profile, batches.loads, recompute=way.recompute)
+        profile, recipe, steps = self.scenario.profile, self.recipe, batches.loads.shape[0]
+        ranks = self.scenario.cluster.num_devices
+        # What passes take as they are; without recomputation; and without padding, too.
+        costs = phase_seconds(profile, batches.loads, recompute=recipe.recompute)
         plain, real = phase_seconds(profile, batches.loads), phase_seconds(profile, batches.real)
         run, once, useful = (float(sum(seconds.sum() for seconds in each.values())) for each in (costs, plain, real))
-        steps, ranks, _ = batches.loads.shape
-        waits = wait(costs, way.trainer)
-        by_part = {
-            part: float(sum(seconds.sum() for phase, seconds in waits.items() if phase.startswith(part)))
-            for part in ("vision", "language")
-        }
-        talking = float(exposed_seconds(self.memory.held, way.trainer, cluster, costs).sum()) * ranks
+        waits = {phase: seconds.sum() for phase, seconds in wait(costs, recipe.sharding).items()}
+        by_vision = float(waits["vision forward"] + waits["vision backward"])
+        waited = by_vision + float(waits["language forward"] + waits["language backward"])
+        # A phase in which the last rank spends less makes up for a part of another one's waits.
+        by_vision = min(max(by_vision, 0.0), waited)
+        exposed = float(exposed_seconds(self.memory.held, recipe.sharding, self.scenario.cluster, costs).sum()) * ranks
         update = sum(layer.optimizer_seconds for layer in self.memory.held.layers) * steps
-        update *= ranks if way.trainer == "ddp" else 1  # under ZeRO and FSDP each updates its share
-        spent = [useful + update, once - useful, *_parts(by_part), run - once, talking]
+        update *= ranks if recipe.sharding == "ddp" else 1  # under ZeRO and FSDP each rank updates its share
+        spent = [useful + update, once - useful, by_vision, waited - by_vision, run - once, exposed]
         return np.array(spent) / batches.num_samples
 
 
-def _parts(waits: dict[str, float]) -> tuple[float, float]:
-    """Waits for vision and for language: one that makes up for a part of the other is taken off the other."""
-    total = sum(waits.values())
-    vision = min(max(waits["vision"], 0.0), total)
-    return vision, total - vision
+@dataclass(frozen=True)
+class Speedup:
+    """Samples a second in multiples of those before, and how far that may be off."""
+
+    factor: float = 1.0
+    error: float = 0.0
+    """Chance, the model's error, and samples that were not seen."""
+
+    @classmethod
+    def of(cls, before: Estimate, after: Estimate, *, changes: int = 1) -> "Speedup":
+        """From one estimate to another on the same draws; each change in between has an error of its own."""
+        ratios: FloatArray = before.sample_seconds / after.sample_seconds
+        factor, unseen = float(ratios.mean()), min(UNSEEN / len(before.scenario.lengths), 1.0)
+        chance, model = DEVIATIONS * float(ratios.std(ddof=1)), MODEL_ERROR * max(changes, 1) ** 0.5
+        return cls(factor, float(np.hypot(chance, factor * np.hypot(model, unseen))))
+
+    @property
+    def brings(self) -> bool:
+        """Whether the gain is more than its error."""
+        return self.factor - 1 > self.error
+
+    def __mul__(self, other: "Speedup") -> "Speedup":
+        """Both, one on top of the other."""
+        factor = self.factor * other.factor
+        return Speedup(factor, factor * float(np.hypot(self.error / self.factor, other.error / other.factor)))
+
+    def __str__(self) -> str:
+        return f"{self.factor:.2f} ± {self.error:.2f}"
+
+
+def what_fits(now: Estimate) -> tuple[str, ...]:
+    """Changes that would make the present recipe fit, each by itself; where none does, several together.
+
+    Nothing where it fits already, and where not even all of them together would do.
+    """
+    if now.peaks[0] <= now.memory.budget_bytes:
+        return ()
+    scenario, kinds = now.scenario, _kinds(now)
+    adapted = None if scenario.adapted is None else replace(scenario, profile=scenario.adapted)
+    found = list[str]()
+    for kind in kinds:
+        fitting = (name for name, changed in kind if scenario.estimate(replace(now.recipe, **changed)).fits)
+        if name := next(fitting, None):
+            found.append(name)
+    if adapted is not None and adapted.estimate(now.recipe).fits:
+        found.append(ADAPTERS)
+    if found:
+        return tuple(found)
+    names, recipe = list[str](), now.recipe
+    for kind in kinds:  # all of one kind before any of the next
+        for name, changed in kind:
+            if scenario.estimate(replace(recipe, **changed)).fits:
+                return (TOGETHER.join([*names, name]),)
+        names, recipe = [*names, kind[-1][0]], replace(recipe, **kind[-1][1])
+    return (TOGETHER.join([*names, ADAPTERS]),) if adapted is not None and adapted.estimate(recipe).fits else ()
+
+
+def refuse_impossible(now: Estimate, helps: tuple[str, ...]) -> None:
+    """Refuse a recipe that could not have run: even its mean rank needs more than there is."""
+    memory, recipe, held = now.memory, now.recipe, int(now.peaks[1])
+    if now.peaks[1] <= memory.budget_bytes:
+        return
+    missing, before = (bytes_in_words(size) for size in (held - memory.budget_bytes, memory.state_bytes))
+    would = f"; what would fit: {', or '.join(helps)}" if helps else ""
+    raise InfeasibleError(
+        f"the present batch must fit a device's {bytes_in_words(memory.budget_bytes)}, got {bytes_in_words(held)} on "
+        f"the mean rank ({missing} too many, {before} of it before any sample); which is wrong: the batch of "
+        f"{recipe.batch}, {recipe.sharding}, recomputation {recipe.recompute!r}, what is frozen, the optimizer, or the "
+        f"cluster?{would}; --pipeline plans another way"
+    )
+
+
+def _kinds(now: Estimate) -> list[list[tuple[str, dict[str, Any]]]]:
+    """Kinds of changes that take memory away, each from the smallest to the largest: in words, and as fields."""
+    recipe, batches, smaller = now.recipe, [], now.recipe
+    while smaller.batch % 2 == 0 and recipe.limits is None:
+        changed: dict[str, Any] = {"batch": smaller.batch // 2, "micro_batches": 2 * smaller.micro_batches}
+        smaller = replace(smaller, **changed)
+        batches.append((smaller.batch_text, changed))
+    sharding = recipe.sharding
+    more = SHARING_MORE[SHARING_MORE.index(sharding) + 1 :] if sharding in SHARING_MORE else ()
+    kinds: list[list[tuple[str, dict[str, Any]]]] = [
+        [("target_rows(model)", {"target_rows": True})]
+        if "head" in now.scenario.offered and not recipe.target_rows else [],
+        [("gradient checkpointing", {"recompute": "full"})] if recipe.recompute == "none" else [],
+        batches,
+        [(f"{other} in place of {sharding}", {"sharding": other}) for other in more],
+    ]  # fmt: skip
+    return [kind for kind in kinds if kind]

@@ -1,25 +1,40 @@
 """What a data-parallel rank holds at its peak, with the whole model on it or its share of it under ZeRO and FSDP.
 
-Assumptions, beside those of counted costs: gradients in 16 bits; unless the precision says otherwise AdamW in float32
-with a master copy of 16-bit weights (16 bytes a trained parameter in all); ZeRO 3 and FSDP hold two gathered layers at
-a time; the loss takes the logits of all tokens in float32, as transformers' own does whatever the labels, or those of
-target rows, some at a time. At the update activations have gone, and copies of gradients are there.
+Assumptions, beside those of counted costs: gradients in 16 bits; ZeRO 3 and FSDP hold two gathered layers at a time;
+the loss takes the logits of all tokens in float32, as transformers' own does whatever the labels, or those of target
+rows, some at a time. At the update activations have gone, and copies of gradients are there.
+
+Sources: the states that torch's, bitsandbytes' and transformers' optimizers allocate; DeepSpeed's ZeRO optimizers,
+which update a float32 copy of 16-bit weights by float32 copies of gradients (``runtime/zero``); Dettmers et al., "8-bit
+Optimizers via Block-wise Quantization", ICLR 2022, and "QLoRA", NeurIPS 2023.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from omnibal.advise.state import USUAL, TrainingPrecision
-from omnibal.advise.wait import Trainer
-from omnibal.cluster import Cluster
+from omnibal.advise.wait import Sharding
+from omnibal.cluster import Cluster, Layout
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.memory.footprint import loss_bytes
 from omnibal.profile.records import LayerCost, Level, ModelProfile
 
-SHARED: Final[dict[Trainer, tuple[str, ...]]] = {
+FLOAT32, FLOAT16 = 4, 2
+ELEMENTS: Final = {"bfloat16": FLOAT16, "float32": FLOAT32}  # bytes of a number by a profile's dtype
+# Layers whose parameters are matrices, but for a few: Muon keeps less of these than of embeddings, heads and norms.
+BLOCKS: Final = ("vision_block", "window_block", "deepstack_block", "decoder_block", "projector")
+# Parameters of a rank's share under ZeRO 3 that are updated at a time: DeepSpeed's default of sub_group_size.
+UPDATED_AT_ONCE: Final = 10**9
+# Bytes of a gradient's copies at the update under ZeRO: in float32, and the flat 16-bit one that this is made of.
+COPIED: Final = FLOAT32 + FLOAT16
+QUANTIZED_BITS: Final = {4: 4.5, 8: 8.0}  # bits of a quantized weight with the scales of its blocks
+# Bytes per logit at the loss's peak, in its backward pass: float32 of the logarithmic softmax, its gradient, and the
+# logits' gradient; the 16-bit logits have gone. Measured in a step of transformers' Trainer (tests/advise/test_memory).
+LOGIT_BYTES: Final = 12
+GRADIENT_SHARE: Final = 1 / 3  # gradients alive at one time, as a share of what a block keeps: see memory.footprint
+SHARED: Final[dict[Sharding, tuple[str, ...]]] = {
     "ddp": (),
     "zero1": ("optimizer_bytes",),
     "zero2": ("optimizer_bytes", "gradient_bytes"),
@@ -27,103 +42,181 @@ SHARED: Final[dict[Trainer, tuple[str, ...]]] = {
     "fsdp": ("optimizer_bytes", "gradient_bytes", "parameter_bytes"),
 }
 """What ranks hold only their share of."""
-OFFLOADED_WITH: Final = {
-    "parameter_bytes": "parameters", "gradient_bytes": "optimizer", "optimizer_bytes": "optimizer",
-}  # fmt: skip
-LOGIT_BYTES: Final = 12
-"""Per logit at the loss's peak, in its backward pass: float32 of the logarithmic softmax, its gradient, the logits'.
 
-By then those of 16 bits have gone. Measured in a step of transformers' Trainer (``tests/advise/test_memory.py``).
-"""
-GRADIENT_SHARE: Final = 1 / 3
-"""Of what a block keeps, as in ``omnibal.memory.footprint``."""
+
+class Optimizer(NamedTuple):
+    """How many numbers an optimizer keeps of a trained parameter, and how large they are."""
+
+    numbers: float
+    """Numbers per parameter of a matrix in one of ``BLOCKS``."""
+    elsewhere: float
+    """Numbers per parameter of embeddings, heads and norms."""
+    number_bytes: float | None = None
+    """Bytes of such a number; None for the dtype of the weights that are updated."""
+    is_pageable: bool = False
+    """Whether what does not fit goes to the host's memory."""
+
+
+_EIGHT_BIT: Final = 1 + FLOAT32 / 256  # with a scale for each block of 256
+OPTIMIZERS: Final[dict[str, Optimizer]] = {
+    **dict.fromkeys(
+        ("adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_hf",
+         "adamw_apex_fused", "fusedadam", "cpuadam", "stable_adamw", "schedule_free_adamw", "schedule_free_radam",
+         "lamb"),
+        Optimizer(2, 2),
+    ),
+    **dict.fromkeys(("adamw_anyprecision", "adamw_32bit"), Optimizer(2, 2, FLOAT32)),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), Optimizer(2, 2, _EIGHT_BIT)),
+    "adamw_torch_4bit": Optimizer(2, 2, 0.5 + FLOAT32 / 128),
+    **dict.fromkeys(("ademamix", "ademamix_32bit"), Optimizer(3, 3, FLOAT32)),
+    "ademamix_8bit": Optimizer(3, 3, _EIGHT_BIT),
+    **dict.fromkeys(("lion", "rmsprop", "adagrad", "schedule_free_sgd", "adam_mini"), Optimizer(1, 1)),
+    **dict.fromkeys(("lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), Optimizer(1, 1, FLOAT32)),
+    **dict.fromkeys(("lion_8bit", "rmsprop_bnb_8bit"), Optimizer(1, 1, _EIGHT_BIT)),
+    "muon": Optimizer(1, 2),
+    **dict.fromkeys(("adafactor", "sgd"), Optimizer(0, 0)),  # Adafactor keeps sums of rows and of columns
+}  # fmt: skip
+"""By the names of ``TrainingArguments`` and ds_configs, in small letters; ``paged_`` before one makes it pageable."""
+
+
+def optimizer_of(name: str) -> Optimizer | None:
+    """What is known of an optimizer by its name; None of an unknown one.
+
+    >>> optimizer_of("paged_adamw_8bit").is_pageable, optimizer_of("galore_adamw")
+    (True, None)
+    """
+    plain = name.lower().replace("-", "_").rpartition(".")[2]
+    found = OPTIMIZERS.get(plain.removeprefix("paged_"))
+    return None if found is None else found._replace(is_pageable=plain.startswith("paged_"))
+
+
+@dataclass(frozen=True)
+class TrainingPrecision:
+    """Bytes of parameters beside what the forward pass needs: by default AdamW's, 16 per trained parameter in all."""
+
+    optimizer: Optimizer = OPTIMIZERS["adamw"]
+    pure: bool = False
+    """Whether plain data parallelism updates 16-bit weights themselves, without a float32 copy."""
+    master: bool = True
+    """Whether DeepSpeed keeps a float32 copy of 16-bit weights."""
+    state_bytes: int = FLOAT32
+    """Bytes of a number that the optimizer keeps, where the optimizer does not say."""
+    weight_bits: int = 16
+    """Bits of frozen weights in the language model's blocks."""
+    fused_loss: bool = False
+    """Whether the loss never has the logits of all tokens (Liger's kernels)."""
+
+    def kept(self, sharding: Sharding, kind: str = "decoder_block") -> tuple[float, float]:
+        """Bytes per trained parameter of a layer of some kind: optimizer state, and float32 copy of a 16-bit weight."""
+        pure, optimizer = self.pure and sharding == "ddp", self.optimizer
+        size = optimizer.number_bytes
+        if size is None:
+            size = FLOAT16 if pure else self.state_bytes
+        elif kind == "text_embedding":  # transformers has bitsandbytes keep 32 bits of embeddings
+            size = max(size, FLOAT32)
+        numbers = optimizer.numbers if kind in BLOCKS else optimizer.elsewhere
+        return numbers * size * (not optimizer.is_pageable), FLOAT32 * float(self.master and not pure)
+
+    def applied(self, profile: ModelProfile, sharding: Sharding) -> ModelProfile:
+        """The profile with the bytes that layers hold, and the seconds of their updates, under this precision."""
+        return replace(profile, layers=tuple(self._layer(layer, profile, sharding) for layer in profile.layers))
+
+    def copied_bytes(self, profile: ModelProfile, sharding: Sharding, ranks: int) -> float:
+        """Bytes of gradients' copies on a rank at the update, under ZeRO with a float32 copy of the weights."""
+        if not self.master or sharding not in ("zero1", "zero2", "zero3"):
+            return 0.0
+        share = sum(layer.gradient_bytes for layer in profile.layers) / ELEMENTS[profile.dtype] / ranks
+        return COPIED * min(share, UPDATED_AT_ONCE if sharding == "zero3" else share)
+
+    def _layer(self, layer: LayerCost, profile: ModelProfile, sharding: Sharding) -> LayerCost:
+        element = ELEMENTS[profile.dtype]
+        states, master = self.kept(sharding, layer.kind)
+        held = layer.gradient_bytes / element * (states + (master if element == FLOAT16 else 0.0))
+        # An update reads and writes what it holds; its seconds were counted for the bytes of the profile.
+        moved = 2 * (layer.optimizer_bytes + layer.gradient_bytes)
+        parameters = float(layer.parameter_bytes)
+        if layer.kind == "decoder_block":
+            frozen = max(parameters - layer.gradient_bytes, 0.0)
+            parameters += frozen * (QUANTIZED_BITS.get(self.weight_bits, 16.0) / 16 - 1)
+        return replace(
+            layer,
+            parameter_bytes=round(parameters),
+            optimizer_bytes=round(held),
+            optimizer_seconds=layer.optimizer_seconds * (2 * (held + layer.gradient_bytes) / moved if moved else 1.0),
+        )
+
+
+USUAL: Final = TrainingPrecision()
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """How much ranks hold under a trainer.
-
-    Attributes:
-        profile: What the layers hold.
-        trainer: How ranks share their work.
-        cluster: All of its devices are ranks.
-        recompute: At which level the layers run.
-        target_rows: Whether the head works on the rows that predict a target alone.
-        offloaded: What the host's memory holds, as far as ranks share it: "optimizer" (gradients with it, which
-            DeepSpeed updates there), "parameters".
-        precision: What optimizer, copies of weights, and frozen weights take.
-    """
+    """How much a rank holds; every device of the cluster is a rank."""
 
     profile: ModelProfile
-    trainer: Trainer
+    sharding: Sharding
     cluster: Cluster
     recompute: Level
     target_rows: bool = False
+    """Whether the head works on the rows that predict a target alone."""
     offloaded: tuple[str, ...] = ()
+    """What the host's memory holds, as far as ranks share it: "optimizer" (gradients with it, which DeepSpeed updates
+    there), "parameters"."""
     precision: TrainingPrecision = USUAL
 
     @cached_property
     def held(self) -> ModelProfile:
-        """The profile, with the bytes that the precision says."""
-        return self.precision.applied(self.profile, self.trainer)
+        """The profile with the bytes of the precision."""
+        return self.precision.applied(self.profile, self.sharding)
 
     @property
     def budget_bytes(self) -> int:
-        """What a device has."""
-        given = self.cluster.memory_bytes
-        return int(min(given) if isinstance(given, tuple) else given or self.cluster.device.memory_bytes)
+        """What the smallest device has."""
+        return self.cluster.stage_memory_bytes(Layout(num_replicas=self.cluster.num_devices))[0]
 
     @property
     def state_bytes(self) -> int:
         """Weights, gradients, optimizer state and what the process holds beside the model."""
-        ranks, total = self.cluster.num_devices, self.cluster.overhead_bytes
-        for name in OFFLOADED_WITH:
-            held = sum(getattr(layer, name) for layer in _untied(self.held))
-            share = 0 if OFFLOADED_WITH[name] in self.offloaded else -(-held // ranks)
-            total += share if name in SHARED[self.trainer] else held
-        if "parameter_bytes" in SHARED[self.trainer]:
-            total += 2 * max(layer.parameter_bytes for layer in self.held.layers)
+        shared, total = SHARED[self.sharding], self.cluster.overhead_bytes
+        layers = self.held.layers
+        # A head that is tied to the embedding holds nothing of its own.
+        embeddings = {layer.tied_key for layer in layers if layer.kind != "head" and layer.tied_key is not None}
+        layers_once = [layer for layer in layers if layer.kind != "head" or layer.tied_key not in embeddings]
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+            held = sum(getattr(layer, name) for layer in layers_once)
+            if name in shared:
+                is_offloaded = ("parameters" if name == "parameter_bytes" else "optimizer") in self.offloaded
+                held = 0 if is_offloaded else -(-held // self.cluster.num_devices)
+            total += held
+        if "parameter_bytes" in shared:  # one layer runs while the next one is gathered
+            total += 2 * max(layer.parameter_bytes for layer in layers)
         return total
 
     @property
     def update_bytes(self) -> float:
         """What an update needs beyond the state."""
-        if "optimizer" in self.offloaded and "optimizer_bytes" in SHARED[self.trainer]:
+        if "optimizer" in self.offloaded and "optimizer_bytes" in SHARED[self.sharding]:
             return 0.0
-        return self.precision.copied_bytes(self.profile, self.trainer, self.cluster.num_devices)
+        return self.precision.copied_bytes(self.profile, self.sharding, self.cluster.num_devices)
 
     def peak_bytes(self, loads: Load) -> FloatArray:
         """What a rank holds while each micro-batch runs, or at the update if it is more, in the shape of the loads."""
-        first = self.profile.frozen_front
-        # of the head only logits count, as transformers has them all at one time
-        trained = [layer for layer in self.profile.layers[first:] if layer.kind != "head"]
+        # Of the head only logits count, as transformers has all of them at one time.
+        trained = [layer for layer in self.profile.layers[self.profile.frozen_front :] if layer.kind != "head"]
         levels = [self.recompute if self.recompute in layer.saved_bytes else "none" for layer in trained]
         kept = sum((layer.saved_bytes[level] for layer, level in zip(trained, levels, strict=True)), start=CostModel())
-        working = [_working(layer, level) for layer, level in zip(trained, levels, strict=True)]
-        passing = np.max([cost(loads) for cost in set(working)], axis=0)
+        # What a layer's backward pass needs beyond what is kept: recomputed activations, and gradients.
+        working = {
+            layer.saved_bytes["none"] * ((level != "none") + GRADIENT_SHARE)
+            for layer, level in zip(trained, levels, strict=True)
+        }
+        passing = np.max([cost(loads) for cost in working], axis=0)
         head = next(layer for layer in self.profile.layers if layer.kind == "head")
-        all_logits = LOGIT_BYTES * head.sizes["vocab"] * loads.llm_tokens
-        logits = loss_bytes(head, loads.target_tokens) if self.target_rows else all_logits
-        if self.precision.fused_loss and not self.target_rows:
-            logits = loss_bytes(head, loads.llm_tokens)
-        # behind the head the logits have gone
+        if self.target_rows or self.precision.fused_loss:
+            logits = loss_bytes(head, loads.target_tokens if self.target_rows else loads.llm_tokens)
+        else:
+            logits = LOGIT_BYTES * head.sizes["vocab"] * loads.llm_tokens
+        # When the first backward pass begins, the loss's logits have gone.
         running = kept(loads) + np.maximum(passing, logits)
         held: FloatArray = self.state_bytes + np.maximum(running, self.update_bytes)
         return held
-
-
-def _working(layer: LayerCost, level: Level) -> CostModel:
-    """What a layer's backward pass needs beyond what is kept: recomputed activations, and gradients."""
-    everything = layer.saved_bytes["none"]
-    return everything * ((level != "none") + GRADIENT_SHARE)
-
-
-def _untied(profile: ModelProfile) -> list[LayerCost]:
-    """Layers, each weight once."""
-    seen: set[str] = set()
-    found = []
-    for layer in profile.layers:
-        if layer.tied_key is None or layer.tied_key not in seen or layer.kind != "head":
-            found.append(layer)
-        seen.add(layer.tied_key or "")
-    return found

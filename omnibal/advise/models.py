@@ -1,56 +1,40 @@
-"""Sizes of the models that people train, as their publishers state them; and configurations without their defaults.
+"""Models by name: the sizes that publishers state, what a config.json leaves out, and the costs of LoRA's adapters.
 
 A ``config.json`` leaves out what the class of its configuration has by default, and those of Qwen2-VL and Qwen2.5-VL
-have the language model at the top. transformers fills both in; here it is done without it.
+have the language model's keys at the top. transformers fills both in; this module does it without torch.
 
 Sources: the ``config.json`` and ``preprocessor_config.json`` of the named repositories on huggingface.co (Qwen/…,
 OpenGVLab/…-hf, llava-hf/…); defaults as in transformers 5.23.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
+from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families import family_of, layer_records
 from omnibal.families.base import Config, ImageRule, LayerRecord, vision_unit_of
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
 
-
-class Text(NamedTuple):
-    """A decoder-only language model: the sizes that a configuration has."""
-
-    model_type: str
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    vocab_size: int
-    head_dim: int | None = None
-
-
-MOST_TILES: Final = 1024
-"""Of an image; more are somebody's pixels."""
+MOST_TILES: Final = 1024  # of an image: a larger number is meant as pixels
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model without its weights.
-
-    Attributes:
-        name: For people.
-        config: Complete, as ``config.to_dict()`` has it.
-        preprocessor: Of its image processor.
-    """
+    """What is known of a model without its weights."""
 
     name: str
     config: Config
+    """All keys, as ``config.to_dict()`` of transformers has them."""
     preprocessor: Config
+    """The configuration of the image processor."""
 
     @property
     def records(self) -> tuple[LayerRecord, ...]:
-        """Its layers."""
+        """The model's layers."""
         return layer_records(self.config)
 
     @property
@@ -59,7 +43,7 @@ class Model:
         return vision_unit_of(self.records)
 
     def image_rule(self, max_tiles: int | None = None, max_pixels: int | None = None) -> ImageRule:
-        """What images bring.
+        """The rule that turns sizes of images into loads, with another limit than the preprocessor's if given.
 
         Args:
             max_tiles: Most tiles of an image, where the family has such a limit.
@@ -90,43 +74,72 @@ class Model:
 
     @classmethod
     def known(cls, name: str) -> "Model":
-        """A published model by its name, with or without its owner and what is said of its training.
+        """A published model by its name, with or without the owner and suffixes such as "Instruct".
 
         Raises:
-            ConfigError: There is none; the message names the nearest one.
+            ConfigError: No model has this name; the message names the nearest one.
 
         >>> Model.known("Qwen/Qwen2.5-VL-7B-Instruct").name, Model.known("internvl3-8b-hf").name
         ('Qwen2.5-VL-7B', 'InternVL3-8B')
         """
-        wanted = _plain(name)
         by_plain = {_plain(known): known for known in MODELS}
-        if wanted not in by_plain:
+        if (wanted := _plain(name)) not in by_plain:
             nearest = get_close_matches(wanted, by_plain, n=1, cutoff=0.4)
             hint = f"did you mean {by_plain[nearest[0]]}? " if nearest else f"known are {', '.join(MODELS)}; "
             raise ConfigError(
                 f"model must be a known name, a Hugging Face folder or a config.json, got {name!r}; {hint}"
                 "of another model give its config.json"
             )
-        found = by_plain[wanted]
-        return cls(found, *MODELS[found])
+        return cls(by_plain[wanted], *MODELS[by_plain[wanted]])
 
     @classmethod
     def of(cls, name: str, config: Config, preprocessor: Config | None = None) -> "Model":
-        """A model by its ``config.json``, and its ``preprocessor_config.json`` or what is usual for its family.
-
-        Raises:
-            ConfigError: No family knows it, or the family refuses it.
-        """
+        """A model by its ``config.json``, and its ``preprocessor_config.json`` or what its family usually has."""
         whole = complete(config)
-        family_of(whole)
+        family_of(whole)  # refuses an unknown family
         usual = _usual_preprocessor(whole)
-        return cls(name, whole, usual if preprocessor is None else _resized(usual, preprocessor))
+        if preprocessor is None:
+            return cls(name, whole, usual)
+        # Qwen's limits of pixels may stand at the top, where transformers moves them into the size.
+        pixels = {"shortest_edge": preprocessor.get("min_pixels"), "longest_edge": preprocessor.get("max_pixels")}
+        moved = {key: value for key, value in pixels.items() if value is not None}
+        size = {**usual["size"], **dict(preprocessor.get("size") or {}), **moved}
+        return cls(name, whole, {**usual, **preprocessor, "size": size})
+
+
+def adapted_profile(
+    records: Sequence[LayerRecord], device: Device, *, rank: int, dtype: str = "bfloat16"
+) -> ModelProfile:
+    """Counted costs where LoRA's adapters on the decoder blocks' products are all that is trained.
+
+    Operations of adapters are counted; that small products take longer than their operations say is not.
+    Source: Hu et al., "LoRA", ICLR 2022, section 4.
+    """
+    return analytic_profile([_adapted(record, rank) for record in records], device, dtype=dtype)
+
+
+def _adapted(record: LayerRecord, rank: int) -> LayerRecord:
+    own = record.sizes["parameters"]
+    adapters, ranks = (adapter_parameters(record.sizes, rank), 7 * rank) if record.kind == "decoder_block" else (0, 0)
+    sizes = {"parameters": own + adapters, "untrained": own, "adapters": adapters, "adapter_ranks": ranks}
+    return replace(record, sizes={**record.sizes, **sizes})
+
+
+def adapter_parameters(sizes: Mapping[str, int], rank: int) -> int:
+    """Parameters of adapters on all seven products of a decoder block.
+
+    >>> adapter_parameters({"hidden": 8, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 4}, 2)
+    256
+    """
+    hidden, query, key_value = sizes["hidden"], *(sizes[name] * sizes["head_dim"] for name in ("heads", "kv_heads"))
+    # queries, attention's output; keys, values; the MLP's three
+    return rank * (2 * (hidden + query) + 2 * (hidden + key_value) + 3 * (hidden + sizes["intermediate"]))
 
 
 def _plain(name: str) -> str:
     words = name.rpartition("/")[2].lower().replace("_", "-").split("-")
-    said = {"hf", "instruct", "thinking", "chat", "base", "ov", "si", "awq"}
-    return "-".join(word for word in words if word not in said)
+    suffixes = {"hf", "instruct", "thinking", "chat", "base", "ov", "si", "awq"}
+    return "-".join(word for word in words if word not in suffixes)
 
 
 def complete(config: Config) -> dict[str, Any]:
@@ -140,7 +153,8 @@ def complete(config: Config) -> dict[str, Any]:
     parts = {"vision_config": dict(config.get("vision_config") or {})}
     own = config.get("text_config")
     parts["text_config"] = dict(own) if own else {key: value for key, value in config.items() if key not in parts}
-    text = TEXTS.get(str(parts["text_config"].get("model_type")), {}) if kind.startswith("llava") else text
+    if kind.startswith("llava"):
+        text = LLAVA_DEFAULTS.get(str(parts["text_config"].get("model_type")), {})
     for part, defaults in (("vision_config", vision), ("text_config", text)):
         given = {key: value for key, value in parts[part].items() if value is not None}
         parts[part] = {**defaults, **given}
@@ -149,25 +163,17 @@ def complete(config: Config) -> dict[str, Any]:
     return {**config, **parts}
 
 
-def _resized(usual: Config, given: Config) -> dict[str, Any]:
-    """Qwen's pixels may stand at the top, where transformers moves them into the size."""
-    found = {**usual, **given}
-    pixels = {"shortest_edge": given.get("min_pixels"), "longest_edge": given.get("max_pixels")}
-    moved = {key: value for key, value in pixels.items() if value is not None}
-    return {**found, "size": {**usual["size"], **dict(given.get("size") or {}), **moved}}
-
-
 _LLAMA: Final = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "intermediate_size": 11008, "vocab_size": 32000,
 }  # fmt: skip
-TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
+# Defaults of LLaVA's language models, by model_type.
+LLAVA_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "None": _LLAMA,
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8},
     "qwen2": {**_LLAMA, "model_type": "qwen2", "intermediate_size": 22016, "vocab_size": 151936},
 }
-"""Defaults of language models beside LLaVA's towers."""
 _CLIP: Final = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
@@ -196,6 +202,7 @@ _INTERN_VIT_6B: Final = {
     **_INTERN_VIT, "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45,
     "num_attention_heads": 25, "attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm",
 }  # fmt: skip
+# Defaults of ViT and language model, by the model_type of both together.
 DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "qwen2_vl": (_QWEN2_VIT, {}),
     "qwen2_5_vl": (_QWEN25_VIT, {}),
@@ -205,13 +212,12 @@ DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "llava_onevision": (_SIGLIP, {}),
     "internvl": (_INTERN_VIT, {"model_type": "qwen2"}),
 }
-"""Of ViT and language model, by ``model_type``."""
 _NEXT_CANVASES: Final = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 _ONEVISION_CANVASES: Final = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
 
 
 def _usual_preprocessor(config: Config) -> dict[str, Any]:
-    """What a family's published folders tell their image processors."""
+    """The configuration that a family's published folders give their image processors."""
     kind, vision = config["model_type"], config["vision_config"]
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         return {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}
@@ -223,11 +229,28 @@ def _usual_preprocessor(config: Config) -> dict[str, Any]:
     return {"size": {"height": side, "width": side}, "max_patches": 12, "min_patches": 1, **pinpoints}
 
 
-def _qwen2(*sizes: int) -> Text:
-    return Text("qwen2", *sizes)
+class LanguageModel(NamedTuple):
+    """The sizes of a decoder-only language model, under the names of its configuration."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    head_dim: int | None = None
 
 
-def _entry(kind: str, vision: Mapping[str, Any], text: Text, **more: Any) -> tuple[Config, Config]:
+def _qwen2(*sizes: int) -> LanguageModel:
+    return LanguageModel("qwen2", *sizes)
+
+
+def _qwen3(size: str) -> LanguageModel:
+    return LanguageModel("qwen3", *_QWEN3[size], vocab_size=_SMALL, head_dim=128)
+
+
+def _entry(kind: str, vision: Mapping[str, Any], text: LanguageModel, **more: Any) -> tuple[Config, Config]:
     sizes = {key: value for key, value in text._asdict().items() if value is not None}
     if "qwen" in kind:
         sizes["model_type"] = f"{kind}_text"
@@ -236,6 +259,7 @@ def _entry(kind: str, vision: Mapping[str, Any], text: Text, **more: Any) -> tup
     return config, _usual_preprocessor(config)
 
 
+# Hidden size, layers, heads, key-value heads, intermediate size; below vocabularies.
 _QWEN_05B, _QWEN_15B = (896, 24, 14, 2, 4864), (1536, 28, 12, 2, 8960)
 _QWEN_7B, _QWEN_14B = (3584, 28, 28, 4, 18944), (5120, 48, 40, 8, 13824)
 _QWEN_32B, _QWEN_72B = (5120, 64, 40, 8, 27648), (8192, 80, 64, 8, 29568)
@@ -246,10 +270,10 @@ _QWEN3: Final = {
 _SMALL, _LARGE, _INTERN = 151_936, 152_064, 151_674
 _WIDER_VIT: Final = {**_QWEN25_VIT, "intermediate_size": 3456}
 _TIED: Final = {"tie_word_embeddings": True}
-_VICUNA_7B = Text("llama", 4096, 32, 32, 32, 11008, 32064)
-_VICUNA_13B = Text("llama", 5120, 40, 40, 40, 13824, 32064)
-_YI_34B = Text("llama", 7168, 60, 56, 8, 20480, 64064)
-_MISTRAL_7B = Text("mistral", 4096, 32, 32, 8, 14336, 32064)
+_VICUNA_7B = LanguageModel("llama", 4096, 32, 32, 32, 11008, 32064)
+_VICUNA_13B = LanguageModel("llama", 5120, 40, 40, 40, 13824, 32064)
+_YI_34B = LanguageModel("llama", 7168, 60, 56, 8, 20480, 64064)
+_MISTRAL_7B = LanguageModel("mistral", 4096, 32, 32, 8, 14336, 32064)
 _LLAVA: Final = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
 _NEXT: Final = {**_LLAVA, "image_grid_pinpoints": _NEXT_CANVASES}
 _ONEVISION: Final = {
@@ -257,11 +281,7 @@ _ONEVISION: Final = {
     "image_grid_pinpoints": _ONEVISION_CANVASES,
 }  # fmt: skip
 
-
-def _qwen3(size: str) -> Text:
-    return Text("qwen3", *_QWEN3[size], vocab_size=_SMALL, head_dim=128)
-
-
+# Configuration of each model, and of its image processor.
 MODELS: Final[Mapping[str, tuple[Config, Config]]] = {
     "Qwen2-VL-2B": _entry("qwen2_vl", _QWEN2_VIT, _qwen2(*_QWEN_15B, _SMALL), **_TIED),
     "Qwen2-VL-7B": _entry("qwen2_vl", _QWEN2_VIT, _qwen2(*_QWEN_7B, _LARGE)),
@@ -296,4 +316,3 @@ MODELS: Final[Mapping[str, tuple[Config, Config]]] = {
     "LLaVA-OneVision-Qwen2-7B": _entry("llava_onevision", _SIGLIP, _qwen2(*_QWEN_7B, 152_128), **_ONEVISION),
     "LLaVA-OneVision-Qwen2-72B": _entry("llava_onevision", _SIGLIP, _qwen2(*_QWEN_72B, 152_064), **_ONEVISION),
 }
-"""Configuration and image processor of each."""

@@ -1,92 +1,203 @@
-"""The lines that adopt an advice in the trainer that a run has, and what measures what they bring."""
+"""What adopts an advice: the limits to give the planner, and the lines to paste into the trainer that a run has."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
 from shlex import quote
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice
+from omnibal.advise.estimate import Estimate
 from omnibal.advise.present import Host, Present
-from omnibal.advise.proposed import Proposal
-from omnibal.advise.wait import Trainer
+from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster
+from omnibal.data.balance.demand import survey
+from omnibal.data.balance.layout import WINDOW, blocks_of
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limit_search import NEARBY, TRAP_WASTE, forced_waste
+from omnibal.data.limits import MOST, PackLimits
+from omnibal.data.policies import DEFAULT_COST
 from omnibal.feeds.buffer import buffer_of
 from omnibal.plan import Plan
 
-_PLUGINS: Final = '$(python -c "import omnibal; print(omnibal.__path__[0])")/integrations/plugins'
-PACKS: Final[dict[Host, tuple[str, ...]]] = {
-    "transformers": (
-        "from omnibal import PackLimits",
-        "from omnibal.integrations.transformers import balance",
-        "balance(trainer, PackLimits({vision}, {tokens}), samples_per_step={samples})  # before trainer.train()",
-    ),
-    "ms-swift": (
-        "OMNIBAL_LIMITS={vision},{tokens} swift sft ... --padding_free true --packing false --strict true \\",
-        f"    --external_plugins {_PLUGINS}/ms_swift.py",
-    ),
-    "llama-factory": (
-        "OMNIBAL_LIMITS={vision},{tokens} torchrun --nproc-per-node {devices} "
-        "-m omnibal.integrations.plugins.llama_factory train.yaml  # with packing and neat_packing off",
-    ),
-    "deepspeed": (
-        "from omnibal import PackLimits",
-        "from omnibal.integrations.loops import balanced_loader, pack_loss",
-        "loader = balanced_loader(dataset, collate, PackLimits({vision}, {tokens}), model=model, "
-        "micro_batches={micro_batches})",
-    ),
-}
-"""What makes packs, by what trains; where only a ds_config is known, a loop of one's own."""
-STREAM_PACKS: Final[dict[Host, tuple[str, ...]]] = {
-    "transformers": (
-        *PACKS["transformers"][:-1],
-        "balance(trainer, PackLimits({vision}, {tokens}))  # before trainer.train(), with max_steps in its arguments",
-    ),
-    "deepspeed": (
+Kind = Literal["annotations", "lengths", "stream", "others"]
+"""Kinds of data; others are read by ``omnibal advise`` alone."""
+SURVEYED: Final = 1 << 14  # samples that tell how many packs all samples need
+EPOCH: Final = 1 << 20  # samples of an epoch of unknown size
+WIDEST: Final = 4  # limits are at most so many times what even packs hold
+BISECTIONS: Final = 24
+MEASURED_STEPS: Final = 30
+STAGES: Final[dict[Sharding, int]] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+@dataclass(frozen=True)
+class HostSyntax:
+    """How settings are written where something trains."""
+
+    packs: tuple[str, ...]
+    """What makes packs."""
+    accumulation: str
+    batch: str
+    checkpointing_off: str
+    batchings: dict[Batching, str]
+    """Ways to bring samples together without packs of ours."""
+    stream_packs: tuple[str, ...] = (
         "from omnibal import PackLimits",
         "from omnibal.integrations.loops import pack_loss",
         "from omnibal.integrations.streams import balanced_stream",
         "loader = balanced_stream(stream, collate, PackLimits({vision}, {tokens}), model=model, buffer={buffer}, "
         "micro_batches={micro_batches})",
+    )
+    """What makes packs of a stream: but for transformers' Trainer, a loop of one's own."""
+
+
+_PLUGINS: Final = '$(python -c "import omnibal; print(omnibal.__path__[0])")/integrations/plugins'
+_BALANCE: Final = ("from omnibal import PackLimits", "from omnibal.integrations.transformers import balance")
+HOSTS: Final[dict[Host, HostSyntax]] = {
+    "transformers": HostSyntax(
+        packs=(
+            *_BALANCE,
+            "balance(trainer, PackLimits({vision}, {tokens}), samples_per_step={samples})  # before trainer.train()",
+        ),
+        stream_packs=(
+            *_BALANCE,
+            "balance(trainer, PackLimits({vision}, {tokens}))  # before trainer.train(), with max_steps in its "
+            "arguments",
+        ),
+        accumulation="gradient_accumulation_steps={}",
+        batch="per_device_train_batch_size={}",
+        checkpointing_off="gradient_checkpointing=False",
+        batchings={
+            "group_by_length": 'train_sampling_strategy="group_by_length" (before transformers 5 group_by_length=True)',
+            "batch_rebalance": 'train_sampling_strategy="batch_rebalance"',
+        },
     ),
-}
-"""The same of a stream; where something else trains, in a loop of one's own."""
-Kind = Literal["annotations", "lengths", "stream", "others"]
-"""Of data; others are read by ``omnibal advise`` alone."""
-CHECKPOINTING_OFF: Final[dict[Host, str]] = {
-    "transformers": "gradient_checkpointing=False",
-    "ms-swift": "--gradient_checkpointing false",
-    "llama-factory": "disable_gradient_checkpointing: true",
-    "deepspeed": "no model.gradient_checkpointing_enable()",
-}
-ACCUMULATION: Final[dict[Host, str]] = {
-    "transformers": "gradient_accumulation_steps={}",
-    "ms-swift": "--gradient_accumulation_steps {}",
-    "llama-factory": "gradient_accumulation_steps: {}",
-    "deepspeed": '"gradient_accumulation_steps": {}',
-}
-BATCHINGS: Final[dict[tuple[Host, Batching], str]] = {
-    ("transformers", "group_by_length"): 'train_sampling_strategy="group_by_length" (before transformers 5 '
-    "group_by_length=True)",
-    ("transformers", "batch_rebalance"): 'train_sampling_strategy="batch_rebalance"',
-    ("ms-swift", "group_by_length"): "--group_by_length true",
-    ("ms-swift", "flattened"): "--padding_free true",
-    ("llama-factory", "group_by_length"): "group_by_length: true",
-    ("llama-factory", "packed"): "neat_packing: true",
-    ("deepspeed", "group_by_length"): "the sampler transformers.trainer_pt_utils.LengthGroupedSampler",
-}
-"""What brings samples together without packs of ours."""
-BATCH: Final[dict[Host, str]] = {
-    "transformers": "per_device_train_batch_size={}",
-    "ms-swift": "--per_device_train_batch_size {}",
-    "llama-factory": "per_device_train_batch_size: {}",
-    "deepspeed": '"train_micro_batch_size_per_gpu": {}',
+    "ms-swift": HostSyntax(
+        packs=(
+            "OMNIBAL_LIMITS={vision},{tokens} swift sft ... --padding_free true --packing false --strict true \\",
+            f"    --external_plugins {_PLUGINS}/ms_swift.py",
+        ),
+        accumulation="--gradient_accumulation_steps {}",
+        batch="--per_device_train_batch_size {}",
+        checkpointing_off="--gradient_checkpointing false",
+        batchings={"group_by_length": "--group_by_length true", "flattened": "--padding_free true"},
+    ),
+    "llama-factory": HostSyntax(
+        packs=(
+            "OMNIBAL_LIMITS={vision},{tokens} torchrun --nproc-per-node {devices} "
+            "-m omnibal.integrations.plugins.llama_factory train.yaml  # with packing and neat_packing off",
+        ),
+        accumulation="gradient_accumulation_steps: {}",
+        batch="per_device_train_batch_size: {}",
+        checkpointing_off="disable_gradient_checkpointing: true",
+        batchings={"group_by_length": "group_by_length: true", "packed": "neat_packing: true"},
+    ),
+    "deepspeed": HostSyntax(
+        packs=(
+            "from omnibal import PackLimits",
+            "from omnibal.integrations.loops import balanced_loader, pack_loss",
+            "loader = balanced_loader(dataset, collate, PackLimits({vision}, {tokens}), model=model, "
+            "micro_batches={micro_batches})",
+        ),
+        accumulation='"gradient_accumulation_steps": {}',
+        batch='"train_micro_batch_size_per_gpu": {}',
+        checkpointing_off="no model.gradient_checkpointing_enable()",
+        batchings={"group_by_length": "the sampler transformers.trainer_pt_utils.LengthGroupedSampler"},
+    ),
 }
 TARGET_ROWS: Final = (
     "from omnibal.integrations.target_rows import target_rows",
     "target_rows(model)  # before the trainer",
 )
-STAGES: Final[dict[Trainer, int]] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-MEASURED_STEPS: Final = 30
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Limits of packs, and what the planner makes under them."""
+
+    limits: PackLimits
+    samples_per_step: float
+    """Mean number of samples of all ranks in a step of an epoch."""
+    oversized: float
+    """Share of the samples that are larger than a pack and have one of their own."""
+
+
+def propose(
+    estimate: Estimate, lengths: SampleLengths, *, num_samples: int | None = None, holds_all: bool = False
+) -> Proposal:
+    """Limits in about the proportion of what even packs hold, under which a step has the estimate's samples.
+
+    A sample that is larger has a pack of its own, and at least half of the samples fit. Some vision limits waste room
+    whatever the packer does (``omnibal.data.limit_search``): the nearest above that does not is taken, and tokens
+    limit the step.
+
+    Args:
+        estimate: An estimate of even packs.
+        lengths: Lengths of the samples, or of a part of them.
+        num_samples: Samples of an epoch, where known.
+        holds_all: Whether limits must hold every sample, as for streams, which leave out larger ones.
+    """
+    part = lengths
+    if len(lengths) > SURVEYED:
+        part = lengths.take(np.random.default_rng(0).permutation(len(lengths))[:SURVEYED])
+    packs, wanted = estimate.scenario.cluster.num_devices * estimate.recipe.micro_batches, estimate.samples_per_step
+    vision, tokens = estimate.limits.vision_units, estimate.limits.llm_tokens
+    if holds_all:
+        least = (lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
+    else:
+        least = (int(np.median(part.vision_units)), max(int(np.median(part.llm_tokens)), 1))
+
+    def scaled(factor: float) -> PackLimits:
+        return PackLimits(_within(least[0], factor * vision), _within(least[1], factor * tokens))
+
+    # First both limits grow together; then, with a vision limit that wastes nothing, that of tokens alone.
+    factor = _smallest(lambda factor: samples_made(part, scaled(factor), packs) >= wanted, 1 / WIDEST**2, WIDEST)
+    units = _without_trap(part, scaled(factor).vision_units)
+    most = _within(least[1], WIDEST * factor * tokens)
+    limits = PackLimits(units, ceil(_smallest(
+        lambda limit: samples_made(part, PackLimits(units, ceil(limit)), packs) >= wanted, least[1], most
+    )))  # fmt: skip
+    made = samples_made(part, limits, packs, num_samples=num_samples)
+    return Proposal(limits, made, len(limits.oversized(lengths)) / len(lengths))
+
+
+def samples_made(lengths: SampleLengths, limits: PackLimits, packs: int, *, num_samples: int | None = None) -> float:
+    """Samples of a step of so many packs, as ``BalancedPacks`` sizes an epoch; nothing is planned.
+
+    With ``num_samples`` the epoch has a whole number of steps; without, it is taken to be long.
+    """
+    count = num_samples or EPOCH
+    demand = survey(lengths, limits, DEFAULT_COST, samples=None, drawn=None)._replace(num_samples=count)
+    steps = demand.packs_needed(blocks_of(count), min(count, WINDOW)) / packs
+    return count / (steps if num_samples is None else max(ceil(steps), 1))
+
+
+def _within(least: int, limit: float) -> int:
+    return min(max(ceil(limit), least), MOST)
+
+
+def _smallest(suffices: Callable[[float], bool], low: float, high: float) -> float:
+    """About the smallest number from ``low`` to ``high`` that suffices, by bisection of ratios; ``high`` if none."""
+    if suffices(low):
+        return low
+    for _ in range(BISECTIONS):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
+
+
+def _without_trap(lengths: SampleLengths, limit: int) -> int:
+    """The nearest vision limit from this one on that wastes no room by arithmetic alone; this one where none does."""
+
+    def wastes(tried: int) -> bool:
+        counts = np.bincount(np.minimum(lengths.vision_units, tried), minlength=tried + 1)
+        return forced_waste(counts) > TRAP_WASTE
+
+    return next((limit + step for step in range(max(NEARBY) + 1) if not wastes(limit + step)), limit) if limit else 0
 
 
 def lines_to_paste(
@@ -95,7 +206,7 @@ def lines_to_paste(
     """What to paste into which trainer, what to set there, and how to measure what it brings.
 
     Args:
-        advice: Whose changes are adopted, as far as they bring something; of none, nothing is pasted.
+        advice: The advice whose changes are adopted, as far as they bring something; without any, nothing is pasted.
         present: Names the trainer.
         cluster: The machines.
         proposal: Limits of packs, where these are part of the advice.
@@ -103,21 +214,21 @@ def lines_to_paste(
         model: The model's name or folder.
         kind: What the data is.
     """
-    host: Host = present.host or "transformers"
     today, after = advice.today, advice.after
     if after is today:
         return []
-    lines, per_step = [], after.samples_per_step
+    host: Host = present.host or "transformers"
+    lines, per_step = list[str](), after.samples_per_step
     if proposal is not None:
         per_step = proposal.samples_per_step
         values = {
             "vision": proposal.limits.vision_units, "tokens": proposal.limits.llm_tokens,
-            "devices": cluster.devices_per_node, "micro_batches": after.way.micro_batches,
-            "buffer": buffer_of(after.way.micro_batches), "samples": round(per_step),
+            "devices": cluster.devices_per_node, "micro_batches": after.recipe.micro_batches,
+            "buffer": buffer_of(after.recipe.micro_batches), "samples": round(per_step),
         }  # fmt: skip
-        of_host = PACKS[host] if kind != "stream" else STREAM_PACKS.get(host, STREAM_PACKS["deepspeed"])
-        lines += ["paste:", *(f"    {line.format(**values)}" for line in of_host)]
-    elif after.way.target_rows:
+        packs = HOSTS[host].stream_packs if kind == "stream" else HOSTS[host].packs
+        lines += ["paste:", *(f"    {line.format(**values)}" for line in packs)]
+    elif after.recipe.target_rows:
         lines += ["paste:", *(f"    {line}" for line in TARGET_ROWS)]
     settings = _settings(advice, host, kind)
     lines += [f"set: {', '.join(settings)}"] if settings else []
@@ -130,45 +241,37 @@ def lines_to_paste(
         lines.append(
             f"packs of all samples: {first}omnibal pack {data if kind == 'lengths' else 'lengths'} --limits "
             f"{proposal.limits.vision_units},{proposal.limits.llm_tokens} --num-replicas {cluster.num_devices} "
-            f"--micro-batches {after.way.micro_batches}"
+            f"--micro-batches {after.recipe.micro_batches}"
         )
     return lines
 
 
 def _settings(advice: Advice, host: Host, kind: Kind) -> list[str]:
-    """What to set in the trainer."""
-    today, after = advice.today.way, advice.after.way
+    today, after, syntax = advice.today.recipe, advice.after.recipe, HOSTS[host]
     found = []
     if after.batching != today.batching and not advice.takes_packs:
-        found.append(BATCHINGS[host, after.batching])
+        found.append(syntax.batchings[after.batching])
     if after.batch != today.batch and not advice.takes_packs:
-        found.append(BATCH[host].format(after.batch))
-    # balance finds the packs of each rank that hold the samples of a step.
+        found.append(syntax.batch.format(after.batch))
+    # The drop-in for Trainer finds by itself how many packs of a rank hold the samples of a step.
     by_balance = advice.takes_packs and host == "transformers" and kind != "stream"
     if not by_balance and (after.micro_batches != today.micro_batches or advice.takes_packs):
-        found.append(ACCUMULATION[host].format(after.micro_batches))
+        found.append(syntax.accumulation.format(after.micro_batches))
     if after.recompute != today.recompute:
-        found.append(CHECKPOINTING_OFF[host])
-    if after.trainer != today.trainer:
-        found.append(f'"zero_optimization": {{"stage": {STAGES[after.trainer]}}} in the ds_config')
+        found.append(syntax.checkpointing_off)
+    if after.sharding != today.sharding:
+        found.append(f'"zero_optimization": {{"stage": {STAGES[after.sharding]}}} in the ds_config')
     return found
 
 
-def pipeline_config(plan: Plan, present: Present, *, data: str, model: str) -> dict[str, Any]:
-    """The ds_config of a planned pipeline; the plan itself is made by ``omnibal plan``, of all data.
-
-    Args:
-        plan: What was found for the sample.
-        present: What is frozen or adapted.
-        data: The data's file.
-        model: The model's name or folder.
-    """
+def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> list[str]:
+    """The ds_config of a planned pipeline, and the commands that plan all data, measure, and train."""
     named: dict[str, Any] = {"path": model, "weights": "load"}
     if present.lora:
         named["lora"] = {"rank": present.lora}
     elif present.frozen:
         named["frozen"] = list(present.frozen)
-    return {
+    config = {
         "gradient_accumulation_steps": plan.micro_batches,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": plan.layout.zero_stage},
@@ -183,14 +286,9 @@ def pipeline_config(plan: Plan, present: Present, *, data: str, model: str) -> d
             "run": {"output": "runs/pipeline"},
         },
     }
-
-
-def pipeline_lines(plan: Plan, present: Present, *, data: str, model: str) -> list[str]:
-    """The ds_config to write, and the commands that plan all data, measure, and train."""
-    config = json.dumps(pipeline_config(plan, present, data=data, model=model))
     return [
         "write pipeline.json, with the folders that you have:",
-        f"    {config}",
+        f"    {json.dumps(config)}",
         "measure: omnibal plan pipeline.json --measure --trials 3 --write",
         "train: deepspeed launch/train.py --deepspeed_config pipeline.json",
     ]

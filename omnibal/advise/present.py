@@ -8,25 +8,39 @@ Sources: deepspeed.ai/docs/config-json; transformers ``TrainingArguments``; LLaM
 otherwise); ms-swift "Command Line Parameters" (LoRA of rank 8, ViT and aligner frozen, recomputation on).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from omnibal.advise.batches import Batching
-from omnibal.advise.state import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
-from omnibal.advise.wait import MEETINGS, Trainer
+from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
+from omnibal.advise.wait import MEETINGS, Sharding
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError
 
 Host = Literal["transformers", "llama-factory", "ms-swift", "deepspeed"]
+"""What trains; "deepspeed" is a loop of one's own, of which only the ds_config is known."""
 Content = Mapping[str, Any]
+# Keys that tell whose file it is, and keys of each that are read.
 _SWIFT: Final = ("train_type", "tuner_type", "freeze_vit", "freeze_aligner", "padding_free", "sft_type")
 _FACTORY: Final = ("finetuning_type", "cutoff_len", "template", "freeze_vision_tower", "neat_packing")
 _ARGUMENTS: Final = ("per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "num_train_epochs")
-OFFLOADS: Final = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
-"""Sections of DeepSpeed's ``zero_optimization`` that put something into the host's memory."""
-PREFERENCES: Final = ("dpo", "kto", "orpo", "simpo", "cpo", "rm", "ppo", "grpo", "gkd")
-"""Stages of training that take pairs of answers, or make their own."""
+_SWIFT_READ: Final = (
+    "train_type", "tuner_type", "lora_rank", "max_length", "packing", "padding_free", "freeze_vit", "freeze_aligner",
+    "freeze_llm", "max_pixels", "deepspeed", "quant_bits", "optimizer",
+)  # fmt: skip
+_FACTORY_READ: Final = (
+    "finetuning_type", "cutoff_len", "packing", "neat_packing", "lora_rank", "freeze_vision_tower",
+    "freeze_multi_modal_projector", "freeze_language_model", "disable_gradient_checkpointing", "image_max_pixels",
+    "pure_bf16", "quantization_bit", "enable_liger_kernel", "use_muon", "use_adam_mini",
+)  # fmt: skip
+_ARGUMENTS_READ: Final = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "group_by_length", "train_sampling_strategy",
+    "gradient_checkpointing", "activation_checkpointing", "fsdp", "model_name_or_path", "model", "optim",
+    "use_liger_kernel", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit",
+)  # fmt: skip
+_DEEPSPEED_READ: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+# Keys that matter to time or memory, and have no part in an answer.
 UNREAD: Final = (
     "optim_target_modules", "use_galore", "use_apollo", "use_badam", "use_unsloth", "use_dft_loss", "use_dora",
     "additional_target", "modules_to_save", "use_logits_to_keep", "loss_type", "activation_offloading",
@@ -34,65 +48,59 @@ UNREAD: Final = (
     "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size", "tensor_parallel",
     "sequence_parallel", "autotuning",
 )  # fmt: skip
-"""Keys that matter to time or memory, and have no part in an answer."""
-LARGEST_IMAGE: Final = 768 * 768
-"""Pixels, by LLaMA-Factory's default."""
+# Sections of DeepSpeed's zero_optimization that put something into the host's memory.
+OFFLOADS: Final = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+# Stages of training that take pairs of answers, or make their own.
+PREFERENCES: Final = ("dpo", "kto", "orpo", "simpo", "cpo", "rm", "ppo", "grpo", "gkd")
+LARGEST_IMAGE: Final = 768 * 768  # LLaMA-Factory's default
+USUAL_RANK: Final = 8  # of LoRA's adapters, in LLaMA-Factory and ms-swift
 
 
 @dataclass(frozen=True)
 class Present:
-    """The present way of training; None for what nothing says.
-
-    Attributes:
-        host: What trains.
-        trainer: How ranks share their work.
-        batch: Samples of a micro-batch.
-        accumulation: Micro-batches per step and rank.
-        step: Samples of a step of all ranks, for what of the two above is not said.
-        batching: What shares a micro-batch.
-        offloaded: What the host's memory holds: "optimizer", "parameters".
-        cutoff: Most tokens of a sample, or of a pack under ``"packed"``.
-        recompute: Whether layers recompute (gradient checkpointing).
-        frozen: Modules that are not trained.
-        lora: Rank of adapters.
-        max_pixels: Of an image.
-        model: Its name or folder.
-        mixture: What share each source gets.
-        optimizer: Its name.
-        pure: Whether plain data parallelism updates 16-bit weights without a float32 copy.
-        master: Whether DeepSpeed keeps a float32 copy of 16-bit weights.
-        short_states: Whether DeepSpeed keeps the optimizer's numbers in 16 bits.
-        weight_bits: Of frozen weights.
-        fused_loss: Whether Liger's kernels keep logits away.
-        said: What was read, key by key.
-        unread: What matters and was not read, key by key.
-    """
+    """The present way of training; None for what nothing says."""
 
     host: Host | None = None
-    trainer: Trainer | None = None
+    sharding: Sharding | None = None
     batch: int | None = None
+    """Samples of a micro-batch."""
     accumulation: int | None = None
+    """Micro-batches per step and rank."""
     step: int | None = None
+    """Samples of a step of all ranks, from which follows what of the two above is not said."""
     batching: Batching | None = None
     offloaded: tuple[str, ...] | None = None
+    """What the host's memory holds: "optimizer", "parameters"."""
     cutoff: int | None = None
+    """Most tokens of a sample, or of a pack under ``"packed"``."""
     recompute: bool | None = None
     frozen: tuple[str, ...] | None = None
+    """Modules that are not trained."""
     lora: int | None = None
+    """Rank of adapters; 0 for none."""
     max_pixels: int | None = None
+    """Most pixels of an image, to which the host resizes larger ones."""
     model: str | None = None
+    """Name or folder."""
     mixture: Mixture | None = None
     optimizer: str | None = None
     pure: bool | None = None
+    """Whether plain data parallelism updates 16-bit weights without a float32 copy."""
     master: bool | None = None
+    """Whether DeepSpeed keeps a float32 copy of 16-bit weights."""
     short_states: bool | None = None
+    """Whether DeepSpeed keeps the optimizer's numbers in 16 bits."""
     weight_bits: int | None = None
+    """Bits of frozen weights."""
     fused_loss: bool | None = None
+    """Whether Liger's kernels never have all logits."""
     said: Mapping[str, str] = field(default_factory=dict)
+    """What was read, key by key."""
     unread: Mapping[str, str] = field(default_factory=dict)
+    """What matters and was not read, key by key."""
 
     def over(self, other: "Present") -> "Present":
-        """What this says, and what only the other does."""
+        """What this one says, and what only the other one does."""
         mine = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in ("said", "unread")}
         given = {name: value for name, value in mine.items() if value is not None}
         return replace(other, **given, said={**other.said, **self.said}, unread={**other.unread, **self.unread})
@@ -114,20 +122,20 @@ def read_present(content: Content, load: Callable[[str], Content] | None = None)
     """What a file that somebody trains with says.
 
     Args:
-        content: Of the file.
+        content: What the file holds.
         load: Gives the content of a file that this one names, such as a ds_config; None to know nothing of it.
 
     Raises:
         ConfigError: It is none of the known kinds, or a value that matters is wrong; the message names the key.
 
     >>> present = read_present({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4})
-    >>> present.trainer, present.batch
+    >>> present.sharding, present.batch
     ('zero2', 4)
     """
     if any(key in content for key in _SWIFT):
-        return _swift(content, load)
+        return _swift(content).over(_arguments(content, load, "ms-swift"))
     if any(key in content for key in _FACTORY):
-        return _factory(content, load)
+        return _factory(content).over(_arguments(content, load, "llama-factory"))
     if any(key in content for key in _ARGUMENTS):
         return _arguments(content, load, "transformers")
     if "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content or "bf16" in content:
@@ -143,30 +151,34 @@ def _deepspeed(content: Content) -> Present:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3, "auto"):
         raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
-    trainer: Trainer | None = None if stage == "auto" else ("ddp" if stage == 0 else f"zero{stage}")  # type: ignore[assignment]
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    batch, accumulation, step = (_count(content, key) for key in keys)
-    if batch is not None and step is None and keys[1] not in content:
+    sharding = None if stage == "auto" else "ddp" if stage == 0 else f"zero{stage}"
+    batch, accumulation, step = (_count(content, key) for key in _DEEPSPEED_READ)
+    if batch is not None and step is None and "gradient_accumulation_steps" not in content:
         accumulation = 1  # DeepSpeed's default
     offloaded = tuple(part for part, key in OFFLOADS.items() if _section(zero, key).get("device", "none") != "none")
-    said = (
-        {"zero_optimization.stage": str(stage)} | _said(content, keys) | {OFFLOADS[part]: "yes" for part in offloaded}
-    )
     optimizer = _section(content, "optimizer").get("type")
     half = {**_section(content, "fp16"), **_section(content, "bf16")}
     without = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
+    said = {"zero_optimization.stage": str(stage)} | _said(content, _DEEPSPEED_READ)
+    said |= {OFFLOADS[part]: "yes" for part in offloaded}
     said |= {"optimizer.type": str(optimizer)} if optimizer else {}
     said |= {"master_weights_and_grads": "in 16 bits"} if without else {}
-    asked = _section(_section(content, "omnibal"), "data").get("mixture")
-    # A draw of the data has the shares that its repetitions make.
-    mixture = None if asked in (None, "repeat_time") else Mixture.of(asked)
+    # Samples are drawn in the shares that repetitions make in any case.
+    mixture = _section(_section(content, "omnibal"), "data").get("mixture")
     return Present(
-        host="transformers" if _has_auto(content) else "deepspeed", trainer=trainer, batch=batch,
-        accumulation=accumulation, step=step, offloaded=offloaded or None, mixture=mixture,
-        optimizer=_optimizer(optimizer), master=False if without else None,
-        short_states=True if half.get("bf16_optimizer_states") else None, said=said,
+        host="transformers" if _has_auto(content) else "deepspeed",
+        sharding=cast(Sharding | None, sharding),
+        batch=batch,
+        accumulation=accumulation,
+        step=step,
+        offloaded=offloaded or None,
+        mixture=None if mixture in (None, "repeat_time") else Mixture.of(mixture),
+        optimizer=_known_optimizer(optimizer),
+        master=False if without else None,
+        short_states=True if half.get("bf16_optimizer_states") else None,
+        said=said,
         unread={**_unread(content, optimizer, "optimizer.type"), **_unread(zero)},
-    )  # fmt: skip
+    )
 
 
 def _has_auto(value: Any) -> bool:
@@ -175,118 +187,93 @@ def _has_auto(value: Any) -> bool:
 
 
 def _arguments(content: Content, load: Callable[[str], Content] | None, host: Host) -> Present:
-    """Of transformers, whose keys the others share."""
+    """What the keys of transformers say, which all hosts share."""
     strategy = "group_by_length" if content.get("group_by_length") else content.get("train_sampling_strategy")
-    keys = (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "group_by_length", "train_sampling_strategy",
-        "gradient_checkpointing", "activation_checkpointing", "fsdp", "model_name_or_path", "model", "optim",
-        "use_liger_kernel", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit",
-    )  # fmt: skip
-    # transformers loads weights as they were saved, in 16 bits; plain data parallelism then updates these themselves
-    kept = str(content.get("dtype") or content.get("torch_dtype") or "auto")
-    in_float32 = "float32" in kept or content.get("fp16") or host != "transformers"
-    batch, accumulation = _count(content, keys[0]), _count(content, keys[1])
+    # transformers loads weights as they were saved, in 16 bits; plain data parallelism then updates these themselves.
+    dtype = str(content.get("dtype") or content.get("torch_dtype") or "auto")
+    in_float32 = "float32" in dtype or content.get("fp16") or host != "transformers"
+    batch = _count(content, "per_device_train_batch_size")
     own = Present(
         host=host,
-        trainer="fsdp" if content.get("fsdp") else None,
+        sharding="fsdp" if content.get("fsdp") else None,
         batch=8 if batch is None else batch,
-        accumulation=accumulation or 1,
-        batching=strategy if strategy in ("group_by_length", "batch_rebalance") else "random",  # type: ignore[arg-type]
+        accumulation=_count(content, "gradient_accumulation_steps") or 1,
+        batching=cast(Batching, strategy if strategy in ("group_by_length", "batch_rebalance") else "random"),
         recompute=bool(content.get("activation_checkpointing") or content.get("gradient_checkpointing")),
         model=content.get("model_name_or_path") or content.get("model"),
-        optimizer=_optimizer(content.get("optim")),
+        optimizer=_known_optimizer(content.get("optim")),
         pure=None if in_float32 else True,
         weight_bits=4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else None,
         fused_loss=True if content.get("use_liger_kernel") else None,
-        said=_said(content, keys),
+        said=_said(content, _ARGUMENTS_READ),
         unread=_unread(content, content.get("optim"), "optim"),
     )
-    beside = _beside(content.get("deepspeed"), load)
+    named = _named_deepspeed(content.get("deepspeed"), load)
     # a ds_config's optimizer goes before the Trainer's
-    return (own if beside.optimizer is None else replace(own, optimizer=None)).over(beside)
+    return (own if named.optimizer is None else replace(own, optimizer=None)).over(named)
 
 
-def _beside(named: Any, load: Callable[[str], Content] | None) -> Present:
+def _named_deepspeed(named: Any, load: Callable[[str], Content] | None) -> Present:
     """What the named ds_config says: in place, in a file, or one of ms-swift's by its name."""
     if not named:
-        return Present(trainer="ddp")
+        return Present(sharding="ddp")
     if isinstance(named, Mapping):
         return _deepspeed(named)
     name = str(named)
-    for trainer in MEETINGS:
-        if name == trainer or name.startswith(f"{trainer}_offload"):
-            parts = ("optimizer", "parameters") if trainer == "zero3" else ("optimizer",)
-            return Present(trainer=trainer, offloaded=None if name == trainer else parts, said={"deepspeed": name})
+    for sharding in MEETINGS:
+        if name == sharding or name.startswith(f"{sharding}_offload"):
+            parts = ("optimizer", "parameters") if sharding == "zero3" else ("optimizer",)
+            return Present(sharding=sharding, offloaded=None if name == sharding else parts, said={"deepspeed": name})
     if load is None:
         raise ConfigError(f"deepspeed must be a configuration here, got the file {name}")
     return _deepspeed(load(name))
 
 
-def _factory(content: Content, load: Callable[[str], Content] | None) -> Present:
-    kind = content.get("finetuning_type", "lora")
+def _factory(content: Content) -> Present:
     _refuse_preferences(content, "stage")
-    special = next((name for name in ("muon", "adam_mini") if content.get(f"use_{name}")), None)
-    packing = "packed" if content.get("packing") or content.get("neat_packing") else None
-    frozen = [
-        module
-        for key, module, default in (
-            ("freeze_vision_tower", "vision", True),
-            ("freeze_multi_modal_projector", "projector", True),
-            ("freeze_language_model", "language", False),
-        )
-        if content.get(key, default)
-    ]
-    keys = ("finetuning_type", "cutoff_len", "packing", "neat_packing", "lora_rank", "freeze_vision_tower",
-            "freeze_multi_modal_projector", "freeze_language_model", "disable_gradient_checkpointing",
-            "image_max_pixels", "pure_bf16", "quantization_bit", "enable_liger_kernel", "use_muon",
-            "use_adam_mini")  # fmt: skip
-    own = Present(
-        batching=packing,  # type: ignore[arg-type]
+    packed = content.get("packing") or content.get("neat_packing")
+    return Present(
+        batching="packed" if packed else None,
         cutoff=_count(content, "cutoff_len") or 2048,
         recompute=not content.get("disable_gradient_checkpointing", False),
-        frozen=tuple(frozen),
-        lora=(_count(content, "lora_rank") or 8) if kind == "lora" else None,
+        frozen=_frozen(content, "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
+        lora=_lora(content, content.get("finetuning_type", "lora")),
         max_pixels=_count(content, "image_max_pixels") or LARGEST_IMAGE,
-        optimizer=special,
+        optimizer=next((name for name in ("muon", "adam_mini") if content.get(f"use_{name}")), None),
         pure=True if content.get("pure_bf16") else None,
         weight_bits=_count(content, "quantization_bit"),
         fused_loss=True if content.get("enable_liger_kernel") else None,
-        said=_said(content, keys),
+        said=_said(content, _FACTORY_READ),
     )
-    return own.over(_arguments(content, load, "llama-factory"))
 
 
-def _swift(content: Content, load: Callable[[str], Content] | None) -> Present:
-    kind = content.get("tuner_type", content.get("train_type", content.get("sft_type", "lora")))
+def _swift(content: Content) -> Present:
     _refuse_preferences(content, "rlhf_type")
-    special = content.get("optimizer")
-    frozen = [
-        module
-        for key, module, default in (
-            ("freeze_vit", "vision", True),
-            ("freeze_aligner", "projector", True),
-            ("freeze_llm", "language", False),
-        )
-        if content.get(key, default)
-    ]
-    batching = "packed" if content.get("packing") else "flattened" if content.get("padding_free") else None
-    keys = ("train_type", "tuner_type", "lora_rank", "max_length", "packing", "padding_free", "freeze_vit",
-            "freeze_aligner", "freeze_llm", "max_pixels", "deepspeed", "quant_bits", "optimizer")  # fmt: skip
-    own = Present(
+    kind = content.get("tuner_type", content.get("train_type", content.get("sft_type", "lora")))
+    return Present(
         batch=_count(content, "per_device_train_batch_size") or 1,
-        batching=batching,  # type: ignore[arg-type]
+        batching="packed" if content.get("packing") else "flattened" if content.get("padding_free") else None,
         cutoff=_count(content, "max_length"),
         recompute=bool(content.get("gradient_checkpointing", True)),
-        frozen=tuple(frozen),
-        lora=(_count(content, "lora_rank") or 8) if kind == "lora" else None,
+        frozen=_frozen(content, "freeze_vit", "freeze_aligner", "freeze_llm"),
+        lora=_lora(content, kind),
         max_pixels=_count(content, "max_pixels"),
-        optimizer=_optimizer(special),
+        optimizer=_known_optimizer(content.get("optimizer")),
         pure=None if "float32" in str(content.get("torch_dtype")) else True,
         weight_bits=_count(content, "quant_bits"),
-        said=_said(content, keys),
-        unread=_unread({}, special, "optimizer"),
+        said=_said(content, _SWIFT_READ),
+        unread=_unread({}, content.get("optimizer"), "optimizer"),
     )
-    return own.over(_arguments(content, load, "ms-swift"))
+
+
+def _frozen(content: Content, vision: str, projector: str, language: str) -> tuple[str, ...]:
+    """Modules that are frozen, by the keys that say so; both frameworks train the language model by default."""
+    keys = {"vision": (vision, True), "projector": (projector, True), "language": (language, False)}
+    return tuple(module for module, (key, default) in keys.items() if content.get(key, default))
+
+
+def _lora(content: Content, kind: Any) -> int | None:
+    return (_count(content, "lora_rank") or USUAL_RANK) if kind == "lora" else None
 
 
 def _refuse_preferences(content: Content, key: str) -> None:
@@ -295,13 +282,13 @@ def _refuse_preferences(content: Content, key: str) -> None:
         raise ConfigError(f"{key} must be supervised training, got {content[key]!r}; its batches hold other sequences")
 
 
-def _optimizer(name: Any) -> str | None:
+def _known_optimizer(name: Any) -> str | None:
     return str(name) if name and optimizer_of(str(name)) else None
 
 
 def _unread(content: Content, optimizer: Any = None, key: str = "") -> dict[str, str]:
-    """What matters and has no part in an answer."""
-    unknown = {key: f"{optimizer} (counted as AdamW)"} if optimizer and not _optimizer(optimizer) else {}
+    """What matters and has no part in an answer: a switch that is on (True == 1), but not a degree of 1."""
+    unknown = {key: f"{optimizer} (counted as AdamW)"} if optimizer and not _known_optimizer(optimizer) else {}
     return unknown | {
         name: str(content[name]) for name in UNREAD if content.get(name) not in (None, False, "", 0, 1, [], {}, "auto")
         or content.get(name) is True
@@ -324,5 +311,5 @@ def _count(content: Content, key: str) -> int | None:
     return value
 
 
-def _said(content: Content, keys: Any) -> dict[str, str]:
+def _said(content: Content, keys: Sequence[str]) -> dict[str, str]:
     return {key: str(content[key]) for key in keys if content.get(key) not in (None, "auto", "", [])}

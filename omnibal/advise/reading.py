@@ -62,7 +62,7 @@ def read_today(today: str) -> Present:
         ConfigError: It is neither, or the file cannot be read.
     """
     if today in MEETINGS:
-        return Present(trainer=cast(Any, today))
+        return Present(sharding=cast(Any, today))
     path = Path(today)
     if not path.is_file():
         raise ConfigError(f"today must be one of {', '.join(MEETINGS)}, or a file, got {today!r}")

@@ -1,12 +1,15 @@
-"""Where ranks wait for each other when no pipeline joins them, and for which phase of a step.
+"""Seconds of a step without a pipeline: what each phase takes, where ranks wait for each other, and what they send.
 
 Assumptions:
 
-- Ranks are equally fast, and only their packs differ.
+- Ranks are equally fast, and only their micro-batches differ.
 - A rank never runs ahead of a meeting: what follows one begins when the last rank has come.
-- Where parameters are gathered layer by layer, every layer of a phase takes its share of the phase on all ranks alike,
-  so the waits before its layers add up to one before its end; and no rank skips a phase.
-- Communication itself costs nothing here: it is the same for balanced and unbalanced packs.
+- Where parameters are gathered layer by layer, every layer of a phase takes the same share of the phase on all ranks,
+  so the waits before its layers add up to one wait at the end of the phase; and no rank skips a phase.
+- Communication is free as long as ranks compute meanwhile: parameters of the next layers are gathered, and gradients of
+  the last ones reduced, beside a whole phase (DeepSpeed's ``overlap_comm`` and prefetching, FSDP's and DDP's own).
+- All devices of a node send and receive at the same time, each over its share of the network (NCCL's rings or trees).
+- Gradients travel in the 16 bits of the forward pass.
 """
 
 from collections.abc import Mapping
@@ -16,14 +19,16 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from omnibal.cost import FloatArray
+from omnibal.cluster import Cluster, Layout
+from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError
+from omnibal.profile.records import Level, ModelProfile
 
-Trainer = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-"""How data-parallel ranks share their work; plain DDP accumulates under ``no_sync``, as Trainer and Accelerate do."""
+Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+"""What data-parallel ranks share; plain DDP accumulates under ``no_sync``, as Trainer and Accelerate do."""
 Meeting = Literal["step", "micro_batch", "phase"]
 
-MEETINGS: Final[Mapping[Trainer, Meeting]] = MappingProxyType(
+MEETINGS: Final[Mapping[Sharding, Meeting]] = MappingProxyType(
     {
         "ddp": "step",  # gradients are reduced in the last micro-batch only
         "zero1": "step",
@@ -33,9 +38,50 @@ MEETINGS: Final[Mapping[Trainer, Meeting]] = MappingProxyType(
     }
 )
 """What ranks do on their own before they wait for each other."""
+PHASES: Final = ("vision forward", "language forward", "language backward", "vision backward")
+"""The order in which all ranks run them; the projector belongs to vision."""
 
 
-def wait(costs: Mapping[str, ArrayLike], layout: Trainer) -> dict[str, FloatArray]:
+def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "none") -> dict[str, FloatArray]:
+    """Seconds that every micro-batch takes in each phase, without any wait.
+
+    Args:
+        profile: What the layers cost, such as ``analytic_profile`` or ``adapted_profile`` counts.
+        loads: The micro-batches, of any shape; padding counts as tokens.
+        recompute: The level at which layers run their backward passes.
+
+    Returns:
+        For each of ``PHASES`` an array of the shape of ``loads``.
+
+    >>> from omnibal.device import DEVICES
+    >>> from omnibal.families.parts import text_records
+    >>> from omnibal.profile.counted import analytic_profile
+    >>> config = {"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 2,
+    ...           "num_attention_heads": 32, "vocab_size": 1000}
+    >>> profile = analytic_profile(text_records(config, tied=False), DEVICES["A100-80GB"])
+    >>> seconds = phase_seconds(profile, Load([0, 0], [1000, 2000]))
+    >>> (seconds["language backward"] / seconds["language forward"]).round().tolist()
+    [2.0, 2.0]
+    """
+    return {phase: cost(loads) for phase, cost in phase_costs(profile, recompute=recompute).items()}
+
+
+def phase_costs(profile: ModelProfile, *, recompute: Level = "none") -> dict[str, CostModel]:
+    """The costs that ``phase_seconds`` evaluates, for callers with many micro-batches."""
+    costs: dict[str, CostModel] = dict.fromkeys(PHASES, CostModel())
+    # The backward pass ends at the first trained layer: the layers before it have none, and recompute nothing.
+    reached = False
+    for layer in profile.layers:
+        reached = reached or layer.trainable
+        part = "language" if layer.module == "language" else "vision"
+        costs[f"{part} forward"] += layer.forward_seconds
+        if reached:
+            again = layer.recompute_seconds.get(recompute, CostModel())
+            costs[f"{part} backward"] += layer.backward_seconds + layer.weight_seconds + again
+    return costs
+
+
+def wait(costs: Mapping[str, ArrayLike], layout: Sharding) -> dict[str, FloatArray]:
     """Seconds that each rank of each step waits, by the phase that causes it.
 
     A meeting is reached last by the rank with the largest sum of the phases before it (the first of several). Another
@@ -49,7 +95,7 @@ def wait(costs: Mapping[str, ArrayLike], layout: Trainer) -> dict[str, FloatArra
         layout: How the ranks share their work.
 
     Returns:
-        Under each phase's name, in the order of ``costs``, an array of shape (steps, ranks).
+        For each phase, in the order of ``costs``, an array of shape (steps, ranks).
 
     Raises:
         ConfigError: The layout is unknown, there is no phase, or an array's shape or values are not as above.
@@ -64,25 +110,23 @@ def wait(costs: Mapping[str, ArrayLike], layout: Trainer) -> dict[str, FloatArra
     """
     if layout not in MEETINGS:
         raise ConfigError(f"layout must be one of {', '.join(MEETINGS)}, got {layout!r}")
-    seconds = _phases(costs)  # (phases, steps, ranks, micro-batches)
-    meeting = MEETINGS[layout]
-    if meeting == "phase":
+    seconds = _stacked(costs)  # (phases, steps, ranks, micro-batches)
+    if MEETINGS[layout] == "phase":
         waited = (seconds.max(axis=2, keepdims=True) - seconds).sum(axis=3)
-    elif meeting == "micro_batch":
-        waited = _after_all_phases(seconds).sum(axis=3)
+    elif MEETINGS[layout] == "micro_batch":
+        waited = _until_last(seconds).sum(axis=3)
     else:
-        waited = _after_all_phases(seconds.sum(axis=3, keepdims=True))[..., 0]
+        waited = _until_last(seconds.sum(axis=3, keepdims=True))[..., 0]
     return dict(zip(costs, waited, strict=True))
 
 
-def _after_all_phases(seconds: FloatArray) -> FloatArray:
-    """Waits where ranks meet after all phases of each entry of the last axis; shapes as given."""
-    last = seconds.sum(axis=0).argmax(axis=1)[:, None]  # (steps, 1, meetings)
+def _until_last(seconds: FloatArray) -> FloatArray:
+    """Waits by phase, shape (phases, steps, ranks, meetings), where ranks meet after all phases of a meeting."""
+    last = seconds.sum(axis=0).argmax(axis=1)[:, None]  # the rank that comes last, (steps, 1, meetings)
     return np.take_along_axis(seconds, last[None], axis=2) - seconds
 
 
-def _phases(costs: Mapping[str, ArrayLike]) -> FloatArray:
-    """All phases in one array of shape (phases, steps, ranks, micro-batches)."""
+def _stacked(costs: Mapping[str, ArrayLike]) -> FloatArray:
     if not costs:
         raise ConfigError("costs must hold at least one phase, got none")
     arrays = {phase: np.asarray(seconds, dtype=np.float64) for phase, seconds in costs.items()}
@@ -95,3 +139,50 @@ def _phases(costs: Mapping[str, ArrayLike]) -> FloatArray:
         if wrong.any():
             raise ConfigError(f"costs[{phase!r}] must be finite and not negative, got {array[wrong].flat[0]:g}")
     return np.stack(list(arrays.values()))
+
+
+def bandwidth(cluster: Cluster) -> float:
+    """Bytes per second that every device gets while all of them gather or reduce."""
+    between = cluster.links_of(Layout(num_replicas=cluster.num_devices)).between_replicas
+    if cluster.links is not None or cluster.num_nodes == 1:
+        return between
+    return min(cluster.device.link_bytes_per_second, cluster.devices_per_node * between)
+
+
+def exposed_seconds(
+    profile: ModelProfile, sharding: Sharding, cluster: Cluster, costs: Mapping[str, FloatArray]
+) -> FloatArray:
+    """Seconds of every step in which ranks only communicate, shape (steps,).
+
+    Args:
+        profile: What the layers hold.
+        sharding: What ranks share.
+        cluster: Every device is a rank.
+        costs: From ``phase_seconds``, arrays of shape (steps, ranks, micro-batches).
+    """
+    # In a ring every rank sends (ranks - 1) / ranks of the bytes that all ranks end up with, or give their part of.
+    share = (cluster.num_devices - 1) / cluster.num_devices / bandwidth(cluster)
+    slowest = {phase: seconds.max(axis=1) for phase, seconds in costs.items()}  # (steps, micro-batches)
+    backward = slowest["language backward"] + slowest["vision backward"]
+    trained = sum(layer.gradient_bytes for layer in profile.layers) * share
+    if MEETINGS[sharding] == "phase":
+        gathered = {part: _bytes(profile, part, "parameter_bytes") * share for part in ("vision", "language")}
+        reduced = {part: _bytes(profile, part, "gradient_bytes") * share for part in ("vision", "language")}
+        exposed = np.zeros(len(backward))
+        for phase, seconds in slowest.items():
+            part, _, direction = phase.partition(" ")
+            sent = gathered[part] + (reduced[part] if direction == "backward" else 0.0)
+            # A phase of no seconds is the backward pass of a frozen front, through which no gradient goes.
+            exposed += (np.maximum(sent - seconds, 0) * (seconds > 0)).sum(axis=1)
+        return exposed
+    if MEETINGS[sharding] == "micro_batch":
+        beside: FloatArray = np.maximum(trained - backward, 0).sum(axis=1)
+        return beside + trained  # updated parameters are gathered in the end
+    # DDP sums gradients on every rank (reduce and gather); ZeRO 1 leaves each rank its part, and gathers parameters.
+    last: FloatArray = np.maximum((2 * trained if sharding == "ddp" else trained) - backward[:, -1], 0)
+    return last + (0.0 if sharding == "ddp" else trained)
+
+
+def _bytes(profile: ModelProfile, part: str, name: str) -> int:
+    layers = [layer for layer in profile.layers if (layer.module == "language") == (part == "language")]
+    return sum(getattr(layer, name) for layer in layers)

@@ -19,8 +19,8 @@ from omnibal.cli.output import answer
 from omnibal.cli.present import present_plan, real_packs
 from omnibal.cost import Load
 from omnibal.pipeline.simulate import StepSimulation
+from omnibal.report.stages import plot_timeline
 from omnibal.report.style import GIB, Column, duration, scaled, table_of
-from omnibal.report.timeline import plot_timeline
 
 if TYPE_CHECKING:
     from omnibal.emulator.run import Emulation, EmulationTask  # needs torch

@@ -17,9 +17,8 @@ from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile
-from omnibal.report.stages import stage_table, step_figures
+from omnibal.report.stages import plot_timeline, stage_table, step_figures
 from omnibal.report.style import Row, milliseconds
-from omnibal.report.timeline import plot_timeline
 
 MOST_PANELS: Final = 3
 

@@ -3,20 +3,17 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 COLOURS = {
-    "red": (220, 40, 40),
-    "green": (40, 170, 60),
-    "blue": (40, 80, 220),
-    "yellow": (235, 215, 40),
-    "purple": (150, 50, 190),
-    "orange": (245, 140, 30),
-}
+    "red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 80, 220),
+    "yellow": (235, 215, 40), "purple": (150, 50, 190), "orange": (245, 140, 30),
+}  # fmt: skip
+# A white rim shows a shape whatever its colour: without it, telling shapes takes several times as long to learn as
+# telling colours.
 RIM = (255, 255, 255)
 SHAPES = ("ring", "box", "triangle", "cross")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
@@ -26,7 +23,7 @@ MAX_ASPECT = 4.5
 
 
 @dataclass(frozen=True)
-class Figure:
+class ColouredShape:
     """One coloured shape in one quarter of the picture."""
 
     colour: str
@@ -40,7 +37,7 @@ class Scene:
 
     width: int
     height: int
-    figures: tuple[Figure, ...]
+    figures: tuple[ColouredShape, ...]
 
 
 def random_scene(rng: np.random.Generator, num_figures: int) -> Scene:
@@ -49,16 +46,14 @@ def random_scene(rng: np.random.Generator, num_figures: int) -> Scene:
     short = SHORTEST_SIDE * (LONGEST_SIDE / ratio / SHORTEST_SIDE) ** rng.random()
     width, height = (short * ratio, short) if rng.random() < 0.5 else (short, short * ratio)
     places = sorted(rng.choice(len(PLACES), size=num_figures, replace=False).tolist())
-    figures = tuple(Figure(str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES)), PLACES[place]) for place in places)
-    return Scene(round(width), round(height), figures)
+    figures = (
+        ColouredShape(str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES)), PLACES[place]) for place in places
+    )
+    return Scene(round(width), round(height), tuple(figures))
 
 
 def draw_scene(rng: np.random.Generator, scene: Scene) -> Image.Image:
-    """Draws a scene on a dark background; figures vary in size, lie off centre and stretch with the picture.
-
-    A white rim shows a figure's shape whatever its colour: without it, telling shapes takes several times as long to
-    learn as telling colours.
-    """
+    """Draw a scene on a dark background; shapes vary in size, lie off centre and stretch with the picture."""
     background = (int(rng.integers(0, 40)),) * 3
     image = Image.new("RGB", (scene.width, scene.height), background)
     canvas = ImageDraw.Draw(image)
@@ -74,13 +69,10 @@ def draw_scene(rng: np.random.Generator, scene: Scene) -> Image.Image:
 
 
 def _fill(
-    canvas: ImageDraw.ImageDraw,
-    shape: str,
-    centre: tuple[float, float],
-    reach: tuple[float, float],
+    canvas: ImageDraw.ImageDraw, shape: str, centre: tuple[float, float], reach: tuple[float, float],
     fill: tuple[int, ...],
-) -> None:
-    """Fills a shape that reaches so many pixels from its centre to each side, and up and down."""
+) -> None:  # fmt: skip
+    """Fill a shape that reaches so many pixels from its centre to each side, and up and down."""
     (x, y), (a, b) = centre, reach
     if shape == "ring":
         canvas.ellipse((x - a, y - b, x + a, y + b), fill=fill)
@@ -107,9 +99,10 @@ class Exchange(NamedTuple):
 
 
 Ask = Callable[[np.random.Generator, Scene], Exchange | None]
+"""Asks about a picture; None where it leaves the question without a clear answer."""
 
 
-class Sample(NamedTuple):
+class DemoSample(NamedTuple):
     """Pictures and a conversation about them; ``kinds`` names what is asked, joined by ``+``."""
 
     kinds: str
@@ -117,11 +110,13 @@ class Sample(NamedTuple):
     exchanges: list[Exchange]
 
 
-class Dataset(NamedTuple):
-    """How a dataset's samples are made (from a generator and the most turns), its part of all, and its repetitions."""
+class DemoDataset(NamedTuple):
+    """How a dataset's samples are made, and how many there are."""
 
-    make: Callable[[np.random.Generator, int], Sample]
+    make: Callable[[np.random.Generator, int], DemoSample]
+    """Makes a sample from a generator and the most turns."""
     share: float
+    """Share of all samples, repetitions included."""
     repeat: int = 1
 
 
@@ -151,16 +146,14 @@ def ask_description(_: np.random.Generator, scene: Scene) -> Exchange:
     return Exchange("Describe the image.", f"I see {' and '.join(parts)}.")
 
 
-ABOUT_ONE: Mapping[str, Ask] = MappingProxyType(
-    {
-        "colour": _ask_about_one("shape", "colour", "What colour is the {shape}?", "The {shape} is {colour}."),
-        "shape": _ask_about_one("colour", "shape", "Which shape is {colour}?", "The {colour} shape is a {shape}."),
-        "count": ask_count,
-        "place": _ask_about_one("shape", "place", "Where is the {shape}?", "The {shape} is at the {place}."),
-        "description": ask_description,
-    }
-)
-"""Questions about one picture by kind; None where the picture leaves the question without a clear answer."""
+# Questions about one picture by kind.
+ABOUT_ONE: Mapping[str, Ask] = {
+    "colour": _ask_about_one("shape", "colour", "What colour is the {shape}?", "The {shape} is {colour}."),
+    "shape": _ask_about_one("colour", "shape", "Which shape is {colour}?", "The {colour} shape is a {shape}."),
+    "count": ask_count,
+    "place": _ask_about_one("shape", "place", "Where is the {shape}?", "The {shape} is at the {place}."),
+    "description": ask_description,
+}
 
 
 def ask_pair(rng: np.random.Generator, first: Scene, second: Scene) -> Exchange:
@@ -195,42 +188,40 @@ def _with_article(colour: str) -> str:
     return f"an {colour}" if colour[0] in "aeiou" else f"a {colour}"
 
 
-def shapes(rng: np.random.Generator, max_turns: int) -> Sample:
+def shapes(rng: np.random.Generator, max_turns: int) -> DemoSample:
     """Different questions about one picture."""
     scene, turns = _scene(rng, (0.7, 0.2, 0.07, 0.03)), int(rng.integers(max_turns)) + 1
     asked = {kind: ABOUT_ONE[kind](rng, scene) for kind in rng.permutation(list(ABOUT_ONE)).tolist()}
     answered = {kind: exchange for kind, exchange in asked.items() if exchange is not None}
     kinds = list(answered)[:turns]
-    return Sample("+".join(kinds), [scene], [answered[kind] for kind in kinds])
+    return DemoSample("+".join(kinds), [scene], [answered[kind] for kind in kinds])
 
 
-def scenes(rng: np.random.Generator, _: int) -> Sample:
+def scenes(rng: np.random.Generator, _: int) -> DemoSample:
     """Long answers about fuller pictures."""
     scene = _scene(rng, (0.0, 0.5, 0.3, 0.2))
-    return Sample("description", [scene], [ask_description(rng, scene)])
+    return DemoSample("description", [scene], [ask_description(rng, scene)])
 
 
-def pairs(rng: np.random.Generator, _: int) -> Sample:
+def pairs(rng: np.random.Generator, _: int) -> DemoSample:
     """Two pictures and a question about one of them."""
     first, second = random_scene(rng, 1), random_scene(rng, 1)
-    return Sample("pair", [first, second], [ask_pair(rng, first, second)])
+    return DemoSample("pair", [first, second], [ask_pair(rng, first, second)])
 
 
-def stories(rng: np.random.Generator, _: int) -> Sample:
+def stories(rng: np.random.Generator, _: int) -> DemoSample:
     """No picture."""
-    return Sample("text", [], [ask_text(rng)])
+    return DemoSample("text", [], [ask_text(rng)])
 
 
-DATASETS = MappingProxyType(
-    {
-        "shapes": Dataset(shapes, share=0.6),
-        "scenes": Dataset(scenes, share=0.1, repeat=2),
-        "pairs": Dataset(pairs, share=0.12),
-        "stories": Dataset(stories, share=0.18),
-    }
-)
+DATASETS: Mapping[str, DemoDataset] = {
+    "shapes": DemoDataset(shapes, share=0.6),
+    "scenes": DemoDataset(scenes, share=0.1, repeat=2),
+    "pairs": DemoDataset(pairs, share=0.12),
+    "stories": DemoDataset(stories, share=0.18),
+}
 
 
 def _scene(rng: np.random.Generator, chances: tuple[float, ...]) -> Scene:
-    """A picture with one, two, three or four figures."""
+    """A picture with one to four figures, in these shares."""
     return random_scene(rng, int(rng.choice([1, 2, 3, 4], p=chances)))

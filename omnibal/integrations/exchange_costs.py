@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from omnibal.advise.costs import phase_costs
+from omnibal.advise.wait import phase_costs
 from omnibal.cost import CostModel
 from omnibal.data.limits import PackLimits
 from omnibal.dispatch.step_plan import Costs, Link

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 
 from omnibal.advise.batches import Batching, Samples, padded_batches, random_packs
-from omnibal.advise.costs import adapted_profile
-from omnibal.advise.wait import MEETINGS, Trainer, wait
+from omnibal.advise.models import adapted_profile
+from omnibal.advise.wait import MEETINGS, Sharding, wait
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
@@ -79,7 +79,7 @@ class Waiting:
     share: float | None
 
     @classmethod
-    def of(cls, loads: Load, costs: Costs | None, layout: Trainer) -> "Waiting":
+    def of(cls, loads: Load, costs: Costs | None, layout: Sharding) -> "Waiting":
         """Of steps of shape (steps, ranks, micro-batches)."""
         columns = loads.vision_units, loads.llm_tokens
         if MEETINGS[layout] == "step":
@@ -97,14 +97,14 @@ class Waiting:
         return [f"Dist Ratio {self.vision:.1%} in {vision_unit}, {self.tokens:.1%} in tokens"]
 
 
-def _busy_and_waited(loads: Load, costs: Costs, layout: Trainer) -> tuple[FloatArray, FloatArray]:
+def _busy_and_waited(loads: Load, costs: Costs, layout: Sharding) -> tuple[FloatArray, FloatArray]:
     """Seconds of each rank of each step."""
     seconds = {phase: cost(loads) for phase, cost in costs.items()}
     busy = np.sum(list(seconds.values()), axis=0).sum(axis=2)
     return busy, np.sum(list(wait(seconds, layout).values()), axis=0)
 
 
-def step_seconds(loads: Load, costs: Costs, layout: Trainer) -> float:
+def step_seconds(loads: Load, costs: Costs, layout: Sharding) -> float:
     """Mean seconds of a step: computing and waiting, the same on all ranks."""
     busy, waited = _busy_and_waited(loads, costs, layout)
     return float((busy + waited).mean())
@@ -136,7 +136,7 @@ class Gains:
 
 
 def compare(
-    sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Trainer, *, batch_size: int, micro_batches: int
+    sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Sharding, *, batch_size: int, micro_batches: int
 ) -> Gains:
     """Compare the sampler's steps with what the host would do, and with packs that are not balanced.
 
@@ -229,7 +229,7 @@ def describe(
     sampler: PackSampler,
     limits: PackLimits,
     costs: Costs | None,
-    layout: Trainer,
+    layout: Sharding,
     schedule: Schedule,
     *,
     device: str | None = None,

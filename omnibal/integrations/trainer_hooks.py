@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from omnibal.advise.wait import Trainer as Layout
+from omnibal.advise.wait import Sharding
 from omnibal.cost import Load
 from omnibal.errors import ConfigError
 from omnibal.integrations.expected import Costs, Waiting
@@ -78,7 +78,7 @@ class PacksCallback(RecipeCallback):
     """
 
     def __init__(
-        self, trainer: Trainer, sampler: PackSampler, costs: Costs | None, layout: Layout, check: Callable[[], None]
+        self, trainer: Trainer, sampler: PackSampler, costs: Costs | None, layout: Sharding, check: Callable[[], None]
     ) -> None:
         self._trainer, self._sampler, self._check = trainer, sampler, check
         self._costs, self._layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps

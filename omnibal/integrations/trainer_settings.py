@@ -8,7 +8,7 @@ from packaging.version import Version
 from transformers import Trainer
 
 from omnibal.advise.memory import RankMemory
-from omnibal.advise.wait import Trainer as Layout
+from omnibal.advise.wait import Sharding
 from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.device import Device
 from omnibal.errors import ConfigError
@@ -19,10 +19,10 @@ FLOOR: Final = "5.23"
 """The oldest transformers that the tests run with: ``balance`` changes what Trainer does inside."""
 
 
-def layout_of(trainer: Trainer) -> Layout:
+def layout_of(trainer: Trainer) -> Sharding:
     """How the trainer's ranks share their work."""
     if trainer.is_deepspeed_enabled:
-        layouts: tuple[Layout, ...] = ("ddp", "zero1", "zero2", "zero3")
+        layouts: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
         return layouts[int(trainer.accelerator.state.deepspeed_plugin.zero_stage)]
     return "fsdp" if trainer.is_fsdp_enabled or _of_mesh(trainer, "fsdp_size") > 1 else "ddp"
 

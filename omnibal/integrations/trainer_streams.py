@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import seed_worker
 
-from omnibal.advise.costs import phase_costs
+from omnibal.advise.wait import phase_costs
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
-from omnibal.advise.costs import phase_costs
+from omnibal.advise.wait import phase_costs
 from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits

@@ -8,35 +8,41 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omnibal.advise.changes import MODEL_ERROR, UNSEEN, Advice, Change, Gain, causes, count_of
-from omnibal.advise.estimate import Estimate, Way
+from omnibal.advise.changes import Advice, TriedChange, count_of
+from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
 from omnibal.advise.measuring import holds_conversations
-from omnibal.advise.paste import Kind, lines_to_paste, pipeline_lines
-from omnibal.advise.proposed import Proposal, propose
+from omnibal.advise.memory import COPIED, FLOAT16, USUAL
+from omnibal.advise.paste import Kind, Proposal, lines_to_paste, pipeline_lines, propose
 from omnibal.advise.question import Question
-from omnibal.advise.state import COPIED, FLOAT16, USUAL
-from omnibal.errors import DataError
 from omnibal.feeds.buffer import buffer_of
-from omnibal.report.html import code, page, paragraph, picture, section, table
-from omnibal.report.style import BLUE, GIB, GREEN, GREY, ORANGE, PINK, VERMILION, drawing, legend_below
+from omnibal.report.style import (
+    BLUE,
+    GIB,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    VERMILION,
+    code,
+    drawing,
+    html_table,
+    legend_below,
+    page,
+    paragraph,
+    picture,
+    section,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE)
-"""Of the causes, in their order."""
-BUFFERED: Final = "a buffer on each rank; the drop-in plans it"
-"""What balance takes to adopt where data is a stream."""
+CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE)
+BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance takes to adopt where data is a stream
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said.
-
-    Attributes:
-        question: What was asked.
-        advice: What was estimated.
-    """
+    """All that is said in answer to a question."""
 
     question: Question
     advice: Advice
@@ -59,12 +65,12 @@ class Report:
         settings, beyond = advice.settings, advice.beyond
         step = f"times the samples a second, at {advice.today.samples_per_step:,.0f} samples a step as today"
         if beyond.factor == 1:
-            return f"steps 0, which need no packs, bring {_gain(settings)} {step}; omnibal's packs nothing beyond them"
+            return f"steps 0, which need no packs, bring {settings} {step}; omnibal's packs nothing beyond them"
         if settings.factor == 1:
-            return f"omnibal brings {_gain(beyond)} {step}; steps 0, which need no packs, bring nothing"
+            return f"omnibal brings {beyond} {step}; steps 0, which need no packs, bring nothing"
         return (
-            f"all that brings something: {advice.factor:.2f} ± {advice.error:.2f} {step}: steps 0, which need no packs,"
-            f" {_gain(settings)}, omnibal {_gain(beyond)} beyond them"
+            f"all that brings something: {advice.whole} {step}: steps 0, which need no packs, {settings}, "
+            f"omnibal {beyond} beyond them"
         )
 
     def lines(self) -> list[str]:
@@ -74,29 +80,32 @@ class Report:
     def findings(self) -> list[str]:
         """What is the case, and what would bring how much."""
         advice, today, asked = self.advice, self.advice.today, self.question
-        read = ", ".join(f"{key} {value}" for key, value in asked.present.said.items())
-        unread = asked.present.unread
         found = [
-            f"{asked.model.name}{self._trained()} on {asked.cluster}: {_way(today)}, "
+            f"{asked.model.name}{self._trained()} on {asked.cluster}: {_recipe(today)}, "
             f"{today.samples_per_step:,.0f} samples a step",
             f"data: {asked.measured.said}{self._few()}",
-            *([f"read: {read}"] if read else []),
-            *([f"not read: {', '.join(f'{key} {value}' for key, value in unread.items())}"] if unread else []),
-            self._optimizer(),
-            *([] if asked.costs is None else [f"costs: measured on {asked.costs.devices}"]),
-            *self._offloaded(),
-            f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}",
         ]
-        settings = [change for change in advice.changes if change.is_setting]
+        for name, keys in (("read", asked.present.said), ("not read", asked.present.unread)):
+            if keys:
+                found.append(f"{name}: {', '.join(f'{key} {value}' for key, value in keys.items())}")
+        found.append(self._optimizer())
+        if asked.costs is not None:
+            found.append(f"costs: measured on {asked.costs.devices}")
+        if offloaded := " and ".join(asked.recipe.offloaded):
+            found.append(f"{offloaded} on the host: its transfers and updates are not counted")
+        found.append(f"today: {', '.join(f'{cause} {share:.0%}' for cause, share in today.shares.items())}")
         own = [change for change in advice.changes if not change.is_setting]
-        found += [f"0. {self._said(change)}" for change in settings]
+        found += [f"0. {self._said(change)}" for change in advice.changes if change.is_setting]
         found += [f"{number}. {self._said(change)}" for number, change in enumerate(own, start=1)]
-        packs = [self._limits(self.proposal)] if self.proposal is not None else []
-        packs += [self._buffer(self.proposal)] if self.proposal is not None and asked.measured.is_stream else []
-        return [*found, self.headline, *self._memory(), *packs]
+        found += [self.headline, self._memory()]
+        if self.proposal is not None:
+            found.append(self._limits(self.proposal))
+            if asked.measured.is_stream:
+                found.append(self._buffer(self.proposal))
+        return found
 
     def to_paste(self) -> list[str]:
-        """The lines that adopt it."""
+        """The lines that adopt the advice."""
         advice, asked = self.advice, self.question
         measured = asked.measured.is_whole
         kind: Kind = "annotations" if holds_conversations(Path(asked.data)) else "others"
@@ -109,7 +118,7 @@ class Report:
         return found
 
     def to_record(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """The report as JSON values."""
         advice, asked = self.advice, self.question
         return {
             "model": asked.model.name,
@@ -153,14 +162,13 @@ class Report:
 
     def _optimizer(self) -> str:
         """What a trained parameter takes."""
-        present, trainer = self.question.present, self.question.way.trainer
-        precision = present.precision
-        states, master = precision.kept(trainer)
-        name = present.optimizer or "AdamW (assumed)"
+        present, sharding = self.question.present, self.question.recipe.sharding
+        precision, name = present.precision, present.optimizer or "AdamW (assumed)"
+        states, master = precision.kept(sharding)
         parts = [f"weight {FLOAT16}", f"gradient {FLOAT16}", f"states {states:.2g}"]
         parts += [f"float32 copy {master:.0f}"] if master else []
         found = f"optimizer: {name}; bytes of a trained parameter: {', '.join(parts)}"
-        if precision.copied_bytes(self.question.setting.profile, trainer, 1):
+        if precision.copied_bytes(self.question.scenario.profile, sharding, 1):
             found += f", copies of the gradient at the update {COPIED}"
         if precision.weight_bits != USUAL.weight_bits:
             found += f"; frozen weights of the language model in {precision.weight_bits} bits, which take no more time"
@@ -168,11 +176,7 @@ class Report:
             found += "; paged states taken to be on the host, their transfers not counted"
         return found + ("; Liger's loss never holds all logits" if precision.fused_loss else "")
 
-    def _offloaded(self) -> list[str]:
-        parts = " and ".join(self.question.way.offloaded)
-        return [f"{parts} on the host: its transfers and updates are not counted"] if parts else []
-
-    def _memory(self) -> list[str]:
+    def _memory(self) -> str:
         today, after = self.advice.today, self.advice.after
         has = today.memory.budget_bytes / GIB
         fullest, mean = (size / GIB for size in today.peaks)
@@ -183,11 +187,11 @@ class Report:
             line += f"; today's fullest micro-batch lacks {fullest - has:.1f} GiB: such a step would end the run"
         if self.advice.fitting:
             line += f"; today would fit with {', or '.join(self.advice.fitting)}"
-        return [line]
+        return line
 
     def _limits(self, proposal: Proposal) -> str:
         advice, limits, units = self.advice, proposal.limits, self.question.model.units
-        packs = advice.after.way.micro_batches
+        packs = advice.after.recipe.micro_batches
         per_pack = proposal.samples_per_step / (packs * self.question.cluster.num_devices)
         larger = proposal.oversized
         share = f"{larger:.1%}" if larger >= 0.001 else "less than 0.1%"
@@ -198,26 +202,24 @@ class Report:
             f"{proposal.samples_per_step:,.0f} a step ({advice.today.samples_per_step:,.0f} today); {fit}"
         )
 
-    def _said(self, change: Change) -> str:
-        if change.factor is None:
+    def _said(self, change: TriedChange) -> str:
+        if change.gain is None:
             return f"{change.name}: {change.detail}"
-        error = f"{change.factor:.2f} ± {change.error:.2f} ×"
         if not change.brings:
-            nothing = "nothing by itself" if change in _needed(self.advice) else "nothing"
-            return f"{change.name}: brings {nothing} ({error}; {change.detail})"
+            # The drop-in makes packing and balance together, so each counts even where it brings nothing alone.
+            is_needed = self.advice.takes_packs and change.name in ("packing", "balance")
+            nothing = "nothing by itself" if is_needed else "nothing"
+            return f"{change.name}: brings {nothing} ({change.gain} ×; {change.detail})"
         buffered = change.name == "balance" and self.question.measured.is_stream
-        return f"{change.name}: {error} ({change.detail}; takes {BUFFERED if buffered else change.cost})"
+        return f"{change.name}: {change.gain} × ({change.detail}; takes {BUFFERED if buffered else change.cost})"
 
     def _buffer(self, proposal: Proposal) -> str:
         from omnibal.feeds.simulated import given_up  # compiled, which no other advice needs
 
-        micro_batches = self.advice.after.way.micro_batches
+        micro_batches = self.advice.after.recipe.micro_batches
         size = buffer_of(micro_batches)
         ranks = {"num_ranks": self.question.cluster.num_devices, "micro_batches": micro_batches}
-        try:
-            ahead, whole = given_up(self.question.measured.lengths, proposal.limits, buffer=size, **ranks)
-        except DataError as refusal:
-            return f"buffer: {refusal}"
+        ahead, whole = given_up(self.question.measured.lengths, proposal.limits, buffer=size, **ranks)
         return (
             f"buffer: {size} samples of a rank planned at a time make {ahead.over:.1%} more packs than their volume "
             f"asks for; ranks wait {ahead.vision:.1%} by {self.question.model.units}, {ahead.cost:.1%} by cost "
@@ -225,43 +227,30 @@ class Report:
         )
 
 
-def _gain(gain: Gain) -> str:
-    return f"{gain.factor:.2f} ± {gain.error:.2f}"
-
-
-def _needed(advice: Advice) -> list[Change]:
-    """Changes that the drop-in makes together, where it is part of the advice."""
-    return [change for change in advice.changes if advice.takes_packs and change.name in ("packing", "balance")]
-
-
-def _way(estimate: Estimate) -> str:
-    way: Way = estimate.way
-    shared = {
-        "random": f"batches of {way.batch}", "group_by_length": f"batches of {way.batch} by length",
-        "batch_rebalance": f"batches of {way.batch} on average, rebalanced",
-        "flattened": f"flattened batches of {way.batch}", "packed": "random packs", "even": "even packs",
-    }[way.batching]  # fmt: skip
-    again = "recomputing" if way.recompute != "none" else "nothing recomputed"
-    return f"{way.trainer}, {shared}, {way.micro_batches} a rank and step, {again}"
+def _recipe(estimate: Estimate) -> str:
+    recipe = estimate.recipe
+    batches = {
+        "random": f"batches of {recipe.batch}", "group_by_length": f"batches of {recipe.batch} by length",
+        "batch_rebalance": f"batches of {recipe.batch} on average, rebalanced",
+        "flattened": f"flattened batches of {recipe.batch}", "packed": "random packs", "even": "even packs",
+    }[recipe.batching]  # fmt: skip
+    again = "recomputing" if recipe.recompute != "none" else "nothing recomputed"
+    return f"{recipe.sharding}, {batches}, {recipe.micro_batches} a rank and step, {again}"
 
 
 def _figures(estimate: Estimate) -> dict[str, Any]:
-    way = estimate.way
+    recipe = estimate.recipe
     return {
-        "trainer": way.trainer, "batching": way.batching, "batch": way.batch, "micro_batches": way.micro_batches,
-        "recompute": way.recompute, "samples_per_step": estimate.samples_per_step, "shares": estimate.shares,
+        "trainer": recipe.sharding, "batching": recipe.batching, "batch": recipe.batch,
+        "micro_batches": recipe.micro_batches, "recompute": recipe.recompute,
+        "samples_per_step": estimate.samples_per_step, "shares": estimate.shares,
         "sample_seconds": float(estimate.sample_seconds.mean()),
         "fullest_rank_bytes": estimate.peaks[0], "mean_rank_bytes": estimate.peaks[1],
     }  # fmt: skip
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw where the time goes today and with the changes, and what each change brings.
-
-    Args:
-        report: What is said.
-        path: The PNG.
-    """
+    """Draw a PNG: where the time goes today and with the changes, and what each change brings."""
     with drawing(path, 9.6, 3.0) as figure:
         where, gains = figure.subplots(1, 2, width_ratios=(3, 2))
         _draw_causes(report.advice, where)
@@ -272,7 +261,7 @@ def draw(report: Report, path: Path) -> None:
 def _draw_causes(advice: Advice, axes: Axes) -> None:
     rows = ["today", "settings alone", "with omnibal"] if advice.takes_packs else ["today", "settings alone"]
     left, places = [0.0] * len(rows), list(range(len(rows)))[::-1]
-    for (cause, *shares), colour in zip(causes(advice), COLOURS, strict=True):
+    for (cause, *shares), colour in zip(advice.causes, CAUSE_COLOURS, strict=True):
         axes.barh(places, shares[: len(rows)], left=left, color=colour, label=cause)
         left = [start + share for start, share in zip(left, shares, strict=False)]
     axes.set_yticks(places, rows)
@@ -293,18 +282,13 @@ def _draw_changes(advice: Advice, axes: Axes) -> None:
 
 
 def write_advice_page(report: Report, path: Path) -> None:
-    """Write the page; its picture is in it.
-
-    Args:
-        report: What is said.
-        path: The HTML file; its folder is made.
-    """
+    """Write an HTML page that holds its picture; its folder is made."""
     rows = [
         (change.name, "step 0" if change.is_setting else "omnibal", change.detail,
-         "–" if change.gain is None else f"{_gain(change.gain)} ×", "yes" if change.brings else "no", change.cost)
+         "–" if change.gain is None else f"{change.gain} ×", "yes" if change.brings else "no", change.cost)
         for change in report.advice.changes
     ]  # fmt: skip
-    shares = [(cause, *(f"{share:.0%}" for share in of_today)) for cause, *of_today in causes(report.advice)]
+    shares = [(cause, *(f"{share:.0%}" for share in of_today)) for cause, *of_today in report.advice.causes]
     with tempfile.TemporaryDirectory() as name:
         drawn = Path(name) / "advice.png"
         draw(report, drawn)
@@ -313,13 +297,13 @@ def write_advice_page(report: Report, path: Path) -> None:
             section("Found", *(paragraph(line) for line in report.findings() if line != report.headline)),
             section(
                 "Where the devices' time goes",
-                table(("of today's time", "today", "settings alone", "with omnibal"), shares),
+                html_table(("of today's time", "today", "settings alone", "with omnibal"), shares),
                 picture(drawn, "Left: the devices' time for a sample. Right: what each change brings on top of those "
                         "before it; blue are settings that need nothing of omnibal, green its packs, grey what brings "
                         "nothing; black lines are errors."),
             ),
             section("Changes, one on top of the other",
-                    table(("", "of", "what", "samples/s", "brings", "takes"), rows)),
+                    html_table(("", "of", "what", "samples/s", "brings", "takes"), rows)),
             *([section("To paste", code(pasted))] if (pasted := report.to_paste()) else []),
         ]  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,25 +23,16 @@ from omnibal.report.style import BLUE, ORANGE, VERMILION, drawing, legend_below,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SHOWN: Final = 48
-"""Micro-batches whose ranks are drawn, from the middle of the epoch."""
-LENGTH_CLASSES: Final = 8
-"""Classes of token lengths that stand for sources where there is but one."""
+SHOWN: Final = 48  # micro-batches whose ranks are drawn, from the middle of the epoch
+LENGTH_CLASSES: Final = 8  # classes of token lengths that stand for sources where there is but one
 
 
-@dataclass(frozen=True)
-class Largest:
+class Largest(NamedTuple):
     """The most that a micro-batch holds: what memory must hold."""
 
     vision_units: int
     llm_tokens: int
     llm_tokens_squared: int
-
-    @classmethod
-    def of(cls, load: Load) -> Largest:
-        """Of some micro-batches; zeros where there are none."""
-        columns = (load.vision_units, load.llm_tokens, load.llm_tokens_squared)
-        return cls(*(int(column.max(initial=0)) for column in columns))
 
 
 @dataclass(frozen=True)
@@ -50,9 +41,9 @@ class PackingFigures:
 
     method: str
     samples: int
-    """Those that are in a pack."""
+    """Samples that are in a pack."""
     packs: int
-    """Those that hold a sample."""
+    """Packs that hold a sample."""
     empty_packs: int
     fewest_packs: int
     """No method can do with fewer."""
@@ -60,22 +51,22 @@ class PackingFigures:
     pad_ratio: float
     """Padding as a share of the tokens that the LLM works on; the mean over packs."""
     pad_ratio_if_padded: float
-    """The same if the samples of a pack were padded to the longest one."""
+    """Pad Ratio if the samples of a pack were padded to the longest one."""
     dist_ratio_vision: float
     dist_ratio_tokens: float
     dist_ratio_cost: float
-    """Of what the micro-batches cost the LLM."""
+    """Dist Ratio of what micro-batches cost the LLM."""
     randomness: float
     """χ² per degree of freedom of the steps' mixes: 1 as shuffled, more where sorted; NaN with nothing to compare."""
     largest: Largest
     lost: int
-    """Samples in no pack, those aside that were left out on purpose."""
+    """Samples in no pack, without those that were left out on purpose."""
     repeated: int
     """Samples in a pack beyond the first time."""
     over_limit: int
     """Packs of several samples that exceed a limit."""
     seconds: float
-    """It took to plan."""
+    """What planning took."""
 
     @property
     def packs_over_fewest(self) -> float:
@@ -90,6 +81,7 @@ class PackingFigures:
     def to_record(self) -> dict[str, Any]:
         """All figures as JSON values, a missing one as None."""
         return asdict(self) | {
+            "largest": self.largest._asdict(),
             "packs_over_fewest": self.packs_over_fewest,
             "samples_per_pack": self.samples_per_pack,
             "randomness": None if math.isnan(self.randomness) else self.randomness,
@@ -111,13 +103,13 @@ def measure_packing(
     """Work out the figures of an arrangement.
 
     Args:
-        method: What made it.
+        method: The method that made it.
         lengths: Loads of every sample.
         limits: The most a pack may hold.
         packs: The packs.
-        steps: Pack numbers by (step, rank, micro-batch).
-        seconds: It took to plan.
-        load: What each pack brings to the device; by default what its samples hold. Padding makes it more.
+        steps: Pack numbers, shape (steps, ranks, micro-batches).
+        seconds: What planning took.
+        load: What each pack brings to the device, padding included; by default what its samples hold.
         cost: What a micro-batch costs the LLM.
         left_out: Samples that are left out on purpose, all of them over a limit.
     """
@@ -140,7 +132,9 @@ def measure_packing(
         dist_ratio_tokens=dist_ratio(by_rank["tokens"]),
         dist_ratio_cost=dist_ratio(by_rank["cost"]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
-        largest=Largest.of(load),
+        largest=Largest(
+            *(int(column.max(initial=0)) for column in (load.vision_units, load.llm_tokens, load.llm_tokens_squared))
+        ),
         lost=int((times == 0).sum()) - left_out,
         repeated=int(np.maximum(times - 1, 0).sum()),
         over_limit=int((over & (packs.sizes > 1)).sum()),
@@ -210,18 +204,15 @@ def packing_notes(num_replicas: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Arranged:
-    """Packs and the order in which they run.
-
-    Attributes:
-        load: What each pack holds.
-        steps: Pack numbers by (step, rank, micro-batch).
-    """
+    """Packs and the order in which they run."""
 
     load: Load
+    """What each pack holds."""
     steps: npt.NDArray[np.int64]
+    """Pack numbers, shape (steps, ranks, micro-batches)."""
 
     def by_rank(self, values: FloatArray) -> FloatArray:
-        """What the ranks run at the same time, (steps · micro-batches, ranks)."""
+        """Values of packs as ranks run them at the same time, shape (steps · micro-batches, ranks)."""
         return values[self.steps].transpose(0, 2, 1).reshape(-1, self.steps.shape[1])
 
 

@@ -19,32 +19,37 @@ from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
 from omnibal.planner.prediction import Variant
 from omnibal.profile.records import ModelProfile, every_layer
-from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.packing import Arranged, plot_rank_loads
-from omnibal.report.stages import plot_memory
-from omnibal.report.style import GIB, SERIES, drawing, legend_below, milliseconds
-from omnibal.report.timeline import plot_timeline
+from omnibal.report.stages import plot_memory, plot_timeline, stage_layers
+from omnibal.report.style import (
+    GIB,
+    SERIES,
+    drawing,
+    html_table,
+    legend_below,
+    milliseconds,
+    page,
+    paragraph,
+    picture,
+    section,
+)
 from omnibal.report.training import Metrics, plot_shares, plot_training, training_rows
 
-SHOWN: Final = 48
-"""Micro-batches that are looked at, of the first replica."""
+SHOWN: Final = 48  # micro-batches of the first replica that are looked at
 
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Forward time and memory of stages and micro-batches.
-
-    Attributes:
-        forward_seconds: Shape (micro-batches, stages), of some micro-batches of one replica.
-        memory_bytes: Of a device of each stage if all micro-batches in flight are like this one; the same shape.
-    """
+    """Forward time and memory of stages and micro-batches."""
 
     forward_seconds: FloatArray
+    """Seconds of some micro-batches of one replica, shape (micro-batches, stages)."""
     memory_bytes: FloatArray
+    """Bytes of a device of each stage if all micro-batches in flight are like this one; the same shape."""
 
     @classmethod
     def of(cls, profile: ModelProfile, loads: Load, plan: Plan) -> Imbalance:
-        """Of micro-batches, shape (steps, replicas, micro-batches), under a plan."""
+        """The imbalance of micro-batches of shape (steps, replicas, micro-batches) under a plan."""
         shown = loads[:, 0].ravel()[:SHOWN]
         forward = np.stack([layer.forward_seconds(shown) for layer in profile.layers], axis=1)
         stages = [forward[:, a:b].sum(axis=1) for a, b in pairwise(plan.partition.boundaries)]
@@ -83,19 +88,16 @@ def plot_imbalance(variants: Mapping[str, Imbalance], path: Path) -> None:
 
 @dataclass(frozen=True)
 class PlanPart:
-    """What the page says of a plan.
-
-    Attributes:
-        variants: From present batching to the plan.
-        largest: A micro-batch that none within the plan's limits exceeds.
-    """
+    """What the page says of a plan."""
 
     variants: tuple[Variant, ...]
+    """From present batching to the plan."""
     largest: Load
+    """A micro-batch that none within the plan's limits exceeds."""
 
     @property
     def plan(self) -> Plan:
-        """It."""
+        """The plan that the last variant stands for."""
         return self.variants[-1].plan
 
     @cached_property
@@ -105,7 +107,7 @@ class PlanPart:
 
     @property
     def recomputed_memory(self) -> tuple[StageMemory, ...]:
-        """The same with everything recomputed."""
+        """What a device of each stage would hold with everything recomputed."""
         levels = every_layer("full", self.plan.partition.num_layers)
         return replace(self.plan, recompute=levels).memory(self.variants[-1].profile, self.largest)
 
@@ -141,13 +143,7 @@ def _lead(plan: PlanPart | None, run: Metrics | None) -> str:
 
 
 def _plan_sections(part: PlanPart, folder: Path) -> list[str]:
-    return [
-        _imbalance(part, folder),
-        _data(part, folder),
-        _stages(part, folder),
-        _timeline(part, folder),
-        _gain(part),
-    ]
+    return [_imbalance(part, folder), _data(part, folder), _stages(part, folder), _timeline(part, folder), _gain(part)]
 
 
 def _imbalance(part: PlanPart, folder: Path) -> str:
@@ -165,7 +161,7 @@ def _imbalance(part: PlanPart, folder: Path) -> str:
             "stages wait for the slowest stage, and every rank waits for the slowest rank. "
             "Means and standard deviations, predicted for your data and model:"
         ),
-        table(("", "forward pass of a micro-batch", "memory of a device"), rows),
+        html_table(("", "forward pass of a micro-batch", "memory of a device"), rows),
         picture(
             folder / "imbalance.png",
             "Forward time of every stage, micro-batch by micro-batch, on the first replica. Even stages lie on one "
@@ -189,7 +185,7 @@ def _data(part: PlanPart, folder: Path) -> str:
             f"Packs hold at most {limits.vision_units:,} {unit} and {limits.llm_tokens:,} LLM tokens, without padding."
             + waiting * has_ranks
         ),
-        table(names, rows),
+        html_table(names, rows),
         picture(
             folder / "ranks.png",
             "Loads of all ranks, micro-batch by micro-batch: a dot for each rank, a line for the slowest one. Shaded "
@@ -199,10 +195,9 @@ def _data(part: PlanPart, folder: Path) -> str:
 
 
 def _data_row(name: str, variant: Variant) -> tuple[str, ...]:
-    load = variant.load
+    load, arranged = variant.load, _arranged(variant)
     columns = load.vision_units, load.llm_tokens
-    # what ranks run at the same time, side by side
-    ratios = [dist_ratio(values.transpose(0, 2, 1).reshape(-1, values.shape[1])) for values in columns]
+    ratios = [dist_ratio(arranged.by_rank(values.ravel())) for values in columns]
     samples = variant.samples_per_step / (load.shape[1] * load.shape[2])
     spreads = [f"{values.mean():,.1f} ± {values.std():,.1f}" for values in columns]
     return (name, f"{samples:.2f}", *spreads, *(f"{ratio:.3f}" for ratio in ratios))
@@ -220,7 +215,7 @@ def _stages(part: PlanPart, folder: Path) -> str:
     names = ("stage", "layers", "ViT + LLM", "that recompute", "busy", "GiB of a device", "of its budget")
     return section(
         "Model and memory: what each stage holds",
-        table(names, [_stage_row(part, stage) for stage in range(part.plan.num_stages)]),
+        html_table(names, [_stage_row(part, stage) for stage in range(part.plan.num_stages)]),
         picture(
             folder / "memory.png",
             "Memory of a device of each stage at its peak, with packs as large as the limits allow: if all layers "
@@ -230,16 +225,15 @@ def _stages(part: PlanPart, folder: Path) -> str:
 
 
 def _stage_row(part: PlanPart, stage: int) -> tuple[str, ...]:
-    variant, layers = part.variants[-1], part.plan.partition.layers(stage)
-    vision = sum(variant.profile.layers[layer].module != "language" for layer in layers)
-    recomputed = sum(part.plan.recompute[layer] != "none" for layer in layers)
+    variant = part.variants[-1]
+    layers = stage_layers(part.plan, variant.profile.layers, stage)
     busy = np.mean([
         replica.busy_seconds[stage] / step.pipeline_seconds for step in variant.simulated for replica in step.replicas
     ])  # fmt: skip
     memory, budget = part.memory[stage].total, part.budget_bytes[stage]
-    first, last = variant.profile.layers[layers[0]].name, variant.profile.layers[layers[-1]].name
     return (
-        f"{stage}", f"{first} … {last}", f"{vision} + {len(layers) - vision}", f"{recomputed}", f"{busy:.0%}",
+        f"{stage}", f"{layers['first_layer']} … {layers['last_layer']}",
+        f"{layers['vision_layers']} + {layers['language_layers']}", f"{layers['recomputed']}", f"{busy:.0%}",
         f"{memory / GIB:,.1f}", f"{memory / budget:.0%}",
     )  # fmt: skip
 
@@ -259,23 +253,18 @@ def _timeline(part: PlanPart, folder: Path) -> str:
 def _gain(part: PlanPart) -> str:
     first = part.variants[0]
     rows = [
-        (
-            variant.name,
-            milliseconds(variant.step_seconds),
-            f"{variant.samples_per_step:,.0f}",
-            f"{variant.samples_per_second:,.1f}",
-            f"{variant.bubble_ratio:.0%}",
-            f"{variant.samples_per_second / first.samples_per_second:.2f} ×",
-        )
+        (variant.name, milliseconds(variant.step_seconds), f"{variant.samples_per_step:,.0f}",
+         f"{variant.samples_per_second:,.1f}", f"{variant.bubble_ratio:.0%}",
+         f"{variant.samples_per_second / first.samples_per_second:.2f} ×")
         for variant in part.variants
-    ]
+    ]  # fmt: skip
     return section(
         "What it gains, one idea after the other",
         paragraph(
             f"Simulated on real packs, for {first.plan.known_cluster}. `omnibal emulate` runs the plan on DeepSpeed's "
             "engine without an accelerator; `omnibal plan --trials` measures it on yours."
         ),
-        table(("", "step, ms", "samples a step", "samples/s", "idle", "gain"), rows, marked=len(rows) - 1),
+        html_table(("", "step, ms", "samples a step", "samples/s", "idle", "gain"), rows, marked=len(rows) - 1),
     )
 
 
@@ -290,4 +279,4 @@ def _measured(run: Metrics, folder: Path) -> str:
         plot_shares([record["step"] for record in mixed], shares, folder / "shares.png")
         words = "What each source of the mixture gave, averaged over some steps each; dashed is what was asked for."
         pictures.append(picture(folder / "shares.png", words))
-    return section("Measured", table(("", "this run"), [*training_rows(run).items()]), *pictures)
+    return section("Measured", html_table(("", "this run"), [*training_rows(run).items()]), *pictures)

@@ -1,11 +1,12 @@
-"""What each stage of a pipeline does in a step and holds at its peak: figures, tables, and a picture of its memory."""
+"""What each stage of a pipeline does in a step and holds at its peak: figures, tables, and pictures of both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from rich.table import Table
@@ -13,11 +14,15 @@ from rich.table import Table
 from omnibal.cost import Load
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.schedule import Operation
-from omnibal.pipeline.simulate import Simulation, StepSimulation
+from omnibal.pipeline.simulate import Event, Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from omnibal.report.style import (
+    BLUE,
+    GREEN,
     GREY,
+    ORANGE,
+    PINK,
     SERIES,
     VERMILION,
     Column,
@@ -27,28 +32,40 @@ from omnibal.report.style import (
     in_milliseconds,
     milliseconds,
     scaled,
+    short,
     table_of,
     unit_of,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
+
+# Terms of a stage's memory, from the bottom to the top of a picture: colour, and head of a table's column.
 TERMS: Final = {
-    "parameters": SERIES[0],
-    "gradients": SERIES[4],
-    "optimizer": SERIES[7],
-    "activations": SERIES[1],
-    "pending": SERIES[9],
-    "buffers": SERIES[2],
-    "transient": SERIES[3],
-    "logits": SERIES[6],
-    "overhead": SERIES[8],
+    "parameters": (SERIES[0], "weights"),
+    "gradients": (SERIES[4], "grads"),
+    "optimizer": (SERIES[7], "opt"),
+    "activations": (SERIES[1], "kept"),
+    "pending": (SERIES[9], "wait"),
+    "buffers": (SERIES[2], "pipe"),
+    "transient": (SERIES[3], "runs"),
+    "logits": (SERIES[6], "logits"),
+    "overhead": (SERIES[8], "else"),
 }
-"""Terms of a stage's memory and their colours, from the bottom to the top."""
-HEADS: Final = dict(
-    zip(TERMS, ("weights", "grads", "opt", "kept", "wait", "pipe", "runs", "logits", "else"), strict=True)
-)
-"""The same, as heads of a table's columns."""
-BAR: Final = 0.38
-VISIBLE_SHARE: Final = 0.005
+MEMORY_BAR: Final = 0.38  # half the width of a stage's bars
+VISIBLE_HEIGHT: Final = 0.005  # terms of a smaller share of the picture have no entry in its legend
+# Operations on a timeline: name in the legend, and colour.
+COLOURS: Final = {
+    Operation.F: ("forward", BLUE),
+    Operation.BW: ("backward", ORANGE),
+    Operation.B: ("backward to inputs", PINK),
+    Operation.W: ("backward to weights", GREEN),
+}
+TRANSFER: Final = ("transfer", "#B0B7BF")
+TIMELINE_BAR: Final = 0.82  # height of a row's bars
+VISIBLE_WIDTH: Final = 0.001  # a bar of a smaller share of the picture is not a dot wide
+DIGIT_WIDTH: Final = 0.008  # micro-batches are numbered where a bar takes at least this share of the picture per digit
 
 
 def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation, load: Load) -> Row:
@@ -57,7 +74,7 @@ def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation, load: 
     Args:
         profile: What the layers cost.
         plan: What was simulated.
-        step: What came of it; stages are those of its slowest replica.
+        step: The simulation; stages are those of its slowest replica.
         load: A micro-batch; memory is that of stages whose micro-batches are all like it.
     """
     memory = enumerate(plan.memory(profile, load))
@@ -71,25 +88,28 @@ def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation, load: 
     }
 
 
-def _stage(profile: ModelProfile, plan: Plan, step: StepSimulation, stage: int) -> dict[str, Any]:
-    """A stage of the slowest replica; forward and backward pass are those of a mean micro-batch.
+def stage_layers(plan: Plan, layers: Sequence[Any], stage: int) -> dict[str, Any]:
+    """What a plan puts on a stage, of the layers of a profile or a model's records; the projector counts as vision."""
+    own = plan.partition.layers(stage)
+    vision = sum(layers[layer].module != "language" for layer in own)
+    return {
+        "first_layer": layers[own[0]].name,
+        "last_layer": layers[own[-1]].name,
+        "vision_layers": vision,
+        "language_layers": len(own) - vision,
+        "recomputed": sum(plan.recompute[layer] != "none" for layer in own),
+    }
 
-    The projector counts as vision. Idle is what does not compute until the pipeline's last stage is done, transfers
-    among it.
-    """
+
+def _stage(profile: ModelProfile, plan: Plan, step: StepSimulation, stage: int) -> dict[str, Any]:
     simulation = step.replicas[step.slowest_replica]
-    layers = plan.partition.layers(stage)
-    vision = sum(profile.layers[layer].module != "language" for layer in layers)
     micro_batches, makespan = simulation.schedule.micro_batches, simulation.makespan_seconds
-    idle = float(simulation.idle_seconds[stage])
+    idle = float(simulation.idle_seconds[stage])  # does not compute until the last stage is done; transfers among it
     transfers = [operation for operation in Operation if operation.is_transfer]
     return {
         "stage": stage,
-        "first_layer": profile.layers[layers[0]].name,
-        "last_layer": profile.layers[layers[-1]].name,
-        "vision_layers": vision,
-        "language_layers": len(layers) - vision,
-        "recomputed": sum(plan.recompute[layer] != "none" for layer in layers),
+        **stage_layers(plan, profile.layers, stage),
+        # of a mean micro-batch
         "forward_seconds": _seconds(simulation, stage, Operation.F) / micro_batches,
         "backward_seconds": _seconds(simulation, stage, Operation.BW, Operation.B, Operation.W) / micro_batches,
         "busy_seconds": float(simulation.busy_seconds[stage]),
@@ -103,9 +123,8 @@ def _stage(profile: ModelProfile, plan: Plan, step: StepSimulation, stage: int) 
 
 
 def _seconds(simulation: Simulation, stage: int, *operations: Operation) -> float:
-    """How long a stage runs some operations, in all."""
     ran = np.isin(simulation.table.operations[stage], operations)
-    ran &= np.arange(len(ran)) < simulation.table.lengths[stage]
+    ran &= np.arange(len(ran)) < simulation.table.lengths[stage]  # rows of shorter stages are filled up
     return float((simulation.ends[stage] - simulation.starts[stage])[ran].sum())
 
 
@@ -157,7 +176,6 @@ def candidates_table(candidates: Sequence[Row], lower_bound_seconds: float) -> T
 
 
 def _cut_columns(bound: float) -> list[Column]:
-    """What there is to say of a partition alone."""
     return [
         ("boundaries", lambda row: cut_of(row["boundaries"])),
         ("step ms", in_milliseconds("step_seconds")),
@@ -166,38 +184,43 @@ def _cut_columns(bound: float) -> list[Column]:
 
 
 def memory_table(stages: Sequence[StageMemory], budget_bytes: Sequence[int]) -> Table:
-    """A row per stage: what a device holds at its peak, term by term, in GiB, or MiB where none holds a GiB.
-
-    Of weight gradients that wait there is a column only where some do.
-    """
+    """A row per stage: what a device holds at its peak, term by term, in GiB, or MiB where none holds a GiB."""
     unit, name = unit_of(memory.total for memory in stages)
     rows = [
         asdict(memory) | {"total": memory.total, "used": memory.total / budget}
         for memory, budget in zip(stages, budget_bytes, strict=True)
     ]
-    heads = {term: head for term, head in HEADS.items() if term != "pending" or any(m.pending for m in stages)}
-    terms = [(head, scaled(term, unit)) for term, head in heads.items()]
+    # Inputs that wait for weight gradients have a column only where there are some.
+    has_pending = any(memory.pending for memory in stages)
+    terms = [(head, scaled(term, unit)) for term, (_, head) in TERMS.items() if term != "pending" or has_pending]
     return table_of(rows, [("stage", "{place}"), *terms, (name, scaled("total", unit)), ("used", "{used:.1%}")])
 
 
 def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Sequence[int], path: Path) -> None:
     """Draw what a device of each stage holds, variants side by side, against its budget."""
     places = np.arange(len(budget_bytes))
-    width = 2 * BAR / len(variants)
+    width = 2 * MEMORY_BAR / len(variants)
     unit, name = unit_of(memory.total for stages in variants.values() for memory in stages)
     shown = visible_terms(variants.values(), budget_bytes)
     with drawing(path, max(5.0, 1.6 + 1.1 * len(places)), 4.2) as figure:
         axes = figure.subplots()
-        lefts = places[:, None] - BAR + (np.arange(len(variants)) + 0.5) * width  # (stages, variants)
+        lefts = places[:, None] - MEMORY_BAR + (np.arange(len(variants)) + 0.5) * width  # (stages, variants)
         for number, stages in enumerate(variants.values()):
             bottom = np.zeros(len(places))
-            for term, colour in TERMS.items():
+            for term, (colour, _) in TERMS.items():
                 sizes = np.array([getattr(memory, term) for memory in stages]) / unit
                 label = term if number == 0 and term in shown else None
                 axes.bar(lefts[:, number], sizes, 0.92 * width, bottom=bottom, color=colour, label=label)
                 bottom += sizes
         budgets = np.array(budget_bytes) / unit
-        axes.hlines(budgets, places - 1.1 * BAR, places + 1.1 * BAR, color=VERMILION, linewidth=1.4, label="budget")
+        axes.hlines(
+            budgets,
+            places - 1.1 * MEMORY_BAR,
+            places + 1.1 * MEMORY_BAR,
+            color=VERMILION,
+            linewidth=1.4,
+            label="budget",
+        )
         axes.set_xticks(lefts.ravel(), minor=True)
         axes.set_xticklabels([*variants] * len(places), minor=True, rotation=90, fontsize=7, color=GREY)
         axes.set_xticks(places, [f"stage {stage}" for stage in places])
@@ -212,4 +235,69 @@ def visible_terms(variants: Iterable[Sequence[StageMemory]], budget_bytes: Seque
     """The terms that are seen in a picture of some memory and its budgets: half a percent of the height or more."""
     held = [asdict(memory) | {"total": memory.total} for stages in variants for memory in stages]
     height = max(*budget_bytes, *(sizes["total"] for sizes in held))
-    return [term for term in TERMS if max(sizes[term] for sizes in held) >= VISIBLE_SHARE * height]
+    return [term for term in TERMS if max(sizes[term] for sizes in held) >= VISIBLE_HEIGHT * height]
+
+
+def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
+    """Draw a panel per pipeline on a common time axis: a row per stage, a bar per instruction.
+
+    Forward and backward passes are numbered by micro-batch where there is room. To the right of each row: how long the
+    stage is idle until the pipeline is done, and what share of the time that is.
+    """
+    end = max(simulation.makespan_seconds for simulation in simulations.values())
+    unit, name = (1.0, "seconds") if end >= 10 else (1e3, "milliseconds")
+    rows = [simulation.schedule.num_stages for simulation in simulations.values()]
+    with drawing(path, 11.0, 0.9 + sum(0.34 * count + 0.45 for count in rows)) as figure:
+        axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+        for panel, (title, simulation) in zip(axes, simulations.items(), strict=True):
+            _draw(panel, simulation, unit, unit * end)
+            bubble = f"{short(unit * simulation.makespan_seconds)} {name}, bubble ratio {simulation.bubble_ratio:.1%}"
+            panel.set_title(f"{title}: {bubble}" if title else bubble, loc="left")
+        axes[-1].set_xlabel(f"{name} since the start of the step")
+        figure.legend(handles=_legend(simulations), loc="outside lower center", ncols=4)
+
+
+def _draw(axes: Axes, simulation: Simulation, unit: float, end: float) -> None:
+    stages = range(simulation.schedule.num_stages)
+    rows = groupby(sorted(simulation.events), key=lambda event: (event.stage, event.operation))
+    for (stage, operation), events in rows:
+        _draw_bars(axes, stage, operation, [*events], unit, end)
+    for stage in stages:
+        idle = float(simulation.idle_seconds[stage])
+        share = idle / simulation.makespan_seconds if simulation.makespan_seconds else 0.0
+        axes.annotate(
+            f"idle {short(unit * idle)} ({share:.0%})",
+            (1.0, stage), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
+            va="center", fontsize=8, color=GREY,
+        )  # fmt: skip
+    axes.axvline(unit * simulation.makespan_seconds, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, end), yticks=[*stages])
+    axes.set_yticklabels([f"stage {stage}" for stage in stages])
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def _draw_bars(axes: Axes, stage: int, operation: Operation, events: Sequence[Event], unit: float, end: float) -> None:
+    """Draw all bars of one colour in one row as one collection: thousands of single ones take a minute."""
+    bars = [(unit * event.start_seconds, unit * (event.end_seconds - event.start_seconds)) for event in events]
+    place = (stage - TIMELINE_BAR / 2, TIMELINE_BAR)
+    if operation.is_transfer:
+        axes.broken_barh(bars, place, facecolor=TRANSFER[1], linewidth=0)
+        return
+    axes.broken_barh(bars, place, facecolor=COLOURS[operation][1], edgecolor="white", linewidth=0.4)
+    for event, (start, width) in zip(events, bars, strict=True):
+        number = str(event.micro_batch)
+        if width >= DIGIT_WIDTH * len(number) * end:
+            axes.text(start + width / 2, stage, number, ha="center", va="center", fontsize=7, color="white")
+
+
+def _legend(simulations: Mapping[str, Simulation]) -> list[Patch]:
+    """An entry for every operation that can be seen."""
+    from matplotlib.patches import Patch
+
+    events = [event for simulation in simulations.values() for event in simulation.events]
+    least = VISIBLE_WIDTH * max(simulation.makespan_seconds for simulation in simulations.values())
+    ran = {event.operation for event in events if event.end_seconds - event.start_seconds > least}
+    entries = [COLOURS[operation] for operation in COLOURS if operation in ran]
+    entries += [TRANSFER] * any(operation.is_transfer for operation in ran)
+    return [Patch(facecolor=colour, label=name) for name, colour in entries]

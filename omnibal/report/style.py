@@ -1,9 +1,12 @@
-"""How everything looks: tables, numbers and units, the colours and axes of pictures."""
+"""How everything looks: numbers and units, tables on a terminal, pictures by matplotlib, self-contained HTML pages."""
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,82 +24,15 @@ GREEN: Final = "#009E73"
 PINK: Final = "#CC79A7"
 VERMILION: Final = "#D55E00"
 GREY: Final = "#5F6368"
+# Okabe and Ito's colours, which the colour-blind can tell apart, and three more.
 SERIES: Final = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", VERMILION, "#F0E442", "#8C6BB1", "#7F7F7F", "#A6761D")
-"""Okabe and Ito's colours, which the colour-blind can tell apart, and three more."""
-
-DOTS_PER_INCH: Final = 160
-MOST_OF_A_LABEL: Final = 40
-_STYLE: Final[Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.labelsize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "text.parse_math": False,  # what users call their sources is no formula
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-}
 GIB: Final = 2**30
 MIB: Final = 2**20
-
 
 Row = Mapping[str, Any]
 """Figures by name, as JSON values."""
 Column = tuple[str, str | Callable[[Row], str]]
-"""Head, and what is in the cells."""
-
-
-def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
-    """A table as all commands print them: no lines but one under the heads, no cell cut short.
-
-    Args:
-        heads: Of the columns; a line break in one breaks it.
-        rows: Cells; an empty row ends a section.
-        words: Columns from the left that hold words, flush left; the others hold numbers, flush right.
-    """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for place, head in enumerate(heads):
-        least = max(map(len, head.split("\n")))
-        table.add_column(head, justify="left" if place < words else "right", overflow="fold", min_width=least)
-    for row in rows:
-        if row:
-            table.add_row(*row)
-        else:
-            table.add_section()
-    return table
-
-
-def table_of(rows: Iterable[Row], columns: Sequence[Column], *, words: int = 1) -> Table:
-    """The same of rows as they go into JSON.
-
-    Args:
-        rows: Figures; a row's number is its ``place``.
-        columns: Heads, and a form to fill with a row's figures, or what makes the cell of a row.
-        words: As of :func:`make_table`.
-
-    >>> table_of([{"busy": 0.25}], [("stage", "{place}"), ("busy", "{busy:.0%}")]).row_count
-    1
-    """
-    numbered = ({"place": place, **row} for place, row in enumerate(rows))
-    cells = ([form.format_map(row) if isinstance(form, str) else form(row) for _, form in columns] for row in numbered)
-    return make_table([head for head, _ in columns], cells, words=words)
-
-
-def scaled(name: str, unit: float, form: str = ",.1f") -> Callable[[Row], str]:
-    """Makes cells of a figure in multiples of a unit."""
-    return lambda row: format(row[name] / unit, form)
-
-
-def in_milliseconds(name: str) -> Callable[[Row], str]:
-    """Makes cells of seconds."""
-    return lambda row: milliseconds(row[name])
+"""Head, and a form to fill with a row's figures or what makes the cell of a row."""
 
 
 def unit_of(sizes: Iterable[int]) -> tuple[int, str]:
@@ -120,7 +56,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with three digits and more before the point, in milliseconds below one.
+    """Seconds with three decimals, in milliseconds below one.
 
     >>> duration(12.3456), duration(0.0004321)
     ('12.346 s', '0.432 ms')
@@ -146,24 +82,81 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
+    """A table as all commands print them: no lines but one under the heads, no cell cut short.
+
+    Args:
+        heads: Heads of the columns; a line break in one breaks it.
+        rows: Cells; an empty row ends a section.
+        words: Columns from the left that hold words, flush left; the others hold numbers, flush right.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for place, head in enumerate(heads):
+        least = max(map(len, head.split("\n")))
+        table.add_column(head, justify="left" if place < words else "right", overflow="fold", min_width=least)
+    for row in rows:
+        if row:
+            table.add_row(*row)
+        else:
+            table.add_section()
+    return table
+
+
+def table_of(rows: Iterable[Row], columns: Sequence[Column], *, words: int = 1) -> Table:
+    """A table of figures as they go into JSON; ``place`` is the number of a row.
+
+    >>> table_of([{"busy": 0.25}], [("stage", "{place}"), ("busy", "{busy:.0%}")]).row_count
+    1
+    """
+    numbered = ({"place": place, **row} for place, row in enumerate(rows))
+    cells = ([form.format_map(row) if isinstance(form, str) else form(row) for _, form in columns] for row in numbered)
+    return make_table([head for head, _ in columns], cells, words=words)
+
+
+def scaled(name: str, unit: float, form: str = ",.1f") -> Callable[[Row], str]:
+    """What makes cells of a figure in multiples of a unit."""
+    return lambda row: format(row[name] / unit, form)
+
+
+def in_milliseconds(name: str) -> Callable[[Row], str]:
+    """What makes cells of seconds."""
+    return lambda row: milliseconds(row[name])
+
+
+DOTS_PER_INCH: Final = 160
+LABEL_LENGTH: Final = 40
+_MATPLOTLIB: Final[Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "text.parse_math": False,  # what users call their sources is no formula
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+
+
 @contextmanager
 def drawing(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """An empty figure to draw into, so many inches wide and high; in the end it is written as a PNG."""
+    """A figure to draw into, so many inches wide and high; at the end it is written as a PNG, its folder made."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(_MATPLOTLIB):
         figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(figure)
+        FigureCanvasAgg(figure)  # without pyplot, which keeps figures and looks for a display
         yield figure
-        save(figure, path)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DOTS_PER_INCH, format="png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DOTS_PER_INCH, format="png")
 
 
 def titles(axes: Axes, title: str, subtitle: str) -> None:
@@ -182,13 +175,90 @@ def whole_numbers(axis: Axis) -> None:
 
 
 def label_of(name: str) -> str:
-    """A user's name as a legend shows it: in one line, cut where it is long; matplotlib hides what begins with "_"."""
+    """A user's name as a legend shows it: in one line, cut where it is long."""
     line = " ".join(name.split())
-    line = f"{line[:MOST_OF_A_LABEL]}…" if len(line) > MOST_OF_A_LABEL else line
-    return f" {line}" if line.startswith("_") else line
+    line = f"{line[:LABEL_LENGTH]}…" if len(line) > LABEL_LENGTH else line
+    return f" {line}" if line.startswith("_") else line  # matplotlib hides what begins with "_"
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """What some axes name, in a line below all of them."""
+    """A legend of what some axes name, in a line below all of them."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 8))
+
+
+_PNG_WIDTH: Final = slice(16, 20)  # bytes of a PNG that hold its width
+_CSS_DOTS_PER_INCH: Final = 96
+CSS: Final = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 62rem; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.7rem; margin-bottom: 0; }
+h2 { font-size: 1.2rem; margin: 2.4rem 0 0.4rem; border-top: 1px solid #d9dde5; padding-top: 1.2rem; }
+p.lead { color: #5f6368; margin-top: 0.2rem; }
+div.scroll { overflow-x: auto; margin: 0.8rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.25rem 0.8rem; text-align: right; border-bottom: 1px solid #eceff4; }
+th { font-weight: 600; color: #5f6368; vertical-align: bottom; }
+pre { margin: 0; font-size: 0.9rem; }
+th:first-child, td:first-child { text-align: left; }
+td { white-space: nowrap; }
+tr.mark td { font-weight: 700; }
+figure { margin: 1rem 0; }
+figure div.scroll { margin: 0; }
+figure img { display: block; height: auto; max-width: 100%; min-width: min(40rem, var(--drawn)); }
+figcaption { color: #5f6368; font-size: 0.9rem; }
+"""
+
+
+def page(title: str, lead: str, sections: Sequence[str]) -> str:
+    """A whole HTML document; nothing in it points elsewhere."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n"
+        f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n' + "\n".join(sections) + "\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A heading and what stands under it."""
+    return "\n".join([f"<section>\n<h2>{escape(title)}</h2>", *parts, "</section>"])
+
+
+def paragraph(text: str) -> str:
+    """Plain text; what stands between backticks is code."""
+    content = re.sub("`(.*?)`", r"<code>\1</code>", escape(text))
+    return f"<p>{content}</p>"
+
+
+def code(lines: Sequence[str]) -> str:
+    """Lines as they are, to be pasted."""
+    text = escape("\n".join(lines))
+    return _scrolled(f"<pre>{text}</pre>")
+
+
+def html_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
+    """An HTML table, one of its rows marked."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    lines = []
+    for number, row in enumerate(rows):
+        mark = ' class="mark"' if number == marked else ""
+        lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
+    body = "\n".join(lines)
+    return _scrolled(f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>")
+
+
+def picture(path: Path, caption: str) -> str:
+    """A PNG within the page, as large as it was drawn, so that all pictures' texts have one size.
+
+    Where the page is narrower it shrinks, but only as far as its text can be read, and scrolls then.
+    """
+    content = path.read_bytes()
+    width = int.from_bytes(content[_PNG_WIDTH]) * _CSS_DOTS_PER_INCH // DOTS_PER_INCH
+    text, source = escape(caption), f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    shown = _scrolled(f'<img alt="{text}" width="{width}" style="--drawn: {width}px" src="{source}">')
+    return f"<figure>{shown}<figcaption>{text}</figcaption></figure>"
+
+
+def _scrolled(content: str) -> str:
+    """What scrolls by itself where it is wider than the page."""
+    return f'<div class="scroll">{content}</div>'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -21,13 +20,13 @@ from omnibal.errors import DataError, bytes_in_words
 from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.memory.footprint import StageMemory
 from omnibal.plan import Plan
+from omnibal.report.stages import stage_layers
 from omnibal.report.style import BLUE, GREEN, ORANGE, SERIES, drawing, duration, label_of, legend_below
 
 BALANCE: Final = "mean load of a step's packs over the largest, 1 if all are alike"
+# Steps over which shares are averaged, and points of a shorter run: a single step's shares are up to chance.
 SHARE_STEPS, SHARE_POINTS = 50, 20
-"""Steps over which shares are averaged, and points of a shorter run: a single step's are up to chance."""
-SMOOTHING = 0.9
-"""Weight of the past in the figures that are shown while training."""
+SMOOTHING = 0.9  # weight of the past in the figures that are shown while training
 
 
 def _possible_loss(loss: float) -> float:
@@ -47,24 +46,22 @@ class StepRecord(TypedDict):
     step: Count
     """Steps done."""
     epoch: Count
-    """The epoch it lies in, from 0."""
+    """The epoch of the step, from 0."""
     loss: Loss
     """Mean loss of a target token."""
     learning_rate: Finite
-    """After the step."""
+    """The learning rate after the step."""
     seconds: Finite
     samples: Count
-    """In all packs of the step."""
     llm_tokens: Count
-    """Likewise."""
     balance: dict[str, Finite]
-    """Mean load over largest load, for each kind of load."""
+    """Mean over largest load of the step's packs, for each kind of load."""
     device: NotRequired[str]
     """What rank 0 ran on; in a run's first line, and in the first one after it went on."""
     shares: NotRequired[dict[str, tuple[Finite, Finite]]]
-    """Of a mixture's sources: the share that was asked for, and the one that the step holds."""
+    """For each source of a mixture the share that was asked for, and the one that the step holds."""
     oversized: NotRequired[dict[Oversized, Count]]
-    """Of a stream: what becomes of samples over a limit, and how many the run has met of them so far."""
+    """What becomes of a stream's samples over a limit, and how many of them the run has met so far."""
 
 
 class EvaluationRecord(TypedDict):
@@ -124,8 +121,8 @@ class MetricsLog:
 
     Args:
         path: The JSON Lines file; its folder is made.
-        first_step: Steps that the run has done before; what the file says of later ones is dropped (they will be
-            trained again), and with 0 the file starts anew.
+        first_step: Steps that the run has done before; what the file says of later ones is dropped, as they will be
+            trained again.
         device: What the run is on; the next step's line names it.
     """
 
@@ -176,39 +173,27 @@ class MetricsLog:
 
 def run_table(plan: Plan, records: Sequence[LayerRecord], data: Mapping[str, str]) -> Table:
     """What is trained on, in words by name, what packs hold, and the layers of each stage."""
-    return _titled(
-        "plan",
-        {
-            **data,
-            "a pack holds at most": f"{plan.limits.vision_units} {vision_unit_of(records)}, {plan.limits.llm_tokens} "
-            "LLM tokens",
-            "balance, as steps log it": BALANCE,
-        }
-        | {f"stage {stage}": _stage(plan, records, stage) for stage in range(plan.num_stages)},
-    )
-
-
-def _stage(plan: Plan, records: Sequence[LayerRecord], stage: int) -> str:
-    layers = plan.partition.layers(stage)
-    kinds = Counter("language" if records[layer].module == "language" else "vision" for layer in layers)
-    parameters = sum(records[layer].sizes["parameters"] for layer in layers)
-    recomputed = sum(plan.recompute[layer] != "none" for layer in layers)
-    held = " + ".join(f"{kinds[kind]} {kind}" for kind in ("vision", "language") if kinds[kind])
-    return (
-        f"{records[layers[0]].name} … {records[layers[-1]].name}: {held} layers, {parameters / 1e6:,.1f} M parameters, "
-        f"{recomputed} recomputed"
-    )
+    holds = f"{plan.limits.vision_units} {vision_unit_of(records)}, {plan.limits.llm_tokens} LLM tokens"
+    rows = {**data, "a pack holds at most": holds, "balance, as steps log it": BALANCE}
+    for stage in range(plan.num_stages):
+        layers = stage_layers(plan, records, stage)
+        parameters = sum(records[layer].sizes["parameters"] for layer in plan.partition.layers(stage))
+        parts = (f"{layers[f'{part}_layers']} {part}" for part in ("vision", "language") if layers[f"{part}_layers"])
+        rows[f"stage {stage}"] = (
+            f"{layers['first_layer']} … {layers['last_layer']}: {' + '.join(parts)} layers, "
+            f"{parameters / 1e6:,.1f} M parameters, {layers['recomputed']} recomputed"
+        )
+    return _titled("plan", rows)
 
 
 def peak_text(peak_bytes: Sequence[int], overhead_bytes: Sequence[int], plan: Plan) -> str:
     """A line per stage: its measured peak beside the predicted one, of a step of the largest packs.
 
-    What a device holds beside the model is said apart: neither torch's allocator nor a count of tensors sees it.
-
     Args:
-        peak_bytes: Of each stage.
-        overhead_bytes: Of each stage, beside it; zeros where nobody could measure.
-        plan: What the run follows, with or without a prediction.
+        peak_bytes: Measured peak of each stage.
+        overhead_bytes: What a device of each stage holds beside the model, which neither torch's allocator nor a count
+            of tensors sees; zeros where nobody could measure.
+        plan: The plan of the run, with or without a prediction.
     """
     predicted = [None] * plan.num_stages if plan.predicted is None else [s.memory for s in plan.predicted.stages]
     lines = zip(peak_bytes, overhead_bytes, predicted, strict=True)
@@ -249,9 +234,8 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
         rows[f"balance, {name}"] = f"{np.mean(known):.3f} ({BALANCE})"
     for fate, count in last.get("oversized", {}).items():
         if count:
-            rows["over the limits"] = (
-                f"{count:,} samples, {'left out' if fate == 'drop' else 'each in a pack of its own'}"
-            )
+            what = "left out" if fate == "drop" else "each in a pack of its own"
+            rows["over the limits"] = f"{count:,} samples, {what}"
     if metrics.evaluations:
         result = metrics.evaluations[-1]
         rows["held-out answers right"] = f"{result['held_out_accuracy']:.1%} of {result['held_out_samples']:,}"
@@ -294,7 +278,7 @@ def plot_training(metrics: Metrics, path: Path) -> None:
 
 
 def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float, float]]], path: Path) -> None:
-    """Draw the share of each source of a mixture over steps: asked for, and held on average of some steps in a row."""
+    """Draw the share of each source of a mixture over steps: asked for, and held by some steps in a row on average."""
     run = min(SHARE_STEPS, -(-len(steps) // SHARE_POINTS))
     begins = np.arange(0, len(steps), run)
     middles = np.add.reduceat(np.asarray(steps), begins) / np.diff([*begins, len(steps)])

@@ -3,8 +3,7 @@ import pytest
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from omnibal.advise.batches import Samples, even_packs, padded_batches, random_packs
-from omnibal.advise.costs import phase_seconds
-from omnibal.advise.wait import wait
+from omnibal.advise.wait import phase_seconds, wait
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths

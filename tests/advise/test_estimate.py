@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from omnibal.advise.changes import advise
-from omnibal.advise.communication import bandwidth, exposed_seconds
-from omnibal.advise.costs import adapted_profile, phase_seconds
-from omnibal.advise.estimate import CAUSES, Setting, Way
+from omnibal.advise.estimate import CAUSES, Recipe, Scenario
 from omnibal.advise.memory import LOGIT_BYTES, RankMemory
-from omnibal.advise.models import Model
+from omnibal.advise.models import Model, adapted_profile
+from omnibal.advise.wait import bandwidth, exposed_seconds, phase_seconds
 from omnibal.cluster import Cluster, Layout
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
@@ -25,16 +24,16 @@ MIX = tiled_lengths(1000, seed=1)
 ALIKE = SampleLengths([3] * 50, [1000] * 50)
 
 
-def setting(lengths=MIX, profile=WHOLE, cluster=EIGHT, per_rank=32):
-    return Setting(lengths, profile, cluster, cluster.num_devices * per_rank)
+def scenario(lengths=MIX, profile=WHOLE, cluster=EIGHT, per_rank=32):
+    return Scenario(lengths, profile, cluster, cluster.num_devices * per_rank)
 
 
 def test_shares_are_of_all_time_and_even_samples_wait_for_nobody():
-    found = setting(ALIKE).estimate(Way("zero3", "random", 4, 8, "none")).shares
+    found = scenario(ALIKE).estimate(Recipe("zero3", "random", 4, 8, "none")).shares
     assert tuple(found) == CAUSES
     assert sum(found.values()) == pytest.approx(1)
     assert found["useful"] == pytest.approx(1, abs=0.01)
-    mixed = setting().estimate(Way("zero3", "random", 4, 8, "full"))
+    mixed = scenario().estimate(Recipe("zero3", "random", 4, 8, "full"))
     assert all(share >= 0 for share in mixed.shares.values())
     assert mixed.shares["padding"] > 0.1 < mixed.shares["waiting for others' LLM"]
     # a forward pass of three, of what is not waited for
@@ -43,7 +42,7 @@ def test_shares_are_of_all_time_and_even_samples_wait_for_nobody():
 
 
 def test_ranks_wait_most_where_they_meet_most():
-    shares = [setting().estimate(Way(trainer, "random", 4, 8)).shares for trainer in ("ddp", "zero2", "zero3")]
+    shares = [scenario().estimate(Recipe(sharding, "random", 4, 8)).shares for sharding in ("ddp", "zero2", "zero3")]
     waits = [share["waiting for others' ViT"] + share["waiting for others' LLM"] for share in shares]
     assert waits == sorted(waits)
     assert waits[0] < 0.6 * waits[2]
@@ -54,7 +53,7 @@ def changes_of(advice, *, is_setting=False):
 
 
 def test_padding_and_waits_go_where_packs_are_even():
-    advice = advise(setting(), Way("zero3", "random", 4, 8))
+    advice = advise(scenario(), Recipe("zero3", "random", 4, 8))
     assert changes_of(advice)["packing"].brings
     assert changes_of(advice)["balance"].brings
     assert changes_of(advice, is_setting=True)["recompute"].factor == pytest.approx(4 / 3, abs=0.04)  # but for the head
@@ -67,8 +66,10 @@ def test_padding_and_waits_go_where_packs_are_even():
 
 
 def test_what_the_trainer_has_by_a_setting_is_no_gain_of_packs():
-    plain = advise(setting(), Way("zero3", "random", 4, 8))
-    offered = advise(replace(setting(), offered=("group_by_length", "batch_rebalance")), Way("zero3", "random", 4, 8))
+    plain = advise(scenario(), Recipe("zero3", "random", 4, 8))
+    offered = advise(
+        replace(scenario(), offered=("group_by_length", "batch_rebalance")), Recipe("zero3", "random", 4, 8)
+    )
     grouped = changes_of(offered, is_setting=True)["group_by_length"]
     assert grouped.brings
     assert offered.settings.factor > 1.5 * plain.settings.factor
@@ -76,7 +77,7 @@ def test_what_the_trainer_has_by_a_setting_is_no_gain_of_packs():
     today, settled = (offered.today.sample_seconds, offered.settled.sample_seconds)
     assert offered.settings.factor == pytest.approx(float((today / settled).mean()))
     # whoever trains so already is told of no gain from it
-    again = advise(replace(setting(), offered=("group_by_length",)), offered.settled.way)
+    again = advise(replace(scenario(), offered=("group_by_length",)), offered.settled.recipe)
     assert "group_by_length" not in changes_of(again, is_setting=True)
     assert again.settings.factor == 1
     assert again.factor == pytest.approx(again.beyond.factor)
@@ -88,7 +89,7 @@ def test_settings_end_alike_wherever_a_trainer_begins():
     lengths = tiled_lengths(1_000, seed=3)
     offered = ("group_by_length", "batch_rebalance")
     found = [
-        advise(replace(setting(lengths, per_rank=16), offered=offered), Way("zero3", "random", batch, 16 // batch))
+        advise(replace(scenario(lengths, per_rank=16), offered=offered), Recipe("zero3", "random", batch, 16 // batch))
         for batch in (1, 4, 16)
     ]
     seconds = [float(advice.settled.sample_seconds.mean()) for advice in found]
@@ -96,13 +97,13 @@ def test_settings_end_alike_wherever_a_trainer_begins():
     for advice in found:
         names = [change.name for change in advice.changes if change.is_setting]
         assert len(names) == len(set(names))  # one line for each
-        ways = [change for change in advice.adopted if change.name in offered]
-        assert [change.name for change in ways] in ([], [advice.settled.way.batching])
+        batchings = [change for change in advice.adopted if change.name in offered]
+        assert [change.name for change in batchings] in ([], [advice.settled.recipe.batching])
 
 
 def test_packs_that_lose_by_themselves_are_part_of_the_gain_with_balance():
     """One micro-batch of unlike ranks: random packs wait longer than batches by length, even packs do not."""
-    advice = advise(setting(), Way("zero3", "group_by_length", 4, 8, "none"))
+    advice = advise(scenario(), Recipe("zero3", "group_by_length", 4, 8, "none"))
     packing, balance = (changes_of(advice)[name].factor for name in ("packing", "balance"))
     assert packing < 0.9
     assert balance > 1.2
@@ -112,8 +113,8 @@ def test_packs_that_lose_by_themselves_are_part_of_the_gain_with_balance():
 @pytest.mark.parametrize("batching", ["random", "group_by_length", "batch_rebalance", "flattened"])
 def test_every_way_is_compared_at_todays_samples_a_step(batching):
     lengths = SampleLengths([8] * 100 + [1] * 900, [2400] * 100 + [300] * 900)
-    found = replace(setting(lengths, per_rank=8), offered=("group_by_length", "batch_rebalance", "flattened"))
-    advice = advise(found, Way("zero3", batching, 2, 4))
+    found = replace(scenario(lengths, per_rank=8), offered=("group_by_length", "batch_rebalance", "flattened"))
+    advice = advise(found, Recipe("zero3", batching, 2, 4))
     compared = [
         advice.today,
         advice.settled,
@@ -125,20 +126,20 @@ def test_every_way_is_compared_at_todays_samples_a_step(batching):
 
 def test_larger_batches_and_no_checkpointing_come_before_packs():
     few = SampleLengths([1] * 1000, [300 + 40 * (n % 3) for n in range(1000)])
-    advice = advise(setting(few, per_rank=32), Way("zero3", "random", 1, 32))
+    advice = advise(scenario(few, per_rank=32), Recipe("zero3", "random", 1, 32))
     assert changes_of(advice, is_setting=True)["recompute"].brings
     slow = replace(EIGHT, device=replace(EIGHT.device, link_bytes_per_second=1e10))
-    advice = advise(setting(few, cluster=slow), Way("zero3", "random", 1, 32))
+    advice = advise(scenario(few, cluster=slow), Recipe("zero3", "random", 1, 32))
     batch = changes_of(advice, is_setting=True)["batch"]
     assert batch.brings
-    assert batch.after.way.batch > 4
-    assert advice.settled.way.batching == "random"
+    assert batch.after.recipe.batch > 4
+    assert advice.settled.recipe.batching == "random"
 
 
 def test_few_samples_tell_little():
-    way = Way("zero3", "random", 4, 8)
-    three = advise(setting(MIX.take([0, 1, 2])), way)
-    thousand = advise(setting(), way)
+    recipe = Recipe("zero3", "random", 4, 8)
+    three = advise(scenario(MIX.take([0, 1, 2])), recipe)
+    thousand = advise(scenario(), recipe)
     assert three.adopted == ()
     assert min(change.error for change in three.changes if change.gain) > 0.7
     assert min(change.error for change in thousand.changes if change.gain) < 0.04
@@ -148,37 +149,37 @@ def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():
     cluster, model = Cluster.parse("8xRTX4090"), Model.known("Qwen2.5-VL-7B")
     profile = adapted_profile(model.records, cluster.device, rank=8)
     lengths = SampleLengths([1200] * 200, np.random.default_rng(0).integers(350, 750, 200))
-    advice = advise(setting(lengths, profile, cluster, per_rank=8), Way("zero3", "random", 1, 8))
+    advice = advise(scenario(lengths, profile, cluster, per_rank=8), Recipe("zero3", "random", 1, 8))
     by_name = changes_of(advice)
     assert advice.today.shares["communication"] > 0.4
     batch = changes_of(advice, is_setting=True)["batch"]
     assert (batch.brings, batch.detail) == (True, "batches of 4, 2 a rank and step")
     assert by_name["packing"].brings
     assert advice.beyond.factor < advice.settings.factor
-    assert (advice.after.way.batching, advice.after.way.micro_batches) == ("even", 2)
+    assert (advice.after.recipe.batching, advice.after.recipe.micro_batches) == ("even", 2)
 
 
 def test_a_head_on_target_rows_takes_the_time_of_those_and_never_all_logits():
     few = SampleLengths([3] * 1000, [1000] * 1000, target_tokens=[100] * 1000)
-    spared = replace(setting(few), spares_rows=True)
-    advice = advise(replace(spared, offered=("head",)), Way("zero3", "random", 4, 8, "none"))
+    spared = replace(scenario(few), spares_rows=True)
+    advice = advise(replace(spared, offered=("head",)), Recipe("zero3", "random", 4, 8, "none"))
     head = changes_of(advice, is_setting=True)["head"]
     seconds = [sum(phase_seconds(WHOLE, load).values()) for load in (Load(3, 1000, 1e6), Load(3, 1000, 1e6, 0, 100))]
     assert (head.name, head.brings) == ("head", True)
     assert head.factor == pytest.approx(seconds[0] / seconds[1], rel=0.01)
     assert not advice.takes_packs  # which would bring no more
     assert changes_of(advice)["packing"].factor == pytest.approx(1, abs=0.01)
-    with_packs = advise(spared, advice.today.way)  # where nothing but the drop-in brings it
+    with_packs = advise(spared, advice.today.recipe)  # where nothing but the drop-in brings it
     assert changes_of(with_packs)["head"].factor == pytest.approx(head.factor)
-    assert (with_packs.after.way.batching, with_packs.after.way.target_rows) == ("even", True)
+    assert (with_packs.after.recipe.batching, with_packs.after.recipe.target_rows) == ("even", True)
     assert advice.today.shares["useful"] == pytest.approx(1, abs=0.01)
     logits = LOGIT_BYTES * 4000 * RECORDS[-1].sizes["vocab"]
     assert advice.today.peaks[0] - head.after.peaks[0] > 0.9 * logits
-    assert advise(setting(few), advice.today.way).adopted == ()
+    assert advise(scenario(few), advice.today.recipe).adopted == ()
 
 
 def test_leave_it_as_it_is_is_an_answer():
-    advice = advise(setting(ALIKE), Way("zero3", "random", 4, 8, "none"))
+    advice = advise(scenario(ALIKE), Recipe("zero3", "random", 4, 8, "none"))
     assert advice.adopted == ()
     assert advice.after is advice.today
     assert advice.factor == 1
@@ -187,7 +188,7 @@ def test_leave_it_as_it_is_is_an_answer():
 def test_a_present_way_that_could_not_run_is_refused():
     message = r"the present batch must fit a device's 79.25 GiB, got 1\d\d.\d\d GiB on the mean rank .* which is wrong"
     with pytest.raises(InfeasibleError, match=message):
-        advise(setting(), Way("ddp", "random", 4, 8))
+        advise(scenario(), Recipe("ddp", "random", 4, 8))
 
 
 def test_memory_of_one_device_is_about_that_of_a_pipeline_of_one_stage():
@@ -206,7 +207,7 @@ def test_memory_of_one_device_is_about_that_of_a_pipeline_of_one_stage():
 
 
 def test_ranks_share_state_by_the_stage():
-    states = [RankMemory(WHOLE, trainer, EIGHT, "full").state_bytes for trainer in ("ddp", "zero1", "zero2", "zero3")]
+    states = [RankMemory(WHOLE, sharding, EIGHT, "full").state_bytes for sharding in ("ddp", "zero1", "zero2", "zero3")]
     assert states == sorted(states, reverse=True)
     adapted = adapted_profile(RECORDS, EIGHT.device, rank=16)
     frozen = sum(layer.parameter_bytes for layer in adapted.layers)
@@ -216,8 +217,8 @@ def test_ranks_share_state_by_the_stage():
 def test_communication_shows_only_beyond_what_it_runs_beside():
     costs = {phase: np.full((2, 8, 3), 1.0) for phase in (
         "vision forward", "language forward", "language backward", "vision backward")}  # fmt: skip
-    for trainer in ("ddp", "zero1", "zero2", "zero3"):
-        assert exposed_seconds(WHOLE, trainer, EIGHT, costs).max() < 0.06
+    for sharding in ("ddp", "zero1", "zero2", "zero3"):
+        assert exposed_seconds(WHOLE, sharding, EIGHT, costs).max() < 0.06
     slow = replace(EIGHT, device=replace(EIGHT.device, link_bytes_per_second=1e9))
     gathered = 7 / 8 * sum(layer.parameter_bytes for layer in WHOLE.layers) / 1e9
     trained = 7 / 8 * sum(layer.gradient_bytes for layer in WHOLE.layers) / 1e9

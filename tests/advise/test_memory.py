@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
-from omnibal.advise.costs import adapted_profile
-from omnibal.advise.memory import LOGIT_BYTES, RankMemory
-from omnibal.advise.models import Model
-from omnibal.advise.state import TrainingPrecision, optimizer_of
+from omnibal.advise.memory import LOGIT_BYTES, RankMemory, TrainingPrecision, optimizer_of
+from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster
 from omnibal.cost import Load
 from omnibal.device import DEVICES
@@ -62,11 +60,11 @@ def test_a_head_on_target_rows_holds_the_logits_of_those(tmp_path):
     assert peaks[1] - peaks[0] == pytest.approx(expected[1] - expected[0], rel=0.03)
 
 
-def held_bytes(model, spec, precision, trainer="ddp", tokens=1000):
+def held_bytes(model, spec, precision, sharding="ddp", tokens=1000):
     """Of a rank that trains all of a model."""
     cluster = Cluster.parse(spec)
     profile = analytic_profile(Model.known(model).records, cluster.device)
-    memory = RankMemory(profile, trainer, cluster, "full", precision=precision)
+    memory = RankMemory(profile, sharding, cluster, "full", precision=precision)
     return float(memory.peak_bytes(Load(4 * tokens, tokens, tokens**2))), memory
 
 

@@ -3,11 +3,10 @@ import json
 import pytest
 
 from omnibal.advise.changes import advise
-from omnibal.advise.estimate import Setting, Way
+from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
-from omnibal.advise.paste import PACKS, lines_to_paste, pipeline_lines
+from omnibal.advise.paste import HOSTS, Proposal, lines_to_paste, pipeline_lines
 from omnibal.advise.present import Present
-from omnibal.advise.proposed import Proposal
 from omnibal.cluster import Cluster, Layout
 from omnibal.config import layout_of, read_config
 from omnibal.data.lengths import SampleLengths
@@ -25,7 +24,7 @@ LIMITS = PackLimits(16, 4608)
 
 @pytest.fixture(scope="module")
 def advice():
-    return advise(Setting(tiled_lengths(1000, seed=1), PROFILE, CLUSTER, 256), Way("zero3", "random", 4, 4))
+    return advise(Scenario(tiled_lengths(1000, seed=1), PROFILE, CLUSTER, 256), Recipe("zero3", "random", 4, 4))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def advice():
 def test_each_host_gets_its_own_lines(advice, host, packs, settings):
     proposal = Proposal(LIMITS, 250.2, 0.0)
     lines = lines_to_paste(advice, Present(host=host), CLUSTER, proposal, **NAMES, kind="annotations")
-    count = advice.after.way.micro_batches
+    count = advice.after.recipe.micro_batches
     assert packs.format(count) in "\n".join(lines[1:4])
     assert f"set: {settings.format(count)}" in "\n".join(lines)
     assert "measure: 30 steps without and with; a step has 256 samples today, then 250" in lines
@@ -59,7 +58,7 @@ def test_what_is_pasted_exists():
     assert all(hasattr(loops, name) for name in ("balanced_loader", "pack_loss"))
     assert hasattr(transformers, "balance")
     folder = plugins.__path__[0]
-    text = " ".join(line for lines in PACKS.values() for line in lines)
+    text = " ".join(line for host in HOSTS.values() for line in host.packs)
     for name in ("ms_swift", "llama_factory"):
         assert name in text
         with open(f"{folder}/{name}.py") as file:  # noqa: PTH123
@@ -68,7 +67,7 @@ def test_what_is_pasted_exists():
 
 def test_nothing_is_pasted_where_all_stays():
     alike = SampleLengths([3] * 50, [1000] * 50)
-    advice = advise(Setting(alike, PROFILE, CLUSTER, 256), Way("zero3", "random", 4, 4, "none"))
+    advice = advise(Scenario(alike, PROFILE, CLUSTER, 256), Recipe("zero3", "random", 4, 4, "none"))
     assert lines_to_paste(advice, Present(), CLUSTER, None, **NAMES, kind="lengths") == []
 
 

@@ -25,14 +25,14 @@ def asked(present):
 
 def test_a_ds_config():
     assert said({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 8}) == {
-        "host": "deepspeed", "trainer": "zero3", "accumulation": 8,
+        "host": "deepspeed", "sharding": "zero3", "accumulation": 8,
     }  # fmt: skip
-    assert said({"bf16": {"enabled": True}})["trainer"] == "ddp"
+    assert said({"bf16": {"enabled": True}})["sharding"] == "ddp"
 
 
 def test_a_ds_config_of_a_trainer_is_told_by_what_it_leaves_to_it():
     found = said({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"})
-    assert found == {"host": "transformers", "trainer": "zero3"}
+    assert found == {"host": "transformers", "sharding": "zero3"}
 
 
 def test_what_a_ds_config_leaves_out_follows_as_in_deepspeed():
@@ -45,19 +45,19 @@ def test_what_a_ds_config_leaves_out_follows_as_in_deepspeed():
         ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, (4, 2)),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, (2, 8)),
     ):
-        way = asked(read_present({**zero, **given})).way
-        assert (way.batch, way.micro_batches) == batches
+        recipe = asked(read_present({**zero, **given})).recipe
+        assert (recipe.batch, recipe.micro_batches) == batches
     with pytest.raises(ConfigError, match="train_batch_size must be a multiple of 8 devices times 3, got 64"):
-        asked(read_present({**zero, "train_batch_size": 64, "gradient_accumulation_steps": 3})).way  # noqa: B018
+        asked(read_present({**zero, "train_batch_size": 64, "gradient_accumulation_steps": 3})).recipe  # noqa: B018
 
 
 def test_what_the_host_holds_needs_no_memory_on_the_devices():
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
     with_offload, without = (asked(read_present({"zero_optimization": each})) for each in (zero, {"stage": 3}))
     held, all_held = (
-        question.setting.estimate(question.way).memory.state_bytes for question in (with_offload, without)
+        question.scenario.estimate(question.recipe).memory.state_bytes for question in (with_offload, without)
     )
-    trained = sum(layer.optimizer_bytes + layer.gradient_bytes for layer in without.setting.profile.layers)
+    trained = sum(layer.optimizer_bytes + layer.gradient_bytes for layer in without.scenario.profile.layers)
     assert all_held - held == pytest.approx(trained / 8, rel=1e-6)
     assert with_offload.present.said["offload_optimizer"] == "yes"
     assert said({"train_type": "full", "deepspeed": "zero3_offload"})["offloaded"] == ("optimizer", "parameters")
@@ -66,13 +66,13 @@ def test_what_the_host_holds_needs_no_memory_on_the_devices():
 
 def test_training_arguments_have_transformers_defaults():
     assert said({"learning_rate": 1e-5}) == {
-        "host": "transformers", "trainer": "ddp", "batch": 8, "accumulation": 1, "batching": "random",
+        "host": "transformers", "sharding": "ddp", "batch": 8, "accumulation": 1, "batching": "random",
         "recompute": False, "pure": True,
     }  # fmt: skip
     found = said({"per_device_train_batch_size": 2, "gradient_checkpointing": False, "deepspeed": ZERO_2})
-    assert (found["trainer"], found["batch"], found["recompute"]) == ("zero2", 2, False)
+    assert (found["sharding"], found["batch"], found["recompute"]) == ("zero2", 2, False)
     assert said({"learning_rate": 1, "activation_checkpointing": True})["recompute"] is True
-    assert said({"learning_rate": 1, "fsdp": "full_shard auto_wrap"})["trainer"] == "fsdp"
+    assert said({"learning_rate": 1, "fsdp": "full_shard auto_wrap"})["sharding"] == "fsdp"
     for strategy in ("group_by_length", "batch_rebalance"):
         assert said({"learning_rate": 1, "train_sampling_strategy": strategy})["batching"] == strategy
 
@@ -84,7 +84,7 @@ def test_llama_factory_freezes_and_recomputes_unless_told():
         **{"z.json": ZERO_2},
     )  # fmt: skip
     assert found == {
-        "host": "llama-factory", "trainer": "zero2", "batch": 4, "accumulation": 1, "batching": "random",
+        "host": "llama-factory", "sharding": "zero2", "batch": 4, "accumulation": 1, "batching": "random",
         "cutoff": 2048, "recompute": True, "frozen": ("vision", "projector"), "lora": 8, "max_pixels": 768 * 768,
         "model": "Qwen/Qwen2.5-VL-7B-Instruct",
     }  # fmt: skip
@@ -98,7 +98,7 @@ def test_llama_factory_freezes_and_recomputes_unless_told():
 def test_ms_swift_names_deepspeeds_stages():
     found = said({"train_type": "lora", "lora_rank": 16, "deepspeed": "zero3_offload", "padding_free": True})
     assert found == {
-        "host": "ms-swift", "trainer": "zero3", "batch": 1, "accumulation": 1, "batching": "flattened",
+        "host": "ms-swift", "sharding": "zero3", "batch": 1, "accumulation": 1, "batching": "flattened",
         "recompute": True, "frozen": ("vision", "projector"), "lora": 16, "offloaded": ("optimizer", "parameters"),
         "pure": True,
     }  # fmt: skip
@@ -106,7 +106,7 @@ def test_ms_swift_names_deepspeeds_stages():
 
 def test_what_is_said_on_the_command_line_goes_first():
     present = Present(batch=2, lora=0).over(read_present({"zero_optimization": {"stage": 1}, "bf16": {}}))
-    assert (present.trainer, present.batch, present.lora) == ("zero1", 2, 0)
+    assert (present.sharding, present.batch, present.lora) == ("zero1", 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_wrong_values_are_named(content, message):
         read_present(content)
 
 
-def bytes_kept(content, trainer="zero2", **files):
-    return read_present(content, files.__getitem__).precision.kept(trainer)
+def bytes_kept(content, sharding="zero2", **files):
+    return read_present(content, files.__getitem__).precision.kept(sharding)
 
 
 def test_what_a_trained_parameter_takes_is_read():

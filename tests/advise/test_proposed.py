@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from omnibal.advise.estimate import Setting, Way
+from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
-from omnibal.advise.proposed import propose, samples_made
+from omnibal.advise.paste import propose, samples_made
 from omnibal.cluster import Cluster
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -23,8 +23,8 @@ def long_tail(count):
 
 def even(lengths, ranks, batch, micro_batches):
     cluster = Cluster.parse(f"{ranks // 8}x8xA100-80GB")
-    setting = Setting(lengths, PROFILE, cluster, ranks * batch * micro_batches)
-    return setting.estimate(Way("zero3", "even", batch, micro_batches))
+    scenario = Scenario(lengths, PROFILE, cluster, ranks * batch * micro_batches)
+    return scenario.estimate(Recipe("zero3", "even", batch, micro_batches))
 
 
 @pytest.mark.parametrize("ranks", [8, 64])

@@ -15,7 +15,7 @@ from omnibal.errors import ConfigError, DataError
 from omnibal.profile.counted import analytic_profile
 
 EIGHT = Cluster.parse("8xA100-80GB")
-PRESENT = Present(trainer="zero3", batch=4)
+PRESENT = Present(sharding="zero3", batch=4)
 NAME = "InternVL3-8B"
 COUNTED = analytic_profile(Model.known(NAME).records, EIGHT.device)
 
@@ -32,7 +32,7 @@ def lists(tmp_path):
 def test_it_is_asked_and_answered_in_python(lists):
     question = Question.read(lists, EIGHT, PRESENT, model=NAME)
     assert question.measured.said == "80 samples of measured lengths"
-    assert (question.way.batch, question.way.micro_batches, question.setting.samples_per_step) == (4, 8, 256)
+    assert (question.recipe.batch, question.recipe.micro_batches, question.scenario.samples_per_step) == (4, 8, 256)
     assert question.answer().factor > 1.3
     assert question.model_path == "FOLDER"  # lengths are measured with a model's own files
 
@@ -41,7 +41,7 @@ def test_measured_costs_take_the_place_of_counted_ones(lists):
     layers = tuple(replace(layer, forward_seconds=layer.forward_seconds * 2) for layer in COUNTED.layers)
     slow = replace(COUNTED, layers=layers, device="NVIDIA A100-SXM4-80GB", versions={"torch": "2"})
     counted, measured = (Question.read(lists, EIGHT, PRESENT, model=NAME, costs=costs) for costs in (None, slow))
-    seconds = [asked.setting.estimate(asked.way).sample_seconds.mean() for asked in (counted, measured)]
+    seconds = [asked.scenario.estimate(asked.recipe).sample_seconds.mean() for asked in (counted, measured)]
     assert seconds[1] > 1.2 * seconds[0]
 
 

@@ -3,8 +3,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from omnibal.advise.costs import phase_costs
 from omnibal.advise.memory import RankMemory
+from omnibal.advise.wait import phase_costs
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths

@@ -2,16 +2,15 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
-from omnibal.report.html import page, paragraph, picture, section, table
 from omnibal.report.page import Imbalance
-from omnibal.report.style import drawing
+from omnibal.report.style import drawing, html_table, page, paragraph, picture, section
 from tests.clusters import on_cluster
 from tests.pipeline.profiles import fixed_profile
 
 
 def test_text_is_escaped():
     assert "<p>a &lt; b</p>" in page("t", "l", [section("s", paragraph("a < b"))])
-    assert table(["x"], [["<"], ["2"]], marked=1).count('<tr class="mark"><td>2</td></tr>') == 1
+    assert html_table(["x"], [["<"], ["2"]], marked=1).count('<tr class="mark"><td>2</td></tr>') == 1
 
 
 def test_code_stands_between_backticks():
@@ -37,5 +36,5 @@ def test_imbalance_is_the_spread_over_stages_and_over_time():
 def test_what_is_wider_than_the_page_scrolls_by_itself(tmp_path):
     with drawing(tmp_path / "five_inches.png", 5, 2):
         pass
-    for part in (table(["x"], [["1"]]), picture(tmp_path / "five_inches.png", "five inches")):
+    for part in (html_table(["x"], [["1"]]), picture(tmp_path / "five_inches.png", "five inches")):
         assert part.count('<div class="scroll"><') == part.count("</div>") == 1

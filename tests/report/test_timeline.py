@@ -1,14 +1,18 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 from PIL import Image
 
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import simulate
-from omnibal.report import style
+from omnibal.report.stages import COLOURS, TRANSFER, plot_timeline
 from omnibal.report.style import short
-from omnibal.report.timeline import COLOURS, TRANSFER, plot_timeline
 from tests.pipeline.oracles import schedule_of
+
+UNUSED = Path("unused.png")
 
 
 def simulation(num_stages=2, micro_batches=3, **options):
@@ -20,7 +24,7 @@ def simulation(num_stages=2, micro_batches=3, **options):
 def figures(monkeypatch):
     """Figures that were drawn, instead of written."""
     drawn = []
-    monkeypatch.setattr(style, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **options: drawn.append(figure))
     return drawn
 
 
@@ -33,7 +37,7 @@ def test_a_picture_is_written(tmp_path):
 
 def test_every_instruction_is_a_bar_in_its_stages_row(figures):
     simulated = simulation(transfer_seconds=0.5 * np.ones((3, 1)))
-    plot_timeline({"": simulated}, "unused")
+    plot_timeline({"": simulated}, UNUSED)
     (axes,) = figures[0].axes
     bars = [path.get_extents() for c in axes.collections if isinstance(c, PolyCollection) for path in c.get_paths()]
     drawn = sorted((round((box.y0 + box.y1) / 2), box.x0, box.x1) for box in bars)
@@ -43,7 +47,7 @@ def test_every_instruction_is_a_bar_in_its_stages_row(figures):
 
 def test_idle_time_and_bubble_are_written_beside_the_bars(figures):
     simulated = simulation()
-    plot_timeline({"uniform": simulated}, "unused")
+    plot_timeline({"uniform": simulated}, UNUSED)
     (axes,) = figures[0].axes
     # (3 + 1) micro-batches of 3 s; each stage computes 9 s of them
     assert axes.get_title(loc="left") == "uniform: 12 seconds, bubble ratio 25.0%"
@@ -53,7 +57,7 @@ def test_idle_time_and_bubble_are_written_beside_the_bars(figures):
 
 
 def test_panels_share_the_time_axis(figures):
-    plot_timeline({"short": simulation(micro_batches=1), "long": simulation(num_stages=3, micro_batches=5)}, "unused")
+    plot_timeline({"short": simulation(micro_batches=1), "long": simulation(num_stages=3, micro_batches=5)}, UNUSED)
     short_one, long_one = figures[0].axes
     assert short_one.get_xlim() == long_one.get_xlim() == (0, 21)
     assert [label.get_text() for label in long_one.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
@@ -62,7 +66,7 @@ def test_panels_share_the_time_axis(figures):
 
 def test_the_legend_names_what_occurs(figures):
     def legend(simulated):
-        plot_timeline({"": simulated}, "unused")
+        plot_timeline({"": simulated}, UNUSED)
         return [text.get_text() for text in figures[-1].legends[0].get_texts()]
 
     split = schedule_of("F0 F1 B0 W0 B1 W1\nF0 B0 F1 B1 W0 W1")
@@ -76,7 +80,7 @@ def test_the_legend_names_what_occurs(figures):
 
 
 def test_a_large_pipeline_is_few_collections(figures):
-    plot_timeline({"": simulation(num_stages=16, micro_batches=64, mode="overlap")}, "unused")
+    plot_timeline({"": simulation(num_stages=16, micro_batches=64, mode="overlap")}, UNUSED)
     assert len([c for c in figures[0].axes[0].collections if isinstance(c, PolyCollection)]) == 16 * 2
 
 

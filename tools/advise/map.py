@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from omnibal.advise.estimate import Setting, Way
+from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
@@ -40,9 +40,9 @@ def gains(trainer: str, accumulation: int) -> np.ndarray:
     found = np.empty((len(SPREADS), len(RANKS)))
     for row, spread in enumerate(SPREADS):
         for column, ranks in enumerate(RANKS):
-            setting = Setting(lengths(spread), profile, Cluster(1, ranks, device), ranks * accumulation * BATCH)
+            scenario = Scenario(lengths(spread), profile, Cluster(1, ranks, device), ranks * accumulation * BATCH)
             random, even = (
-                setting.estimate(Way(trainer, batching, BATCH, accumulation, "none")).sample_seconds.mean()
+                scenario.estimate(Recipe(trainer, batching, BATCH, accumulation, "none")).sample_seconds.mean()
                 for batching in ("flattened", "even")
             )
             found[row, column] = random / even

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from omnibal.advise.costs import PHASES
-from omnibal.advise.estimate import Setting, Way
-from omnibal.advise.wait import wait
+from omnibal.advise.estimate import Recipe, Scenario
+from omnibal.advise.wait import PHASES, wait
 from omnibal.cluster import Cluster
 from omnibal.cost import CostModel, Load
 from omnibal.data.lengths import SampleLengths
@@ -82,11 +81,11 @@ def _layer(part: str, module: str, load: Load, seconds: dict[str, np.ndarray]) -
 def predicted(profile: ModelProfile, lengths: SampleLengths, ranks: int, batch: int, micro_batches: int) -> dict:
     """Gains by trainer: of packing over padding, of balance over packing."""
     sample = lengths.take(np.random.default_rng(3).permutation(len(lengths))[:1000])
-    setting = Setting(sample, profile, Cluster(1, ranks, FREE), ranks * micro_batches * batch)
+    scenario = Scenario(sample, profile, Cluster(1, ranks, FREE), ranks * micro_batches * batch)
     found = {}
     for trainer in TRAINERS:
-        ways = [Way(trainer, batching, batch, micro_batches, "none") for batching in ("random", "flattened", "even")]
-        seconds = [setting.estimate(way).sample_seconds.mean() for way in ways]
+        ways = [Recipe(trainer, batching, batch, micro_batches, "none") for batching in ("random", "flattened", "even")]
+        seconds = [scenario.estimate(way).sample_seconds.mean() for way in ways]
         found[trainer] = (seconds[0] / seconds[1], seconds[1] / seconds[2])
     return found
 

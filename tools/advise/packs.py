@@ -9,12 +9,10 @@ from itertools import product
 import numpy as np
 
 from omnibal.advise.batches import Batches, Samples, even_packs, padded_batches, random_packs
-from omnibal.advise.costs import phase_costs
-from omnibal.advise.estimate import Setting
-from omnibal.advise.estimate import Way as TrainingWay
+from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
-from omnibal.advise.proposed import propose
-from omnibal.advise.wait import wait
+from omnibal.advise.paste import propose
+from omnibal.advise.wait import phase_costs, wait
 from omnibal.cluster import Cluster
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
@@ -94,13 +92,13 @@ def step_sizes() -> None:
     for (name, lengths), nodes, (batch, micro_batches) in product(datasets.items(), (1, 8), ((4, 1), (4, 8))):
         seen = lengths.take(np.random.default_rng(3).permutation(len(lengths))[:SEEN])
         cluster = Cluster(nodes, 8, DEVICES["A100-80GB"])
-        setting = Setting(seen, PROFILE, cluster, cluster.num_devices * batch * micro_batches)
-        proposal = propose(setting.estimate(TrainingWay("zero3", "even", batch, micro_batches)), seen)
+        scenario = Scenario(seen, PROFILE, cluster, cluster.num_devices * batch * micro_batches)
+        proposal = propose(scenario.estimate(Recipe("zero3", "even", batch, micro_batches)), seen)
         shape = {"num_replicas": cluster.num_devices, "micro_batches": micro_batches}
         made = len(lengths) / arrange_epoch(lengths, proposal.limits, **shape).num_steps
         limits = f"{proposal.limits.vision_units} / {proposal.limits.llm_tokens}"
         print(
-            f"| {name} | {cluster.num_devices} | {batch} × {micro_batches} | {limits} | {setting.samples_per_step} | "
+            f"| {name} | {cluster.num_devices} | {batch} × {micro_batches} | {limits} | {scenario.samples_per_step} | "
             f"{proposal.samples_per_step:.0f} | {made:.0f} | {proposal.samples_per_step / made - 1:+.1%} |", flush=True
         )  # fmt: skip
 

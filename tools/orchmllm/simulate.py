@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.advise.costs import phase_costs
+from omnibal.advise.wait import phase_costs
 from omnibal.cost import Load
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import patch_lengths, tiled_lengths

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.advise.estimate import Setting, Way
+from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.models import Model
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
@@ -35,8 +35,8 @@ def table_2() -> Iterator[tuple[str, ...]]:
     for name, (language, *days) in TABLE_2.items():
         row = Published("InternVL-6B", language, 1, GPUS, ())
         profile = counted_profile(row, vision_factor=1.0)
-        setting = Setting(tiled_lengths(100_000, seed=1), profile, cluster_of(GPUS, 80 * 2**30), 1024)
-        yield (f"Table 2, {name}", *_days(setting, LIMITS, 1024 // GPUS // BATCH, SAMPLES, days))
+        scenario = Scenario(tiled_lengths(100_000, seed=1), profile, cluster_of(GPUS, 80 * 2**30), 1024)
+        yield (f"Table 2, {name}", *_days(scenario, LIMITS, 1024 // GPUS // BATCH, SAMPLES, days))
 
 
 def table_13() -> Iterator[tuple[str, ...]]:
@@ -46,8 +46,8 @@ def table_13() -> Iterator[tuple[str, ...]]:
         profile = analytic_profile(known.records, replace(DEVICES["A100-80GB"], fraction=0.455))
         lengths = _any_resolution(known)
         limits = PackLimits(round(4.54 * float(lengths.vision_units.mean())), round(4.54 * lengths.llm_tokens.mean()))
-        setting = Setting(lengths, profile, cluster_of(GPUS, 80 * 2**30), GPUS * BATCH)
-        yield (f"Table 13, {name}", *_days(setting, limits, 1, LLAVA_SAMPLES, days))
+        scenario = Scenario(lengths, profile, cluster_of(GPUS, 80 * 2**30), GPUS * BATCH)
+        yield (f"Table 13, {name}", *_days(scenario, limits, 1, LLAVA_SAMPLES, days))
 
 
 def _any_resolution(model: Model) -> SampleLengths:
@@ -63,11 +63,11 @@ def _any_resolution(model: Model) -> SampleLengths:
 
 
 def _days(
-    setting: Setting, limits: PackLimits, micro_batches: int, samples: int, published: list[float]
+    scenario: Scenario, limits: PackLimits, micro_batches: int, samples: int, published: list[float]
 ) -> tuple[str, ...]:
-    random = setting.estimate(Way("zero3", "random", BATCH, micro_batches, "full"))
-    packed = setting.estimate(Way("zero3", "packed", BATCH, micro_batches, "full", limits))
-    even = setting.estimate(Way("zero3", "even", BATCH, micro_batches, "full"))
+    random = scenario.estimate(Recipe("zero3", "random", BATCH, micro_batches, "full"))
+    packed = scenario.estimate(Recipe("zero3", "packed", BATCH, micro_batches, "full", limits))
+    even = scenario.estimate(Recipe("zero3", "even", BATCH, micro_batches, "full"))
     days = [float(found.sample_seconds.mean()) * samples / DAY for found in (random, packed, even)]
     before, after = published
     gains = [before / after, days[0] / days[1], days[0] / days[2]]
@@ -90,9 +90,9 @@ def others() -> Iterator[tuple[str, ...]]:
 def _over(profile: ModelProfile, lengths: SampleLengths, ranks: int) -> float:
     """Gain of even packs over random ones that are as large, four of them to a rank's step, under ZeRO 3."""
     batch, micro_batches = 8, 4
-    setting = Setting(lengths, profile, Cluster(1, ranks, DEVICES["A100-80GB"]), ranks * micro_batches * batch)
-    ways = (Way("zero3", name, batch, micro_batches, "none", PackLimits(16, 5120)) for name in ("packed", "even"))
-    before, after = (float(setting.estimate(way).sample_seconds.mean()) for way in ways)
+    scenario = Scenario(lengths, profile, Cluster(1, ranks, DEVICES["A100-80GB"]), ranks * micro_batches * batch)
+    ways = (Recipe("zero3", name, batch, micro_batches, "none", PackLimits(16, 5120)) for name in ("packed", "even"))
+    before, after = (float(scenario.estimate(way).sample_seconds.mean()) for way in ways)
     return before / after
 
 

@@ -79,7 +79,7 @@ class Bench:
             self.seconds(Pack((4, 0), (200, 100)))
 
     def seconds(self, pack: "Pack") -> tuple[float, float, float, float]:
-        """Seconds of the phases, in the order of ``omnibal.advise.costs.PHASES``."""
+        """Seconds of the phases, in the order of ``omnibal.advise.wait.PHASES``."""
         made = pack_samples(
             pack.samples(self.model), pad_token_id=0, pixel_shape=self.model.pixel_shape, pixel_dtype=self.dtype,
             image_integers=self.model.image_integers, positions=self.model.positions,

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from omnibal.advise.costs import PHASES
-from omnibal.advise.wait import wait
+from omnibal.advise.wait import PHASES, wait
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
 from tools.dropin.ways import Task, Way, default, group_by_length, ours, random_packs, rebalance

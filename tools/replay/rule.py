@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from omnibal.advise.costs import PHASES
-from omnibal.advise.wait import MEETINGS, wait
+from omnibal.advise.wait import MEETINGS, PHASES, wait
 from omnibal.engine.launch import free_port
 from tools.bench import head
 

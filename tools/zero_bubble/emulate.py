@@ -18,7 +18,7 @@ from omnibal.pipeline.schedule import ScheduleName
 from omnibal.pipeline.simulate import Simulation
 from omnibal.plan import Plan
 from omnibal.profile.records import LayerCost, ModelProfile
-from omnibal.report.timeline import plot_timeline
+from omnibal.report.stages import plot_timeline
 
 COSTS = {"1 : 1 : 1": (1.0, 1.0, 0.0), "1 : 1.25 : 0.8, transfers 0.02": (1.25, 0.8, 0.02)}
 """Of a stage, in forward passes: backward to the inputs, to the weights, a transfer; the second as measured."""

@@ -3,10 +3,8 @@ from dataclasses import replace
 import pytest
 
 from omnibal.advise.changes import advise
-from omnibal.advise.costs import adapted_profile
-from omnibal.advise.estimate import Setting, Way
-from omnibal.advise.fitting import fits, what_fits
-from omnibal.advise.models import Model
+from omnibal.advise.estimate import Recipe, Scenario, what_fits
+from omnibal.advise.models import Model, adapted_profile
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths
@@ -19,29 +17,29 @@ WHOLE, ADAPTED = analytic_profile(RECORDS, EIGHT.device), adapted_profile(RECORD
 MIX = tiled_lengths(1000, seed=1)
 
 
-def setting(per_rank=32, *, lengths=MIX, adapted=ADAPTED, cluster=EIGHT):
-    return Setting(lengths, WHOLE, cluster, cluster.num_devices * per_rank, adapted=adapted)
+def scenario(per_rank=32, *, lengths=MIX, adapted=ADAPTED, cluster=EIGHT):
+    return Scenario(lengths, WHOLE, cluster, cluster.num_devices * per_rank, adapted=adapted)
 
 
 def test_nothing_is_needed_where_it_fits():
-    assert what_fits(setting().estimate(Way("zero3", "random", 4, 8))) == ()
+    assert what_fits(scenario().estimate(Recipe("zero3", "random", 4, 8))) == ()
 
 
 def test_the_least_change_of_each_kind_is_named():
-    whole = setting().estimate(Way("ddp", "random", 4, 8))
+    whole = scenario().estimate(Recipe("ddp", "random", 4, 8))
     assert what_fits(whole) == ("zero1 in place of ddp", "LoRA of rank 16")
-    assert what_fits(setting(adapted=None).estimate(Way("ddp", "random", 4, 8))) == ("zero1 in place of ddp",)
-    plain = setting(64).estimate(Way("zero3", "random", 8, 8, "none"))
+    assert what_fits(scenario(adapted=None).estimate(Recipe("ddp", "random", 4, 8))) == ("zero1 in place of ddp",)
+    plain = scenario(64).estimate(Recipe("zero3", "random", 8, 8, "none"))
     assert what_fits(plain) == ("gradient checkpointing", "batches of 2, 32 a rank and step")
-    ways = [Way("zero3", "random", batch, 64 // batch, "none") for batch in (2, 4)]
-    assert [fits(setting(64).estimate(way)) for way in ways] == [True, False]
+    recipes = [Recipe("zero3", "random", batch, 64 // batch, "none") for batch in (2, 4)]
+    assert [scenario(64).estimate(recipe).fits for recipe in recipes] == [True, False]
 
 
 def test_several_together_where_none_suffices_and_nothing_where_not_even_all():
-    tight = Way("zero2", "random", 16, 1, "none")
+    tight = Recipe("zero2", "random", 16, 1, "none")
 
     def helps(gib):
-        return what_fits(setting(16, cluster=replace(EIGHT, memory_bytes=gib * 2**30)).estimate(tight))
+        return what_fits(scenario(16, cluster=replace(EIGHT, memory_bytes=gib * 2**30)).estimate(tight))
 
     smallest = (
         "gradient checkpointing together with batches of 1, 16 a rank and step together with zero3 in place of zero2"
@@ -54,20 +52,20 @@ def test_several_together_where_none_suffices_and_nothing_where_not_even_all():
 
 def test_the_refusal_says_what_would_fit():
     with pytest.raises(InfeasibleError, match=r"which is wrong: .*; what would fit: zero1 in place of ddp, or LoRA"):
-        advise(setting(), Way("ddp", "random", 4, 8))
+        advise(scenario(), Recipe("ddp", "random", 4, 8))
 
 
 def test_packs_are_no_larger_than_memory_allows():
     # of the longest sample a pack of 8 has room for two; no more of them fit
     lengths = SampleLengths([12] * 30 + [1] * 970, [12_000] * 30 + [900] * 970)
     small = replace(EIGHT, memory_bytes=52 * 2**30)
-    advice = advise(setting(16, lengths=lengths, cluster=small), Way("zero3", "random", 2, 8))
+    advice = advise(scenario(16, lengths=lengths, cluster=small), Recipe("zero3", "random", 2, 8))
     balance = next(change for change in advice.changes if change.name == "balance")
     assert balance.factor is not None
-    assert fits(advice.after)
+    assert advice.after.fits
 
 
 def test_one_pack_of_a_rank_holds_no_more_samples_for_one_that_is_large():
     lengths = SampleLengths([8] * 100 + [1] * 900, [2400] * 100 + [300] * 900)
-    advice = advise(setting(2, lengths=lengths), Way("zero3", "random", 2, 1))
+    advice = advise(scenario(2, lengths=lengths), Recipe("zero3", "random", 2, 1))
     assert advice.after.samples_per_step == advice.today.samples_per_step == 16
