@@ -31,11 +31,7 @@ Precision = Literal["bfloat16", "float32"]
 def replicas_of(
     num_stages: int, num_devices: int, *, num_layers: int, num_tensor: int = 1, devices: str = "devices"
 ) -> int:
-    """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer.
-
-    Raises:
-        ConfigError: Devices, which messages call ``devices``, would be left over, or stages without a layer.
-    """
+    """How many replicas of a pipeline some devices hold, ``num_tensor`` of which share each layer."""
     num_ranks, left = divmod(num_devices, num_tensor)
     if left:
         raise ConfigError(f"{devices} must be a multiple of the {num_tensor} that share each layer, got {num_devices}")
@@ -273,11 +269,7 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
-        """Read nodes x devices x device, such as ``"4x8xA100-80GB"``; ``"8xA100-80GB"`` is one node.
-
-        Raises:
-            ConfigError: It is not of this form, or the device is unknown.
-        """
+        """Read nodes x devices x device, such as ``"4x8xA100-80GB"``; ``"8xA100-80GB"`` is one node."""
         found = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?(\S.*)", text.strip())
         if found is None:
             raise ConfigError(f"cluster must be such as '4x8xA100-80GB', '8xA100-80GB' or 'A100-80GB', got {text!r}")
@@ -289,12 +281,8 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
     def of(cls, given: "Cluster | str | Mapping[str, Any]") -> "Cluster":
         """From a string as :meth:`parse` reads it, or a record of the fields, whose device may be a name.
 
-        Raises:
-            ConfigError: A key is unknown or missing, or a value is wrong; the message names the key.
-
-        Example:
-            >>> str(Cluster.of({"num_nodes": 1, "devices_per_node": 8, "device": "h100", "memory_bytes": 64e9}))
-            '8xH100-80GB'
+        >>> str(Cluster.of({"num_nodes": 1, "devices_per_node": 8, "device": "h100", "memory_bytes": 64e9}))
+        '8xH100-80GB'
         """
         if isinstance(given, Cluster):
             return given
@@ -320,9 +308,6 @@ reduce_bandwidth_bytes_per_second=300000000000.0, latency_seconds=0.0))
         """What neighbouring stages and replicas of a layout reach: of all its pairs of devices the slowest counts.
 
         Ranks fill the nodes in their order.
-
-        Raises:
-            ConfigError: The cluster has fewer devices than the layout.
         """
         self.check(layout)
         if self.links is not None:

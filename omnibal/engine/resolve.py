@@ -24,7 +24,7 @@ from omnibal.config import (
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord, Trained, check_frozen, trained_by_module
+from omnibal.families.base import LayerRecord, TrainedCount, check_frozen, trained_by_module
 from omnibal.pipeline.partition import Partition, balanced_boundaries
 from omnibal.plan import Plan
 from omnibal.profile.records import Level
@@ -59,7 +59,7 @@ class ResolvedRun:
         return dtype
 
     @property
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, TrainedCount]:
         """What each module trains."""
         frozen = self.section.model.frozen
         return trained_by_module((record, record.trained(frozen)) for record in self.vlm.records)

@@ -47,7 +47,7 @@ def is_named(layer: Layer, words: Collection[str]) -> bool:
     return any(word in words for word in (layer.module, common_name(layer), layer.kind, ONLY + layer.kind))
 
 
-class Trained(NamedTuple):
+class TrainedCount(NamedTuple):
     """How many parameters are trained, of how many."""
 
     trained: int
@@ -93,8 +93,8 @@ class LayerRecord:
         not_trained = sum(size for name, size in self.weights.items() if self.freezes(name, frozen))
         return self.sizes["parameters"] - self.sizes.get("untrained", 0) - not_trained
 
-    def trained(self, frozen: Collection[str]) -> Trained:
-        return Trained(self.trainable_parameters(frozen), self.sizes["parameters"])
+    def trained(self, frozen: Collection[str]) -> TrainedCount:
+        return TrainedCount(self.trainable_parameters(frozen), self.sizes["parameters"])
 
 
 def vision_unit_of(layers: Iterable[Layer]) -> str:
@@ -241,24 +241,24 @@ def _check_covers_blocks(records: Sequence[LayerRecord], name: str, frozen: Coll
         )
 
 
-def trained_by_module(layers: Iterable[tuple[Layer, Trained]]) -> dict[str, Trained]:
+def trained_by_module(layers: Iterable[tuple[Layer, TrainedCount]]) -> dict[str, TrainedCount]:
     """What each module of a model trains, from what each of the model's layers does; tied weights count once."""
-    kinds, keys, sums = set[str](), set[str | None](), dict[str, Trained]()
+    kinds, keys, sums = set[str](), set[str | None](), dict[str, TrainedCount]()
     for layer, (trained, parameters) in layers:
         kinds.add(layer.kind)
         if layer.tied_key not in keys:
-            before = sums.get(layer.module, Trained(0, 0))
-            sums[layer.module] = Trained(before.trained + trained, before.parameters + parameters)
+            before = sums.get(layer.module, TrainedCount(0, 0))
+            sums[layer.module] = TrainedCount(before.trained + trained, before.parameters + parameters)
         keys |= {layer.tied_key} - {None}  # layers without a key share nothing
     # Qwen3-VL's mergers lie within blocks of its ViT.
     merges = " (deep-stack mergers included)" if "deepstack_block" in kinds else ""
     return {module + merges * (module == "vision"): numbers for module, numbers in sums.items()}
 
 
-def trained_in_words(modules: Mapping[str, Trained]) -> str:
+def trained_in_words(modules: Mapping[str, TrainedCount]) -> str:
     """What modules train, in millions.
 
-    >>> trained_in_words({"vision": Trained(0, 2_000_000), "language": Trained(7_000_000_000, 7_000_000_000)})
+    >>> trained_in_words({"vision": TrainedCount(0, 2_000_000), "language": TrainedCount(7_000_000_000, 7_000_000_000)})
     'vision none of 2.0 M, language all 7,000.0 M'
     """
     return ", ".join(

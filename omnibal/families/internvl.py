@@ -212,9 +212,5 @@ FAMILY = Family(
         "model.language_model.": "language_model.model.",
         "lm_head.": "language_model.lm_head.",
     },
-    image_tokens={
-        "start_image_token": "<img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "end_image_token": "</img>",
-    },
+    image_tokens={"start_image_token": "<img>", "context_image_token": "<IMG_CONTEXT>", "end_image_token": "</img>"},
 )

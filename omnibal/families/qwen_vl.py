@@ -174,8 +174,5 @@ SECOND = Family(
     disk_prefixes={"model.visual.": "visual.", "model.language_model.": "model."},
 )
 THIRD = Family(
-    model_types=("qwen3_vl",),
-    image_rule=image_rule,
-    layer_records=layer_records,
-    layers="omnibal.vlm.qwen_vl:qwen_vl",
+    model_types=("qwen3_vl",), image_rule=image_rule, layer_records=layer_records, layers="omnibal.vlm.qwen_vl:qwen_vl"
 )

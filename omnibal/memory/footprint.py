@@ -160,16 +160,10 @@ class StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class Footprint:
-    """The memory of every possible stage of a model, for micro-batches of one size.
+    """The memory of every possible stage of a model, for micro-batches of one size, the largest there can be.
 
-    Arrays by level have a column for each of ``LEVELS``; a level that a layer does not offer has ``NOT_OFFERED`` bytes.
-
-    Args:
-        profile: What the layers hold.
-        load: One micro-batch, the largest there can be.
-        schedule: Given without a frozen front, which follows from the layers of a stage.
-        layout: Replicas, ZeRO stage and precision.
-        overhead_bytes: What a device holds beside the model.
+    The schedule is given without a frozen front, which follows from the layers of a stage. Arrays by level have a
+    column for each of ``LEVELS``; a level that a layer does not offer has ``NOT_OFFERED`` bytes.
     """
 
     profile: ModelProfile

@@ -15,14 +15,7 @@ from omnibal.pipeline.optimize import Boundaries, least_maximum
 from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table
 from omnibal.pipeline.simulate import Mode, run_blocking, run_overlapped
-from omnibal.pipeline.times import (
-    StepTimes,
-    complete_gradients,
-    durations_of,
-    reduced_at,
-    release_of,
-    transfers_of,
-)
+from omnibal.pipeline.times import StepTimes, complete_gradients, durations_of, reduced_at, release_of, transfers_of
 from omnibal.profile.records import ModelProfile
 
 _F, _BW, _W = int(Operation.F), int(Operation.BW), int(Operation.W)

@@ -96,7 +96,7 @@ class PlanRequest:
         return record
 
 
-Steps = tuple[tuple[Load, ...], ...]
+StepLoads = tuple[tuple[Load, ...], ...]
 """For each step a Load per replica with an entry per micro-batch."""
 LEAST_SAMPLES = 8192  # samples that are packed at least to learn what packs are like
 LEAST_STEPS = 32  # steps at least: an incomplete last step makes the packs of all steps smaller
@@ -112,7 +112,7 @@ class Packing:
     limits: PackLimits
     micro_batches: int
     samples_per_step: float
-    steps: Steps
+    steps: StepLoads
     largest: Load
     """A micro-batch that none within the limits exceeds."""
     numbers: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from omnibal.pipeline.partition import parameter_cut
 from omnibal.pipeline.simulate import StepSimulation
 from omnibal.pipeline.times import step_times
 from omnibal.plan import Plan, Prediction, StagePrediction
-from omnibal.planner.packings import Packing, Steps, spread_steps
+from omnibal.planner.packings import Packing, StepLoads, spread_steps
 from omnibal.profile.records import LEVELS, ModelProfile, every_layer
 
 
@@ -71,7 +71,7 @@ class Variant:
     name: str
     profile: ModelProfile
     plan: Plan
-    steps: Steps
+    steps: StepLoads
     samples_per_step: float
 
     @cached_property
@@ -115,7 +115,7 @@ def variants_up_to(
     full = every_layer("full", len(profile.layers))
     unsplit = replace(plan, schedule="1f1b", predicted=None)
     cut = replace(unsplit, partition=parameter_cut(profile, plan.num_stages), recompute=full)
-    before: Steps = tuple(tuple(step) for step in padded)
+    before: StepLoads = tuple(tuple(step) for step in padded)
     today = Variant(
         "as today", profile, replace(cut, micro_batches=micro_batches), before,
         float(num_replicas * micro_batches * batch_size),

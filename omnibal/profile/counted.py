@@ -25,18 +25,10 @@ def analytic_profile(
     tensor_parallel: int = 1,
     frozen: Collection[str] = (),
 ) -> ModelProfile:
-    """Costs of a model's layers by counting operations and bytes.
+    """Costs of a model's layers by counting operations and bytes, for a device such as one of ``omnibal.device.DEVICES``.
 
-    Args:
-        records: The layers, from ``omnibal.families``.
-        device: What they run on, such as one of ``omnibal.device.DEVICES``.
-        dtype: ``"bfloat16"`` or ``"float32"``.
-        tensor_parallel: Devices that share each layer: a divisor of all costs but of what is sent between stages.
-        frozen: What is not trained, as ``check_frozen`` takes it.
-
-    Raises:
-        ConfigError: A kind of layer is unknown, a frozen part does not occur, the dtype is unknown, or the degree is
-            not positive; or the device's speed is not known.
+    ``tensor_parallel`` devices share each layer: it divides all costs but of what is sent between stages. ``frozen`` is
+    what is not trained, as ``check_frozen`` takes it.
     """
     # Matrix products run at ``device.fraction`` of the peak, whatever their sizes. Attention is counted within samples,
     # and causal in the language model. Norms and activation functions are thought of as part of the fraction;

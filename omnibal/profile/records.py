@@ -16,7 +16,7 @@ from pydantic import create_model
 from omnibal.cost import CostModel
 from omnibal.device import Device
 from omnibal.errors import ConfigError
-from omnibal.families.base import LayerRecord, Module, Trained, kinds_of, spelled_out, trained_by_module
+from omnibal.families.base import LayerRecord, Module, TrainedCount, kinds_of, spelled_out, trained_by_module
 from omnibal.records import Record, read_record
 
 Level = Literal["none", "selective", "full"]
@@ -132,10 +132,10 @@ class LayerCost:
         object.__setattr__(self, "recompute_seconds", seconds | dict(self.recompute_seconds))
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedCount:
         """Parameters that get a gradient, and all; nothing where the profile does not say how many there are."""
         parameters = self.sizes.get("parameters", 0)
-        return Trained(round(parameters * self.gradient_bytes / max(self.parameter_bytes, 1)), parameters)
+        return TrainedCount(round(parameters * self.gradient_bytes / max(self.parameter_bytes, 1)), parameters)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class ModelProfile:
         return self._frozen_kinds() if self.frozen is None else self.frozen
 
     @property
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, TrainedCount]:
         return trained_by_module((layer, layer.trained) for layer in self.layers)
 
     @property
@@ -239,9 +239,6 @@ class ModelProfile:
         """Refuse to use the profile for another model, device, dtype, frozen parts or software than it is of.
 
         Only what is given is compared; of ``versions`` only what the profile states too.
-
-        Raises:
-            ConfigError: Something differs; the message names every difference.
         """
         pairs: dict[str, tuple[object, object]] = {
             "device": (self.device, device or self.device),
@@ -265,12 +262,7 @@ class ModelProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
-        """Read a profile.
-
-        Raises:
-            ConfigError: The file is missing, no JSON, of another version, changed by hand, or an entry is missing,
-                unknown, of another kind, negative or not finite; the message names file and key.
-        """
+        """Read a profile; a ConfigError names the file and the key that is wrong."""
         content = read_record(path, _ProfileFile, "profile", version=VERSION)
         try:
             layers = tuple(

@@ -28,13 +28,7 @@ __all__ = ["Payload", "VisionLanguageModel", "load_model"]
 def load_model(
     model: str | Path | PreTrainedConfig, lora: LoraSection | None = None, frozen: Collection[str] = ()
 ) -> VisionLanguageModel:
-    """The pipeline layers of a Hugging Face model; no weight is read or made yet.
-
-    Args:
-        model: A folder with ``config.json``, or a configuration (which is copied).
-        lora: The adapters that layers are built with; none by default.
-        frozen: What gets none.
-    """
+    """The pipeline layers of a Hugging Face folder or configuration; no weight is read or made yet. ``frozen`` gets no adapters."""
     loaded = _loaded(model)
     if lora is not None:
         add_adapters(loaded, adapters_of(loaded, lora, frozen))

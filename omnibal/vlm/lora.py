@@ -30,8 +30,18 @@ def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Colle
         return [name for name, _ in model.skeleton.get_submodule(path).named_parameters()]
 
     # A module that is saved whole needs no adapters within, and none of its own modules saved again.
-    saved = _outermost(_chosen(model, "modules_to_save", settings.modules_to_save, frozen, _has_weights, whole))
-    linear = _chosen(model, "targets", settings.targets, frozen, _is_linear, lambda path: ["weight"])
+    found = _chosen(
+        model,
+        "modules_to_save",
+        settings.modules_to_save,
+        frozen,
+        lambda module: any(True for _ in module.parameters()),
+        whole,
+    )
+    saved = [path for path in found if not _within(path, [other for other in found if other != path])]
+    linear = _chosen(
+        model, "targets", settings.targets, frozen, lambda module: type(module) is nn.Linear, lambda path: ["weight"]
+    )
     targets = [path for path in linear if not _within(path, saved)]
     if not targets:
         named = ", ".join(settings.targets)
@@ -130,14 +140,6 @@ def _modules(model: VisionLanguageModel) -> Iterator[tuple[LayerRecord, str, nn.
                 yield record, f"{path}.{inner}" if inner else path, module
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def _stands_for(word: str, record: LayerRecord, path: str) -> bool:
     """Whether a setting's word means a module of a layer; a whole module of the model never means its head."""
     if is_named(record, (word,)):
@@ -153,10 +155,6 @@ def _unknown(key: str, word: str, modules: Sequence[tuple[LayerRecord, str]]) ->
     known_names = [*known, *ends]
     remedy = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"known are {', '.join(known_names)}"
     return f"omnibal.model.lora.{key} must name {kind} of the model's layers, got {word!r}; {remedy}"
-
-
-def _outermost(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if not _within(path, [other for other in paths if other != path])]
 
 
 def _within(path: str, others: Sequence[str]) -> bool:
@@ -181,6 +179,7 @@ StateOf = Callable[[int], Mapping[str, Tensor]]
 
 def save_adapters(model: VisionLanguageModel, state_of: StateOf, folder: Path) -> None:
     """Write adapters and modules that were trained whole, as ``PeftModel.from_pretrained`` reads them."""
+    # Peft's model ties no module that it saves: a tied weight is written under both names.
     tied: Mapping[str, str] = model.skeleton.all_tied_weights_keys
     copies = {source: name for name, source in tied.items()}
     found = {}
@@ -191,7 +190,7 @@ def save_adapters(model: VisionLanguageModel, state_of: StateOf, folder: Path) -
         for name, path in model.paths(index).items():
             if name in state and trained_name(model, path):
                 found[adapter_name(path)] = state[name].contiguous()
-                if path in copies:  # a copy in peft's model, which ties no module that it saves
+                if path in copies:
                     found[adapter_name(copies[path])] = state[name].clone()
     save_tensors(found, folder / ADAPTER_FILE)
     replace(model.adapters, inference_mode=True).save_pretrained(folder)

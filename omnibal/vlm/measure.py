@@ -28,7 +28,6 @@ from omnibal.vlm.passes import (
     kept_bytes,
     time_optimizer,
     time_passes,
-    time_split_backward,
 )
 from omnibal.vlm.payload import Payload, SentTensors
 
@@ -48,17 +47,10 @@ def measure_profile(
     seed: int = 0,
     report: Callable[[str], object] = lambda name: None,
 ) -> ModelProfile:
-    """Measure on this machine what the layers of a model cost.
+    """Measure on this machine what the layers of a model cost, for packs of up to ``limits``.
 
-    Args:
-        model: Its layers are built one at a time, with initial weights.
-        limits: The most a pack may hold.
-        dtype: Of parameters and activations.
-        device: What to measure on.
-        frozen: What is not trained, as ``check_frozen`` takes it.
-        max_spread: The most that repetitions, or layers of one kind, may differ by without a MeasurementWarning.
-        seed: Of weights and inputs.
-        report: Called with the name of each layer before it is measured.
+    Repetitions, or layers of one kind, that differ by more than ``max_spread`` give a MeasurementWarning; ``report`` is
+    called with the name of each layer before it is measured.
     """
     # Of layers of one kind and size the first is measured, and the last is compared with it. A time is the median of 5
     # passes after 2 warm-up passes; costs are fitted to the times. The backward passes to the inputs and to the weights
@@ -111,12 +103,14 @@ class _Bench:
                 continue
             report(record.name)
             layer = self._build(index)
+            # Packs that are alike to this layer (vision layers see no tokens) are measured once.
             loads = [self._load(index, pack) for pack in self.packs]
             distinct = {repr(load): (load, payload) for load, payload in zip(loads, payloads, strict=True)}
             rows = [(load, self._run(index, layer, payload).measure()) for load, payload in distinct.values()]
             _, largest = rows[-1]
             cost = _fit(record, layer, rows, trainable=record.trainable_parameters(self.frozen) > 0)
             measured[group] = _LayerGroup(cost, payloads[-1], largest.forward + largest.backward)
+            # Layers of one group have inputs of one shape: the first layer's outputs serve the next group.
             with torch.no_grad():
                 payloads = [layer(payload) for payload in payloads]
         return measured
@@ -179,7 +173,7 @@ def _fit(
 
     def byte_count(of: Callable[[LayerOnPack], int]) -> CostModel:
         fitted = CostModel.fit(loads, [of(row) for row in rows])
-        # what is left of whole numbers after the fit's rounding
+        # Bytes are whole numbers; rounding takes away what the fit adds to their coefficients.
         return CostModel(**{name: round(coefficient, 6) for name, coefficient in vars(fitted).items()})
 
     parameters = list(layer.parameters())
@@ -278,13 +272,14 @@ class LayerRun:
         )
 
     def time_passes(self, level: Level = "none") -> tuple[Timing, Timing]:
-        return time_passes(partial(self._outputs, level), self.payload.hidden.device)
+        forward, backward, _ = time_passes(partial(self._outputs, level), self.payload.hidden.device)
+        return forward, backward
 
     def _split(self) -> tuple[Timing, Timing, int]:
         """Seconds of both parts of a split backward pass, and what the first one leaves for the second one."""
         with _deferring(self.layer) as queue:
-            passes = partial(self._outputs, "none"), partial(queue.run, queue.micro_batch), self.payload.hidden.device
-            backward, weights = time_split_backward(*passes)
+            run, run_rest = partial(self._outputs, "none"), partial(queue.run, queue.micro_batch)
+            _, backward, weights = time_passes(run, self.payload.hidden.device, run_rest)
             return backward, weights, queue.peak_bytes
 
     def _run(self, level: Level) -> Payload:
@@ -350,6 +345,7 @@ class MadePack:
 
 def made_sample(model: VisionLanguageModel, units: int, length: int, generator: torch.Generator) -> dict[str, Any]:
     """A sample with so many vision units: its images' tokens come first, and random ones behind them."""
+    # Random tokens are never the image token, which stands for features.
     ids = torch.randint(model.config.text_config.vocab_size, (length,), generator=generator)
     image = int(model.config.image_token_id)
     ids[ids == image] = 0 if image else 1
@@ -405,6 +401,7 @@ def made_packs(model: VisionLanguageModel, limits: PackLimits) -> list[MadePack]
 
 def _units(model: VisionLanguageModel, most: float, tokens: int) -> int:
     """As many vision units as images can have up to so many, and a sample of so many tokens can hold."""
+    # Images of native resolution have fewer units than asked for: step down until the tokens fit.
     images = _images(model, round(most))
     while images.tokens > tokens:
         images = _images(model, images.units - 1)

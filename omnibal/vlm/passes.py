@@ -57,24 +57,10 @@ class Timing:
 Outputs = Tensor | Sequence[Tensor]
 
 
-def time_passes(forward: Callable[[], Outputs], device: torch.device) -> tuple[Timing, Timing]:
-    """Seconds of a forward pass and of the backward pass after it, with gradients that accumulate."""
-    forward_seconds, backward_seconds, _ = _timings(forward, lambda: None, device)
-    return forward_seconds, backward_seconds
-
-
-def time_split_backward(
-    forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
-) -> tuple[Timing, Timing]:
-    """Seconds of a backward pass that leaves weight gradients for later, and of ``weights``, which computes them."""
-    _, backward_seconds, weight_seconds = _timings(forward, weights, device)
-    return backward_seconds, weight_seconds
-
-
-def _timings(
-    forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
+def time_passes(
+    forward: Callable[[], Outputs], device: torch.device, weights: Callable[[], object] = lambda: None
 ) -> tuple[Timing, Timing, Timing]:
-    # Forward, backward, weights of each repetition; the warm-up passes are left out.
+    """Seconds of a forward pass, of the backward pass after it, and of ``weights``, which runs what that put off."""
     seconds = [_one_pass(forward, weights, device) for _ in range(WARM_UP + STEPS)][WARM_UP:]
     first, second, third = (Timing.of(column) for column in zip(*seconds, strict=True))
     return first, second, third
@@ -83,14 +69,14 @@ def _timings(
 def _one_pass(
     forward: Callable[[], Outputs], weights: Callable[[], object], device: torch.device
 ) -> tuple[float, float, float]:
-    # Forward, backward, weights: before each clock is read the device has caught up.
+    # Before each clock is read the device has caught up. Gradients accumulate from pass to pass, as within a step.
     _wait(device)
     start = time.perf_counter()
     outputs = forward()
     _wait(device)
     middle = time.perf_counter()
     trained = [output for output in tensors_in(outputs) if output.requires_grad]
-    if not trained:
+    if not trained:  # no backward pass
         return middle - start, 0.0, 0.0
     gradients = [torch.ones_like(output) for output in trained]
     _wait(device)

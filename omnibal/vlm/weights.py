@@ -61,13 +61,9 @@ def has_weights(folder: str | Path) -> bool:
 def load_layer(
     model: VisionLanguageModel, index: int, module: nn.Module, source: str | Path | Mapping[str, Tensor]
 ) -> None:
-    """Fill one layer with its weights from a Hugging Face folder or model, reading no other tensor.
+    """Fill one layer with its weights from a Hugging Face folder or a model's ``state_dict()``, reading no other tensor.
 
-    Args:
-        model: The model that the layer belongs to.
-        index: Which layer.
-        module: What ``model.build_layer(index, …)`` gave; its dtype and device stay, and so do adapters.
-        source: A folder with ``model.safetensors``, or with shards and their index; or a model's ``state_dict()``.
+    ``module`` is what ``model.build_layer(index, …)`` gave; its dtype and device stay, and so do adapters.
     """
     # The names of all tensors are checked against the whole model, so that a wrong folder fails alike on every rank.
     stored, shapes = _stored_weights(model, source), model.shapes()
@@ -120,13 +116,8 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: ``config.json`` and safetensors, in shards with an index if more than one.
 
-    Args:
-        model: Whose layers are written.
-        state_of: From a layer's index to its ``state_dict()``; called once per layer, in order.
-        folder: Is made if need be; files of weights from an earlier save are removed.
-        max_shard_bytes: Of tensors in one file; a tensor larger than that gets a file of its own.
-        spare: What ``spare_weights`` gave; initial ones by default.
-        names: What ``other_names`` gave; published names by default.
+    ``state_of`` goes from a layer's index to its ``state_dict()``, and is called once per layer, in order. ``spare`` is
+    what ``spare_weights`` gave, ``names`` what ``other_names`` gave. Weights of an earlier save in the folder go.
     """
     # At most one shard and one layer are in memory at a time. A tied head is not written twice.
     folder = Path(folder)
@@ -134,11 +125,18 @@ def save_model(
     writer = _ShardWriter(folder, max_shard_bytes)
     for index in range(len(model.records)):
         if model.first_tied(index) == index:
-            for name, tensor in _renamed(model, index, state_of(index)).items():
-                writer.add(names.get(name, name), tensor)
+            state, disk_names = state_of(index), model.weight_names(index)
+            if state.keys() != disk_names.keys():
+                raise ConfigError(
+                    f"the state of {model.records[index].name} must hold {sorted(disk_names)}, got {sorted(state)}"
+                )
+            for name, tensor in state.items():
+                disk_name = disk_names[name]
+                writer.add(names.get(disk_name, disk_name), tensor.detach().cpu().contiguous())
     for name, tensor in (model.build_spare(seed=0) if spare is None else spare).items():
         writer.add(names.get(name, name), tensor)
     writer.close()
+    # transformers writes both into config.json, and reads weights in this dtype.
     config = deepcopy(model.config)
     config.architectures, config.dtype = [type(model.skeleton).__name__], writer.dtype
     config.save_pretrained(folder)
@@ -163,6 +161,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _read_names(model: VisionLanguageModel, folder: Path) -> dict[str, Stored]:
     """All tensors of a folder, by their names on disk; files that use the names in memory are understood too."""
+    # transformers takes a single file before shards, too.
     if (folder / SINGLE_FILE).is_file():
         with _opened(folder / SINGLE_FILE) as single:
             files = dict.fromkeys(single.keys(), SINGLE_FILE)
@@ -193,8 +192,12 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _stored_weights(model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]) -> Mapping[str, Stored]:
     """The tensors of a folder, or of a model in memory, that has exactly the model's."""
-    # Older folders hold a tied head twice, or under the head's name alone.
-    where, stored = _all_weights(model, source)
+    if isinstance(source, str | Path):
+        where, stored = str(source), _read_names(model, Path(source))
+    else:
+        where = "the model given"
+        stored = {model.disk_name(name): Stored(Path(where), name, tensor) for name, tensor in source.items()}
+    # Folders may hold a tied weight twice, or under the head's name alone.
     for name, first in model.tied_names.items():
         head = stored.pop(name, None)
         if head is not None:
@@ -216,15 +219,6 @@ def _own_names(model: VisionLanguageModel, index: int) -> dict[str, str]:
     return {name: disk_name for name, disk_name in model.weight_names(index).items() if not is_adapter(disk_name)}
 
 
-def _all_weights(
-    model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor]
-) -> tuple[str, dict[str, Stored]]:
-    if isinstance(source, str | Path):
-        return str(source), _read_names(model, Path(source))
-    held = {model.disk_name(name): Stored(Path("the model given"), name, tensor) for name, tensor in source.items()}
-    return "the model given", held
-
-
 def _checked(name: str, stored: Mapping[str, Stored], shapes: Mapping[str, torch.Size]) -> Tensor:
     """A weight's values; refused with all others of a wrong shape, if its shape is wrong."""
     entry = stored[name]
@@ -236,34 +230,22 @@ def _checked(name: str, stored: Mapping[str, Stored], shapes: Mapping[str, torch
             for other, one in ((other, stored[other]) for other in wrong)
         ]
         raise ConfigError(_some(told, separator="; "))
-    problem = _problem(tensor)
+    problem = None
+    if tensor.is_meta:
+        problem = "have values, got a tensor on the meta device"
+    elif tensor.dtype not in FLOATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        problem = f"be of {names} (not quantised), got {str(tensor.dtype).removeprefix('torch.')}"
+    # One pass, without a tensor of the weight's size; NaN becomes both ends.
+    elif tensor.numel() and not all(math.isfinite(end) for end in tensor.aminmax()):
+        problem = "hold finite numbers, got NaN or infinity"
     if problem is not None:
         raise ConfigError(f"{entry.name} must {problem} in {entry.file}")
     return tensor
 
 
-def _problem(tensor: Tensor) -> str | None:
-    """The rule that a weight's values break, and what they are instead."""
-    if tensor.is_meta:
-        return "have values, got a tensor on the meta device"
-    if tensor.dtype not in FLOATS:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-        return f"be of {names} (not quantised), got {str(tensor.dtype).removeprefix('torch.')}"
-    # One pass, without a tensor of the weight's size; NaN becomes both ends.
-    if tensor.numel() and not all(math.isfinite(end) for end in tensor.aminmax()):
-        return "hold finite numbers, got NaN or infinity"
-    return None
-
-
 def _some(names: list[str], separator: str = ", ") -> str:
     return separator.join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _renamed(model: VisionLanguageModel, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names = model.weight_names(index)
-    if state.keys() != names.keys():
-        raise ConfigError(f"the state of {model.records[index].name} must hold {sorted(names)}, got {sorted(state)}")
-    return {names[name]: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 class _ShardWriter:

@@ -4,7 +4,7 @@ from omnibal.errors import ConfigError
 from omnibal.families import layer_records
 from omnibal.families.base import (
     LayerRecord,
-    Trained,
+    TrainedCount,
     check_frozen,
     spelled_out,
     trained_by_module,
@@ -101,8 +101,8 @@ def test_some_blocks_are_frozen_by_kind_only_where_the_list_says_so(family, othe
 
 def test_what_modules_train_in_words():
     trained = trained_by_module((record, record.trained(["patches", "embedding", "head"])) for record in RECORDS)
-    assert trained == {"vision": Trained(30, 42), "language": Trained(0, 5)}
-    millions = {name: Trained(*(number * 1_000_000 for number in numbers)) for name, numbers in trained.items()}
+    assert trained == {"vision": TrainedCount(30, 42), "language": TrainedCount(0, 5)}
+    millions = {name: TrainedCount(*(number * 1_000_000 for number in numbers)) for name, numbers in trained.items()}
     assert trained_in_words(millions) == "vision 30.0 of 42.0 M, language none of 5.0 M"
     deep = layer_records(small_config("qwen3_vl").to_dict())
     assert [*trained_by_module((record, record.trained(())) for record in deep)] == [

@@ -37,7 +37,7 @@ def test_times_are_medians_of_the_passes_after_the_warm_up(monkeypatch):
     clock = Clock(monkeypatch)
     seconds = iter([(50, 60), (40, 70), (1, 10), (2, 30), (3, 20), (4, 20), (9, 90)])
     weight = torch.ones(3, requires_grad=True)
-    forward, backward = time_passes(lambda: Slow.apply(weight, clock, *next(seconds)), CPU)
+    forward, backward, _ = time_passes(lambda: Slow.apply(weight, clock, *next(seconds)), CPU)
     assert forward == Timing(seconds=3.0, spread_seconds=2.0)
     assert backward == Timing(seconds=20.0, spread_seconds=10.0)
     assert backward.spread == 0.5
@@ -47,7 +47,7 @@ def test_times_are_medians_of_the_passes_after_the_warm_up(monkeypatch):
 
 def test_without_gradients_there_is_no_backward_pass(monkeypatch):
     clock = Clock(monkeypatch)
-    forward, backward = time_passes(lambda: Slow.apply(torch.ones(3), clock, 2, 5), CPU)
+    forward, backward, _ = time_passes(lambda: Slow.apply(torch.ones(3), clock, 2, 5), CPU)
     assert (forward.seconds, backward.seconds) == (2.0, 0.0)
 
 

@@ -196,7 +196,7 @@ def attention_rows(device: torch.device, tokens: int) -> Iterator[Row]:
         row: dict[str, Any] = {"samples": name, "tokens": tokens, "longest": max(lengths)}
         for way, function in attention_ways(lengths, heads, kv_heads, width, device).items():
             try:
-                forward, backward = time_passes(function, device)
+                forward, backward, _ = time_passes(function, device)
                 row[f"{way} ms"] = 1e3 * (forward + backward).seconds
             except RuntimeError as error:  # a mask of the pack's size squared may not fit
                 row[f"{way} ms"] = type(error).__name__
