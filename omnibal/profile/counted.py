@@ -25,7 +25,7 @@ def analytic_profile(
     tensor_parallel: int = 1,
     frozen: Collection[str] = (),
 ) -> ModelProfile:
-    """Costs of a model's layers by counting operations and bytes, for a device such as one of ``omnibal.device.DEVICES``.
+    """Costs of a model's layers on a device by counting operations and bytes.
 
     ``tensor_parallel`` devices share each layer: it divides all costs but of what is sent between stages. ``frozen`` is
     what is not trained, as ``check_frozen`` takes it.

@@ -61,7 +61,7 @@ def has_weights(folder: str | Path) -> bool:
 def load_layer(
     model: VisionLanguageModel, index: int, module: nn.Module, source: str | Path | Mapping[str, Tensor]
 ) -> None:
-    """Fill one layer with its weights from a Hugging Face folder or a model's ``state_dict()``, reading no other tensor.
+    """Fill one layer with its weights from a Hugging Face folder or a ``state_dict()``, reading no other tensor.
 
     ``module`` is what ``model.build_layer(index, …)`` gave; its dtype and device stay, and so do adapters.
     """
