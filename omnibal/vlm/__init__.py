@@ -28,7 +28,7 @@ __all__ = ["Payload", "VisionLanguageModel", "load_model"]
 def load_model(
     model: str | Path | PreTrainedConfig, lora: LoraSection | None = None, frozen: Collection[str] = ()
 ) -> VisionLanguageModel:
-    """The pipeline layers of a Hugging Face folder or configuration, frozen ones without adapters; no weight is read yet."""
+    """The pipeline layers of a Hugging Face folder or configuration; frozen ones get no adapters; no weight is read."""
     loaded = _loaded(model)
     if lora is not None:
         add_adapters(loaded, adapters_of(loaded, lora, frozen))

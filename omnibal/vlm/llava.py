@@ -39,7 +39,6 @@ from omnibal.vlm.text import text_recipes
 
 # (height, width) of each image; how many images each sample with images has.
 IMAGE_SIZES, IMAGES_OF_SAMPLES = "image_sizes", "batch_num_images"
-"""(height, width) of each image; how many images each sample with images has."""
 
 
 class PatchEmbedding(nn.Module):

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+import omnibal.vlm
 from omnibal import vlm
 from omnibal.cli.main import app
 from omnibal.data.synthetic import INTERNVL_MIX, tiled_lengths
 from omnibal.demo import write_demo
 from omnibal.families.base import LayerRecord
 from omnibal.planner import packings
-from omnibal.vlm import families, load_model
+from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model
 
 CLUSTER = "4xA100-80GB"
@@ -104,5 +105,5 @@ def stand_in(monkeypatch, profile):
     records = [
         LayerRecord(cost.name, cost.kind, cost.sizes, cost.tied_key, module=cost.module) for cost in profile.layers
     ]
-    monkeypatch.setattr(families, "load_records", lambda path, *adapters: records)
+    monkeypatch.setattr(omnibal.vlm, "load_records", lambda path, *adapters: records)
     monkeypatch.setattr(vlm, "load_model", lambda path, *adapters: SimpleNamespace(records=records))
