@@ -38,7 +38,7 @@ from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import initialize, open_together
-from omnibal.engine.loader import Loader, PackLoader, VlmDataset
+from omnibal.engine.loader import Loader, VlmDataset
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import trained_in_words
@@ -177,7 +177,7 @@ def _claimed(run: RunSection) -> ExitStack:
     return claim
 
 
-def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: VlmDataset | None) -> PackLoader | None:
+def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: VlmDataset | None) -> Loader | None:
     if held_out is None and section.data.held_out:
         held_out = open_together(section, "held_out")
     return None if held_out is None else engine.held_out_loader(held_out)
@@ -278,7 +278,7 @@ def _train(
 
 def _evaluate(
     engine: OmnibalEngine,
-    held_out: PackLoader | None,
+    held_out: Loader | None,
     log: MetricsLog | None,
     on_evaluation: OnEvaluation | None,
     bar: tqdm,

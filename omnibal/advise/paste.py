@@ -21,7 +21,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import NEARBY, TRAP_WASTE, forced_waste
 from omnibal.data.limits import MOST, PackLimits
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.feeds.buffer import buffer_of
+from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.plan import Plan
 
 Kind = Literal["annotations", "lengths", "stream", "others"]

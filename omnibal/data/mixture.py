@@ -116,6 +116,16 @@ class Mixture:
         columns = [np.interp(steps, self._steps, column) for column in self._table.T]
         return np.stack(columns, axis=-1)
 
+    def shares_of_step(self, step: int, given: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+        """The share that a step was to hold of each source, and the one that it holds.
+
+        Args:
+            step: Number of the step, from 0.
+            given: Samples or tokens that each source gave to the step, as ``by`` counts them.
+        """
+        asked, total = dict(zip(self.sources, self.shares_at(step + 0.5).tolist(), strict=True)), sum(given.values())
+        return {name: (asked[name], units / max(total, 1)) for name, units in given.items()}
+
     def check_sources(self, names: Sequence[str]) -> None:
         """Check that the mixture speaks of just the sources that there are.
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from omnibal.cost import Load
 from omnibal.emulator.device import Device
 from omnibal.emulator.run import SIZE_SCALE, EmulationTask
-from omnibal.engine.loader import Batch, Step
+from omnibal.engine.loader import Batch
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.families.base import LayerRecord
+from omnibal.feeds.feed import Step
 from omnibal.vlm.backward import WeightGradients
 from omnibal.vlm.payload import Payload, SentTensors
 

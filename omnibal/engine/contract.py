@@ -13,8 +13,9 @@ from torch.utils.data import Dataset
 
 from omnibal.cluster import Layout
 from omnibal.data.lengths import SampleLengths
-from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
+from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset
 from omnibal.errors import ConfigError, DataError, OmnibalError
+from omnibal.feeds.feed import EpochFeed, Step
 from omnibal.formats.collate import IGNORED, Positions
 from omnibal.ranks import gather
 from omnibal.vlm.layers import VisionLanguageModel
@@ -232,9 +233,9 @@ def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
 
 def _disagreement(loader: Loader, step: Step, batches: list[Batch]) -> DataError:
     """Name the sample that two stages read differently, all ranks together."""
-    assert isinstance(loader, PackLoader), "others read a sample once"
-    packs = loader.sampler.step(step.index)
-    own = [packs.pack(loader.sampler.rank, number).tolist() for number in range(len(batches))]
+    assert isinstance(loader.feed, EpochFeed), "the samples of a stream are read once"
+    packs = loader.feed.sampler.step(step.index)
+    own = [packs.pack(loader.feed.rank, number).tolist() for number in range(len(batches))]
     seen: dict[int, int] = {}
     read = [entry for found in gather(_digests(own, batches)) for entry in found.items()]
     sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)

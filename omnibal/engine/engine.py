@@ -21,12 +21,13 @@ from torch import Tensor
 from omnibal.config.resuming import settings_of
 from omnibal.engine.checkpointed import CheckpointedEngine
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths, read_step
-from omnibal.engine.loader import Batch, Loader, PackLoader, Step, Steps, VlmDataset
+from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset
 from omnibal.engine.module import joined
 from omnibal.engine.resolve import OnGradient, ResolvedRun
 from omnibal.engine.settings import Settings
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, said
+from omnibal.feeds.feed import Step
 from omnibal.loss import EVALUATION_STATISTICS, targets_of
 from omnibal.plan import Plan
 from omnibal.ranks import gather, rank_zero_first
@@ -167,7 +168,7 @@ class OmnibalEngine(CheckpointedEngine):
         self._monitor_balance(step)
         return loss
 
-    def held_out_loader(self, dataset: VlmDataset) -> PackLoader:
+    def held_out_loader(self, dataset: VlmDataset) -> Loader:
         """A loader of held-out samples for ``evaluate``, all ranks together.
 
         Raises:
@@ -176,7 +177,7 @@ class OmnibalEngine(CheckpointedEngine):
         lengths = rank_zero_first(lambda: checked_lengths(dataset), doing="measures held-out samples", where=self.where)
         return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), lengths)
 
-    def evaluate(self, loader: PackLoader) -> Evaluation:
+    def evaluate(self, loader: Loader) -> Evaluation:
         """Measure loss and accuracy on one epoch of held-out packs, all ranks together.
 
         Args:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
@@ -23,7 +22,7 @@ from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import meet
 from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.loader import Loader, PackLoader, VlmDataset, view_of
+from omnibal.engine.loader import Loader, PackReader, VlmDataset, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import (
     MakeOptimizer,
@@ -36,9 +35,10 @@ from omnibal.engine.resolve import (
     read,
     resolve_plan,
 )
-from omnibal.engine.stream_setup import is_stream, open_annotations, stream_loader
+from omnibal.engine.streams import is_stream, open_annotations, stream_feed
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import trained_in_words
+from omnibal.feeds.feed import Feed
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.pipeline.schedule import ScheduleName
@@ -115,8 +115,7 @@ def initialize(
         LOG.info("parameters trained: %s", trained_in_words(resolved.trained))
         warn_of_float32(get_accelerator().device_name(), resolved.layout.precision)
         warn_of_added_end(samples)
-    make_loader = partial(
-        PackLoader,
+    reader = PackReader(
         view=view_of(place.stage, resolved.layout.num_stages),
         pixel_shape=resolved.vlm.pixel_shape,
         pixel_dtype=resolved.dtype,
@@ -125,16 +124,17 @@ def initialize(
         workers=resolved.section.data.workers,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
-    loader: Loader
+    feed: Feed
     if is_stream(samples):
-        plan, loader = run_on_all_ranks(lambda: stream_loader(resolved, samples, place, make_loader))
+        plan, feed = run_on_all_ranks(lambda: stream_feed(resolved, samples, place, reader))
     else:
         lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
         plan, sampler = run_on_all_ranks(lambda: _arrange(resolved, samples, lengths, place.replica))
         sampler.verify(gather)
         checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
         step_seconds = None if plan.predicted is None else plan.predicted.step_seconds
-        loader = make_loader(checked, sampler, step_seconds=step_seconds)
+        feed = reader.feed(checked, sampler, step_seconds=step_seconds)
+    loader = Loader(feed, reader)
     total_steps = resolved.section.run.max_steps or loader.steps_left(resolved.section.run.epochs)
     weights = model.state_dict() if isinstance(model, nn.Module) else None
     engine: OmnibalEngine = build_engine(resolved, plan, loader, total_steps, own, weights=weights)

@@ -1,4 +1,4 @@
-"""The packs of sources that are drawn one by one, as each stage of a pipeline needs them.
+"""Streams in the pipeline: from a ds_config and sources to a rank's feed, and what each stage gets of a pack.
 
 The first stage of a replica draws, and hands the labels of its packs to the last one: so a source is read once, and
 need not be the same when it is read again. All ranks hear what all packs hold, and what fails.
@@ -13,216 +13,104 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnibal.cluster import Layout, PipelinePosition
-from omnibal.cost import Load
-from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits
+from omnibal.config import OmnibalSection
 from omnibal.data.mixture import Mixture
-from omnibal.data.policies import Oversized
+from omnibal.engine.contract import SampleRules
 from omnibal.engine.distributed import set_device
-from omnibal.engine.loader import Batch, PackLoader, Step, VlmDataset, step_in_words
-from omnibal.errors import ConfigError
-from omnibal.feeds.ahead import ahead
-from omnibal.feeds.buffer import buffer_of
-from omnibal.feeds.draws import Draws, Sample
-from omnibal.feeds.sampler import BalancedBatchSampler
+from omnibal.engine.loader import Batch, PackReader, cores_of_process
+from omnibal.engine.resolve import ResolvedRun, named, resolve_plan
+from omnibal.errors import ConfigError, DataError
+from omnibal.feeds.buffer import Sample
+from omnibal.feeds.buffer_plan import buffer_of
+from omnibal.feeds.feed import Step
 from omnibal.feeds.sources import part_of
-from omnibal.feeds.windows import (
-    PER_PACK,
-    Window,
-    Windows,
-    beginning,
-    go_on,
-    shares_of,
-)
+from omnibal.feeds.stream import PlannedWindow, StreamFeed
+from omnibal.formats.collate import IGNORED
+from omnibal.formats.streamed import ConversationStream, open_streams
+from omnibal.plan import Plan
 from omnibal.ranks import gather, new_gloo_group
 
-Collate = Callable[[list[dict[str, Tensor]]], Batch]
-MakeLoader = Callable[[VlmDataset, BalancedBatchSampler], PackLoader]
 
-
-class StreamLoader:
-    """The packs of one rank, step after step, to the run's last step: behind the end of a source it is read again.
+class PipelineStreamFeed(StreamFeed):
+    """The steps of one rank of a pipeline: the first stage of a replica draws, the last one gets labels.
 
     Args:
         sources: By name; each is the same on all ranks, and divided over the replicas.
-        mixture: What share each one gets; none for a single source.
-        limits: The most a pack may hold.
         layout: How the run lies on its ranks.
         place: Where this rank stands in the layout.
-        micro_batches: Packs of each replica and step.
-        num_steps: Of the whole run: nothing is drawn beyond.
-        seed: What chance decides by.
-        oversized: What becomes of a sample that exceeds a limit on its own.
-        read: Checks an item; gives what the buffer holds.
+        read: Checks an item of a source; gives what the buffer holds.
         collate: Makes a pack of samples.
-        make_loader: A loader of held-out samples for this rank.
         pin_memory: Whether packs are copied to a GPU.
-
-    Raises:
-        ConfigError: The mixture does not name the sources, or one cannot be divided.
+        num_steps: Steps of the whole run.
+        options: Further arguments of ``StreamFeed``.
     """
 
     def __init__(
         self,
         sources: Mapping[str, Any],
-        mixture: Mixture | None,
-        limits: PackLimits,
+        limits: Any,
         *,
         layout: Layout,
         place: PipelinePosition,
+        read: Callable[[Any], Sample],
+        collate: Callable[[list[dict[str, Tensor]]], Batch],
+        pin_memory: bool,
         micro_batches: int,
         num_steps: int,
-        seed: int,
-        oversized: Oversized,
-        read: Callable[[Any], Sample],
-        collate: Collate,
-        make_loader: MakeLoader,
-        pin_memory: bool,
+        **options: Any,
     ) -> None:
-        self.micro_batches, self._limits, self._mixture = micro_batches, limits, mixture
-        self._layout, self._place = layout, place
-        self._num_steps, self._collate, self._pins, self._make_loader = num_steps, collate, pin_memory, make_loader
+        self._layout, self._place, self._collate, self._pins = layout, place, collate, pin_memory
+        self._group: dist.ProcessGroup | None = None
         replica, num_replicas = place.replica, layout.num_replicas
-        draws = partial(
-            Draws,
+        super().__init__(
             {name: part_of(name, items, replica, num_replicas) for name, items in sources.items()},
-            read,
-            limits=limits,
-            oversized=oversized,
-            most_samples=buffer_of(micro_batches),
-            mixture=mixture,
+            limits,
+            read=read,
+            pack=lambda samples, *_: self._pinned(collate([sample.held for sample in samples])),
+            gather=lambda told: gather(told, group=self._group),
             rank=replica,
             num_ranks=num_replicas,
-            seed=seed,
-        )
-        names = draws().names  # refuses what is wrong with the arguments
-        self._made_from: dict[str, Any] = {
-            "sources": names,
-            "mixture": None if mixture is None else mixture.record(names),
-            "limits": [limits.vision_units, limits.llm_tokens],
-            "num_replicas": num_replicas,
-            "micro_batches": micro_batches,
-            "seed": seed,
-            "oversized": oversized,
-        }
-        self._windows = Windows(
-            draws if place.stage == 0 else None,
-            limits,
-            self._pack,
-            lambda told: gather(told, group=self._group),
-            rank=replica,
             micro_batches=micro_batches,
-            seed=seed,
-            oversized=oversized,
+            buffer=buffer_of(micro_batches),
+            draws=place.stage == 0,
             fills=False,
+            num_steps=num_steps,
+            **options,
         )
-        self._group: dist.ProcessGroup | None = None
-        self._position, self._steps_done = beginning(0), 0
-        self._iterator: Iterator[tuple[Step, list[Batch], dict[str, Any]]] | None = None
 
-    def next_step(self) -> tuple[Step, list[Batch]]:
-        """The next step, and this rank's packs of it: on the last stage labels alone, on those between nothing.
+    def step(self) -> tuple[Step, list[Any]] | None:
+        """As of ``StreamFeed``.
 
         Raises:
-            DataError: On all ranks alike: a source fails, is empty, or stalls for too long.
             ConfigError: The run has ended.
         """
-        if self._steps_done == self._num_steps:
-            raise ConfigError(f"omnibal.run.max_steps must be all steps of a run on streams, got {self._num_steps}")
-        if self._iterator is None:
-            if self._group is None:  # of its own: it is used in a thread
-                self._group = new_gloo_group()
-            self._iterator = self._following()
-        step, batches, self._position = next(self._iterator)
-        self._steps_done += 1
-        return step, batches
-
-    def __iter__(self) -> Iterator[tuple[Step, list[Batch]]]:
-        """Steps to the end of the run."""
-        while self._steps_done < self._num_steps:
-            yield self.next_step()
-
-    def steps_left(self, _epochs: int) -> int:
-        """Steps to the end of the run."""
-        return self._num_steps - self._steps_done
-
-    def summary(self) -> dict[str, str]:
-        """What is trained on, in words."""
-        names = ", ".join(self._made_from["sources"])
-        return {
-            "samples": f"drawn from {names}; {buffer_of(self.micro_batches)} of each replica planned at a time",
-            "a step": step_in_words(self._layout.num_replicas, self.micro_batches),
-        }
+        if not self.steps_left():
+            raise ConfigError(f"omnibal.run.max_steps must be all steps of a run on streams, got {self.steps_done}")
+        if self._group is None:  # of its own: it is used in a thread; made by all ranks at their first step
+            self._group = new_gloo_group()
+        return super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last step that ``next_step`` gave, on all replicas; all ranks together."""
-        replicas = gather(self._position)[: self._layout.num_replicas]
-        return {"made_from": self._made_from, "steps_done": self._steps_done, "replicas": replicas}
+        """The positions of all replicas, the same on all ranks; all ranks together."""
+        replicas = gather(self.position)[: self.num_replicas]
+        return {"made_from": self.made_from, "steps_done": self.steps_done, "replicas": replicas}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position; sources go on by their names, and a new one begins at its start.
-
-        Raises:
-            ConfigError: It is one in samples with an index, or of other packs.
-        """
+    def load_state_dict(self, state: Mapping[str, Any], *, tells: bool = True) -> None:
+        """Go on from a position; sources go on by their names, and a new one begins at its start."""
         if "made_from" not in state:
             raise ConfigError("data of the checkpoint must be streams as they are here, got samples with an index")
-        position, is_first = state["replicas"][self._place.replica], dist.get_rank() == 0
-        self._position = go_on(self._made_from, state["made_from"], position, tells=is_first)
-        self._steps_done, self._iterator = state["steps_done"], None
+        own = {"made_from": state["made_from"], **state["replicas"][self.rank]}
+        super().load_state_dict(own, tells=tells and dist.get_rank() == 0)
+        self.steps_done = state["steps_done"]
 
-    def over(self, dataset: VlmDataset, lengths: SampleLengths) -> PackLoader:
-        """As of ``PackLoader``."""
-        sampler = BalancedBatchSampler(
-            lengths,
-            self._limits,
-            num_replicas=self._layout.num_replicas,
-            rank=self._place.replica,
-            micro_batches=self.micro_batches,
-        )
-        return self._make_loader(dataset, sampler)
-
-    def _following(self) -> Iterator[tuple[Step, list[Batch], dict[str, Any]]]:
-        """Steps from here on, and the position behind each."""
-        begun, size = self._position, self.micro_batches
-        first = self._steps_done - begun["steps_done"]
-        for window in ahead(partial(self._all_windows, begun, first), 1):
-            is_first = (window.position["epoch"], window.position["window"]) == (begun["epoch"], begun["window"])
-            for index in range(begun["steps_done"] if is_first else 0, window.loads.shape[1] // size):
-                part = slice(index * size, (index + 1) * size)
-                batches, window.batches[part] = window.batches[part], [None] * len(window.batches[part])
-                yield self._step(window, index), batches, window.position_behind(index + 1)
-
-    def _step(self, window: Window, index: int) -> Step:
-        number = window.position["first_step"] + index
-        loads = window.loads[:, index * self.micro_batches : (index + 1) * self.micro_batches]
-        return Step(
-            window.position["epoch"],
-            number,
-            int(loads[..., PER_PACK - 1].sum()),
-            Load(loads[..., 0], loads[..., 1]),
-            shares_of(self._mixture, number, loads[..., PER_PACK:].sum(axis=(0, 1))),
-            {self._made_from["oversized"]: window.oversized},
-        )
-
-    def _all_windows(self, begun: Mapping[str, Any], steps: int) -> Iterator[Window]:
-        """What the thread makes: one pass over the sources after another, to the window of the run's last step."""
+    def _windows_of_run(self, begun: Mapping[str, Any]) -> Iterator[PlannedWindow]:
         set_device()  # where memory is pinned; each thread has its own
-        while True:
-            for window in self._windows.following(begun):
-                yield window._replace(batches=self._handed_over(window))
-                steps += window.loads.shape[1] // self.micro_batches
-                if steps >= self._num_steps:
-                    return
-            begun = beginning(begun["epoch"] + 1, window.oversized)
-
-    def _pack(self, samples: list[Sample], _filler: Any, _wants_image: bool) -> Batch:
-        return self._pinned(self._collate([sample.held for sample in samples]))
+        return super()._windows_of_run(begun)
 
     def _pinned(self, batch: Batch) -> Batch:
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pins else batch
 
-    def _handed_over(self, window: Window) -> list[Batch]:
+    def received(self, window: PlannedWindow) -> list[Batch]:
         """This rank's packs of a window; the last stage gets their labels from the first one."""
         stage, last, replica = self._place.stage, self._layout.num_stages - 1, self._place.replica
         if last == 0 or 0 < stage < last:
@@ -231,7 +119,93 @@ class StreamLoader:
             labels = torch.cat([batch["labels"][0] for batch in window.batches])
             dist.send(labels, self._layout.rank(last, replica), self._group)
             return window.batches
-        tokens = window.loads[replica, :, 1].clip(min=1).tolist()  # an empty pack has one
+        # The loads that all ranks heard say how long each pack's labels are; an empty pack has one token.
+        tokens = window.loads[replica, :, 1].clip(min=1).tolist()
         labels = torch.empty(sum(tokens), dtype=torch.int64)
         dist.recv(labels, self._layout.rank(0, replica), self._group)
         return [self._pinned({"labels": part[None]}) for part in labels.split(tokens)]
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples are drawn one by one, from one source or several by name: their lengths are not known."""
+    return not hasattr(dataset, "lengths")
+
+
+def open_annotations(section: OmnibalSection) -> dict[str, ConversationStream]:
+    """The section's ``data.train`` as streams, by their names.
+
+    Raises:
+        ConfigError: It or ``model.path`` (for tokenizer and preprocessor) is not named.
+        DataError: A file it names cannot be read as a stream.
+    """
+    return open_streams(
+        named(None, section.data.train, "dataset", "omnibal.data.train"),
+        named(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path"),
+        image_folder=section.data.images,
+        max_tiles=section.data.max_tiles,
+        max_image_pixels=section.data.max_image_pixels,
+        broken=section.data.broken,
+        workers=cores_of_process() - 1 if section.data.workers is None else section.data.workers,
+    )
+
+
+def stream_feed(
+    resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
+) -> tuple[Plan, PipelineStreamFeed]:
+    """The plan of a run on streams, and this rank's packs.
+
+    Raises:
+        ConfigError: The section does not say what a stream needs, or asks for what it cannot have.
+    """
+    section, rules = resolved.section, SampleRules.of(resolved.vlm)
+    num_steps, mixture = _checked(section)
+    plan = resolve_plan(resolved, None)
+    feed = PipelineStreamFeed(
+        sources if isinstance(sources, Mapping) else {"data": sources},
+        plan.limits,
+        layout=resolved.layout,
+        place=place,
+        read=partial(checked_sample, rules=rules, dtype=resolved.dtype),
+        collate=reader.collate,
+        pin_memory=reader.pin_memory,
+        micro_batches=plan.micro_batches,
+        num_steps=num_steps,
+        mixture=mixture,
+        seed=section.packing.seed,
+        oversized=section.packing.oversized,
+    )
+    return plan, feed
+
+
+def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:
+    """The run's steps and its mixture, where the section can be that of a run on streams."""
+    mixture, packing, steps = section.data.mixture, section.packing, section.run.max_steps
+    if steps is None:
+        raise ConfigError(
+            "omnibal.run.max_steps must say how long to train on a stream, got none; without lengths() it has no epochs"
+        )
+    if mixture == "repeat_time":
+        raise ConfigError("omnibal.data.mixture must be shares by source for streams, got 'repeat_time'")
+    if packing.method != "balanced":
+        raise ConfigError(f"omnibal.packing.method must be 'balanced' for a stream, got {packing.method!r}")
+    return steps, mixture
+
+
+def checked_sample(item: Any, rules: SampleRules, dtype: torch.dtype) -> Sample:
+    """A sample as the buffer holds it: pixels in the dtype that the model computes in.
+
+    Raises:
+        DataError: The item breaks a rule of the model.
+    """
+    fields = item if isinstance(item, Mapping) else {}
+    tiles, tokens = _entries(fields.get("pixel_values")), _entries(fields.get("input_ids"))
+    problem = rules.problem(item, tiles=tiles, tokens=tokens, decoded=True)
+    if problem is not None:
+        raise DataError(f"a sample must {problem}")
+    held = {name: item[name] for name in ("input_ids", "labels", *rules.image_integers) if item.get(name) is not None}
+    held["pixel_values"] = item["pixel_values"].to(dtype) if tiles else None
+    return Sample(held, (tiles, tokens, int((item["labels"][1:] != IGNORED).sum())))
+
+
+def _entries(value: Any) -> int:
+    return len(value) if isinstance(value, Tensor) and value.dim() else 0

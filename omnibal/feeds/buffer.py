@@ -1,229 +1,333 @@
-"""Streams: every rank plans what it has drawn ahead, and ranks stay even though no sample leaves its rank.
+"""The samples that a rank has drawn from its sources and not trained yet, and how a resumed run comes to them again."""
 
-Ranks tell each other what their buffers hold in all, three numbers each, and agree on what a pack should hold. Each one
-takes about the oldest samples that make so many of these packs, and levels the packs among themselves: then any pack of
-one rank is like any of another, whichever run at the same time. Packs run in random order, so steps are random, too.
-"""
-
-import math
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.cost import FloatArray, IntArray, Load
-from omnibal.data.balance.demand import Demand, survey
-from omnibal.data.balance.rules import VISION_PACKS, Setting, make_rules
-from omnibal.data.balance.window import columns_of, plan_window
+from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.packs import Packs
-from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.mixture import Mixture
+from omnibal.data.policies import Oversized
+from omnibal.errors import ConfigError, DataError, said
+from omnibal.feeds.sources import END, ShuffledItems, Source, is_indexed, mark_of
 
-PART: Final = 0.75
-"""The part of the emptiest buffer that a window takes: the rest is there to choose from."""
-MOST_GROWTH: Final = 2.0
-"""Times as many samples that a buffer which does not fill a step grows to before ranks look again."""
-RESERVE: Final = 0.005
-"""Share of packs beyond what samples ask for: room to move them."""
-BUFFER: Final = 256
-"""Samples that a rank plans at a time: more have hardly made ranks more even (docs/streams.md)."""
-SAMPLES_A_PACK: Final = 32
-"""As many for each pack of a step, where that is more: a buffer must hold a step."""
-EDGE: Final = 64
-"""Last samples of a window, and first ones behind it, that may change places."""
-NEAR: Final = 0.05
-"""Of a pack: where a window's sums are as near as that, it exchanges no more samples, as exchanges sort the sources."""
-SHED: Final = (0.0, 0.0, 0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
-"""Shares of the samples that are left for the next window where they do not fit, try after try."""
+BARREN: Final = 1024
+"""Samples of a source, one after another, that may lack what shares count, or exceed a limit and be dropped."""
 
 
-def buffer_of(micro_batches: int) -> int:
-    """Samples that a rank plans at a time where nobody says how many."""
-    return max(BUFFER, SAMPLES_A_PACK * micro_batches)
+class Sample(NamedTuple):
+    """A sample in the buffer."""
+
+    held: Any
+    """What the collator lays into packs."""
+    loads: tuple[int, int, int]
+    """Vision units, LLM tokens, target tokens."""
+    source: int = 0
+    """Index of its source."""
 
 
-class Asked(NamedTuple):
-    """What a rank's buffer holds, as it tells the others."""
+class _Fill(NamedTuple):
+    """The moment before the buffer was filled."""
 
-    packs: float
-    """As many as its samples ask for."""
-    vision_units: float
-    cost: float
-    ended: bool
-    """Whether nothing more will come."""
-    bounded: bool = False
-    """Whether its bytes allow no more samples."""
+    drawn: int
+    """Samples that had been drawn."""
+    sources: dict[str, Any]
+    """Where each source stood, by name."""
 
 
-class Aim(NamedTuple):
-    """What ranks agree on for their next packs."""
+class SampleBuffer:
+    """Samples drawn from a rank's sources, numbered in the order in which they were drawn.
 
-    num_packs: int
-    """Of each rank: of whole steps."""
-    vision_units: float
-    """Of a pack."""
-    cost: float
-    """Of a pack."""
-
-
-def asked(lengths: SampleLengths, limits: PackLimits, *, ended: bool, bounded: bool = False) -> Asked:
-    """Count what a buffer holds; a sample over a limit counts as if it were at both.
+    The state holds no samples. To restore one, sources go back to where they stood before the oldest sample of the
+    buffer was drawn, and what came since is drawn again: at most about twice what the buffer holds. Checksums tell
+    whether these are the same samples. Sources are known by their names: one that the state does not have begins at
+    its start, and samples of one that is gone are left out.
 
     Args:
-        lengths: Of its samples.
+        sources: By name. A source with a length that is read by index is shuffled and divided over the ranks; any other
+            one is this rank's own.
+        read: Turns an item of a source into a sample.
         limits: The most a pack may hold.
-        ended: Whether nothing more will come.
-        bounded: Whether its bytes allow no more samples.
+        oversized: What becomes of a sample that exceeds a limit on its own.
+        most_samples: Samples of a full buffer.
+        most_bytes: Bytes of arrays, tensors and byte strings at which the buffer is full before that.
+        mixture: What share each source gets. Without, there is one source, and the buffer ends with it.
+        rank: Of this process.
+        num_ranks: How many there are.
+        seed: Decides the order of what is read by index.
+        first_pass: Number of the sources' first pass.
 
-    >>> asked(SampleLengths([4, 4], [50, 50]), PackLimits(4, 200), ended=False).packs
-    2.0
+    Raises:
+        ConfigError: The mixture does not name the sources, or there is none for several of them; ``oversized`` is
+            unknown.
     """
-    demand = _survey(lengths, limits)
-    count = demand.num_samples
-    packs = max(demand.driver, demand.other) * count
-    return Asked(packs, demand.mean_vision * count, demand.mean_cost * count, ended, bounded)
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        read: Callable[[Any], Sample],
+        *,
+        limits: PackLimits,
+        oversized: Oversized,
+        most_samples: int,
+        most_bytes: int | None = None,
+        mixture: Mixture | None = None,
+        rank: int,
+        num_ranks: int,
+        seed: int = 0,
+        first_pass: int = 0,
+    ) -> None:
+        if mixture is None and len(sources) != 1:
+            raise ConfigError(f"mixture must say what share each source gets, got none for {', '.join(sources)}")
+        self._mixture = mixture or Mixture(dict.fromkeys(sources, 1.0))
+        self._mixture.check_sources([*sources])
+        if oversized not in get_args(Oversized):
+            raise ConfigError(f"oversized must be one of {get_args(Oversized)}, got {oversized!r}")
+        self._limits, self._oversized = limits, oversized
+        self._most_samples = integer("buffer", most_samples, 1)
+        self._most_bytes = np.inf if most_bytes is None else integer("buffer_bytes", most_bytes, 1)
+        self._read, self._repeats = read, mixture is not None
+        self._sources: list[Source] = []
+        for name in self._mixture.sources:
+            items = sources[name]
+            if is_indexed(items):
+                items = ShuffledItems(items, rank=rank, num_ranks=num_ranks, seed=seed)
+            self._sources.append(Source(name, items, repeats=self._repeats, first_pass=first_pass))
+        # What each source is owed: the sum of its shares minus what it gave. The next sample is of the one owed most.
+        self._owed = np.zeros(len(self._sources))
+        # While the buffer is filled, draw n counts for step `step + (n - drawn) * pace`: shares are those of the step
+        # that will train a sample, guessed from the steps and samples trained between the last two fills.
+        self._shares_of = 0, 0.0, 0.0  # (drawn, step, pace) of the current fill
+        self._last_fill = 0, 0  # (step, samples trained) before the current fill
+        self._fills: list[_Fill] = []
+        self._seen: dict[int, tuple[str, int]] = {}  # source and checksum of each sample since the first of the fills
+        self._to_restore: Mapping[str, Any] | None = None
+        self._bytes = 0
+        self._lacking, self._fitting = [0] * len(self._sources), [False] * len(self._sources)
+        self.samples: dict[int, Sample] = {}
+        self.drawn = 0
+        self.num_oversized = 0  # samples over a limit met by the last fill; the first one in words
+        self.first_oversized = ""
+        self.ended = False
+        self.drawing_from = ""  # the source whose sample is waited for
+
+    @property
+    def names(self) -> list[str]:
+        """Of the sources."""
+        return [source.name for source in self._sources]
+
+    @property
+    def heard(self) -> int:
+        """Signs of life of all sources."""
+        return sum(source.heard for source in self._sources)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its bytes allow no more samples."""
+        return self._bytes >= self._most_bytes
+
+    def fill(self, step: int) -> None:
+        """Draw until the buffer is full, or the source has ended.
+
+        Args:
+            step: The next step that is trained.
+
+        Raises:
+            DataError: A source yields nothing, or raises something; the message names it.
+        """
+        kept = len(self.samples)
+        trained, (before, trained_before) = self.drawn - kept, self._last_fill
+        pace = (step - before) / (trained - trained_before) if trained > trained_before else 0.0
+        self._last_fill = step, trained
+        self._shares_of = self.drawn, step + kept * pace, pace
+        self._begin_fill()
+        self.num_oversized, self.first_oversized = 0, ""
+        self.fill_up(self._most_samples)
+
+    def fill_up(self, num_samples: int) -> None:
+        """Draw until the buffer holds so many samples, or its bytes are used up, or the source has ended."""
+        while not self.ended and len(self.samples) < num_samples and not self.is_bounded:
+            drawn, step, pace = self._shares_of
+            shares = self._mixture.shares_at(step + (self.drawn - drawn) * pace)
+            sample = self._draw(self._sources[int(np.where(shares > 0, self._owed, -np.inf).argmax())])
+            if sample is None:
+                self.ended = True
+            else:
+                self._take_in(sample, shares)
+                self.drawn += 1
+
+    def take(self, numbers: Iterable[int]) -> list[Sample]:
+        """Remove samples from the buffer."""
+        taken = [self.samples.pop(number) for number in numbers]
+        self._bytes -= sum(size_of(sample.held) for sample in taken)
+        return taken
+
+    def given(self, samples: Iterable[Sample]) -> list[int]:
+        """What some samples count for in the share of each source."""
+        units = [0] * len(self._sources)
+        for sample in samples:
+            units[sample.source] += self._units(sample)
+        return units
+
+    def lengths(self) -> SampleLengths:
+        """Loads of what the buffer holds, the oldest first."""
+        loads = np.array([sample.loads for sample in self.samples.values()], dtype=np.int64).reshape(-1, 3).T
+        return SampleLengths(loads[0], loads[1], target_tokens=loads[2])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What brings back the buffer as it is, and all that follows; between a fill and the next ``take``."""
+        # No fill before the one that drew the oldest sample is needed again. The last one always is: by its samples
+        # the sources are known again.
+        oldest = min(self.samples, default=self.drawn - 1)
+        ends = [fill.drawn for fill in self._fills[1:]] + [self.drawn]
+        self._fills = [fill for fill, end in zip(self._fills, ends, strict=True) if end > oldest]
+        first = self._fills[0]
+        self._seen = {number: seen for number, seen in self._seen.items() if number >= first.drawn}
+        return {
+            "sources": first.sources,
+            "fills": [fill.drawn for fill in self._fills],
+            "seen": [*self._seen.values()],
+            "held": [*self.samples],
+            "last_fill": self._last_fill,
+            "owed": dict(zip(self.names, self._owed.tolist(), strict=True)),
+            "ended": self.ended,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let ``restore`` bring back what the buffer held then."""
+        self._to_restore = state
+
+    def restore(self) -> None:
+        """Draw again what the buffer held in the state that was loaded, if one was.
+
+        Raises:
+            DataError: A source does not bring the samples that were drawn of it.
+        """
+        state, self._to_restore = self._to_restore, None
+        if state is None:
+            return
+        sources = {source.name: source for source in self._sources if source.name in state["sources"]}
+        for name, source in sources.items():
+            source.go_to(state["sources"][name])
+        fills, held = set(state["fills"]), set(state["held"])
+        self.drawn = min(fills)
+        for number, (name, mark) in enumerate(state["seen"], start=self.drawn):
+            if number in fills:
+                self._begin_fill()
+            if name not in sources:
+                self._seen[number] = name, mark
+            elif (sample := self._draw(sources[name])) is None:
+                raise DataError(f"source {name!r} must bring the samples again that were drawn of it, got its end")
+            elif number in held:
+                self._hold(sample)
+            self.drawn += 1
+        self._last_fill, self.ended = state["last_fill"], state["ended"]
+        self._owed = np.array([state["owed"].get(name, 0.0) for name in self.names])
+        for name in sources:
+            self._check_restored(name, state["seen"])
+
+    def _check_restored(self, name: str, seen: Iterable[tuple[str, int]]) -> None:
+        """Refuse a source that brings other samples than before; where only some are others, say so."""
+        pairs = zip(seen, self._seen.values(), strict=True)
+        differs = [before[1] != again[1] for before, again in pairs if before[0] == name]
+        if not any(differs):
+            return
+        told = f"source {name!r} must bring the samples again that the state was taken behind, got"
+        if all(differs):
+            raise DataError(
+                f"{told} others; give it the seed, the files and the collator that it had, or another name, under "
+                "which it begins at its start"
+            )
+        warnings.warn(
+            f"{told} {sum(differs)} others of {len(differs)}, as where samples change at random", stacklevel=2
+        )
+
+    def _begin_fill(self) -> None:
+        self._fills.append(_Fill(self.drawn, {source.name: source.state() for source in self._sources}))
+
+    def _draw(self, source: Source) -> Sample | None:
+        """Draw a source's next sample and note its checksum; None where the source has ended."""
+        self.drawing_from = source.name
+        if (item := source.draw()) is END:
+            return None
+        try:
+            sample = self._read(item)._replace(source=self._sources.index(source))
+            _check_loads(sample.loads)
+        except Exception as error:  # whatever a collator raises, the other ranks wait for an answer
+            raise DataError(f"{source.last_item}: {said(error)}") from error
+        self._seen[self.drawn] = source.name, mark_of((sample.loads, sample.held))
+        return sample
+
+    def _take_in(self, sample: Sample, shares: npt.NDArray[np.float64]) -> None:
+        """Hold a sample that was drawn for the first time, unless it is too large."""
+        vision, tokens, _ = sample.loads
+        if vision > self._limits.vision_units or tokens > self._limits.llm_tokens:
+            self._meet_oversized(sample)
+            if self._oversized == "drop":
+                return
+        weight = self._units(sample)
+        self._lacking[sample.source] = 0 if weight else self._lacking[sample.source] + 1
+        if self._lacking[sample.source] >= BARREN and self._repeats:
+            raise DataError(
+                f"source {self.names[sample.source]!r} must have {self._mixture.by} in a mixture by them, got none in "
+                f"{BARREN} samples"
+            )
+        self._owed = self._owed + shares * weight
+        self._owed[sample.source] -= weight
+        self._hold(sample)
+
+    def _hold(self, sample: Sample) -> None:
+        self._fitting[sample.source] = True
+        self.samples[self.drawn] = sample
+        self._bytes += size_of(sample.held)
+
+    def _meet_oversized(self, sample: Sample) -> None:
+        """Count a sample over a limit, or refuse it."""
+        limits, source = self._limits, self._sources[sample.source]
+        vision, tokens, _ = sample.loads
+        told = (
+            f"{source.last_item} must be within the limits of {limits.vision_units} vision units and "
+            f"{limits.llm_tokens} LLM tokens, got {vision} and {tokens}"
+        )
+        if self._oversized == "error":
+            raise DataError(f"{told}; oversized 'alone' gives it a pack of its own, 'drop' leaves it out")
+        self.first_oversized = self.first_oversized or told
+        self.num_oversized += 1
+        if self._oversized == "drop" and not self._fitting[sample.source]:
+            self._lacking[sample.source] += 1
+            if self._lacking[sample.source] >= BARREN:
+                raise DataError(f"{told}, as none of the first {BARREN} of this source is; raise the limits")
+
+    def _units(self, sample: Sample) -> int:
+        """What a sample counts for in its source's share."""
+        return {"samples": 1, "llm_tokens": sample.loads[1], "target_tokens": sample.loads[2]}[self._mixture.by]
 
 
-def growth(of_ranks: Sequence[Asked], micro_batches: int) -> list[float]:
-    """How many times as many samples each rank must hold before packs are planned; 1 where it need not or cannot.
+def _check_loads(loads: tuple[int, int, int]) -> None:
+    vision, tokens, targets = loads
+    if tokens < 1:
+        raise DataError(f"a sample must have at least 1 token, got {tokens}")
+    if vision < 0 or not 0 <= targets <= tokens:
+        raise DataError(
+            f"a sample must have 0 vision units or more, and at most as many target tokens as tokens, got {vision}, "
+            f"{targets} and {tokens}"
+        )
 
-    A buffer of short samples may not fill a step. It then grows until it does, but never beyond the bytes that it may
-    take: a rank that has come to these ends the others' growth, too.
+
+def size_of(held: Any) -> int:
+    """Bytes of the arrays, tensors and byte strings of a sample.
+
+    >>> size_of({"ids": np.zeros(3), "image": [b"12345"], "text": "?"})
+    29
     """
-    _, cost = _mean_pack(of_ranks)
-    held = [rank.cost / max(cost, 1e-9) for rank in of_ranks]
-    wanted = min([micro_batches, *(packs for packs, rank in zip(held, of_ranks, strict=True) if rank.bounded)])
-    return [
-        1.0
-        if rank.ended or rank.bounded or packs >= wanted
-        # A little at a time, as the next samples may be longer; to PART, to have some to choose from.
-        else min(micro_batches / (PART * max(packs, 1e-9)), MOST_GROWTH)
-        for packs, rank in zip(held, of_ranks, strict=True)
-    ]
-
-
-def grown(num_samples: int, times: float) -> int:
-    """How many samples a buffer holds that grows so many times; at least one more where it grows."""
-    return num_samples if times == 1 else max(math.ceil(num_samples * times), num_samples + 1)
-
-
-def agree(of_ranks: Sequence[Asked], micro_batches: int) -> Aim:
-    """What packs should hold, and how many each rank makes now: the same on all ranks, from the same numbers.
-
-    As many as the emptiest buffer can fill and choose from; where its bytes allow less than a step, packs are emptier
-    on all ranks. Ranks whose samples have come to an end are not waited for: once they have no more, their packs stay
-    empty. When all have ended, all samples are taken.
-    """
-    vision, cost = _mean_pack(of_ranks)
-    going = [rank.cost / cost for rank in of_ranks if not rank.ended]
-    if not going:
-        needed = max(rank.packs for rank in of_ranks) * (1 + RESERVE)
-        return Aim(math.ceil(needed / micro_batches) * micro_batches, vision, cost)
-    filled = min(min(going) / micro_batches, 1.0)
-    return Aim(max(int(PART * min(going)) // micro_batches, 1) * micro_batches, filled * vision, filled * cost)
-
-
-def _mean_pack(of_ranks: Sequence[Asked]) -> tuple[float, float]:
-    """Vision units and cost of a pack, as all ranks' samples would fill them."""
-    packs = sum(rank.packs for rank in of_ranks) * (1 + RESERVE)
-    vision, cost = (sum(loads) / max(packs, 1e-9) for loads in zip(*(rank[1:3] for rank in of_ranks), strict=True))
-    return vision, cost
-
-
-def plan_buffer(lengths: SampleLengths, aim: Aim, limits: PackLimits, *, waited: int, seed: Sequence[int]) -> Packs:
-    """Make a rank's next packs of its buffer; what they leave stays in it.
-
-    Older samples come first. Only such as no window has passed over yet may have to wait for the next one, so that this
-    window holds just what was agreed on. Where samples do not fit into the packs, the newest are left for later.
-
-    Args:
-        lengths: Of the samples in the buffer, the oldest first.
-        aim: What ranks have agreed on.
-        limits: The most a pack may hold; a sample over a limit gets a pack of its own.
-        waited: How many of the first samples were there when the last window was planned.
-        seed: What chance decides by.
-
-    Returns:
-        ``aim.num_packs`` packs of numbers of samples, in random order, empty ones where there are too few samples.
-
-    Complexity: O(samples).
-    """
-    chance = np.random.default_rng(seed)
-    chosen = _choose(lengths, aim, limits, waited)
-    for number, shed in enumerate(SHED):
-        packs = _packed(lengths, chosen[: len(chosen) - int(shed * len(chosen))], aim, limits, chance, number > 0)
-        if packs is not None:
-            return packs
-    alone = chance.permutation(aim.num_packs)  # one sample in each
-    return Packs(chosen[: aim.num_packs], np.minimum(np.arange(aim.num_packs + 1), len(chosen))).take(alone)
-
-
-def _survey(lengths: SampleLengths, limits: PackLimits) -> Demand:
-    return survey(lengths, limits, DEFAULT_COST, samples=None, drawn=None)
-
-
-def _choose(lengths: SampleLengths, aim: Aim, limits: PackLimits, waited: int) -> npt.NDArray[np.int64]:
-    """The oldest samples that together cost what was agreed on, then the nearest exchange of some of the newest."""
-    vision, tokens = lengths.vision_units.astype(np.float64), lengths.llm_tokens.astype(np.float64)
-    over = (vision > limits.vision_units) | (tokens > limits.llm_tokens)
-    vision[over], tokens[over] = limits.vision_units, limits.llm_tokens
-    cost = DEFAULT_COST(Load(vision, tokens, tokens**2))
-    # A sample is in if the sum is nearer with it than without.
-    count = min(max(int(np.searchsorted(np.cumsum(cost) - cost / 2, aim.num_packs * aim.cost)), 1), len(cost))
-    weights = np.array([VISION_PACKS / max(aim.vision_units, 1e-9), 1 / aim.cost])
-    loads = np.stack([vision, cost], axis=1) * weights
-    chosen = _nearest(np.arange(len(cost)), count, waited, loads, aim.num_packs * np.array(aim[1:]) * weights)
-    filled = np.maximum(
-        np.cumsum(vision[chosen]) / max(limits.vision_units, 1), np.cumsum(tokens[chosen]) / limits.llm_tokens
-    )
-    # Only what cannot fit is cut: had each rank stayed below from the beginning, all would take large samples first.
-    if len(chosen) and filled[-1] > aim.num_packs:
-        most = int(np.searchsorted(filled, aim.num_packs / (1 + RESERVE), side="right"))
-        chosen = chosen[: max(most, 1)]  # at least one, so that all are taken some day
-    return chosen
-
-
-def _nearest(
-    order: npt.NDArray[np.int64], count: int, waited: int, loads: FloatArray, wanted: FloatArray
-) -> npt.NDArray[np.int64]:
-    """The first ``count`` samples, after the exchanges of one for one that bring their loads near to the wanted.
-
-    Args:
-        order: Samples, the oldest first; changed in place.
-        count: How many are wanted.
-        waited: How many of the first ones stay.
-        loads: Of each sample, (samples, 2).
-        wanted: Sums, (2,).
-    """
-    inside, outside = slice(max(count - EDGE, waited), count), slice(count, count + EDGE)
-    excess = loads[order[:count]].sum(axis=0) - wanted
-    while len(order[inside]) and len(order[outside]) and (excess**2).sum() > NEAR**2:
-        after = excess - loads[order[inside], None] + loads[None, order[outside]]
-        squares = (after**2).sum(axis=2)
-        mine, theirs = np.unravel_index(int(squares.argmin()), squares.shape)
-        if not squares[mine, theirs] < (excess**2).sum() * (1 - 1e-6):
-            break
-        excess = after[mine, theirs]
-        swapped = [inside.start + mine, count + theirs]
-        order[swapped] = order[swapped[::-1]]
-    return order[:count]
-
-
-def _packed(
-    lengths: SampleLengths, chosen: IntArray, aim: Aim, limits: PackLimits, chance: np.random.Generator, hard: bool
-) -> Packs | None:
-    """Samples in packs that are all alike, in random order; None where some would hold too much.
-
-    For the planner these are the packs of one step of one rank.
-    """
-    if not len(chosen):
-        return Packs([], np.zeros(aim.num_packs + 1, dtype=np.int64))
-    part = lengths.take(chosen)
-    setting = Setting(limits, DEFAULT_COST, num_replicas=1, micro_batches=aim.num_packs, exchange_steps=1)
-    rules, share_of = make_rules(_survey(part, limits), setting, aim.num_packs)
-    rules = rules._replace(repair_first=hard)
-    packs = plan_window(chance.permutation(len(part)), columns_of(part), share_of, rules, 1, chance)
-    # The planner runs packs of like load at the same time; here that would make steps of one kind of sample.
-    return None if packs is None else Packs(chosen[packs.samples], packs.starts).take(chance.permutation(len(packs)))
+    if isinstance(held, bytes):
+        return len(held)
+    if isinstance(held, Mapping):
+        return sum(map(size_of, held.values()))
+    if isinstance(held, list | tuple):
+        return sum(map(size_of, held))
+    return int(getattr(held, "nbytes", 0))

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Annotated, Any, Final, Unpack
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
@@ -11,7 +13,44 @@ from omnibal.data.mixing import Origin
 from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
 from omnibal.errors import ConfigError
 from omnibal.feeds.epoch_steps import Epochs, EpochSteps, StepPacks
-from omnibal.feeds.resume import VERSION, check_agreement, read_state
+
+VERSION: Final = 1
+"""Of saved positions."""
+OTHER_DATA: Final = "; other samples or shares make other draws: keep the weights, and begin anew without the state"
+_Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # ranks, and micro-batches of each
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _OriginRecord(_Record):
+    """``Origin``, as it is saved."""
+
+    epoch: NonNegativeInt
+    step: NonNegativeInt
+    units: list[NonNegativeInt]
+
+
+class _EpochStepsRecord(_Record):
+    """``EpochSteps.record``."""
+
+    arranged_for: _Shape
+    ranks: _Shape
+    packs_done: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=1)]
+    first_step: NonNegativeInt
+    origin: _OriginRecord | None = None
+
+
+class _State(_Record):
+    """``BalancedBatchSampler.state_dict``."""
+
+    version: int
+    epoch: NonNegativeInt
+    steps_done: NonNegativeInt
+    epoch_steps: _EpochStepsRecord
+    next_packs: list[list[int]]
+    made_from: dict[str, Any]
 
 
 class BalancedBatchSampler:
@@ -187,9 +226,10 @@ class BalancedBatchSampler:
             ConfigError: The state was saved with another spec (lengths, limits, method, seed, …), or this version
                 arranges epochs differently.
         """
-        saved = read_state(state, self._spec.fingerprint())
+        saved = _read_state(state, self._spec.fingerprint())
         position, done = saved.epoch_steps, saved.steps_done
-        origin = None if position.origin is None else position.origin.origin()
+        left = position.origin
+        origin = None if left is None else Origin(left.epoch, left.step, tuple(left.units))
         arranged_for, ranks = Ranks(*position.arranged_for), Ranks(*position.ranks)
         resume = partial(self._epochs.resume, saved.epoch, arranged_for=arranged_for, origin=origin)
         (packs_done,) = position.packs_done
@@ -229,3 +269,59 @@ class BalancedBatchSampler:
             "epoch_steps": self._steps.record(),
         }
         check_agreement(gather(record), num_replicas=self.num_replicas)
+
+
+def _read_state(state: Any, made_from: Mapping[str, Any]) -> _State:
+    """A state, refused where it is none of this version, or was made from something else."""
+    found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+    if found != VERSION:
+        raise ConfigError(f"state must be of version {VERSION}, as state_dict() gave it, got {found!r}")
+    try:
+        read = _State.model_validate(dict(state))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise ConfigError(f"state must be as state_dict() gave it, got {key} that is not: {wrong['msg']}") from error
+    if read.made_from.get("text_only", "mix") != "mix":
+        raise ConfigError(
+            f"text_only must be 'mix' in the saved state, got {read.made_from['text_only']!r}; finish the epoch with "
+            "the version of omnibal that saved it"
+        )
+    for name, value in made_from.items():
+        saved = read.made_from.get(name)
+        if saved != value:
+            remedy = OTHER_DATA if name in ("num_samples", "content_hash", "mixture") else ""
+            raise ConfigError(f"{name} must be as in the saved state, {saved!r:.200}, got {value!r:.200}{remedy}")
+    return read
+
+
+def check_agreement(records: Sequence[Mapping[str, Any]], *, num_replicas: int) -> None:
+    """Compare what every process holds.
+
+    Args:
+        records: One mapping per process, all with the same keys; ``rank`` is its data-parallel rank, everything else
+            must be equal. Several processes may share a rank (the stages of a pipeline).
+        num_replicas: Data-parallel ranks there must be.
+
+    Raises:
+        ConfigError: Two processes differ: the message names both ranks, the field and the values; or a rank is missing.
+
+    >>> check_agreement([{"rank": 0, "seed": 1}, {"rank": 1, "seed": 2}], num_replicas=2)
+    Traceback (most recent call last):
+    omnibal.errors.ConfigError: rank 1: seed must be the same on all ranks, got 2 where rank 0 has 1
+    """
+    first = records[0]
+    for record in records[1:]:
+        for name, value in first.items():
+            if name != "rank" and record.get(name) != value:
+                raise ConfigError(
+                    f"rank {record['rank']}: {name} must be the same on all ranks, got {record.get(name)!r} "
+                    f"where rank {first['rank']} has {value!r}"
+                )
+    ranks = {record["rank"] for record in records}
+    missing = sorted(set(range(num_replicas)) - ranks)
+    if missing:
+        raise ConfigError(
+            f"ranks must be 0 … {num_replicas - 1}, each on at least one process, got {sorted(ranks)}; "
+            f"{', '.join(map(str, missing))} missing: pass every process its own data-parallel rank"
+        )

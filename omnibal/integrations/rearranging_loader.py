@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from omnibal.cost import IntArray
 from omnibal.dispatch.step_plan import COLUMNS, Costs, StepPlan, plan_step
 from omnibal.errors import ConfigError, DataError, said
-from omnibal.feeds.ahead import ahead
+from omnibal.feeds.feed import ahead
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.packing import PER_IMAGE, PackCollator
 from omnibal.integrations.padded import RowCollator

@@ -1,7 +1,4 @@
-"""A loader for sources without an index, which may never end: packs are planned in a buffer on every rank.
-
-No sample leaves the rank that drew it. Ranks tell each other numbers, over gloo and in a thread, while the model works.
-"""
+"""A loader for sources without an index, which may never end: packs are planned in a buffer on every rank."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -9,114 +6,96 @@ from typing import Any
 
 import torch
 
-from omnibal.cost import IntArray, Load
 from omnibal.data.checks import integer, kind, ranks
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
 from omnibal.errors import DataError
-from omnibal.feeds.ahead import ahead
-from omnibal.feeds.draws import Draws, Sample
-from omnibal.feeds.windows import (
-    PER_PACK,
-    Windows,
-    beginning,
-    go_on,
-    shares_of,
-)
+from omnibal.feeds.buffer import Sample
+from omnibal.feeds.feed import Step
+from omnibal.feeds.stream import StreamFeed
 from omnibal.integrations.loading import Loads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, item_loads
 from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of, two_texts
 from omnibal.ranks import gather, new_gloo_group, place
 
+StreamCollator = PackCollator | ItemCollator
+
 
 class StreamLoader:
-    """Yields batches of balanced packs from sources that are drawn one by one; made by ``balanced_stream``."""
+    """Yields batches of balanced packs from sources that are drawn one by one; made by ``balanced_stream``.
 
-    step_loads: IntArray
-    """What the packs of the step hold that was yielded last, (ranks, micro-batches, PER_PACK)."""
-    step_shares: Mapping[str, tuple[float, float]]
-    """Of each source of a mixture, in the same step: the share that was asked for, and that of its packs."""
-    oversized: int = 0
-    """Samples over a limit that all ranks met since the run began, up to the step that was yielded last."""
+    Args:
+        sources: By name, this rank's own; see ``SampleBuffer``.
+        collator: Makes a pack of samples.
+        limits: The most a pack may hold.
+        micro_batches: Packs of each rank and step.
+        seed: As of ``balanced_stream``.
+        weigh_tokens: As of ``balanced_stream``.
+        options: Further arguments of ``StreamFeed``.
+
+    Attributes:
+        step: The step that the batch belongs to that was yielded last.
+    """
+
+    step: Step
 
     def __init__(
         self,
         sources: Mapping[str, Any],
-        collator: PackCollator | ItemCollator,
+        collator: StreamCollator,
         limits: PackLimits,
         *,
-        buffer: int,
-        buffer_bytes: int | None = None,
-        mixture: Mixture | None = None,
         micro_batches: int = 1,
         seed: int = 0,
-        oversized: Oversized = "alone",
-        warn_seconds: float = 60,
-        wait_seconds: float = 1800,
         weigh_tokens: bool = True,
+        **options: Any,
     ) -> None:
-        self._collator, self._limits = collator, kind("limits", limits, PackLimits)
-        self._rank, self.num_replicas = place()
-        self._micro_batches = ranks(self.num_replicas, micro_batches)[1]
-        self._weigh_tokens = weigh_tokens
-        draws = partial(
-            Draws,
+        self._collator, self._weigh_tokens = collator, weigh_tokens
+        self.rank, self.num_replicas = place()
+        self.feed = StreamFeed(
             sources,
-            self._read,
-            limits=limits,
-            oversized=oversized,
-            most_samples=buffer,
-            most_bytes=buffer_bytes,
-            mixture=mixture,
-            rank=self._rank,
+            kind("limits", limits, PackLimits),
+            read=self._read,
+            pack=self._batch,
+            gather=partial(gather, group=new_gloo_group()),
+            rank=self.rank,
             num_ranks=self.num_replicas,
+            micro_batches=ranks(self.num_replicas, micro_batches)[1],
             seed=integer("seed", seed, 0),
+            **options,
         )
-        self._mixture, names = mixture, draws().names  # refuses what is wrong with the arguments, too
-        self._made_from: dict[str, Any] = {"sources": names, "buffer": buffer, "seed": seed}
-        self._made_from |= {"limits": [limits.vision_units, limits.llm_tokens], "oversized": oversized}
-        self._made_from["mixture"] = None if mixture is None else mixture.record(names)
-        self._made_from |= {"num_ranks": self.num_replicas, "micro_batches": self._micro_batches}
-        self._windows = Windows(
-            draws,
-            limits,
-            self._batch,
-            partial(gather, group=new_gloo_group()),
-            rank=self._rank,
-            micro_batches=self._micro_batches,
-            seed=seed,
-            oversized=oversized,
-            warn_seconds=warn_seconds,
-            wait_seconds=wait_seconds,
-        )
-        self._position = beginning(0)
+        self._position = self.feed.position
+
+    @property
+    def step_shares(self) -> Mapping[str, tuple[float, float]]:
+        """Of each source of a mixture: the share asked for at the step yielded last, and that of the step's packs."""
+        return self.step.shares
+
+    @property
+    def oversized(self) -> int:
+        """Samples over a limit that all ranks met since the run began, up to the step that was yielded last."""
+        oversized: int = self._position["oversized"]
+        return oversized
 
     def __iter__(self) -> Iterator[Any]:
-        begun, size = self._position, self._micro_batches
-        for window in ahead(partial(self._windows.following, begun), 1):
-            done = begun["steps_done"] if window.position["window"] == begun["window"] else 0
-            for number in range(done * size, len(window.batches)):
-                step, micro_batch = divmod(number, size)
-                of_step = window.loads[:, step * size : (step + 1) * size]
-                self.step_loads, given = of_step[..., :PER_PACK], of_step[..., PER_PACK:].sum(axis=(0, 1))
-                self.step_shares = shares_of(self._mixture, window.position["first_step"] + step, given)
-                self.oversized = window.oversized
-                if micro_batch == size - 1:  # who saves after the last one's backward pass has trained it
-                    self._position = window.position_behind(step + 1)
-                batch, window.batches[number] = window.batches[number], None
-                targets = int(self.step_loads[..., 3].sum())
-                weight = {TOKEN_WEIGHT: torch.tensor(self.num_replicas / max(targets, 1))} if self._weigh_tokens else {}
-                yield batch | weight if weight else batch
-        self._position = beginning(begun["epoch"] + 1, self.oversized)
-
-    def step_load(self) -> Load:
-        """What the packs of the step hold that was yielded last, in arrays of shape (ranks, micro-batches)."""
-        return Load(*self.step_loads[..., :3].transpose(2, 0, 1))
+        self.feed.go_to(self._position)
+        try:
+            while (found := self.feed.step()) is not None:
+                self.step, batches = found
+                weight = torch.tensor(self.num_replicas / max(self.step.target_tokens or 0, 1))
+                for number, batch in enumerate(batches, start=1):
+                    # Behind a step's last pack, its optimizer step follows: whoever saves then has trained the step.
+                    if number == len(batches):
+                        self._position = self.feed.position
+                    yield batch | {TOKEN_WEIGHT: weight} if self._weigh_tokens else batch
+            self._position = self.feed.position
+        finally:
+            self.feed.go_to(self._position)  # the thread that draws ahead ends
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank, between two steps: what goes on from here, on as many ranks."""
-        return {"made_from": self._made_from, **self._position}
+        return {"made_from": self.feed.made_from, **self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where this rank's state was taken.
@@ -126,9 +105,8 @@ class StreamLoader:
         Raises:
             ConfigError: It was taken on another number of ranks, or of other packs.
         """
-        position = {name: value for name, value in state.items() if name != "made_from"}
-        self._position = go_on(self._made_from, state["made_from"], position, tells=self._rank == 0)
-        self.oversized = self._position["oversized"]
+        self.feed.load_state_dict(state, tells=self.rank == 0)
+        self._position = self.feed.position
 
     def _read(self, item: Any) -> Sample:
         held = self._collator.sample(item)
@@ -195,7 +173,7 @@ def balanced_stream(
         ConfigError: An argument or the model does not allow packs.
         DataError: While iterating, on all ranks alike: a source fails, is empty, or the same on two ranks.
     """
-    collator: PackCollator | ItemCollator = ItemCollator(collate, measure)
+    collator: StreamCollator = ItemCollator(collate, measure)
     if model is not None:
         collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
         check_packed(model, *two_texts(model.config))

@@ -1,36 +1,68 @@
 """Equips a transformers.Trainer to rearrange samples over ranks: for data that is drawn first and measured later."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial, wraps
-from itertools import repeat
+from functools import wraps
 from math import ceil
 from pathlib import Path
 from types import MethodType
-from typing import Any, Final, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
-from transformers.trainer_utils import seed_worker
 
 from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
-from omnibal.errors import ConfigError, said
+from omnibal.errors import ConfigError
 from omnibal.integrations.exchange_costs import counted_costs
 from omnibal.integrations.losses import keeps_sft_loss
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader
-from omnibal.integrations.shares import Epochs, Stream, as_it_is
 from omnibal.integrations.trainer_hooks import RecipeCallback, check_model, load_by_names_on_disk, log_figures
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
-from omnibal.ranks import gather, place, run_on_all_ranks
-from omnibal.vlm.weights import check_data, load_data
+from omnibal.integrations.trainer_streams import (
+    PlacedBatches,
+    Stream,
+    as_it_is,
+    data_seed,
+    keep_place,
+    worker_options,
+)
 
-STREAM: Final = "omnibal_stream_{rank}.pt"
-"""Of a checkpoint: where the rank stands in its stream."""
+
+class DatasetDraws:
+    """This rank's draws of a dataset that is read by index: every sample once an epoch, in another order each."""
+
+    def __init__(
+        self, dataset: Any, size: int, rank: int, num_ranks: int, seed: int, options: Mapping[str, Any]
+    ) -> None:
+        self.num_samples = len(dataset)
+        self._dataset, self._size, self._rank, self._num_ranks = dataset, size, rank, num_ranks
+        self._seed, self._options = seed, options
+        self._epoch, self._start = 0, 0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        order = np.random.default_rng((self._seed, self._epoch)).permutation(len(self._dataset))
+        draws = [order[start : start + self._size].tolist() for start in range(0, len(order), self._size)]
+        mine = draws[self._rank :: self._num_ranks][self._start :]
+        # Of its own, since this runs in a thread beside the model's: the workers' seeds come from it.
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        self._epoch, self._start = self._epoch + 1, 0
+        loader = DataLoader(
+            self._dataset, batch_sampler=mine, collate_fn=as_it_is, generator=generator, **self._options
+        )
+        return iter(loader)
+
+    def __len__(self) -> int:
+        """Draws of the rank that has most."""
+        return ceil(len(self._dataset) / (self._size * self._num_ranks))
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Let the next iteration be of this epoch, from this draw on."""
+        self._epoch, self._start = epoch, start
 
 
 def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bool = False) -> None:
@@ -75,7 +107,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     loader = RearrangingLoader(
         source, collator, image_token_id=model.config.image_token_id, costs=costs, micro_batches=micro_batches
     )
-    batches = _Batches(loader, source, trainer)
+    batches = RearrangedBatches(loader, source, trainer)
     vars(trainer)["get_train_dataloader"] = lambda: StepLoader(batches, batch_size=None, collate_fn=as_it_is)
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
     made_from = {
@@ -83,8 +115,9 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         "num_replicas": num_ranks,
         "gradient_accumulation_steps": micro_batches,
         "padded": padded,
-        **source.made_from(),
     }
+    if isinstance(source, DatasetDraws):  # a stream keeps its own place
+        made_from |= {"samples": source.num_samples, "seed": data_seed(trainer)}
     callback = RearrangingCallback(trainer, made_from, batches)
     trainer.add_callback(callback)
     log_figures(trainer, callback.logged)
@@ -92,18 +125,12 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     keep_place(trainer, batches)
 
 
-def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | Epochs:
+def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | DatasetDraws:
     args, dataset, size = trainer.args, trainer.train_dataset, trainer.args.per_device_train_batch_size
-    options = {
-        "num_workers": args.dataloader_num_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
-        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-    }
+    options = worker_options(args)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return Stream(dataset, size, rank, num_ranks, options)
-    seed = args.seed if args.data_seed is None else args.data_seed
-    return Epochs(dataset, size, rank, num_ranks, seed, options)
+    return DatasetDraws(dataset, size, rank, num_ranks, data_seed(trainer), options)
 
 
 def _rearrange_forward(model: Any) -> None:
@@ -129,20 +156,19 @@ class StepLoader(DataLoader[Any]):
         batches.source.set_epoch(epoch)
 
 
-class _Batches(IterableDataset[Any]):
-    """The loader's micro-batches as a trainer takes them, and where the trainer stands in them."""
+class RearrangedBatches(PlacedBatches):
+    """Micro-batches that are drawn from a source and rearranged, as a trainer takes them."""
 
-    def __init__(self, loader: RearrangingLoader, source: Epochs | Stream, trainer: Trainer) -> None:
-        self._loader, self.source, self._trainer = loader, source, trainer
-        self._blanks, self._beginning = 0, loader.state_dict()
-        self._next = self._beginning
+    def __init__(self, loader: RearrangingLoader, source: DatasetDraws | Stream, trainer: Trainer) -> None:
+        super().__init__(loader, trainer)
+        self.source = source
+        self._beginning = self._next = loader.state_dict()
         self.imbalances: list[list[tuple[float, float]]] = []
 
-    def __iter__(self) -> Iterator[dict[str, Any] | None]:
+    def _batches(self) -> Iterator[dict[str, Any]]:
         # Trainer leaves an epoch's last iteration unfinished.
         self._loader.load_state_dict(self._next)
-        blanks, self._blanks, self._next = self._blanks, 0, self._beginning
-        yield from repeat(None, blanks)
+        self._next = self._beginning
         for drawn in self._loader:
             self.imbalances.append([*drawn.plan.imbalance.values()])
             # The ids are there to be counted.
@@ -156,76 +182,25 @@ class _Batches(IterableDataset[Any]):
         return ceil(len(self.source) / micro_batches) * micro_batches
 
     def place(self) -> dict[str, Any] | None:
-        """Of this rank in its stream, behind a step; None where there is no stream."""
-        return self._loader.state_dict() if isinstance(self.source, Stream) else None
+        """As of ``PlacedBatches``."""
+        return super().place() if isinstance(self.source, Stream) else None
 
     def go_on(self, folder: Path) -> None:
-        """Go on from a checkpoint. Trainer throws away the micro-batches that it has trained: they come as blanks."""
-        args, step = self._trainer.args, self._trainer.state.global_step
+        """As of ``PlacedBatches``."""
         if isinstance(self.source, Stream):
-            self._blanks = step % args.max_steps * args.gradient_accumulation_steps
-            self._next = read_place(folder)
+            super().go_on(folder)
+            self._next = self._loader.state_dict()
             return
-        epoch, step = divmod(step, len(self) // args.gradient_accumulation_steps)
-        self._blanks = step * args.gradient_accumulation_steps
+        micro_batches = self._trainer.args.gradient_accumulation_steps
+        epoch, step = divmod(self._trainer.state.global_step, len(self) // micro_batches)
+        self._blanks = step * micro_batches
         self.source.set_epoch(epoch, self._blanks)
-
-
-def read_place(folder: Path) -> dict[str, Any]:
-    """This rank's place in its stream, as a checkpoint has it; what one rank cannot read ends all.
-
-    Raises:
-        ConfigError: On all ranks alike; the message names the file.
-    """
-    path, found_place = folder / STREAM.format(rank=place()[0]), {}
-    problem: ConfigError | None = None
-    try:
-        found_place = load_data(path)
-    except Exception as error:
-        problem = ConfigError(
-            f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
-        )
-    gather(problem)
-    return found_place
-
-
-def _write_place(found_place: dict[str, Any], path: Path) -> None:
-    torch.save(found_place, path)
-    check_data(path)  # what a stream's own state_dict says may be anything; later it is read as data
-
-
-class Placed(Protocol):
-    """Micro-batches of a trainer that stand somewhere in a source."""
-
-    def place(self) -> dict[str, Any] | None:
-        """Of this rank, behind a step; None where the step says it."""
-
-    def go_on(self, folder: Path) -> None:
-        """Go on from a checkpoint. Trainer throws away the micro-batches that it has trained: they come as blanks."""
-
-
-def keep_place(trainer: Trainer, batches: Placed) -> None:
-    """Save each rank's place where Trainer saves each rank's random numbers, and read it before training goes on."""
-    save, load = trainer._save_rng_state, trainer._load_optimizer_and_scheduler
-
-    def saved(folder: str) -> None:
-        save(folder)
-        if (kept := batches.place()) is not None:
-            path = Path(folder) / STREAM.format(rank=trainer.args.process_index)
-            run_on_all_ranks(partial(_write_place, kept, path))
-
-    def loaded(checkpoint: str | None) -> None:
-        load(checkpoint)
-        if checkpoint is not None and not trainer.args.ignore_data_skip:
-            batches.go_on(Path(checkpoint))
-
-    vars(trainer).update(_save_rng_state=saved, _load_optimizer_and_scheduler=loaded)
 
 
 class RearrangingCallback(RecipeCallback):
     """Refuses checkpoints of other batches, and tells how even each phase was drawn and is."""
 
-    def __init__(self, trainer: Trainer, made_from: Mapping[str, Any], batches: _Batches) -> None:
+    def __init__(self, trainer: Trainer, made_from: Mapping[str, Any], batches: RearrangedBatches) -> None:
         self._trainer, self._made_from, self._batches = trainer, made_from, batches
         self._sum, self._count = np.zeros((2, 2)), 0
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import seed_worker
@@ -15,18 +16,21 @@ from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
-from omnibal.errors import ConfigError
-from omnibal.feeds.buffer import buffer_of
-from omnibal.feeds.sources import is_indexed
-from omnibal.feeds.windows import FATES, FREE
+from omnibal.errors import ConfigError, said
+from omnibal.feeds.buffer_plan import buffer_of
+from omnibal.feeds.sources import EveryNth, is_indexed, iterated
+from omnibal.feeds.stream import FATES, FREE
 from omnibal.integrations.expected import Costs
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
-from omnibal.integrations.shares import Stream, as_it_is
 from omnibal.integrations.streams import StreamLoader
 from omnibal.integrations.trainer_hooks import PacksCallback, check_model, load_by_names_on_disk, log_figures
-from omnibal.integrations.trainer_rearranging import keep_place, read_place
 from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
 from omnibal.profile.records import ModelProfile
+from omnibal.ranks import gather, place, run_on_all_ranks
+from omnibal.vlm.weights import check_data, load_data
+
+STREAM: Final = "omnibal_stream_{rank}.pt"
+"""File of a checkpoint with a rank's place in its stream."""
 
 
 def pack_stream(
@@ -65,10 +69,10 @@ def pack_stream(
         oversized=oversized,
         buffer=buffer,
         micro_batches=args.gradient_accumulation_steps,
-        seed=args.seed if args.data_seed is None else args.data_seed,
+        seed=data_seed(trainer),
         weigh_tokens=False,
     )
-    batches = _Batches(loader, trainer)
+    batches = PlacedBatches(loader, trainer)
     view: Any = batches
     vars(trainer)["get_train_dataloader"] = lambda: DataLoader(
         view, batch_size=None, collate_fn=as_it_is, pin_memory=args.dataloader_pin_memory
@@ -92,40 +96,135 @@ def _sources(trainer: Trainer, mixture: Mixture | None) -> dict[str, Any]:
     if mixture is not None and not isinstance(dataset, Mapping):
         found = type(dataset).__name__
         raise ConfigError(f"train_dataset must be streams by name, as the mixture calls them, got {found}")
-    options = {
+    named = dataset if isinstance(dataset, Mapping) else {"train_dataset": dataset}
+    return {
+        name: items if is_indexed(items) else Stream(items, None, rank, num_ranks, worker_options(args))
+        for name, items in named.items()
+    }
+
+
+class Stream:
+    """This rank's draws of a stream that is the same on all ranks: of n ranks each gets every n-th sample.
+
+    Where a stream's shards can be dealt (``datasets.IterableDataset``), a rank reads its own ones alone. If it has
+    ``state_dict`` and ``load_state_dict`` and no workers read it, this has them too.
+
+    Args:
+        dataset: The stream.
+        size: Samples of a draw; None to draw single samples.
+        rank: Of this process.
+        num_ranks: Ranks that share the stream.
+        options: Of the DataLoader that reads it.
+    """
+
+    def __init__(self, dataset: Any, size: int | None, rank: int, num_ranks: int, options: Mapping[str, Any]) -> None:
+        if hasattr(dataset, "num_shards"):
+            from datasets.distributed import split_dataset_by_node
+
+            dataset, rank, num_ranks = split_dataset_by_node(dataset, rank, num_ranks), 0, 1
+        self._share = _Share(dataset, rank, num_ranks)
+        # A generator of its own, since this is drawn in a thread beside the model's.
+        generator = torch.Generator()
+        self._loader = DataLoader(self._share, batch_size=size, collate_fn=as_it_is, generator=generator, **options)
+        if hasattr(dataset, "state_dict") and not options.get("num_workers"):
+            vars(self).update(state_dict=dataset.state_dict, load_state_dict=self._share.load_state_dict)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iterated(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream, if it wants to know."""
+        if hasattr(self._share.dataset, "set_epoch"):
+            self._share.dataset.set_epoch(epoch)
+
+
+class _Share(EveryNth, IterableDataset[Any]):
+    """As a DataLoader takes it."""
+
+
+def as_it_is(items: Any) -> Any:
+    """What a DataLoader is to leave alone."""
+    return items
+
+
+def data_seed(trainer: Trainer) -> int:
+    """What decides the order of a trainer's samples."""
+    seed: int = trainer.args.seed if trainer.args.data_seed is None else trainer.args.data_seed
+    return seed
+
+
+def worker_options(args: Any) -> dict[str, Any]:
+    """What a trainer's arguments say of a DataLoader's workers."""
+    return {
         "num_workers": args.dataloader_num_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     }
-    named = dataset if isinstance(dataset, Mapping) else {"train_dataset": dataset}
-    return {
-        name: items if is_indexed(items) else Stream(items, None, rank, num_ranks, options)
-        for name, items in named.items()
-    }
 
 
-class _Batches(IterableDataset[Any]):
-    """A stream's packs as a trainer takes them, and where the trainer stands in them."""
+class PlacedBatches(IterableDataset[Any]):
+    """A loader's micro-batches as a trainer takes them; each checkpoint keeps where every rank stands in them."""
 
-    def __init__(self, loader: StreamLoader, trainer: Trainer) -> None:
-        self._loader, self._trainer = loader, trainer
-        self._blanks = 0
+    def __init__(self, loader: Any, trainer: Trainer) -> None:
+        self._loader, self._trainer, self._blanks = loader, trainer, 0
 
     def __iter__(self) -> Iterator[Any]:
+        # A trainer that goes on throws away as many micro-batches as it has trained: these come as blanks.
         blanks, self._blanks = self._blanks, 0
         yield from repeat(None, blanks)
-        yield from self._loader
+        yield from self._batches()
 
-    def place(self) -> dict[str, Any]:
-        """Of this rank, behind a step."""
-        return self._loader.state_dict()
+    def _batches(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def place(self) -> dict[str, Any] | None:
+        """This rank's place behind a step; None where the number of the step says it."""
+        place: dict[str, Any] = self._loader.state_dict()
+        return place
 
     def go_on(self, folder: Path) -> None:
-        """Go on from a checkpoint. Trainer throws away the micro-batches that it has trained: they come as blanks."""
+        """Go on from a checkpoint."""
         args = self._trainer.args
         self._blanks = self._trainer.state.global_step % args.max_steps * args.gradient_accumulation_steps
         self._loader.load_state_dict(read_place(folder))
+
+
+def read_place(folder: Path) -> dict[str, Any]:
+    """This rank's place in its stream, as a checkpoint has it; what one rank cannot read ends all."""
+    path, found_place = folder / STREAM.format(rank=place()[0]), {}
+    problem: ConfigError | None = None
+    try:
+        found_place = load_data(path)
+    except Exception as error:
+        problem = ConfigError(
+            f"{path} must be a rank's place in its stream, got {said(error)}; ignore_data_skip=True begins anew"
+        )
+    gather(problem)
+    return found_place
+
+
+def _write_place(found_place: dict[str, Any], path: Path) -> None:
+    torch.save(found_place, path)
+    check_data(path)  # what a stream's own state_dict says may be anything; later it is read as data
+
+
+def keep_place(trainer: Trainer, batches: PlacedBatches) -> None:
+    """Save each rank's place where Trainer saves each rank's random numbers, and read it before training goes on."""
+    save, load = trainer._save_rng_state, trainer._load_optimizer_and_scheduler
+
+    def saved(folder: str) -> None:
+        save(folder)
+        if (kept := batches.place()) is not None:
+            path = Path(folder) / STREAM.format(rank=trainer.args.process_index)
+            run_on_all_ranks(partial(_write_place, kept, path))
+
+    def loaded(checkpoint: str | None) -> None:
+        load(checkpoint)
+        if checkpoint is not None and not trainer.args.ignore_data_skip:
+            batches.go_on(Path(checkpoint))
+
+    vars(trainer).update(_save_rng_state=saved, _load_optimizer_and_scheduler=loaded)
 
 
 class StreamCallback(PacksCallback):
@@ -135,7 +234,7 @@ class StreamCallback(PacksCallback):
         texts = two_texts(trainer.accelerator.unwrap_model(trainer.model).config)
         sampler: Any = loader
         super().__init__(trainer, sampler, costs, layout_of(trainer), lambda: check_model(trainer, *texts))
-        self._loader, self._fate = loader, FATES.get(loader.state_dict()["made_from"]["oversized"])
+        self._loader, self._fate = loader, FATES.get(loader.feed.made_from["oversized"])
 
     @property
     def vision_unit(self) -> str:
@@ -144,8 +243,7 @@ class StreamCallback(PacksCallback):
 
     def made_from(self) -> dict[str, Any]:
         """What packs depend on; a change of the rest is told where the rank's place is loaded."""
-        made_from: dict[str, Any] = self._loader.state_dict()["made_from"]
-        return {name: value for name, value in made_from.items() if name not in FREE}
+        return {name: value for name, value in self._loader.feed.made_from.items() if name not in FREE}
 
     def logged(self) -> dict[str, float]:
         """As of ``PacksCallback``, and how many samples exceeded a limit so far."""
@@ -159,5 +257,5 @@ class StreamCallback(PacksCallback):
 
     def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
         """As of ``PacksCallback``."""
-        loader = self._loader
-        return loader.step_load(), int(loader.step_loads[..., -1].sum()), loader.step_shares
+        step = self._loader.step
+        return step.load, step.num_samples, step.shares

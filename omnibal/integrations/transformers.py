@@ -18,7 +18,7 @@ from omnibal.data.mixing import typical_lengths
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.resume import check_agreement
+from omnibal.feeds.sampler import check_agreement
 from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe
 from omnibal.integrations.lengths import (
     LENGTHS,

@@ -14,7 +14,7 @@ from omnibal.advise.measuring import holds_conversations
 from omnibal.advise.memory import COPIED, FLOAT16, USUAL
 from omnibal.advise.paste import Kind, Proposal, lines_to_paste, pipeline_lines, propose
 from omnibal.advise.question import Question
-from omnibal.feeds.buffer import buffer_of
+from omnibal.feeds.buffer_plan import buffer_of, compare_with_plan
 from omnibal.report.style import (
     BLUE,
     GIB,
@@ -214,12 +214,10 @@ class Report:
         return f"{change.name}: {change.gain} × ({change.detail}; takes {BUFFERED if buffered else change.cost})"
 
     def _buffer(self, proposal: Proposal) -> str:
-        from omnibal.feeds.simulated import given_up  # compiled, which no other advice needs
-
         micro_batches = self.advice.after.recipe.micro_batches
         size = buffer_of(micro_batches)
         ranks = {"num_ranks": self.question.cluster.num_devices, "micro_batches": micro_batches}
-        ahead, whole = given_up(self.question.measured.lengths, proposal.limits, buffer=size, **ranks)
+        ahead, whole = compare_with_plan(self.question.measured.lengths, proposal.limits, buffer=size, **ranks)
         return (
             f"buffer: {size} samples of a rank planned at a time make {ahead.over:.1%} more packs than their volume "
             f"asks for; ranks wait {ahead.vision:.1%} by {self.question.model.units}, {ahead.cost:.1%} by cost "

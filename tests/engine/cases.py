@@ -18,10 +18,10 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.engine import module as module_file
 from omnibal.engine.initialize import build_engine, initialize
-from omnibal.engine.loader import Step
 from omnibal.engine.resolve import ResolvedRun, UserOptimizer
 from omnibal.engine.saved_files import MANIFEST, SavedFile, read_manifest, write_manifest
 from omnibal.errors import DataError, OmnibalError
+from omnibal.feeds.feed import Step
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
@@ -214,7 +214,7 @@ def train(config, first_step, last_step, folder, save_at=None):
     """Train from one step to another; losses, learning rates, weights, and what the last evaluation said."""
     dataset = SmallDataset()
     engine, _, loader, scheduler = initialize(config=config, dataset=dataset)
-    epochs, sampler = config["omnibal"]["run"]["epochs"], loader.sampler
+    epochs, sampler = config["omnibal"]["run"]["epochs"], loader.feed.sampler
     assert scheduler.total_num_steps == loader.steps_left(epochs)
     if first_step:
         engine.load_checkpoint(folder)

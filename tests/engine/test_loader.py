@@ -4,7 +4,7 @@ import pytest
 
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.engine.loader import PackLoader
+from omnibal.engine.loader import Loader, PackReader
 from omnibal.feeds.sampler import BalancedBatchSampler
 
 LENGTHS = tiled_lengths(400, seed=5, text_share=0.2)
@@ -13,7 +13,8 @@ EPOCHS = 4
 
 def loader(method):
     sampler = BalancedBatchSampler(LENGTHS, PackLimits(9, 4096), num_replicas=1, rank=0, micro_batches=1, method=method)
-    return PackLoader([None] * len(LENGTHS), sampler, view="nothing", pixel_shape=(3, 8, 8))
+    reader = PackReader(view="nothing", pixel_shape=(3, 8, 8))
+    return Loader(reader.feed([None] * len(LENGTHS), sampler), reader)
 
 
 @pytest.mark.parametrize("method", ["balanced", "isf", "random"])

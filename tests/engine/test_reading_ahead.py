@@ -9,10 +9,10 @@ import torch
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.engine import loader as loader_file
 from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
-from omnibal.engine.loader import PackLoader, workers_for
+from omnibal.engine.loader import Loader, PackReader, workers_for
 from omnibal.errors import DataError
+from omnibal.feeds.feed import PacksFromHere
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
@@ -57,8 +57,9 @@ def sampler_of(dataset, micro_batches=MICRO_BATCHES):
     )
 
 
-def loader_of(dataset, *, view="images", workers=1, **options):
-    return PackLoader(dataset, sampler_of(dataset), view=view, pixel_shape=PIXEL_SHAPE, workers=workers, **options)
+def loader_of(dataset, *, view="images", workers=1, step_seconds=None, **options):
+    reader = PackReader(view=view, pixel_shape=PIXEL_SHAPE, workers=workers, **options)
+    return Loader(reader.feed(dataset, sampler_of(dataset), step_seconds=step_seconds), reader)
 
 
 def steps_of(loader, count):
@@ -83,7 +84,7 @@ def test_the_next_step_is_read_whole_while_a_step_runs(view, workers):
     for step in range(2):
         loader.next_step()  # and nothing else is asked for: what follows is read by itself
         assert dataset.wait_for(sum(sizes[: step + 2])) >= sum(sizes[: step + 2])
-    packs_ahead = loader._packs._iterator._tasks_outstanding
+    packs_ahead = loader.feed._reader._iterator._tasks_outstanding
     assert MICRO_BATCHES <= packs_ahead < MICRO_BATCHES + workers
 
 
@@ -91,7 +92,7 @@ def test_the_first_step_of_the_next_epoch_is_read_during_the_last_one():
     dataset = CountedDataset()
     loader = loader_of(dataset)
     steps_of(loader, loader.steps_per_epoch)
-    assert loader.sampler.epoch == 0
+    assert loader.feed.sampler.epoch == 0
     later = sampler_of(dataset)
     later.set_epoch(1)
     expected = len(dataset) + later.step(0).num_samples
@@ -130,7 +131,7 @@ def test_a_loader_reads_what_the_sampler_plans():
 
 def test_an_epoch_that_is_read_ahead_is_planned_once():
     sampler = sampler_of(SmallDataset(copies=8))
-    ahead = iter(loader_file._PacksFromHere(sampler))
+    ahead = iter(PacksFromHere(sampler))
     for _ in range(len(sampler) + 1):
         next(ahead)
     sampler.set_epoch(1)

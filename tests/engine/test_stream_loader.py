@@ -15,8 +15,8 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.engine import streams
 from omnibal.engine.contract import SampleRules
-from omnibal.engine.stream_setup import checked_sample
-from omnibal.engine.streams import StreamLoader
+from omnibal.engine.loader import Loader
+from omnibal.engine.streams import PipelineStreamFeed, checked_sample
 from omnibal.errors import DataError
 from omnibal.formats.collate import pack_samples
 from omnibal.vlm import load_model
@@ -94,10 +94,10 @@ def ranks(monkeypatch):
 
 
 def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS, oversized="alone"):
-    loader = StreamLoader(
+    feed = PipelineStreamFeed(
         sources() if found is None else found,
-        mixture,
         LIMITS,
+        mixture=mixture,
         layout=LAYOUT,
         place=LAYOUT.place(place[0]),
         micro_batches=2,
@@ -106,11 +106,10 @@ def loader_of(place, found=None, mixture=MIXTURE, steps=STEPS, oversized="alone"
         oversized=oversized,
         read=partial(checked_sample, rules=RULES, dtype=torch.float32),
         collate=partial(pack_samples, pad_token_id=0, pixel_shape=PIXEL_SHAPE),
-        make_loader=None,
         pin_memory=False,
     )
-    loader._group = place
-    return loader
+    feed._group = place
+    return Loader(feed, None)
 
 
 def taken(loader, steps):

@@ -11,8 +11,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, source_mix, step_randomness
 from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.feeds.buffer import Aim, Asked, agree, asked, grown, growth, plan_buffer
-from omnibal.feeds.simulated import packed_ahead
+from omnibal.feeds.buffer_plan import Aim, BufferLoad, agree, buffer_load, grown, growth, plan_buffer, simulate_buffers
 from tests.data.strategies import pack_limits, sample_lengths
 
 LIMITS = PackLimits(16, 7296)
@@ -37,7 +36,7 @@ def test_packs_keep_the_limits_and_no_sample_is_passed_over_twice(lengths, limit
 
 def test_ranks_are_even_steps_are_random_and_no_sample_starves():
     lengths = tiled_lengths(20_000, seed=3)
-    packs, age = packed_ahead(lengths, LIMITS, num_ranks=8, buffer=256, least_windows=6, least_steps=0)
+    packs, age = simulate_buffers(lengths, LIMITS, num_ranks=8, buffer=256, least_windows=6, least_steps=0)
     steps, load = np.arange(len(packs)).reshape(-1, 8), packs.load(lengths)
     # Random packs that are filled one after the other leave about 0.3 of both.
     assert dist_ratio(load.vision_units[steps]) < 0.01
@@ -47,7 +46,7 @@ def test_ranks_are_even_steps_are_random_and_no_sample_starves():
 
 
 def test_a_window_holds_what_ranks_agreed_on_and_takes_what_is_left_from_the_emptiest_buffer():
-    full, half = Asked(40.0, 400.0, 4000.0, False), Asked(20.0, 200.0, 2000.0, False)
+    full, half = BufferLoad(40.0, 400.0, 4000.0, False), BufferLoad(20.0, 200.0, 2000.0, False)
     aim = agree([full, half], 2)
     assert (aim.num_packs, round(aim.vision_units, 2), round(aim.cost, 1)) == (14, 9.95, 99.5)
     # One that has come to an end is not waited for; when all have, all is taken.
@@ -56,14 +55,14 @@ def test_a_window_holds_what_ranks_agreed_on_and_takes_what_is_left_from_the_emp
 
 
 def test_a_buffer_grows_until_it_fills_a_step_or_its_bytes_are_used_up():
-    short, long = Asked(2.0, 20.0, 200.0, False), Asked(40.0, 400.0, 4000.0, False)
+    short, long = BufferLoad(2.0, 20.0, 200.0, False), BufferLoad(40.0, 400.0, 4000.0, False)
     # Packs hold about 100: with a reserve, one rank has two of eight. It doubles, and ranks look again.
     assert growth([short, long], 8) == [2.0, 1.0]
     assert growth([short._replace(ended=True), long], 8) == [1.0, 1.0]
     assert growth([long, long], 8) == [1.0, 1.0]
     # Where one cannot grow, the other need not have more than that one has.
     assert growth([short._replace(bounded=True), long], 8) == [1.0, 1.0]
-    assert growth([short._replace(bounded=True), Asked(1.0, 10.0, 100.0, False)], 8) == [1.0, 2.0]
+    assert growth([short._replace(bounded=True), BufferLoad(1.0, 10.0, 100.0, False)], 8) == [1.0, 2.0]
     aim = agree([short._replace(bounded=True), long], 8)
     assert (aim.num_packs, round(aim.cost)) == (8, 200 // 8)
     assert [grown(10, 1.0), grown(10, 1.5), grown(1, 1.01)] == [10, 15, 2]
@@ -71,13 +70,13 @@ def test_a_buffer_grows_until_it_fills_a_step_or_its_bytes_are_used_up():
 
 def test_a_simulated_buffer_of_short_samples_grows_as_well():
     lengths = SampleLengths([0] * 8, [5] * 8)
-    packs, _ = packed_ahead(lengths, PackLimits(1, 1000), num_ranks=2, buffer=8, least_windows=1, least_steps=0)
+    packs, _ = simulate_buffers(lengths, PackLimits(1, 1000), num_ranks=2, buffer=8, least_windows=1, least_steps=0)
     assert packs.llm_tokens(lengths).min() > 900
 
 
 def test_ranks_of_texts_alone_run_beside_others():
     lengths = [SampleLengths([0] * 512, [300] * 512), SampleLengths([4] * 128, [1200] * 128)]
-    aim = agree([asked(part, LIMITS, ended=False) for part in lengths], 1)
+    aim = agree([buffer_load(part, LIMITS, ended=False) for part in lengths], 1)
     packs = [plan_buffer(part, aim, LIMITS, waited=0, seed=[0]) for part in lengths]
     tokens = [found.llm_tokens(part) for found, part in zip(packs, lengths, strict=True)]
     # Four images fill a pack; texts make up for what they lack as far as they are allowed to.

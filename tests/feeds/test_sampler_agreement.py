@@ -3,7 +3,7 @@ import pytest
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError
-from omnibal.feeds.resume import check_agreement
+from omnibal.feeds.sampler import check_agreement
 from tests.feeds.samplers import samplers
 
 

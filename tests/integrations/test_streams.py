@@ -17,10 +17,10 @@ from torch.utils.data import IterableDataset as TorchStream
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.draws import Draws, Sample
+from omnibal.feeds.buffer import Sample, SampleBuffer
 from omnibal.integrations.loops import balanced_loader, pack_loss
-from omnibal.integrations.shares import Stream
 from omnibal.integrations.streams import balanced_stream
+from omnibal.integrations.trainer_streams import Stream
 from tests.engine.launch import launch
 from tests.families.models import small_config
 from tests.integrations.items import Collate, items_of
@@ -152,7 +152,7 @@ def test_shares_over_any_thousand_steps_are_those_that_were_asked_for(by):
     loader = stream_of({"a": Counting(), "b": Counting(10**6)}, mixture=mixture, buffer=160, micro_batches=1)
     rows = []
     for _ in itertools.islice(loader, 2000):
-        given = loader.step_loads[..., 4 if by == "samples" else 1].sum()
+        given = loader.step.num_samples if by == "samples" else loader.step.llm_tokens
         rows.append(
             [given, *(share * given for pair in zip(*loader.step_shares.values(), strict=True) for share in pair)]
         )
@@ -165,12 +165,14 @@ def test_shares_over_any_thousand_steps_are_those_that_were_asked_for(by):
 
 def test_a_buffer_is_bounded_in_samples_and_bytes():
     options = {"limits": LIMITS, "oversized": "drop", "rank": 0, "num_ranks": 1}
-    draws = Draws(
+    draws = SampleBuffer(
         {"data": Counting()}, lambda found: Sample(found, (1, 3, 2)), most_samples=30, most_bytes=None, **options
     )
     draws.fill(0)
     assert len(draws.samples) == 30
-    few = Draws({"data": Counting()}, lambda _: Sample(b"1234", (1, 3, 2)), most_samples=30, most_bytes=40, **options)
+    few = SampleBuffer(
+        {"data": Counting()}, lambda _: Sample(b"1234", (1, 3, 2)), most_samples=30, most_bytes=40, **options
+    )
     few.fill(0)
     few.fill_up(50)
     assert len(few.samples) == 10
@@ -191,8 +193,8 @@ class Stuck:
 def test_a_slow_source_is_named_and_a_dead_one_ends_the_run():
     slow = Stuck(20)
     loader = stream_of({"slow": slow, "fast": Counting(1000)}, mixture={"slow": 1, "fast": 1}, warn_seconds=0.02)
-    name = loader._windows._name
-    loader._windows._name = lambda waiting: (name(waiting), slow.released.set())
+    name = loader.feed._name
+    loader.feed._name = lambda waiting: (name(waiting), slow.released.set())
     with pytest.warns(UserWarning, match="all ranks wait for source 'slow' of rank 0, idle for 0 s"):
         assert len(taken(loader, 30)) == 30
     dead = Stuck(20)
@@ -543,7 +545,7 @@ def even():
     for number, batch in enumerate(itertools.islice(loader, 120)):
         own += numbers(batch)
         if number % 2:
-            loads.append(loader.step_loads[..., :2])
+            loads.append(np.stack([loader.step.load.vision_units, loader.step.load.llm_tokens], axis=-1))
     return np.stack(loads), own
 
 

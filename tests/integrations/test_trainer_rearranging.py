@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("accelerate")
 
 from omnibal.errors import ConfigError
-from omnibal.integrations.shares import Epochs, Stream
+from omnibal.integrations.trainer_rearranging import DatasetDraws
+from omnibal.integrations.trainer_streams import Stream
 from omnibal.integrations.transformers import balance
 from tests.engine.launch import launch
 from tests.integrations.items import collated_backward, items_of
@@ -192,7 +193,7 @@ def drawn_by(ranks, draws):
 
 
 def test_ranks_draw_each_sample_once_an_epoch():
-    ranks = [Epochs(range(11), 2, rank, 3, 7, {}) for rank in range(3)]
+    ranks = [DatasetDraws(range(11), 2, rank, 3, 7, {}) for rank in range(3)]
     first, second = drawn_by(ranks, 9), drawn_by(ranks, 9)
     assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(11))
     assert first != second

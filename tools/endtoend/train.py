@@ -17,8 +17,8 @@ from omnibal.cost import Load
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
-from omnibal.engine.loader import Step
 from omnibal.engine.resolve import ResolvedRun
+from omnibal.feeds.feed import Step
 from omnibal.formats.collate import pack_samples
 from omnibal.profile.records import ModelProfile
 from omnibal.vlm import VisionLanguageModel, load_model

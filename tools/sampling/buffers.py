@@ -17,11 +17,12 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import source_mix, step_randomness
 from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.feeds.simulated import MOST_DRAWN, Evenness, packed_ahead
+from omnibal.feeds.buffer_plan import Evenness, simulate_buffers
 from tools.sampling.data import mixed_lengths, real_lengths
 
 BUFFERS: Final = (64, 256, 1024, 4096, 16384)
 RANKS: Final = (8, 64, 512)
+MOST_DRAWN: Final = 1 << 22
 
 
 def whole(lengths: SampleLengths, limits: PackLimits, ranks: int) -> Packs:
@@ -46,7 +47,7 @@ def table(cells: dict[str, tuple[SampleLengths, PackLimits]]) -> Iterator[str]:
         for size in BUFFERS:
             if ranks * size > MOST_DRAWN:
                 continue  # would take longest, and larger buffers than 1,024 bring nothing
-            found = [(cell, packed_ahead(*cell, num_ranks=ranks, buffer=size)) for cell in cells.values()]
+            found = [(cell, simulate_buffers(*cell, num_ranks=ranks, buffer=size)) for cell in cells.values()]
             age = max(oldest for _, (_, oldest) in found) / size
             row = [figures(*cell, packs, ranks) for cell, (packs, _) in found]
             yield f"| {ranks} | {size:,} | {age:.1f} | {' | '.join(row)} |"

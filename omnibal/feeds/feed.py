@@ -1,0 +1,212 @@
+"""What gives steps of packs: the record of a step, the protocol of its sources, and the source for epochs.
+
+An epoch, a mixture and a stream differ in where packs come from, not in what a host's loader does with them:
+
+    samples with an index ── BalancedBatchSampler ── EpochFeed ──┐
+    (an epoch or a mixture)                                      ├── Feed.step() ── the loader of a host
+    samples that arrive ──── SampleBuffer ────────── StreamFeed ─┘
+"""
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
+
+import numpy as np
+
+from omnibal.cost import Load
+from omnibal.data.limits import PackLimits
+from omnibal.data.policies import Oversized
+from omnibal.feeds.sampler import BalancedBatchSampler
+
+Made = TypeVar("Made")
+_END: Final = object()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all ranks together process before the next optimizer update.
+
+    Attributes:
+        epoch: Epochs, or passes over a stream, before this one.
+        index: Steps of the epoch or pass before this one.
+        num_samples: Samples in all packs of the step.
+        load: Load of every pack, in arrays of shape (num_replicas, micro_batches); without fillers.
+        shares: For each source of a mixture: the share that was asked for, and the one that the step holds.
+        oversized: Of a stream: what becomes of samples over a limit, and how many the run has met of them so far.
+        target_tokens: Tokens that carry loss in all packs of the step; None where lengths do not know them.
+    """
+
+    epoch: int
+    index: int
+    num_samples: int
+    load: Load
+    shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    oversized: Mapping[Oversized, int] = field(default_factory=dict)
+    target_tokens: int | None = None
+
+    @property
+    def llm_tokens(self) -> int:
+        """LLM tokens in all packs of the step."""
+        return int(np.sum(self.load.llm_tokens))
+
+    def balance(self) -> dict[str, float]:
+        """Mean load of a pack over the largest one, for vision units and LLM tokens: 1 where all packs are alike.
+
+        Packs of one rank count as well as packs of different ranks: the former hold up each other in the pipeline,
+        the latter at the end of the step.
+        """
+        return {"vision": _mean_over_largest(self.load.vision_units), "llm": _mean_over_largest(self.load.llm_tokens)}
+
+
+def _mean_over_largest(values: object) -> float:
+    loads = np.asarray(values, dtype=np.float64)
+    largest = loads.max(initial=0.0)
+    return float(loads.mean() / largest) if largest > 0 else 1.0
+
+
+class Feed(Protocol):
+    """A source of steps, as one rank reads it; the feeds of all ranks agree on every step."""
+
+    limits: PackLimits
+    num_replicas: int
+    rank: int
+    micro_batches: int
+
+    def step(self) -> tuple[Step, list[Any]] | None:
+        """The next step and this rank's packs of it; None, once, at the end of a stream's pass."""
+
+    def steps_left(self, epochs: int | None = None) -> int:
+        """Steps to the end of epoch ``epochs - 1``, by default of the next step's epoch; of a stream, of the run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last step that ``step`` gave, whatever was read ahead."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next ``step`` be the one behind a position."""
+
+    def summary(self) -> dict[str, str]:
+        """What is trained on, in words, by their names."""
+
+
+class PacksFromHere:
+    """A ``batch_sampler`` of one rank's packs, epoch after epoch; the sampler itself stays where it is."""
+
+    def __init__(self, sampler: BalancedBatchSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ahead = copy(self.sampler)
+        while True:
+            yield from ahead
+            ahead.set_epoch(ahead.epoch + 1)
+
+
+class EpochFeed:
+    """The steps of a sampler, epoch after epoch without end.
+
+    Args:
+        sampler: Says which samples each pack holds, of an epoch or of a mixture.
+        reader: Iterated anew after each ``load_state_dict``; yields the packs of ``PacksFromHere(sampler)``, read and
+            collated (a DataLoader whose workers read ahead). None for ranks that read nothing.
+    """
+
+    def __init__(self, sampler: BalancedBatchSampler, reader: Iterable[Any] | None) -> None:
+        self.sampler, self._reader = sampler, reader
+        self.limits, self.num_replicas = sampler.limits, sampler.num_replicas
+        self.rank, self.micro_batches = sampler.rank, sampler.micro_batches
+        self._packs: Iterator[Any] | None = None
+        # The sampler's own count runs ahead of training: workers ask it for packs before they are wanted.
+        self._steps_done = sampler.steps_done
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the epoch that the next step belongs to; the same in all under ``"balanced"``."""
+        ended = self._steps_done == self.sampler.epoch_steps
+        return self.sampler.steps_of(self.sampler.epoch + ended)
+
+    def step(self) -> tuple[Step, list[Any]]:
+        """The next step and this rank's packs of it; behind the last step of an epoch the next epoch begins."""
+        sampler = self.sampler
+        if self._steps_done == sampler.epoch_steps:
+            sampler.set_epoch(sampler.epoch + 1)
+            self._steps_done = 0
+        if self._packs is None and self._reader is not None:
+            self._packs = iter(self._reader)
+        packs, shares = sampler.step(self._steps_done), sampler.shares_of(self._steps_done)
+        batches = [] if self._packs is None else [next(self._packs) for _ in range(self.micro_batches)]
+        self._steps_done += 1
+        lengths = sampler.lengths
+        targets = None if lengths.target_tokens is None else packs.target_tokens(lengths)
+        load, samples = packs.load(lengths), packs.num_samples
+        return Step(packs.epoch, packs.index, samples, load, shares, target_tokens=targets), batches
+
+    def steps_left(self, epochs: int | None = None) -> int:
+        """As of ``Feed``; what counting later epochs costs says ``BalancedBatchSampler.steps_of``."""
+        sampler = self.sampler
+        left = sampler.epoch_steps - self._steps_done
+        if epochs is None:
+            return left or self.steps_per_epoch
+        if sampler.epoch >= epochs:
+            return 0
+        return left + sum(sampler.steps_of(epoch) for epoch in range(sampler.epoch + 1, epochs))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's state behind the last step that ``step`` gave."""
+        return self.sampler.state_dict(self._steps_done)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a sampler's state, also one of another number of ranks."""
+        self.sampler.load_state_dict(state)
+        self._packs, self._steps_done = None, self.sampler.steps_done
+
+    def summary(self) -> dict[str, str]:
+        """Samples, packs of a step, and steps of the epoch."""
+        sampler = self.sampler
+        return {
+            "samples": f"{len(sampler.lengths):,}; {sampler.oversized_report}",
+            "a step": step_in_words(sampler.num_replicas, sampler.micro_batches),
+            f"epoch {sampler.epoch}": f"{sampler.num_steps:,} steps",
+        }
+
+
+def step_in_words(num_replicas: int, micro_batches: int) -> str:
+    """What a step consists of."""
+    return f"{num_replicas * micro_batches} packs: {num_replicas} replicas × {micro_batches} micro-batches"
+
+
+def ahead(make: Callable[[], Iterator[Made]], count: int) -> Iterator[Made]:
+    """Yield what ``make`` yields, made in a thread, ``count`` of them before they are wanted; raise what it raises."""
+    # Things are made on request only, one for each that is taken: where making one is a meeting of all ranks, a run
+    # that stops early on all of them leaves no rank waiting in a meeting that others never enter.
+    requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    made: queue.SimpleQueue[Made | Exception | object] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            things = make()
+            while requests.get():
+                thing = next(things, _END)
+                made.put(thing)
+                if thing is _END:
+                    return
+        except Exception as error:
+            made.put(error)
+
+    thread = threading.Thread(target=work, daemon=True, name="omnibal-ahead")
+    thread.start()
+    for _ in range(count):
+        requests.put(True)
+    try:
+        while (thing := made.get()) is not _END:
+            if isinstance(thing, Exception):
+                raise thing
+            requests.put(True)
+            yield thing  # type: ignore[misc]
+    finally:
+        requests.put(False)
+        if not sys.is_finalizing():  # no thread runs any more when Python ends
+            thread.join()

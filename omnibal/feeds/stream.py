@@ -1,0 +1,480 @@
+"""StreamFeed: steps of packs of samples that arrive one by one; every rank packs what it drew, and ranks stay even.
+
+No sample leaves the rank that drew it: only numbers travel. Ranks plan a window of steps at a time (``buffer_plan``):
+
+    every rank            fills its buffer, counts what it holds                    (a thread draws, collates, measures)
+    all ranks, gather     what buffers hold ──► the same aim on all ranks: packs of each rank, load of a pack
+    every rank            chooses samples, packs them
+    all ranks, gather     loads of all packs, or what failed on one rank: raised on all
+
+A rank may also draw nothing and hear what the others tell (the later stages of a pipeline): it knows the steps as they
+do, and what fails.
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from omnibal.cost import IntArray, Load
+from omnibal.data.limits import PackLimits
+from omnibal.data.mixture import Mixture
+from omnibal.data.policies import Oversized
+from omnibal.errors import ConfigError, DataError, said
+from omnibal.feeds.buffer import Sample, SampleBuffer
+from omnibal.feeds.buffer_plan import BufferLoad, agree, buffer_load, grown, growth, plan_buffer
+from omnibal.feeds.feed import Step, ahead, step_in_words
+
+FIRST_SAMPLES: Final = 16
+"""Samples by which ranks notice that they draw the same."""
+PER_PACK: Final = 5
+"""Numbers about a pack: vision units, LLM tokens, their squares, target tokens, samples."""
+FREE: Final = ("sources", "mixture", "oversized")
+"""Settings that a resumed run may have otherwise than the one before."""
+FATES: Final = {"alone": "gets a pack of its own", "drop": "is left out"}
+"""What becomes of a sample that exceeds a limit on its own."""
+Packer = Callable[[list[Sample], Sample | None, bool], Any]
+"""From a pack's samples, a filler, and whether the pack must have an image, to what is trained."""
+
+
+class _Waiting(NamedTuple):
+    """What a rank tells whose buffer is not full yet."""
+
+    source: str
+    idle_seconds: float
+
+
+class _Full(NamedTuple):
+    """What a rank tells of its full buffer."""
+
+    load: BufferLoad
+    has_image: bool
+    """Whether the rank has drawn an image, now or before: then all packs of all ranks have one from now on."""
+    first: str
+    """Of the first window: a digest of the first samples."""
+    num_oversized: int
+    """Samples over a limit that the rank met since the window before."""
+    first_oversized: str
+
+
+class PlannedWindow(NamedTuple):
+    """Steps that all ranks planned together."""
+
+    position: Mapping[str, Any]
+    """This rank's position before the first of the steps."""
+    batches: list[Any]
+    """This rank's packs."""
+    loads: IntArray
+    """Packs of all ranks that draw, (ranks, packs, PER_PACK + sources), without fillers: behind the numbers about a
+    pack stands what each source has given to it."""
+
+
+class StreamFeed:
+    """The steps of one rank from sources that are drawn one by one.
+
+    Args:
+        sources: By name; see ``SampleBuffer``.
+        limits: The most a pack may hold.
+        read: Turns an item of a source into a sample.
+        pack: Makes what is trained of a pack's samples.
+        gather: Returns what all ranks pass, by rank, and raises on all of them where one passes an exception; called
+            as often on every rank, in a thread.
+        rank: Of this process among the ranks that draw; they are the first of those that gather.
+        num_ranks: Ranks that draw.
+        micro_batches: Packs of each rank and step.
+        buffer: Samples that a rank plans at a time.
+        buffer_bytes: The most bytes that they may take.
+        mixture: What share each source gets; none for a single source.
+        seed: Decides the order of what is read by index, and which samples share a pack.
+        oversized: What becomes of a sample that exceeds a limit on its own.
+        draws: Whether this process draws; if not, it has no packs.
+        fills: Whether packs need fillers, one of which is then kept in positions.
+        num_steps: Steps of the run: nothing is drawn beyond, and sources that end are read again. None for a single
+            pass over the sources.
+        warn_seconds: After how long a source that is waited for is named, on all ranks.
+        wait_seconds: After how long without a sample it ends the run, on all ranks.
+
+    Raises:
+        ConfigError: The mixture does not name the sources, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        limits: PackLimits,
+        *,
+        read: Callable[[Any], Sample],
+        pack: Packer,
+        gather: Callable[[Any], list[Any]],
+        rank: int,
+        num_ranks: int,
+        micro_batches: int,
+        buffer: int,
+        buffer_bytes: int | None = None,
+        mixture: Mixture | None = None,
+        seed: int = 0,
+        oversized: Oversized = "alone",
+        draws: bool = True,
+        fills: bool = True,
+        num_steps: int | None = None,
+        warn_seconds: float = 60,
+        wait_seconds: float = 1800,
+    ) -> None:
+        if not 0 < warn_seconds <= wait_seconds:
+            raise ConfigError(f"warn_seconds must lie between 0 and {wait_seconds}, got {warn_seconds}")
+        self.limits, self.num_replicas, self.rank, self.micro_batches = limits, num_ranks, rank, micro_batches
+        self._pack, self._gather, self._draws, self._fills = pack, gather, draws, fills
+        self._mixture, self._seed, self._oversized, self._num_steps = mixture, seed, oversized, num_steps
+        self._warn_seconds, self._wait_seconds = warn_seconds, wait_seconds
+        self._new_buffer = partial(
+            SampleBuffer,
+            sources,
+            read,
+            limits=limits,
+            oversized=oversized,
+            most_samples=buffer,
+            most_bytes=buffer_bytes,
+            mixture=mixture,
+            rank=rank,
+            num_ranks=num_ranks,
+            seed=seed,
+        )
+        names = self._new_buffer().names  # refuses what is wrong with the arguments
+        self.made_from: dict[str, Any] = {
+            "sources": names,
+            "mixture": None if mixture is None else mixture.record(names),
+            "oversized": oversized,
+            "limits": [limits.vision_units, limits.llm_tokens],
+            "buffer": buffer,
+            "seed": seed,
+            "num_ranks": num_ranks,
+            "micro_batches": micro_batches,
+        }
+        self.position: Mapping[str, Any] = _beginning(0, 0)
+        """This rank's position behind the last step that ``step`` gave."""
+        self.steps_done = 0
+        self._steps: Iterator[tuple[Step, list[Any], Mapping[str, Any]]] | None = None
+
+    def step(self) -> tuple[Step, list[Any]] | None:
+        """The next step and this rank's packs of it; None, once, at the end of a pass.
+
+        Raises:
+            DataError: On all ranks alike: a source fails, is empty, stalls for too long, or is the same on two ranks.
+        """
+        if self._steps is None:
+            self._steps = self._following(self.position)
+        found = next(self._steps, None)
+        if found is None:
+            self.go_to(_beginning(self.position["epoch"] + 1, self.position["oversized"]))
+            return None
+        step, batches, self.position = found
+        self.steps_done += 1
+        return step, batches
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Let the next step be the one behind an earlier ``position`` of this feed; what was drawn ahead is let go."""
+        self.position, self._steps = position, None
+
+    def steps_left(self, _epochs: int | None = None) -> int:
+        """Steps to the end of the run."""
+        assert self._num_steps is not None, "a single pass has as many steps as its samples make"
+        return self._num_steps - self.steps_done
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's position behind the last step that ``step`` gave, and what packs depend on."""
+        return {"made_from": self.made_from, **self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, tells: bool = True) -> None:
+        """Go on from this rank's position in a run with as many ranks.
+
+        Args:
+            state: Of ``state_dict``.
+            tells: Whether this rank says what goes on otherwise, and what is read again because it has no state.
+
+        Raises:
+            ConfigError: Packs of that run were made otherwise.
+        """
+        before, position = state["made_from"], {name: value for name, value in state.items() if name != "made_from"}
+        if "filled" not in position:
+            raise ConfigError(
+                "the state of the streams must be of this version of omnibal, got that of an earlier one; begin them "
+                "anew, or finish the run with the earlier one"
+            )
+        for name, value in self.made_from.items():
+            if name not in FREE and before.get(name) != value:
+                raise ConfigError(
+                    f"{name} must be that of the state of the streams, {before.get(name)!r:.200}, got {value!r:.200}; "
+                    "every rank goes on in its own sources and buffer"
+                )
+        if tells:
+            for text in _changes(self.made_from, before, position["buffer"]):
+                warnings.warn(text, stacklevel=2)
+        if any(self.made_from[name] != before.get(name) for name in FREE):
+            position = _replanned(position, self.micro_batches)
+        self.go_to(position)
+
+    def summary(self) -> dict[str, str]:
+        """Sources, buffer, and packs of a step."""
+        names, size = ", ".join(self.made_from["sources"]), self.made_from["buffer"]
+        return {
+            "samples": f"drawn from {names}; {size} of each replica planned at a time",
+            "a step": step_in_words(self.num_replicas, self.micro_batches),
+        }
+
+    def received(self, window: PlannedWindow) -> list[Any]:
+        """This rank's packs of a window; called in the thread that plans."""
+        return window.batches
+
+    def _following(self, begun: Mapping[str, Any]) -> Iterator[tuple[Step, list[Any], Mapping[str, Any]]]:
+        """Steps from a position on, this rank's packs, and the position behind each step."""
+        size = self.micro_batches
+        for number, window in enumerate(ahead(partial(self._windows_of_run, begun), 1)):
+            # The first window may be one that was saved in its middle.
+            for done in range(begun["steps_done"] if number == 0 else 0, window.loads.shape[1] // size):
+                part = slice(done * size, (done + 1) * size)
+                # A pack is let go when it is handed on: a window of pixels is large.
+                batches, window.batches[part] = window.batches[part], [None] * len(window.batches[part])
+                yield self._step_of(window, done), batches, {**window.position, "steps_done": done + 1}
+
+    def _step_of(self, window: PlannedWindow, done: int) -> Step:
+        position = window.position
+        index = position["first_step"] + done
+        loads = window.loads[:, done * self.micro_batches : (done + 1) * self.micro_batches]
+        vision, tokens, squares, targets, samples = np.moveaxis(loads[..., :PER_PACK], -1, 0)
+        names, given = self.made_from["sources"], loads[..., PER_PACK:].sum(axis=(0, 1)).tolist()
+        return Step(
+            position["epoch"],
+            index,
+            int(samples.sum()),
+            Load(vision, tokens, squares),
+            {} if self._mixture is None else self._mixture.shares_of_step(index, dict(zip(names, given, strict=True))),
+            {self._oversized: position["oversized"]},
+            int(targets.sum()),
+        )
+
+    def _windows_of_run(self, begun: Mapping[str, Any]) -> Iterator[PlannedWindow]:
+        """Windows of one pass, or of pass after pass to the window of the run's last step."""
+        steps = self.steps_done - begun["steps_done"]
+        while True:
+            for window in self._windows(begun):
+                yield window._replace(batches=self.received(window))
+                steps += window.loads.shape[1] // self.micro_batches
+                if self._num_steps is not None and steps >= self._num_steps:
+                    return
+            if self._num_steps is None:
+                return
+            begun = _beginning(begun["epoch"] + 1, window.position["oversized"])
+
+    def _windows(self, begun: Mapping[str, Any]) -> Iterator[PlannedWindow]:
+        """Windows from a position on, to the end of the pass."""
+        buffer = self._new_buffer(first_pass=begun["epoch"]) if self._draws else None
+        if buffer is not None and begun["buffer"] is not None:
+            buffer.load_state_dict(begun["buffer"])
+        number, step, filler, oversized = begun["window"], begun["first_step"], begun["filler"], begun["oversized"]
+        filled, waited = begun["filled"], begun["waited"]
+        of_ranks: list[_Full] = []
+        if filled or number > 0:  # on all ranks alike
+            of_ranks = self._drawn(buffer, SampleBuffer.restore, filler, is_first=number == 0)
+        while True:
+            if not filled:
+                waited = 0 if buffer is None else len(buffer.samples)
+                of_ranks = self._filled(buffer, step, filler, is_first=number == 0)
+                oversized = self._count_oversized(of_ranks, oversized)
+                if all(rank.load.ended and not rank.load.packs for rank in of_ranks):
+                    if number == 0:  # all were left out, or there would be a window
+                        first = _first_oversized(of_ranks)
+                        raise DataError(f"limits must allow a sample of the sources, got none; {first}")
+                    return
+            filled = False
+            position = {**begun, "window": number, "first_step": step, "steps_done": 0, "oversized": oversized}
+            position |= {"filled": True, "waited": waited, "filler": None, "buffer": None, "packs": []}
+            aim = agree([rank.load for rank in of_ranks], self.micro_batches)
+            batches: list[Any] = []
+            told: Any = None
+            if buffer is not None:
+                try:
+                    if not any(sample.loads[0] for sample in buffer.samples.values()):
+                        position["filler"] = filler  # the buffer would not do
+                    position["buffer"] = buffer.state_dict()
+                    filler = _filler(buffer.samples, filler) if self._fills else None
+                    seed = [self._seed, begun["epoch"], number, self.rank]
+                    packs = plan_buffer(buffer.lengths(), aim, self.limits, waited=waited, seed=seed)
+                    keys = np.array([*buffer.samples], dtype=np.int64)
+                    position["packs"] = [keys[pack].tolist() for pack in packs]
+                    taken = [buffer.take(pack) for pack in position["packs"]]
+                    told = np.array([[*_numbers(samples), *buffer.given(samples)] for samples in taken])
+                    has_image = any(rank.has_image for rank in of_ranks)
+                    batches = [self._pack(samples, filler, has_image) for samples in taken]
+                except Exception as error:  # the other ranks wait for an answer
+                    told = _failure(error)
+            yield PlannedWindow(position, batches, np.stack(self._heard(told)))
+            number, step = number + 1, step + aim.num_packs // self.micro_batches
+
+    def _heard(self, told: Any) -> list[Any]:
+        """What all ranks that draw tell; raises on all ranks where one of them tells a failure."""
+        return [theirs for theirs in self._gather(told) if theirs is not None]
+
+    def _filled(self, buffer: SampleBuffer | None, step: int, filler: Sample | None, *, is_first: bool) -> list[_Full]:
+        """Fill all ranks' buffers, further than usual where their samples are so short that they do not fill a step."""
+        of_ranks = self._drawn(buffer, partial(SampleBuffer.fill, step=step), filler, is_first=is_first)
+        _refuse_same(of_ranks)
+        while max(times := growth([rank.load for rank in of_ranks], self.micro_batches)) > 1:
+            size = 0 if buffer is None else grown(len(buffer.samples), times[self.rank])
+            draw = partial(SampleBuffer.fill_up, num_samples=size)
+            of_ranks = self._drawn(buffer, draw, filler, is_first=is_first)
+        return of_ranks
+
+    def _drawn(
+        self,
+        buffer: SampleBuffer | None,
+        draw: Callable[[SampleBuffer], None],
+        filler: Sample | None,
+        *,
+        is_first: bool,
+    ) -> list[_Full]:
+        """Let all ranks draw, each in a thread of its own; nobody is waited for in silence, or without end."""
+        failures: list[DataError] = []
+
+        def drawing(buffer: SampleBuffer) -> None:
+            try:
+                draw(buffer)
+            except Exception as error:
+                failures.append(_failure(error))
+
+        thread = threading.Thread(target=drawing, args=(buffer,), daemon=True, name="omnibal-draws")
+        heard, since = 0 if buffer is None else buffer.heard, time.monotonic()
+        if buffer is not None:
+            thread.start()
+        # Every warn_seconds at most, ranks tell each other that they are done, or for which source they wait.
+        while True:
+            told: Any = None
+            if buffer is not None:
+                thread.join(self._warn_seconds)
+                if buffer.heard != heard:
+                    heard, since = buffer.heard, time.monotonic()
+                if thread.is_alive():
+                    told = _Waiting(buffer.drawing_from, time.monotonic() - since)
+                else:
+                    told = failures[0] if failures else self._full(buffer, filler, is_first)
+            of_ranks = self._heard(told)
+            waiting = {rank: what for rank, what in enumerate(of_ranks) if isinstance(what, _Waiting)}
+            if not waiting:
+                return of_ranks
+            self._name(waiting)
+
+    def _full(self, buffer: SampleBuffer, filler: Sample | None, is_first: bool) -> _Full | DataError:
+        try:
+            samples = buffer.samples.values()
+            has_image = any(sample.loads[0] for sample in (*samples, filler) if sample is not None)
+            first = [
+                (sample.loads, _ids(sample.held)) for sample, _ in zip(samples, range(FIRST_SAMPLES), strict=False)
+            ]
+            load = buffer_load(buffer.lengths(), self.limits, ended=buffer.ended, bounded=buffer.is_bounded)
+            first_samples = repr(first) if is_first else ""
+            return _Full(load, has_image, first_samples, buffer.num_oversized, buffer.first_oversized)
+        except Exception as error:  # such as lengths that are none
+            return _failure(error)
+
+    def _name(self, waiting: Mapping[int, _Waiting]) -> None:
+        for rank, (source, idle) in waiting.items():
+            if idle >= self._wait_seconds:
+                raise DataError(f"source {source!r} must bring samples, got none for {idle:.0f} s on rank {rank}")
+        told = [f"source {source!r} of rank {rank}, idle for {idle:.0f} s" for rank, (source, idle) in waiting.items()]
+        warnings.warn(f"all ranks wait for {'; '.join(told)}", stacklevel=2)
+
+    def _count_oversized(self, of_ranks: list[_Full], before: int) -> int:
+        """Samples over a limit so far; the first one is named, then the one that makes ten, a hundred, and so on."""
+        oversized = before + sum(rank.num_oversized for rank in of_ranks)
+        has_one_more_digit = oversized > 0 and (before == 0 or len(str(oversized)) > len(str(before)))
+        if has_one_more_digit and self._draws and self.rank == 0:
+            warnings.warn(
+                f"{_first_oversized(of_ranks)}; it {FATES[self._oversized]}, as all such ones ({oversized:,} so far)",
+                stacklevel=2,
+            )
+        return oversized
+
+
+# A position, this rank's own, in JSON values but for the filler: the window that is trained (its number, the pass and
+# the first step it belongs to, its steps that are done); `filled` says that `buffer` is the state behind the window's
+# fill, from which the same window is planned again, and `packs` which samples its packs took. Where it is not filled,
+# the next window is drawn for and planned anew.
+def _beginning(epoch: int, oversized: int) -> dict[str, Any]:
+    """The position before the first window of a pass over the sources."""
+    begun = {"epoch": epoch, "window": 0, "first_step": 0, "steps_done": 0, "oversized": oversized}
+    return begun | {"filled": False, "waited": 0, "filler": None, "buffer": None, "packs": []}
+
+
+def _replanned(position: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
+    """The position from which a window's samples that are not trained yet are planned anew, with what is drawn next."""
+    if not position["filled"]:
+        return {**position}
+    buffer, done = position["buffer"], position["steps_done"]
+    if buffer is not None:
+        trained = {number for pack in position["packs"][: done * micro_batches] for number in pack}
+        held = [number for number in buffer["held"] if number not in trained]
+        buffer = {**buffer, "held": held, "ended": False}
+    begun = {"window": position["window"] + 1, "first_step": position["first_step"] + done, "steps_done": 0}
+    return {**position, **begun, "filled": False, "buffer": buffer, "packs": []}
+
+
+def _changes(own: Mapping[str, Any], before: Mapping[str, Any], buffer: Mapping[str, Any] | None) -> Iterator[str]:
+    """What goes on otherwise than before, and what is read again because it has no state, in words."""
+    names, names_before = own["sources"], before["sources"]
+    for name in names:
+        if name not in names_before:
+            yield f"source {name!r} is new and begins at its start"
+    for name in names_before:
+        if name not in names:
+            yield f"source {name!r} is gone; what was drawn of it is left out"
+    if names == names_before:
+        for name in FREE:
+            if own[name] != before.get(name, own[name]):
+                yield f"{name} is another one from here on"
+    stood = {} if buffer is None else buffer["sources"]
+    again = {name: at["drawn"] for name, at in stood.items() if name in names and at["own"] is None and at["drawn"]}
+    if again:
+        counts = ", ".join(f"{count:,} of {name!r}" for name, count in again.items())
+        yield f"sources without state_dict are read again from the start of their pass: {counts}"
+
+
+def _failure(error: Exception) -> DataError:
+    return DataError(said(error))
+
+
+def _filler(samples: Mapping[int, Sample], before: Sample | None) -> Sample | None:
+    """The smallest sample with an image that is at hand; else the filler before, or the smallest text."""
+    with_image = [sample for sample in samples.values() if sample.loads[0]]
+    if with_image or before is None:
+        return min(with_image or samples.values(), key=lambda sample: sample.loads, default=None)
+    return before
+
+
+def _numbers(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """The numbers of ``PER_PACK``."""
+    loads = np.array([sample.loads for sample in samples], dtype=np.int64).reshape(-1, 3)
+    vision, tokens, targets = loads.sum(axis=0)
+    return vision, tokens, (loads[:, 1] ** 2).sum(), targets, len(samples)
+
+
+def _refuse_same(of_ranks: list[_Full]) -> None:
+    """Refuse ranks that draw the same samples: each would be trained several times."""
+    seen: dict[str, int] = {}
+    for number, rank in enumerate(of_ranks):
+        if len(rank.first) > len("[]") and rank.first in seen:
+            raise DataError(
+                f"ranks must draw samples of their own, got the same first ones on ranks {seen[rank.first]} and "
+                f"{number}; divide the source over the ranks"
+            )
+        seen[rank.first] = number
+
+
+def _first_oversized(of_ranks: list[_Full]) -> str:
+    return next((rank.first_oversized for rank in of_ranks if rank.first_oversized), "")
+
+
+def _ids(held: Any) -> list[int]:
+    return np.asarray(held["input_ids"]).ravel().tolist() if isinstance(held, Mapping) and "input_ids" in held else []
