@@ -29,7 +29,7 @@ from omnibal.vlm import load_model
 from tests.engine.deep import DeepModel
 from tests.engine.small import IMAGE_TOKEN, small_samples
 from tests.vlm.families import family_samples, pack_of
-from tests.vlm.test_tensor_files import Payload
+from tests.vlm.test_weights import Payload
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 

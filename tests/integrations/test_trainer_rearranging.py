@@ -27,7 +27,7 @@ from tests.integrations.trainers import (
     weights_of,
 )
 from tests.vlm.families import plain_backward, plain_inputs
-from tests.vlm.test_tensor_files import Payload
+from tests.vlm.test_weights import Payload
 
 CASES = [Case("internvl"), Case("qwen3_vl", "zero3", lora=True)]
 SLOW_CASES = [
