@@ -96,7 +96,7 @@ def measure(
 
 
 def _mixed(found: Measured, mixture: Mixture) -> Measured:
-    from omnibal.data.mixing import typical_lengths  # compiled, which no other advice needs
+    from omnibal.data.source_draws import typical_lengths  # compiled, which no other advice needs
 
     lengths = typical_lengths(found.lengths, mixture)
     return replace(found, lengths=lengths, said=f"{found.said}; drawn with the mixture's first shares")

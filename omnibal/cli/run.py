@@ -13,7 +13,7 @@ from omnibal.cluster import Cluster, Layout, replicas_of
 from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, micro_batches_of, named_plan
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, choose_limits
-from omnibal.data.mixing import typical_lengths
+from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.families.base import vision_unit_of
 from omnibal.plan import Plan

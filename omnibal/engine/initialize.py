@@ -17,7 +17,7 @@ from omnibal.config import (
     complete_deepspeed_config,
 )
 from omnibal.data.lengths import SampleLengths
-from omnibal.data.mixing import typical_lengths
+from omnibal.data.source_draws import typical_lengths
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import meet
 from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data

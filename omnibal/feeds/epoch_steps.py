@@ -15,7 +15,7 @@ import numpy.typing as npt
 from omnibal.cost import Load
 from omnibal.data.epoch import Epoch, arrange
 from omnibal.data.lengths import IntArray, SampleLengths
-from omnibal.data.mixing import MixedPacks, Origin
+from omnibal.data.mixed_packs import MixedPacks, Origin
 from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs, deal
 from omnibal.errors import ConfigError
@@ -178,9 +178,7 @@ class EpochSteps:
         arrangement = self._begun.arrangement
         if not isinstance(arrangement, MixedPacks):
             return {}
-        asked, given = arrangement.shares_of(self.epoch, index, self.step(index).packs)
-        names = self._spec.lengths.source_names
-        return dict(zip(names, zip(asked.tolist(), given.tolist(), strict=True), strict=True))
+        return arrangement.shares_of(self.epoch, index, self.step(index).packs)
 
     def origin_behind(self) -> Origin | None:
         """What later epochs of a mixture go on from if their ranks are not those that began this one."""

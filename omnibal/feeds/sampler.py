@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixing import Origin
+from omnibal.data.mixed_packs import Origin
 from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
 from omnibal.errors import ConfigError
 from omnibal.feeds.epoch_steps import Epochs, EpochSteps, StepPacks

@@ -13,7 +13,7 @@ from omnibal.advise.wait import MEETINGS, Sharding, wait
 from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio
-from omnibal.data.mixing import typical_lengths
+from omnibal.data.source_draws import typical_lengths
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records

@@ -14,9 +14,9 @@ from omnibal.advise.wait import phase_costs
 from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.mixing import typical_lengths
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
+from omnibal.data.source_draws import typical_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.sampler import check_agreement
 from omnibal.integrations.expected import Costs, Schedule, counted_profile, describe

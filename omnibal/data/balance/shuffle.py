@@ -3,7 +3,7 @@
 The planner asks for the order in one place, ``BalancedPacks._draw(begin, end, epoch)``: which samples stand at these
 places of an epoch. Any stretch of some thousand places must be as mixed as all of them: steps are cut from the order as
 it is, and only what all samples hold together (``demand.survey``) says how many steps there are. Shares of several
-sources, which may change with the steps, are arranged by ``omnibal.data.mixing``.
+sources, which may change with the steps, are arranged by ``omnibal.data.mixed_packs``.
 """
 
 from typing import Any, Final

@@ -1,37 +1,32 @@
-"""Draws: the samples that each source gives, one after the other and without end."""
+"""Samples that the sources of a mixture give, one after another without end, and the packs that these ask for."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from omnibal.data.balance.demand import CLOSING, RESERVE, SIGMAS
+from omnibal.data.balance.layout import WINDOW
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.data.lengths import IntArray, SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
 from omnibal.data.mixture import FloatArray, Mixture
 from omnibal.errors import DataError
 
 Int64Array = npt.NDArray[np.int64]
 
-SMALL: Final = 1 << 10
-"""Sources of fewer samples are drawn many passes at a time."""
-DECK: Final = 1 << 16
-"""Draws of a small source that are made at a time, about."""
-SUMS_KEPT: Final = 2
-"""Decks of each source whose token sums are remembered: cursors come in ascending order."""
+SMALL: Final = 1 << 10  # sources of fewer samples are drawn many passes at a time
+DECK: Final = 1 << 16  # draws of a small source that are made at a time, about
+SUMS_KEPT: Final = 2  # decks of each source whose token sums are remembered: cursors come in ascending order
 
 
-class Draws:
+class SourceDraws:
     """Samples by source: each is drawn in random order until it is used up, then in another order.
 
     The order is cut into *decks*, each computed without those before it: one pass of a source, or as many passes of a
     small one as make up ``DECK`` draws. What a source, a pass and a place in it name is drawn once.
-
-    Args:
-        lengths: Loads of every sample, with their sources.
-        mixture: What each source gives.
-        seed: The same seed gives the same orders.
-        samples: Which samples take part; None for all.
 
     Raises:
         ConfigError: The mixture names no source of the data, or not all; or the lengths lack what it counts.
@@ -47,17 +42,14 @@ class Draws:
         self._mixture, self._seed = mixture, seed
         self._columns = [mixture.sources.index(name) for name in lengths.source_names]
         self._tokens = _tokens(lengths, mixture)
-        self.sizes: Int64Array = np.diff(self._starts)
-        """Samples of each source."""
+        self.sizes: Int64Array = np.diff(self._starts)  # samples of each source
         self._decks = self.sizes * np.where(self.sizes < SMALL, DECK // np.maximum(self.sizes, 1), 1)
         self._sums: dict[tuple[int, int], FloatArray] = {}
-        self.means = self._mean_units()
-        """Samples or tokens of a sample of each source, as the mixture counts them."""
+        self.means = self._mean_units()  # what a sample of each source counts for: 1, or its tokens
         self._check_shares(lengths.source_names)
 
     @property
     def num_samples(self) -> int:
-        """Samples that take part."""
         return int(self._starts[-1])
 
     @property
@@ -76,12 +68,10 @@ class Draws:
         shares: FloatArray = parts / parts.sum(axis=-1, keepdims=True)
         return shares
 
-    def shares_given(self, samples: IntArray) -> FloatArray:
-        """Shares of the sources in some samples, as the mixture counts them."""
+    def units_of(self, samples: IntArray) -> FloatArray:
+        """Samples or tokens that each source gives to some samples, as the mixture counts them."""
         weights = None if self._tokens is None else self._tokens[samples]
-        given = np.bincount(self._source[samples], weights, minlength=len(self.sizes)).astype(np.float64)
-        shares: FloatArray = given / max(given.sum(), 1)
-        return shares
+        return np.bincount(self._source[samples], weights, minlength=len(self.sizes)).astype(np.float64)
 
     def members(self, source: int) -> Int64Array | slice:
         """All samples of a source, to index columns with."""
@@ -138,7 +128,7 @@ class Draws:
         return drawn
 
     def _half_sums(self, source: int, deck: int) -> FloatArray:
-        """Tokens of a deck's draws up to the middle of each: there one draw more comes nearer."""
+        """Cumulative tokens at the midpoint of each draw of a deck, where rounding changes."""
         if (source, deck) not in self._sums:
             assert self._tokens is not None, "asked by tokens only"
             tokens = self._tokens[self._deck(source, deck, 0, int(self._decks[source]))]
@@ -163,14 +153,98 @@ class Draws:
             )
 
 
-def typical_lengths(lengths: SampleLengths, mixture: Mixture | None) -> SampleLengths:
-    """As many samples as there are, as a mixture draws them at its first shares, and the largest that it ever draws.
+class SourceRates(NamedTuple):
+    """What a sample of each source asks of packs by one load, weighed in several ways, shape (sources, ways)."""
 
-    They stand for the data where limits are chosen and costs are expected; all of them where there is no mixture.
+    mean: FloatArray
+    """Packs per sample."""
+    variance: FloatArray
+    """Variance of a sample's packs around those that its share of what the source is to give asks for."""
+
+
+class PackRates:
+    """How many packs the samples of a mix ask for: the bound of ``min_packs``, and a reserve for what chance makes.
+
+    A mix asks for the mean of what its sources do, weighed in the way that asks for most (see ``min_packs``). Chance
+    is in what is drawn of each source; how much each gives is fixed, in samples or tokens: by tokens, how many samples
+    that are is up to chance, too. Over whole passes of a source there is none.
+
+    Args:
+        lengths: Loads of every sample.
+        limits: The most a pack may hold.
+        draws: The sources.
+    """
+
+    def __init__(self, lengths: SampleLengths, limits: PackLimits, draws: SourceDraws) -> None:
+        self._sizes = draws.sizes
+        most = limits.vision_units, limits.llm_tokens
+        # Of each source and size: samples, what they give, and the squares of that.
+        vision, tokens = (np.zeros((3, len(draws.sizes), limit + 1)) for limit in most)
+        for source in range(len(draws.sizes)):
+            members, given = draws.members(source), draws.given(source)
+            units, llm_tokens = lengths.vision_units[members], lengths.llm_tokens[members]
+            # One over a limit has a pack of its own, as if it were at both limits.
+            over = (units > most[0]) | (llm_tokens > most[1])
+            for load, sums, limit in ((units, vision, most[0]), (np.maximum(llm_tokens, 1), tokens, most[1])):
+                sizes = np.where(over, limit, load)
+                sums[:, source] = [np.bincount(sizes, given**power, limit + 1) for power in range(3)]
+        self._rates = [_rates(sums, limit) for sums, limit in ((vision, most[0]), (tokens, most[1]))]
+
+    def packs_per_sample(self, mix: FloatArray, num_draws: float) -> FloatArray:
+        """Packs that a sample asks for, reserve included; at most one.
+
+        Args:
+            mix: What part of the samples each source gives, shape (…, sources).
+            num_draws: Draws that get a fixed number of steps.
+        """
+        bounds = [(mix @ rates.mean).max(axis=-1) for rates in self._rates]
+        drives = bounds[0] >= bounds[1]
+        needs = []
+        for rates, is_driver in zip(self._rates, (drives, ~drives), strict=True):
+            # Windows are cut where they have their share of the load that asks for most; of the other one they get
+            # what chance gives a window.
+            many, few = (self._with_reserve(mix, rates, draws) for draws in (num_draws, min(num_draws, WINDOW)))
+            needs.append(np.where(is_driver, many, few))
+        packs: FloatArray = np.minimum(np.maximum(*needs), 1.0)
+        return packs
+
+    def _with_reserve(self, mix: FloatArray, rates: SourceRates, num_draws: float) -> FloatArray:
+        mean = mix @ rates.mean
+        by_chance = np.minimum(mix * num_draws, self._sizes / 2)  # the ends of two passes at most
+        deviation = np.sqrt(by_chance @ rates.variance) / num_draws
+        needed: FloatArray = np.maximum(mean * (1 + RESERVE), mean * (1 + CLOSING) + SIGMAS * deviation).max(axis=-1)
+        return needed
+
+
+def _rates(sums: FloatArray, limit: int) -> SourceRates:
+    """Weigh every size in all ways, and average over the samples of each source.
+
+    Args:
+        sums: Samples, what they give, and its squares, by source and size, shape (3, sources, limit + 1).
+        limit: The largest size.
+    """
+    counts, given, squares = sums
+    sizes = np.arange(limit + 1)
+    shares = [sizes / max(limit, 1)]
+    shares += [rounded_shares(limit, k) / (k * limit) for k in range(1, MOST_ROUNDINGS + 1 if limit else 1)]
+    weights = np.stack(shares, axis=1)
+    numbers = np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    mean = counts @ weights / numbers
+    rate = counts @ weights / np.maximum(given.sum(axis=1, keepdims=True), 1)  # packs for what is given
+    squared = counts @ weights**2
+    by_number = squared / numbers - mean**2
+    by_given = (squared - 2 * rate * (given @ weights) + rate**2 * squares.sum(axis=1, keepdims=True)) / numbers
+    return SourceRates(mean, np.maximum(np.maximum(by_number, by_given), 0))
+
+
+def typical_lengths(lengths: SampleLengths, mixture: Mixture | None) -> SampleLengths:
+    """Samples that stand for the data where limits are chosen and costs expected; without a mixture all of them.
+
+    They are as many as there are, as a mixture draws them at its first shares, and the largest that it ever draws.
     """
     if mixture is None:
         return lengths
-    draws = Draws(lengths, mixture, seed=0)
+    draws = SourceDraws(lengths, mixture, seed=0)
     numbers = np.rint(draws.sample_shares_at(0) * len(lengths)).astype(np.int64).tolist()
     drawn = [draws.samples(source, 0, number) for source, number in enumerate(numbers)]
     every, possible = np.arange(len(lengths)), np.flatnonzero(draws.ever_drawn).tolist()

@@ -6,9 +6,8 @@ import pytest
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs
-from omnibal.data.mixing.draws import Draws
-from omnibal.data.mixing.rates import PackRates
 from omnibal.data.mixture import Mixture
+from omnibal.data.source_draws import PackRates, SourceDraws
 from omnibal.data.synthetic import tiled_lengths
 
 SIZES = {"large": 3000, "small": 7, "none": 0, "one": 1}
@@ -26,7 +25,7 @@ def lengths_of(*, scattered):
 @pytest.mark.parametrize("scattered", [False, True])
 def test_every_pass_has_each_sample_once_in_another_order(scattered):
     lengths = lengths_of(scattered=scattered)
-    draws = Draws(lengths, MIXTURE, seed=1)
+    draws = SourceDraws(lengths, MIXTURE, seed=1)
     for source, size in enumerate(SIZES.values()):
         if not size:
             continue
@@ -37,7 +36,7 @@ def test_every_pass_has_each_sample_once_in_another_order(scattered):
 
 
 def test_any_draws_are_known_without_those_before():
-    draws = Draws(lengths_of(scattered=True), MIXTURE, seed=1)
+    draws = SourceDraws(lengths_of(scattered=True), MIXTURE, seed=1)
     for source in (0, 1, 3):
         first, last = 65_000, 66_500  # across the decks of the small ones, and passes of the large one
         whole = draws.samples(source, 0, last)
@@ -45,14 +44,14 @@ def test_any_draws_are_known_without_those_before():
 
 
 def test_seeds_give_other_orders():
-    first, second = (Draws(lengths_of(scattered=False), MIXTURE, seed=seed).samples(0, 0, 100) for seed in (1, 2))
+    first, second = (SourceDraws(lengths_of(scattered=False), MIXTURE, seed=seed).samples(0, 0, 100) for seed in (1, 2))
     assert (first != second).any()
 
 
 @pytest.mark.parametrize("by", ["llm_tokens", "target_tokens"])
 def test_cursors_by_tokens_follow_those_that_were_drawn(by):
     lengths = lengths_of(scattered=True)
-    draws = Draws(lengths, Mixture(MIXTURE.shares, by=by), seed=1)
+    draws = SourceDraws(lengths, Mixture(MIXTURE.shares, by=by), seed=1)
     tokens = getattr(lengths, by)
     for source, most in ((0, 4_000_000), (1, 40_000_000), (3, 90_000)):
         asked = np.sort(np.random.default_rng(0).integers(0, most, 200)).astype(np.float64)
@@ -65,7 +64,7 @@ def test_cursors_by_tokens_follow_those_that_were_drawn(by):
 
 
 def test_cursors_by_samples_are_rounded():
-    draws = Draws(lengths_of(scattered=False), MIXTURE, seed=1)
+    draws = SourceDraws(lengths_of(scattered=False), MIXTURE, seed=1)
     assert draws.cursors(np.array([0.4, 0.5, 2.0, 7.9])).tolist() == [0, 1, 2, 8]
 
 
@@ -74,7 +73,7 @@ def test_a_mix_asks_for_the_packs_of_the_bound(limits):
     """Over whole passes of all samples, chance makes nothing of them, and the bound is that of ``min_packs``."""
     lengths = tiled_lengths(20_000, seed=3)
     counts = np.bincount(lengths.source)
-    draws = Draws(lengths, Mixture({str(source): float(count) for source, count in enumerate(counts)}), seed=0)
+    draws = SourceDraws(lengths, Mixture({str(source): float(count) for source, count in enumerate(counts)}), seed=0)
     rate = PackRates(lengths, limits, draws)
     needed = rate.packs_per_sample(draws.sample_shares_at(0), 1e12) * len(lengths)
     assert needed == pytest.approx(1.0025 * min_packs(lengths, limits), rel=5e-4)
