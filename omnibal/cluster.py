@@ -112,17 +112,14 @@ class Layout:
     otherwise: under ZeRO stage 1."""
 
     def __post_init__(self) -> None:
-        for name in ("num_stages", "num_replicas", "num_tensor"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.encoder is not None:
+        for part, whose in ((self, ""), (self.encoder, " of the encoder")):
             for name in ("num_stages", "num_replicas", "num_tensor"):
-                if getattr(self.encoder, name) < 1:
-                    raise ConfigError(f"{name} of the encoder must be positive, got {getattr(self.encoder, name)}")
-            if self.encoder.num_stages >= self.num_stages:
-                raise ConfigError(
-                    f"num_stages of the encoder must be less than all {self.num_stages}, got {self.encoder.num_stages}"
-                )
+                if part is not None and getattr(part, name) < 1:
+                    raise ConfigError(f"{name}{whose} must be positive, got {getattr(part, name)}")
+        if self.encoder is not None and self.encoder.num_stages >= self.num_stages:
+            raise ConfigError(
+                f"num_stages of the encoder must be less than all {self.num_stages}, got {self.encoder.num_stages}"
+            )
         if self.precision not in get_args(Precision):
             raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
         check_zero_stage(self.zero_stage)

@@ -37,7 +37,7 @@ def load_model(
 
 def _loaded(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
     if isinstance(model, PreTrainedConfig):
-        return _from_config(deepcopy(model))
+        return _from_config(deepcopy(model))  # layers keep it, and ties may be changed in it
     folder = Path(model)
     _family_in(folder)
     config = load_part(AutoConfig, folder)
@@ -47,7 +47,7 @@ def _loaded(model: str | Path | PreTrainedConfig) -> VisionLanguageModel:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     # Weights may tell more of ties than the configuration does.
     if has_weights(folder) and ties_are_broken(loaded, folder):
-        config.tie_word_embeddings = False
+        config.tie_word_embeddings = False  # as transformers does with such a folder
         return _from_config(config)
     return loaded
 
@@ -56,6 +56,7 @@ def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
     family = family_of({"model_type": config.model_type})
     if family.layers is None:
         raise ConfigError(f"model_type must be of a family with layers to be trained, got {config.model_type!r}")
+    # Families name their function as text, so that their facts load no torch.
     made: VisionLanguageModel = resolve_name(family.layers)(config)
     return made
 

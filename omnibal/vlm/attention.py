@@ -85,6 +85,7 @@ def packed_attention(
         The mixed values, contiguous, of shape (1, tokens, heads, head_dim), and None in place of weights.
     """
     _refuse_unknown_terms(kwargs)
+    # transformers' attention modules say by themselves whether they are causal; the argument overrules them.
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if query.numel() == 0:
         return _nothing(query, key, value), None
@@ -121,6 +122,7 @@ def _bounds_from_positions(
     num_tokens = query.shape[2]
     if attention_mask is not None or query.shape[0] != 1 or key.shape[2] != num_tokens:
         return None
+    # The whole sequence is one sample, unless its positions restart.
     bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=query.device)
     if position_ids is None or position_ids.ndim != 2:
         return bounds
@@ -143,7 +145,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, term
             f"for {query.shape[0]} x {query.shape[2]} tokens"
         )
     if terms.window is not None and terms.window >= max(lengths):
-        terms = terms._replace(window=None)
+        terms = terms._replace(window=None)  # no sample is longer: a mask would change nothing
     with sdpa_kernel(_KERNELS):  # varlen_attn follows it, too
         if _kernel_serves(query, terms.dropout):
             return _varlen(query, key, value, cu_seq_lens, max(lengths), terms)
@@ -215,5 +217,6 @@ def packed_mask(*, batch_size: int, q_length: int, kv_length: int, attention_mas
     )
 
 
+# transformers looks up both by the name in ``attn_implementation``.
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 AttentionMaskInterface.register(PACKED_ATTENTION, packed_mask)

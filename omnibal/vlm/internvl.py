@@ -55,6 +55,7 @@ def internvl(config: InternVLConfig) -> VisionLanguageModel:
     skeleton = skeleton_of(InternVLForConditionalGeneration, config)
     tower = "model.vision_tower"
     blocks = [record for record in records if record.kind == "vision_block"]
+    # Without mean pooling transformers' ViT ends with a norm, which is the last block's.
     norms = [{"norm": f"{tower}.layernorm"} if "final_norms" in block.sizes else {} for block in blocks]
     recipes = (
         LayerRecipe(PatchEmbedding, {"embeddings": f"{tower}.embeddings"}),

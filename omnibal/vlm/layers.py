@@ -80,6 +80,7 @@ class VisionLanguageModel:
         assert len(self._features) == len(records) + 1
         self._recipes = recipes
         self._disk_prefixes = disk_prefixes
+        # Records of a family know sizes alone; here the model is known, and the names of its weights.
         self.records = tuple(replace(record, weights=self.trained_weights(i)) for i, record in enumerate(records))
 
     def sent_tensors(self, boundary: int) -> SentTensors:
@@ -109,7 +110,7 @@ class VisionLanguageModel:
         if seed is None:
             layer = layer.to(dtype=dtype)
         layer = layer.to_empty(device="cpu")
-        _forget(layer)
+        _forget(layer)  # what nothing initialises stays NaN, and is noticed below
         with _forked_generator(seed, self.first_tied(index)):
             for name, path in recipe.parts.items():
                 part = parts[name]
@@ -178,7 +179,7 @@ class VisionLanguageModel:
         if is_adapter(name):
             return adapter_name(name)
         name = name.replace(BASE_LAYER, ".")
-        for prefix, disk_prefix in self._disk_prefixes.items():
+        for prefix, disk_prefix in self._disk_prefixes.items():  # the first one that fits counts
             if name.startswith(prefix):
                 return disk_prefix + name.removeprefix(prefix)
         return name
@@ -233,6 +234,7 @@ class VisionLanguageModel:
 
 def skeleton_of(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     """A Hugging Face model on the meta device, with attention for packs."""
+    # No memory is taken: tensors on the meta device have shapes only.
     with torch.device("meta"):
         try:
             skeleton: PreTrainedModel = model_class._from_config(config, attn_implementation=PACKED_ATTENTION)
@@ -253,7 +255,7 @@ def _initialise(part: nn.Module, initialiser: Any, *, weights: bool) -> None:
 
 def _forget(module: nn.Module) -> None:
     for tensor in module.state_dict().values():
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan)  # to_empty leaves whatever was in memory, which may look like weights
 
 
 def is_adapter(name: str) -> bool:

@@ -46,6 +46,7 @@ def adapters_of(model: VisionLanguageModel, settings: LoraSection, frozen: Colle
     if not targets:
         named = ", ".join(settings.targets)
         raise ConfigError(f"omnibal.model.lora.targets must name a part that modules_to_save does not, got {named}")
+    # peft matches the ends of paths; whole paths name one module each. By default alpha is twice the rank.
     return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha or 2 * settings.rank,
@@ -114,6 +115,7 @@ def _chosen(
 
     ``deciding`` goes from the path of a module to the names of its weights of which none may be frozen.
     """
+    # Only modules of the model's layers count, not what lies behind the features that it reads.
     modules = [(record, path) for record, path, module in _modules(model) if fits(module)]
     for word in words:
         if not any(_stands_for(word, record, path) for record, path in modules):
@@ -192,6 +194,7 @@ def save_adapters(model: VisionLanguageModel, state_of: StateOf, folder: Path) -
                 found[adapter_name(path)] = state[name].contiguous()
                 if path in copies:
                     found[adapter_name(copies[path])] = state[name].clone()
+    # As peft's own save does, the configuration is for inference.
     save_tensors(found, folder / ADAPTER_FILE)
     replace(model.adapters, inference_mode=True).save_pretrained(folder)
 
@@ -212,7 +215,7 @@ def merged_states(model: VisionLanguageModel, state_of: StateOf, base: Path | No
                 )
             load_layer(model, index, layer, base)
         layer.load_state_dict(state, strict=False)
-        for module in layer.modules():
+        for module in layer.modules():  # peft's own merge: weight += B · A · alpha / rank
             if isinstance(module, LoraLayer):
                 module.merge()
         weights = {name: tensor for name, tensor in layer.state_dict().items() if not is_adapter(name)}

@@ -120,6 +120,7 @@ class _Bench:
         return forward + backward
 
     def _build(self, index: int) -> nn.Module:
+        # As the engine freezes it: parameters without a gradient cost no pass to the weights.
         layer = self.model.build_layer(index, seed=self.seed, dtype=self.dtype, device=self.device)
         record, names = self.model.records[index], self.model.weight_names(index)
         for name, parameter in layer.named_parameters():
@@ -176,6 +177,7 @@ def _fit(
         # Bytes are whole numbers; rounding takes away what the fit adds to their coefficients.
         return CostModel(**{name: round(coefficient, 6) for name, coefficient in vars(fitted).items()})
 
+    # AdamW keeps two float32 moments of each trained number, and a master copy of those in 16 bits.
     parameters = list(layer.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in trained)
@@ -229,8 +231,8 @@ def _warnings(bench: _Bench, measured: Mapping[str, _LayerGroup], max_spread: fl
             )
 
 
-_SHARES = (0.25, 0.5, 1.0)
-_MANY = 4
+_SHARES = (0.25, 0.5, 1.0)  # of the limits, which packs are measured
+_MANY = 4  # samples of a pack of many
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,7 @@ class LayerRun:
 
     def _split(self) -> tuple[Timing, Timing, int]:
         """Seconds of both parts of a split backward pass, and what the first one leaves for the second one."""
+        # What waits is computed after the backward pass, as a zero-bubble schedule's W does.
         with _deferring(self.layer) as queue:
             run, run_rest = partial(self._outputs, "none"), partial(queue.run, queue.micro_batch)
             _, backward, weights = time_passes(run, self.payload.hidden.device, run_rest)

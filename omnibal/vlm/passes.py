@@ -6,9 +6,8 @@ import gc
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -230,13 +229,14 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-class DevicePeak:
+class DevicePeak(ExitStack):
     """A context that measures the peak of a device: by its allocator, on a CPU by a `StorageMeter`.
 
     ``held`` are tensors that exist before, such as parameters, which a CPU's meter does not see.
     """
 
     def __init__(self, device: torch.device, held: list[Tensor]) -> None:
+        super().__init__()
         self._held = storage_bytes(held)
         self._meter = StorageMeter() if device.type == "cpu" else None
         self._device = device
@@ -245,14 +245,8 @@ class DevicePeak:
         if self._meter is None:
             torch.get_device_module(self._device).reset_peak_memory_stats()
         else:
-            self._meter.__enter__()  # type: ignore[no-untyped-call]
+            self.enter_context(self._meter)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._meter is not None:
-            self._meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     @property
     def peak_bytes(self) -> int:

@@ -61,6 +61,7 @@ class Payload:
 
     def on_host(self, name: str) -> list[Any]:
         """The integers of a name as a (nested) list: from the noted counts, else read from the device."""
+        # Reading from a GPU would make the host wait for all that is queued there.
         counts = counts_of([self.cu_seq_lens])
         known = None if counts is None else counts.integers.get(name)
         return self.integers[name].tolist() if known is None else list(known)
@@ -118,6 +119,7 @@ class PackCounts(NamedTuple):
 def note_counts(tensors: Sequence[Tensor], counts: PackCounts | None) -> None:
     """Attach a pack's counts to the last of its tensors, the samples' bounds, which all layers hand on."""
     if counts is not None:
+        # An attribute of the tensor object, which the layers of a stage hand on as it is.
         tensors[-1]._omnibal_counts = counts  # type: ignore[attr-defined]
 
 

@@ -43,6 +43,7 @@ class TextEmbedding(nn.Module):
                 f"samples must have at most max_position_embeddings ({self.longest}) tokens under dynamic rotary "
                 f"embeddings, got {max(sample_lengths(payload.cu_seq_lens))}"
             )
+        # Image tokens stand in the order of the features, image after image.
         merged = embedded.masked_scatter(image[..., None], features.to(embedded.dtype))
         return payload.replace(hidden=merged.contiguous())
 
@@ -72,6 +73,7 @@ class DecoderBlock(nn.Module):
 
     def forward(self, payload: Payload) -> Payload:
         """From hidden states (1, tokens, width) to the same."""
+        # transformers' own layer; the bounds keep attention within samples, in place of a mask.
         hidden = self.block(
             payload.hidden,
             position_ids=payload.position_ids,
@@ -96,7 +98,7 @@ class FinalNorm(nn.Module):
 class Head(nn.Module):
     """The head of a model that does not tie it to its embedding, and the loss."""
 
-    at_once = True
+    at_once = True  # computes its gradients in the forward pass: `omnibal.loss.summed_loss`
 
     def __init__(self, config: Any, lm_head: nn.Module) -> None:
         super().__init__()
@@ -146,6 +148,7 @@ class ExactRotary(nn.Module):
 
 
 def _longest_sample(text_config: Any) -> int | None:
+    # The longest sample that "dynamic" frequencies leave as they are; None where no length changes them.
     dynamic = "dynamic" in text_config.rope_parameters["rope_type"]
     return int(text_config.max_position_embeddings) if dynamic else None
 

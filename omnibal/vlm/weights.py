@@ -77,6 +77,7 @@ def spare_weights(
     model: VisionLanguageModel, source: str | Path | Mapping[str, Tensor] | None, *, seed: int
 ) -> dict[str, Tensor]:
     """The weights that no layer has, by their names on disk: those that ``source`` has, else initial ones."""
+    # Such as a ViT's last block that LLaVA does not read: exported as it came, so that the folder is whole.
     names = model.spare_names
     if not names:
         return {}
@@ -85,6 +86,7 @@ def spare_weights(
     there = [name for name in names if name in stored]
     found = {} if len(there) == len(names) else model.build_spare(seed=seed)
     for name in there:
+        # A copy: a model in memory may change its tensors later.
         found[name] = _checked(name, stored, shapes).to("cpu", copy=True)
     return found
 
@@ -260,6 +262,7 @@ class _ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        # A tensor larger than a shard gets a file of its own.
         if self._pending and _num_bytes(*self._pending.values(), tensor) > self._max_bytes:
             self._flush()
         self._pending[name] = tensor
