@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,12 +29,12 @@ from omnibal.vlm import load_model
 from omnibal.vlm.lora import ADAPTER_CONFIG, StateOf, add_adapters, base_of, load_adapters, merged_states, save_adapters
 from omnibal.vlm.weights import has_weights, other_names, save_model, spare_weights
 
-MODEL_FOLDER = "model"
-SPARE_FILE = "spare.safetensors"
-"""Of the model's folder in a checkpoint: weights that no layer has."""
-NAMES_FILE = "weight_names.json"
-"""The same: names of weights in the folder that the run began with, where they are not the published ones."""
-MODEL_FILES = (
+MODEL_FOLDER: Final = "model"  # within a checkpoint
+SPARE_FILE: Final = "spare.safetensors"  # in the model's folder: weights that no layer has
+# In the model's folder: names of weights in the folder that the run began with, where they are not the published ones.
+NAMES_FILE: Final = "weight_names.json"
+# What a checkpoint takes from the model's folder, where anything may lie: other weights, checkpoints themselves.
+MODEL_FILES: Final = (
     "*config.json",  # of the model, its tokenizer and processors, generation
     "tokenizer.json",
     "tokenizer.model*",
@@ -54,20 +54,10 @@ MODEL_FILES = (
     "*processing_*.py",
     "configuration_*.py",
 )
-"""What a checkpoint takes from the model's folder, where anything may lie: other weights, checkpoints themselves."""
 
 
 def write_model_files(checkpoint: Path, resolved: ResolvedRun, spare: Mapping[str, Tensor]) -> list[Path]:
-    """Lay beside DeepSpeed's files what an export needs beside the weights: MODEL_FILES, spare weights, adapters.
-
-    Args:
-        checkpoint: Folder of one checkpoint.
-        resolved: What is trained.
-        spare: Weights that no layer has, by name.
-
-    Returns:
-        The files.
-    """
+    """Lay into a checkpoint what an export needs beside layers: MODEL_FILES, ``spare`` weights, how adapters lie."""
     folder = checkpoint / MODEL_FOLDER
     folder.mkdir(exist_ok=True)
     if resolved.folder is not None:
@@ -81,10 +71,9 @@ def write_model_files(checkpoint: Path, resolved: ResolvedRun, spare: Mapping[st
             (folder / NAMES_FILE).write_text(json.dumps(names))
     resolved.vlm.config.save_pretrained(folder)
     if resolved.vlm.adapters is not None:
-        # of random weights beside them there is no folder
-        base = (
-            resolved.vlm.config.name_or_path if resolved.folder is None else resolved.base and resolved.base.absolute()
-        )
+        # peft reads the base model by this name. Of random weights there is none.
+        in_folder = resolved.base and resolved.base.absolute()
+        base = resolved.vlm.config.name_or_path if resolved.folder is None else in_folder
         replace(resolved.vlm.adapters, base_model_name_or_path=str(base) if base else None).save_pretrained(folder)
     if spare and resolved.base is None:
         save_file(dict(spare), folder / SPARE_FILE)
@@ -92,11 +81,7 @@ def write_model_files(checkpoint: Path, resolved: ResolvedRun, spare: Mapping[st
 
 
 def check_layout(checkpoint: Path, layout: Mapping[str, Any]) -> None:
-    """Refuse to resume where optimizer states would land on other layers.
-
-    Raises:
-        ConfigError: The checkpoint is incomplete, or was written under another layout; the message names what differs.
-    """
+    """Refuse to resume where optimizer states would land on other layers."""
     saved = read_manifest(checkpoint)
     for key, value in layout.items():
         if saved.get(key) != value:
@@ -139,17 +124,10 @@ def _check_base(checkpoint: Path) -> None:
 
 
 def export_newest(files: RunFiles) -> Path:
-    """Write a run's newest checkpoint as a Hugging Face folder, unless it is there already.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: There is no checkpoint, or a file of it is not whole.
-    """
+    """Write a run's newest checkpoint as a Hugging Face folder, unless it is there already; the folder."""
     checkpoint = latest_checkpoint(files.checkpoints)
     manifest = checkpoint / MANIFEST
-    # a run that began anew writes checkpoints of the same names
+    # The time tells it from a checkpoint of the same name that a run which began anew has written since.
     source = {"checkpoint": checkpoint.name, "written": manifest.stat().st_mtime_ns if manifest.is_file() else None}
     if not files.model.is_dir() or _kept(files.exported) != source:
         files.exported.unlink(missing_ok=True)
@@ -168,6 +146,8 @@ def _kept(file: Path) -> Any:
 
 def join_layers(layers: Path, folder: Path, *, merged: bool = False) -> None:
     """As ``export``, of a folder that only this run has written; ``merged`` matters to adapters only."""
+    # Layers are read one at a time, when save_model asks for their state. Of adapters: either peft's files alone, or
+    # each layer's weights from the base model with what the adapters add.
     source = layers / MODEL_FOLDER
     state_of: StateOf = partial(_layer_state, layers)
     model, adapters = load_model(source), load_adapters(source)

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from zipfile import is_zipfile
 
 import torch.distributed as dist
@@ -28,21 +28,16 @@ from omnibal.engine.table import TableEngine
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import check_frozen
 from omnibal.plan import Plan
-from omnibal.ranks import gather, rank_zero_first, run_on_all_ranks
+from omnibal.ranks import gather, rank_zero_only, run_on_all_ranks
 from omnibal.vlm.weights import SINGLE_FILE, check_data, load_data
 
 LOG: Final = logging.getLogger(__name__)
+# DeepSpeed's classes, of which its optimizers save objects beside tensors and numbers.
 _CLASSES: Final = (LossScaler, ZeroStageEnum, fragment_address)
-"""DeepSpeed's, of which its optimizers save objects beside tensors and numbers."""
-T = TypeVar("T")
 
 
 class CheckpointedEngine(TableEngine):
-    """Saves and loads, all ranks together: a checkpoint gets its name when all of its files are on the disk.
-
-    Ranks write into a folder beside, and wait for one another where nothing times out; what fails on one rank is
-    raised on all.
-    """
+    """Saves and loads, all ranks together: a checkpoint gets its name when all of its files are on the disk."""
 
     resolved: ResolvedRun
     spare: Mapping[str, Tensor]
@@ -52,7 +47,6 @@ class CheckpointedEngine(TableEngine):
 
     @property
     def where(self) -> str:
-        """This process's place, as error messages name it."""
         return f"rank {self.global_rank}, stage {self.stage_id}"
 
     def save_checkpoint(
@@ -83,30 +77,41 @@ class CheckpointedEngine(TableEngine):
             ConfigError: The tag cannot name a folder or is not the same on all ranks, or they share no folder.
         """
         self.settle_weights()
+        # 1. Rank 0 makes an unfinished folder beside the others. 2. Every rank writes its files into it, and notes the
+        # size and checksum of each. 3. Rank 0 gathers these, adds the model's files and the manifest, and gives the
+        # folder its name; "latest" comes last. In between ranks wait where nothing times out, and what fails on one
+        # rank is raised on all: then rank 0 deletes the unfinished folder.
         folder, tag = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
         tags = gather(tag)
         if len(set(tags)) > 1:
             raise ConfigError(f"tag must be the same on all ranks, got {', '.join(sorted(set(tags)))}")
         unfinished = folder / f"{tag}{saved_files.UNFINISHED}"
         state = {**(client_state or {}), "sampler": self.loader.state_dict()}
-        self._on_rank_zero(lambda: saved_files.begin(folder, tag), f"makes a folder for checkpoint {tag}")
+        on_rank_zero = partial(rank_zero_only, where=self.where)
+        on_rank_zero(lambda: saved_files.begin(folder, tag), doing=f"makes a folder for checkpoint {tag}")
         try:
             exclude_frozen = exclude_frozen_parameters or self.resolved.base is not None
-            written = gather(self._written(unfinished, state, exclude_frozen))
-            files = {name: saved for of_rank in written for name, saved in of_rank.items()}
-            self._on_rank_zero(lambda: self._complete(unfinished, files, save_latest), f"completes checkpoint {tag}")
+            own = run_on_all_ranks(lambda: self._write(unfinished, state, exclude_frozen), where=self.where)
+            files = {name: saved for of_rank in gather(own) for name, saved in of_rank.items()}
+            complete = partial(self._complete, unfinished, files, is_latest=save_latest)
+            on_rank_zero(complete, doing=f"completes checkpoint {tag}")
         except OmnibalError:  # on all ranks, none of which writes any more
             if self.global_rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
         if keep is not None:
-            self._on_rank_zero(lambda: saved_files.keep_newest(folder, keep), "deletes old checkpoints")
+            on_rank_zero(lambda: saved_files.keep_newest(folder, keep), doing="deletes old checkpoints")
 
-    def _on_rank_zero(self, work: Callable[[], T], doing: str) -> T | None:
-        return rank_zero_first(lambda: work() if self.global_rank == 0 else None, doing=doing, where=self.where)
+    def _write(self, unfinished: Path, state: dict[str, Any], exclude_frozen: bool) -> dict[str, SavedFile]:
+        """Write this rank's files, and return what each is, by name."""
+        folder, name = str(unfinished.parent), unfinished.name
+        looks: dict[str, Future[SavedFile]] = {}
+        save = self.checkpoint_engine.save
 
-    def _written(self, unfinished: Path, state: dict[str, Any], exclude_frozen: bool) -> dict[str, SavedFile]:
-        """Let every rank write its files; those of this one, by name."""
+        def save_and_look(state_dict: Any, path: str) -> None:
+            # A file is read for its checksum while DeepSpeed writes the next, and while the system has it in memory.
+            save(state_dict, path)
+            looks[Path(path).name] = pool.submit(look, Path(path))
 
         def look(path: Path) -> SavedFile:
             saved_files.flush(path)
@@ -114,38 +119,30 @@ class CheckpointedEngine(TableEngine):
                 check_data(path, *_CLASSES)
             return SavedFile.of(path, self.global_rank)
 
-        def write() -> dict[str, SavedFile]:
-            # A file is read for its checksum while DeepSpeed writes the next, and while the system has it in memory.
-            with (
-                ThreadPoolExecutor(saved_files.READERS) as pool,
-                _saves_of(self.checkpoint_engine, pool, look) as saves,
-            ):
-                self._write(unfinished, state, exclude_frozen)
-            return {path.name: saved.result() for path, saved in saves.items()}
+        with (
+            _explained(unfinished),
+            ThreadPoolExecutor(saved_files.READERS) as pool,
+            _replaced(self.checkpoint_engine, save=save_and_look),
+        ):
+            # What DeepSpeedEngine.save_checkpoint does on each rank, without its barriers, which time out while a rank
+            # writes, and without its file "latest". _save_checkpoint writes this rank's share of the layers and, on
+            # the ranks that DeepSpeed chooses, the engine's state; _save_zero_checkpoint a part of the optimizer's.
+            info = CheckpointCommitInfo(tag=name, save_dir=folder, save_latest=False)
+            self.checkpoint_engine.create(info)
+            self._save_checkpoint(folder, name, client_state=state, exclude_frozen_parameters=exclude_frozen)
+            if self.save_zero_checkpoint:
+                self._save_zero_checkpoint(folder, name)
+            self.checkpoint_engine.commit(info)
+            return {name: future.result() for name, future in looks.items()}
 
-        return run_on_all_ranks(lambda: _explained(write, unfinished), where=self.where)
-
-    def _write(self, unfinished: Path, state: dict[str, Any], exclude_frozen: bool) -> None:
-        """What DeepSpeed's save_checkpoint does on each rank, without its barriers and its file ``latest``."""
-        folder, name = str(unfinished.parent), unfinished.name
-        info = CheckpointCommitInfo(tag=name, save_dir=folder, save_latest=False)
-        self.checkpoint_engine.create(info)
-        self._save_checkpoint(folder, name, client_state=state, exclude_frozen_parameters=exclude_frozen)
-        if self.save_zero_checkpoint:
-            self._save_zero_checkpoint(folder, name)
-        self.checkpoint_engine.commit(info)
-
-    def _complete(self, unfinished: Path, files: dict[str, SavedFile], save_latest: bool) -> None:
-        def complete() -> None:
-            own = write_model_files(unfinished, self.resolved, self.spare)
-            for path in own:
+    def _complete(self, unfinished: Path, files: dict[str, SavedFile], *, is_latest: bool) -> None:
+        with _explained(unfinished):
+            for path in write_model_files(unfinished, self.resolved, self.spare):
                 saved_files.flush(path)
                 files[str(path.relative_to(unfinished))] = SavedFile.of(path, 0)
             layout = {**self._layout(), "settings": self.settings.record()}
             saved_files.write_manifest(unfinished, layout, files)
-            saved_files.finish(unfinished, is_latest=save_latest)
-
-        _explained(complete, unfinished)
+            saved_files.finish(unfinished, is_latest=is_latest)
 
     def load_checkpoint(
         self,
@@ -183,24 +180,19 @@ class CheckpointedEngine(TableEngine):
         with_optimizer = load_optimizer_states and not load_module_only
         with_schedule = load_lr_scheduler_states and not load_module_only
         layout = self._layout(with_optimizer=with_optimizer, with_schedule=with_schedule)
-        # DeepSpeed communicates while it loads: what can fail on one rank only has to fail before.
+        # DeepSpeedEngine.load_checkpoint communicates: what can fail on one rank only has to fail before.
         run_on_all_ranks(
             lambda: self._check_readable(folder / name, layout, with_optimizer, strict=load_module_strict),
             where=self.where,
         )
         saved = saved_files.read_manifest(folder / name).get("settings")
-        changed = run_on_all_ranks(
-            lambda: (
-                []
-                if saved is None
-                else self.settings.changed_from(saved, with_optimizer=with_optimizer, with_schedule=with_schedule)
-            ),
-            where=self.where,
-        )
+        compare = partial(self.settings.changed_from, with_optimizer=with_optimizer, with_schedule=with_schedule)
+        changed = run_on_all_ranks(lambda: [] if saved is None else compare(saved), where=self.where)
         rates = [group["lr"] for group in self.basic_optimizer.param_groups]
-        # DeepSpeed saves this optimizer's state beside the weights as ZeRO's, but looks for it there under ZeRO only.
+        # BF16_Optimizer's state is saved like ZeRO's, in files of its own (_save_zero_checkpoint), but load_checkpoint
+        # looks for such files under ZeRO only.
         apart = self.using_bf16_optimizer and not self.zero_optimization()
-        with _loads_of(self.checkpoint_engine):
+        with _replaced(self.checkpoint_engine, load=_load):
             path, state = super().load_checkpoint(
                 str(load_dir),
                 name,
@@ -212,16 +204,13 @@ class CheckpointedEngine(TableEngine):
             if apart and with_optimizer:
                 self._load_zero_checkpoint(str(load_dir), name)
         if apart and not with_optimizer:
-            self.optimizer.refresh_fp32_params()
+            self.optimizer.refresh_fp32_params()  # its float32 copies are still those of the weights before
         self._renew(saved, rates, with_optimizer=with_optimizer, with_schedule=with_schedule)
         if self.global_rank == 0 and (changed or saved is None):
-            LOG.warning(
-                "going on from %s with %s",
-                folder / name,
-                f"other settings: {', '.join(map(str, changed))}"
-                if saved is not None
-                else "the optimizer's settings that it was saved with: an older omnibal kept no others to compare",
-            )
+            what = f"other settings: {', '.join(map(str, changed))}"
+            if saved is None:
+                what = "the optimizer's settings that it was saved with: an older omnibal kept no others to compare"
+            LOG.warning("going on from %s with %s", folder / name, what)
         state.pop("optimizer", None)
         run_on_all_ranks(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
         return path, state
@@ -245,20 +234,18 @@ class CheckpointedEngine(TableEngine):
                 group["lr"] = rate
 
     def _choose(self, folder: Path, tag: str | None, *, fall_back: bool) -> str:
-        """The checkpoint to go on from: rank 0 looks which one, and all ranks read its files, each what it wrote."""
+        """The name of the checkpoint to go on from."""
+        # Rank 0 chooses one by the sizes of its files, and every rank reads the files that it wrote (rank 0 also those
+        # of ranks that there are no more). If a byte of them differs, rank 0 chooses again, without that checkpoint.
         damaged: dict[str, str] = {}
-        # Each rank reads the files that it wrote; rank 0 also those of ranks that there are no more.
         readers = range(dist.get_world_size())
 
         def check(checkpoint: Path) -> str | None:
             return damaged.get(checkpoint.name) or saved_files.has_all_files(checkpoint)
 
         while True:
-            chosen = self._on_rank_zero(
-                lambda: saved_files.choose(folder, tag, fall_back=fall_back, check=check),
-                "looks for a whole checkpoint",
-            )
-            name, remark = next(found for found in gather(chosen) if found is not None)
+            choose = partial(saved_files.choose, folder, tag, fall_back=fall_back, check=check)
+            name, remark = rank_zero_only(choose, doing="looks for a whole checkpoint", where=self.where)
             own = partial(
                 saved_files.problem_of,
                 folder / name,
@@ -296,13 +283,14 @@ class CheckpointedEngine(TableEngine):
         folder, layers = Path(save_dir), Path(save_dir) / "layers"
         write = partial(self.module.save_state_dict, layers, self.checkpoint_engine)
         run_on_all_ranks(write, where=self.where)
-        self._on_rank_zero(lambda: self._join_layers(layers, folder), f"joins the layers of {folder}")
-        return True
 
-    def _join_layers(self, layers: Path, folder: Path) -> None:
-        write_model_files(layers, self.resolved, self.spare)
-        join_layers(layers, folder, merged=True)
-        shutil.rmtree(layers)
+        def join() -> None:
+            write_model_files(layers, self.resolved, self.spare)
+            join_layers(layers, folder, merged=True)
+            shutil.rmtree(layers)
+
+        rank_zero_only(join, doing=f"joins the layers of {folder}", where=self.where)
+        return True
 
     def _layout(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> dict[str, Any]:
         """What a run must share with a checkpoint to go on from it."""
@@ -319,9 +307,9 @@ class CheckpointedEngine(TableEngine):
             "num_replicas": self.dp_world_size,
             "zero_stage": int(self.zero_optimization_stage()),
             "dtype": str(self.resolved.dtype),
-            # in which optimizer of DeepSpeed's the master weights are
+            # which of DeepSpeed's optimizers holds the float32 copies of the weights
             **({"grad_accum_dtype": str(self.get_data_types()[1])} if self.bfloat16_enabled() else {}),
-            # that adapters are trained beside
+            # the weights that adapters are trained beside
             **({} if self.resolved.base is None else {BASE_WEIGHTS: saved_files.fingerprint(self.resolved.base)}),
         }
         # What is frozen comes first, since a partition may follow from it.
@@ -349,7 +337,7 @@ class CheckpointedEngine(TableEngine):
                     )
 
     def _own_files(self, checkpoint: Path, with_optimizer: bool) -> list[Path]:
-        """What this rank loads beside its layers."""
+        """The files that this rank loads beside its layers'."""
         folder, name = str(checkpoint.parent), checkpoint.name
         paths = {self._get_ckpt_name(folder, name)}
         if with_optimizer and self.save_zero_checkpoint:
@@ -358,38 +346,26 @@ class CheckpointedEngine(TableEngine):
 
 
 @contextmanager
-def _saves_of(
-    checkpoint_engine: Any, pool: ThreadPoolExecutor, look: Callable[[Path], T]
-) -> Iterator[dict[Path, "Future[T]"]]:
-    """The paths that DeepSpeed writes meanwhile, and what a thread finds when it looks at each."""
-    looks: dict[Path, Future[T]] = {}
-    save = checkpoint_engine.save
-
-    def recorded(state_dict: Any, path: str) -> None:
-        save(state_dict, path)
-        looks[Path(path)] = pool.submit(look, Path(path))
-
-    checkpoint_engine.save = recorded
-    try:
-        yield looks
-    finally:
-        del checkpoint_engine.save
-
-
-@contextmanager
-def _loads_of(checkpoint_engine: Any) -> Iterator[None]:
-    """Let DeepSpeed read files as data; its own engine unpickles whatever they hold."""
-    checkpoint_engine.load = lambda path, map_location=None: load_data(path, *_CLASSES, map_location=map_location)
+def _replaced(checkpoint_engine: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Put functions in the place of methods of DeepSpeed's checkpoint engine, which writes and reads all its files."""
+    vars(checkpoint_engine).update(methods)
     try:
         yield
     finally:
-        del checkpoint_engine.load
+        for name in methods:
+            delattr(checkpoint_engine, name)
 
 
-def _explained(work: Callable[[], T], unfinished: Path) -> T:
+def _load(path: Any, map_location: Any = None) -> Any:
+    # TorchCheckpointEngine.load unpickles whatever a file holds; this reads data only.
+    return load_data(path, *_CLASSES, map_location=map_location)
+
+
+@contextmanager
+def _explained(unfinished: Path) -> Iterator[None]:
     """Let what fails while a checkpoint is written say so; a torch that meets a full disk does not."""
     try:
-        return work()
+        yield
     except OmnibalError:
         raise
     except Exception as error:
@@ -402,11 +378,7 @@ def _explained(work: Callable[[], T], unfinished: Path) -> T:
 
 
 def _opened(path: Path) -> Any:
-    """What a file holds; tensors are mapped, not read.
-
-    Raises:
-        ConfigError: It cannot be read; the message names the newest checkpoint that is whole.
-    """
+    """What a file holds; tensors are mapped, not read."""
     try:
         return load_data(path, *_CLASSES, map_location="cpu", mmap=is_zipfile(path))
     except Exception as error:

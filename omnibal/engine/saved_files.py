@@ -16,35 +16,27 @@ from omnibal.errors import ConfigError, said
 from omnibal.records import load_json
 
 LOG: Final = logging.getLogger(__name__)
-MANIFEST: Final = "omnibal.json"
-BASE_WEIGHTS: Final = "base_weights"
-"""Of the manifest: the ``fingerprint`` of what adapters are trained beside."""
-LATEST: Final = "latest"
+MANIFEST: Final = "omnibal.json"  # written last: a folder without it is no checkpoint
+BASE_WEIGHTS: Final = "base_weights"  # key of the manifest: the fingerprint of what adapters are trained beside
+LATEST: Final = "latest"  # names the newest checkpoint, as DeepSpeed's file does
+# Beside checkpoints lie also the scripts that DeepSpeed writes with each save.
 _BESIDE: Final = (LATEST, f".{LATEST}", "zero_to_fp32.py", "zero_to_torch.py")
-"""Files beside checkpoints: the scripts DeepSpeed lays there with each save."""
-UNFINISHED: Final = ".unfinished"
+UNFINISHED: Final = ".unfinished"  # endings of folders that a save writes into, or that another one takes the place of
 REPLACED: Final = ".replaced"
-READERS: Final = 4
-"""Threads of a process that read files to check them."""
+READERS: Final = 4  # threads of a process that read files to check them
 _MANIFEST_VERSION: Final = 2
-_OLD_TAIL_BYTES: Final = 2**20
-"""Manifests of version 1, which had no number, covered a file's last MiB only."""
+_OLD_TAIL_BYTES: Final = 2**20  # manifests of version 1, which had no number, covered a file's last MiB only
 _BLOCK_BYTES: Final = 2**20
-_PARTS: Final = 256
+_PARTS: Final = 256  # of a file of weights, for its fingerprint: 1 MiB in all
 _PART_BYTES: Final = 2**12
 
 
 class SavedFile(NamedTuple):
-    """A file as it was when it was written.
-
-    Attributes:
-        size_bytes: Length of the file.
-        checksum: CRC-32 of every byte. Any flipped bit changes it, any other damage but one in four billion, and zlib
-            computes it faster than disks read.
-        rank: The rank that wrote the file.
-    """
+    """A file as it was when a rank wrote it."""
 
     size_bytes: int
+    # CRC-32 of every byte. Any flipped bit changes it, any other damage but one in four billion, and zlib computes it
+    # faster than disks read.
     checksum: int
     rank: int
 
@@ -70,8 +62,8 @@ def flush(path: Path) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells the weights in a Hugging Face folder from others, of some bytes of each file: all take minutes."""
-    found = 0
+    """What tells the weights in a Hugging Face folder from others."""
+    found = 0  # of some bytes of each file: to read all of them takes minutes
     for path in sorted(folder.glob("model*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -82,11 +74,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, layout: Mapping[str, Any], files: Mapping[str, SavedFile]) -> None:
-    """Say that a checkpoint has these files; it is the last one.
-
-    Raises:
-        ConfigError: One is not there: the ranks do not share the folder.
-    """
+    """Write a checkpoint's last file, which says what the others are."""
     for name, saved in files.items():
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != saved.size_bytes:
@@ -94,6 +82,7 @@ def write_manifest(checkpoint: Path, layout: Mapping[str, Any], files: Mapping[s
                 f"save_dir must be a folder that all ranks share, got {checkpoint.parent}, where rank 0 does not find "
                 f"what rank {saved.rank} wrote to {checkpoint.name}/{name}"
             )
+    # Counted, since clocks and file times may go back: the greatest number is the newest checkpoint.
     number = 1 + max((_age(path)[0] for path in newest_first(checkpoint.parent)), default=0)
     content = {**layout, "files": files, "version": _MANIFEST_VERSION, "number": number}
     content = json.loads(json.dumps(content))  # the checksum is of what will be read
@@ -107,11 +96,7 @@ def _checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """How a checkpoint's model was cut, and under ``files`` the files it must have.
-
-    Raises:
-        ConfigError: It has none, or none that can be read, or it is damaged.
-    """
+    """How a checkpoint's model was cut, and under ``files`` the files it must have."""
     try:
         manifest: dict[str, Any] = load_json(checkpoint / MANIFEST)
         checksum, version = manifest.pop("checksum", None), manifest.get("version", 1)
@@ -132,10 +117,7 @@ def problem_of(
 ) -> str | None:
     """Why a checkpoint is not whole; None if it is.
 
-    Args:
-        checkpoint: Its folder.
-        wanted: Which files matter, by their names in the folder.
-        every_byte: Whether to read the files, and not only to look at their sizes.
+    ``wanted`` chooses the files that matter, by name; ``every_byte`` reads them, and does not only look at their sizes.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -183,10 +165,8 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def _age(checkpoint: Path) -> tuple[int, int, int]:
-    """What grows from save to save, whatever clocks say and whichever step a run goes back to.
-
-    Manifests of version 1 have no number: there the step in the name decides, then the time.
-    """
+    """What grows from save to save, whatever clocks say and whichever step a run goes back to."""
+    # Manifests of version 1 have no number: there the step in the name decides, then the time.
     manifest = checkpoint / MANIFEST
     try:
         number = load_json(manifest).get("number", 0)
@@ -197,11 +177,7 @@ def _age(checkpoint: Path) -> tuple[int, int, int]:
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """The checkpoint that was completed last.
-
-    Raises:
-        ConfigError: There is none, or the file that names it is damaged.
-    """
+    """The checkpoint that was completed last."""
     try:
         return folder / _latest(folder)
     except ConfigError as error:
@@ -230,8 +206,7 @@ def _can_be_tag(name: str) -> bool:
     )
 
 
-Check = Callable[[Path], str | None]
-"""Why a checkpoint is not whole; None if it is."""
+Check = Callable[[Path], str | None]  # why a checkpoint is not whole; None if it is
 
 
 def offer(folder: Path, without: str, check: Check = problem_of) -> str:
@@ -247,19 +222,9 @@ def _newest_whole(folder: Path, without: str, check: Check) -> str | None:
 
 
 def choose(folder: Path, tag: str | None, *, fall_back: bool = False, check: Check = problem_of) -> tuple[str, str]:
-    """The checkpoint to go on from.
+    """The name of the checkpoint to go on from: ``tag``, else what ``latest`` names; and a remark for the user, or "".
 
-    Args:
-        folder: Of checkpoints.
-        tag: Which one; None for the one that ``latest`` names.
-        fall_back: Take the newest whole one where that one, not chosen by its name, is not whole.
-        check: What tells whether one is whole.
-
-    Returns:
-        The name, and a remark for the user where it is not the one asked for, or cannot be checked byte by byte.
-
-    Raises:
-        ConfigError: It is not whole; the message names a file of it, who wrote that, and the newest whole checkpoint.
+    If ``latest`` names one that is not whole, or none, ``fall_back`` takes the newest whole one.
     """
     name, problem = tag or "", None
     try:
@@ -283,11 +248,7 @@ def _remark(checkpoint: Path) -> str:
 
 
 def begin(folder: Path, tag: str) -> Path:
-    """An empty folder for the files of a new checkpoint; what unfinished saves and deletions left is deleted.
-
-    Raises:
-        ConfigError: The tag cannot be the name of a checkpoint.
-    """
+    """An empty folder for the files of a new checkpoint; what unfinished saves and deletions left is deleted."""
     if not _can_be_tag(tag):
         raise ConfigError(
             f"tag must be a name for a folder, not '{LATEST}', '…{UNFINISHED}' or '…{REPLACED}', got {tag!r}"
@@ -300,11 +261,10 @@ def begin(folder: Path, tag: str) -> Path:
 
 
 def finish(unfinished: Path, *, is_latest: bool) -> None:
-    """Give a complete checkpoint its name, in the place of an older one of that name.
-
-    Whenever a kill comes, a whole checkpoint stays: the older one under another name until the new one has its own.
-    What has the name and is no checkpoint stays, too, under another one.
-    """
+    """Give a complete checkpoint its name, in the place of an older one of that name."""
+    # Whenever a kill comes, a whole checkpoint stays: 1. the older one gets another name, 2. the new one gets its own,
+    # 3. "latest" names it, by a file that is written beside and renamed, 4. the older one is deleted. Each is on the
+    # disk before the next begins. What has the name and is no checkpoint stays, too, under another name.
     checkpoint = unfinished.with_suffix("")
     replaced = checkpoint.parent / f"{checkpoint.name}{REPLACED}"
     if (checkpoint / MANIFEST).is_file():
@@ -327,10 +287,8 @@ def finish(unfinished: Path, *, is_latest: bool) -> None:
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint, if it is there, or the link to it.
-
-    It loses its name first: what a kill leaves of it has that of an unfinished save, which the next one deletes.
-    """
+    """Delete a checkpoint, if it is there, or the link to it."""
+    # It loses its name first: what a kill leaves of it has that of an unfinished save, which the next one deletes.
     if os.path.lexists(checkpoint):
         nameless = checkpoint.with_name(checkpoint.name + UNFINISHED)
         _remove(nameless)
@@ -359,8 +317,7 @@ def keep_newest(folder: Path, count: int) -> None:
 def delete_all(folder: Path) -> list[Path]:
     """Delete what omnibal wrote into a folder of checkpoints, which may be a link; the folder, too, if that is all.
 
-    Returns:
-        What is left: nobody knows whose it is.
+    What is left, and returned, is somebody else's.
     """
     for name in _BESIDE:  # first: what `latest` names is about to go
         (folder / name).unlink(missing_ok=True)
