@@ -26,6 +26,8 @@ from omnibal.profile.records import Level, every_layer
 if TYPE_CHECKING:
     from omnibal.emulator.run import EmulationTask
 
+# A device's bytes: fixed ones through the step; kept ones of a micro-batch from its forward to its backward pass;
+# transient ones within its backward pass; pending ones from a split backward pass to the weight gradients.
 COMPUTATIONS = (Operation.F, Operation.BW, Operation.B, Operation.W)
 DOWN, UP = 0, 1  # directions in which tensors are sent beside the computations
 DOWNSTREAM = (Operation.SEND_ACTIVATION, Operation.RECEIVE_GRADIENT)
@@ -41,13 +43,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class StepLog:
-    """What a device did in a step.
-
-    Attributes:
-        entries: Instructions of the pipeline.
-        reduced: When the gradients were reduced.
-        updated: When the parameters were updated.
-    """
+    """The instructions that a device ran in a step, and when gradients were reduced and parameters updated."""
 
     entries: list[Entry] = field(default_factory=list)
     reduced: float = 0.0
@@ -55,73 +51,49 @@ class StepLog:
 
     @property
     def start(self) -> float:
-        """When the first instruction began."""
         return self.entries[0].start
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What a device reports at the end.
+    """What a device reports at the end."""
 
-    Attributes:
-        steps: Logs of all steps but the first, which warms up.
-        peak_bytes: The most bytes that the device held.
-        start_seconds: Seconds until the first step began.
-    """
-
-    steps: list[StepLog]
+    steps: list[StepLog]  # without the first one, which warms up
     peak_bytes: int
-    start_seconds: float
+    start_seconds: float  # until the first step began
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a device does in one step, in seconds of the cluster.
+    """What a device does in one step, in seconds of the cluster and bytes."""
 
-    Attributes:
-        forward: Forward pass, shape (micro-batches, layers).
-        backward: Backward to the inputs, recomputation included, shape (micro-batches, layers).
-        weight: Backward to the weights, shape (micro-batches, layers).
-        split: What the backward to the inputs takes longer if that to the weights waits, shape (micro-batches, layers).
-        sent_bytes: Bytes of each layer's output, shape (micro-batches, layers).
-        upstream: Transfer from and to the stage before, shape (micro-batches,); 0 in the first stage.
-        downstream: Transfer from and to the stage behind, shape (micro-batches,); 0 in the last stage.
-        reduce: Adding up each layer's gradients over the replicas, shape (layers,).
-        gather: Sending each layer's updated weights to the replicas that do not own them, shape (layers,).
-        optimizer: The optimizer step.
-        fixed_bytes: Held throughout the step.
-        kept_bytes: By micro-batch, held from its forward to its backward.
-        transient_bytes: By micro-batch, held beside those while its backward runs.
-        pending_bytes: By micro-batch, held from its split backward to its weight gradients.
-    """
-
+    # By micro-batch and layer of the stage, shape (micro-batches, layers):
     forward: FloatArray
-    backward: FloatArray
-    weight: FloatArray
-    split: FloatArray
-    sent_bytes: FloatArray
+    backward: FloatArray  # to the inputs, with recomputation
+    weight: FloatArray  # backward to the weights
+    split: FloatArray  # what the backward to the inputs takes longer if that to the weights waits
+    sent_bytes: FloatArray  # of the layer's output
+    # By micro-batch: transfer from and to the stage before (0 in the first stage) and behind (0 in the last one).
     upstream: FloatArray
     downstream: FloatArray
+    # By layer: adding up its gradients over the replicas, sending its updated weights to replicas that do not own them.
     reduce: FloatArray
     gather: FloatArray
     optimizer: float
     fixed_bytes: int
+    # By micro-batch:
     kept_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
     pending_bytes: tuple[int, ...]
 
 
 class Clocks(NamedTuple):
-    """Times of the wall clock that all devices of a cluster read and write.
+    """Times of the wall clock that all devices of a cluster read and write."""
 
-    Attributes:
-        arrivals: When a tensor that is sent beside the computations arrives, shape (directions, stages, replicas,
-            micro-batches), by receiver.
-        complete: When the last gradient of each layer is complete, shape (replicas, layers).
-    """
-
+    # When a tensor that is sent beside the computations arrives, by receiver: (directions, stages, replicas,
+    # micro-batches). Its sender writes it before the tensor itself, so that a receiver always finds it.
     arrivals: FloatArray
-    complete: FloatArray
+    complete: FloatArray  # when the last gradient of each layer is complete: (replicas, layers)
 
     @classmethod
     def of(cls, task: EmulationTask) -> Clocks:
@@ -181,15 +153,7 @@ def _exceeds(task: EmulationTask, load: Load) -> NDArray[np.bool_]:
 
 
 class Device:
-    """The device of one stage and replica.
-
-    Args:
-        task: The run.
-        stage: Pipeline stage of the device.
-        replica: Data-parallel rank of the device.
-        where: The place of the device in error messages.
-        clocks: Times that the devices share.
-    """
+    """The device of one stage and replica; ``where`` is its place in error messages."""
 
     def __init__(self, task: EmulationTask, stage: int, replica: int, where: str, clocks: Clocks) -> None:
         self.task, self.stage, self.replica = task, stage, replica

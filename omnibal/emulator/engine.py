@@ -1,4 +1,4 @@
-"""The processes of an emulated cluster: DeepSpeed's engine with layers that sleep.
+"""The processes of an emulated cluster: DeepSpeed's engine with layers that sleep, and packs that carry a number only.
 
 python -m omnibal.emulator.engine FOLDER, where the folder holds the task; forks a process per device.
 """
@@ -7,61 +7,166 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
+import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule as pipe
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from omnibal.config import ModelSection, OmnibalSection, layout_of
+from omnibal.cost import Load
 from omnibal.emulator.device import DOWN, UP, Clocks, Device, DeviceReport, StepLog
-from omnibal.emulator.layers import EmulatedLoader, EmulatedModel, EmulatedModule
-from omnibal.emulator.run import FAILURE_FILE, TASK_FILE, EmulationTask, report_file
+from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, EmulationTask, report_file
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
+from omnibal.engine.loader import Batch
+from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import ResolvedRun
-from omnibal.engine.table import RunEntry
 from omnibal.errors import OmnibalError
+from omnibal.families.base import LayerRecord
+from omnibal.feeds.feed import Step
 from omnibal.pipeline.schedule import Operation
+from omnibal.vlm.backward import WeightGradients
+from omnibal.vlm.payload import Payload, SentTensors
 
-TRANSFERS: Final = {
-    pipe.SendActivation: Operation.SEND_ACTIVATION,
-    pipe.RecvActivation: Operation.RECEIVE_ACTIVATION,
-    pipe.SendGrad: Operation.SEND_GRADIENT,
-    pipe.RecvGrad: Operation.RECEIVE_GRADIENT,
-}
-"""Our operations by DeepSpeed's blocking instructions."""
+ELEMENT_BYTES: Final = 2  # layers run in bfloat16
 
 
-def _timed(operation: Operation, run: Callable[..., None]) -> Callable[..., None]:
-    def execute(engine: "EmulatedEngine", **arguments: Any) -> None:
-        start = engine.emulated.begin(operation)
-        run(engine, **arguments)
-        engine.emulated.end(operation, start)
+class _Inputs(torch.autograd.Function):
+    """Sleeps for a layer's forward and backward pass, and puts out as many bytes as a cut behind the layer sends."""
 
-    return execute
+    # The weight is an input, so that a trained layer runs backward even if no layer before it is trained.
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, weight: Tensor, layer: "EmulatedLayer", micro_batch: int) -> Tensor:
+        context.layer, context.micro_batch, context.shape = layer, micro_batch, hidden.shape
+        work, place = layer.device.work, layer.place
+        layer.device.compute(float(work.forward[micro_batch, place]))
+        elements = int(work.sent_bytes[micro_batch, place] * SIZE_SCALE / ELEMENT_BYTES)
+        return hidden.new_zeros(max(elements, 1))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        layer = context.layer
+        layer.device.compute(layer.device.backward_seconds(context.micro_batch, layer.place))
+        return gradient.new_zeros(context.shape), None, None, None
+
+
+class _Weights(torch.autograd.Function):
+    """Sleeps for the backward pass to a layer's weights, which a schedule may run later than that to the inputs."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, layer: "EmulatedLayer", micro_batch: int) -> Tensor:
+        context.layer, context.micro_batch = layer, micro_batch
+        return torch.zeros_like(weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        layer = context.layer
+        seconds = float(layer.device.work.weight[context.micro_batch, layer.place])
+        layer.weight_gradients.defer(partial(layer.device.compute, seconds), keeps=[gradient])
+        return gradient, None, None
+
+
+class EmulatedLayer(nn.Module):
+    """Sleeps as long as a layer is predicted to take for the micro-batch whose number stands in ``input_ids``."""
+
+    def __init__(self, device: Device, place: int, *, trainable: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.device, self.place = device, place
+        self.weight_gradients = WeightGradients(budget_bytes=0)  # under DeepSpeed's 1F1B none waits
+        self.weight = nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=trainable)
+
+    def forward(self, payload: Payload) -> Payload:
+        micro_batch = int(payload.input_ids)
+        output = _Inputs.apply(payload.hidden, self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
+        if self.weight.requires_grad:
+            output = output + _Weights.apply(self.weight, self, micro_batch)  # type: ignore[no-untyped-call]
+        return payload.replace(hidden=output)
+
+
+class EmulatedModel:
+    """The part of a `VisionLanguageModel` that the pipeline module calls."""
+
+    spare_names = ()
+
+    def __init__(self, task: EmulationTask, device: Device) -> None:
+        self._device, self._layers = device, task.profile.layers
+        self._first = task.plan.partition.boundaries[device.stage]
+        self.records = [LayerRecord(layer.name, layer.kind, {}, module=layer.module) for layer in self._layers]
+
+    def sent_tensors(self, boundary: int) -> SentTensors:
+        return SentTensors()  # hidden states alone
+
+    def layer_class(self, index: int) -> type[nn.Module]:
+        return EmulatedLayer
+
+    def weight_names(self, index: int) -> dict[str, str]:
+        return {"weight": f"{index}"}  # the layer's number stands for a name on disk
+
+    def build_layer(self, index: int, *, seed: int | None, dtype: torch.dtype) -> nn.Module:
+        return EmulatedLayer(self._device, index - self._first, trainable=self._layers[index].trainable, dtype=dtype)
+
+
+class EmulatedModule(VlmPipelineModule):
+    """The pipeline module without recomputation, whose time is part of what layers sleep."""
+
+    def _run_layers(self, payload: Payload) -> Payload:
+        for place, layer in enumerate(self.forward_funcs):
+            self._announce(place, payload)
+            payload = layer(payload)
+        return payload
+
+    def count(self, batch: Mapping[str, Tensor]) -> None:
+        """Count nothing: there are no tokens."""
+
+    def _loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        hidden: Tensor = self.vlm.sent_tensors(self._local_stop).build(outputs).hidden
+        return hidden.float().sum()
+
+
+class EmulatedLoader:
+    """Yields the task's steps, the first one twice, since its first run warms up and is not logged."""
+
+    def __init__(self, task: EmulationTask, device: Device) -> None:
+        self._task, self._device = task, device
+        self._next = -1
+        self.micro_batches = task.plan.micro_batches
+
+    def next_step(self) -> tuple[Step, list[Batch]]:
+        number = max(self._next, 0)
+        self._next += 1
+        self._device.begin_step(number)
+        empty = torch.zeros(0, dtype=torch.int64)
+        batches = [
+            {
+                "pixel_values": torch.zeros(1),
+                "input_ids": torch.tensor([[micro_batch]]),  # by which layers know how long to sleep
+                "position_ids": empty,
+                "cu_seq_lens": empty,
+                "labels": torch.ones(1, 1, dtype=torch.int64),
+            }
+            for micro_batch in range(self.micro_batches)
+        ]
+        return Step(0, number, self.micro_batches, Load.stack(self._task.steps[number])), batches
 
 
 class EmulatedEngine(OmnibalEngine):
-    """The engine, whose instructions a device logs.
-
-    Args:
-        device: This process's.
-        **others: As for OmnibalEngine.
-    """
+    """The engine, whose instructions a device logs."""
 
     def __init__(self, *, device: Device, **others: Any) -> None:
         super().__init__(**others)
         self.emulated = device
-        self._operation = Operation.BW
+        self._backward_kind = Operation.BW
         if self.table is not None:
             for layer in self.module.forward_funcs:
                 layer.weight_gradients = self.weight_gradients
@@ -76,7 +181,7 @@ class EmulatedEngine(OmnibalEngine):
 
     def _exec_reduce_grads(self) -> None:
         super()._exec_reduce_grads()
-        dist.barrier(self.grid.get_data_parallel_group())  # all replicas have said when theirs were complete
+        dist.barrier(self.grid.get_data_parallel_group())  # all replicas have said when their gradients were complete
         self.emulated.add_up()
         self.emulated.log.reduced = perf_counter()
 
@@ -86,49 +191,56 @@ class EmulatedEngine(OmnibalEngine):
         self.emulated.spread_weights()
         self.emulated.log.updated = perf_counter()
 
+    @contextmanager
+    def _logged(self, operation: Operation) -> Iterator[None]:
+        start = self.emulated.begin(operation)
+        yield
+        self.emulated.end(operation, start)
+
+    # DeepSpeed's blocking transfers are instructions that take the time of their link. Under a table transfers run
+    # beside the computations: a pass waits until what it needs would have arrived, and then says when it has sent.
+
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        with self._logged(Operation.SEND_ACTIVATION):
+            super()._exec_send_activations(buffer_id)
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        with self._logged(Operation.RECEIVE_ACTIVATION):
+            super()._exec_recv_activations(buffer_id)
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        with self._logged(Operation.SEND_GRADIENT):
+            super()._exec_send_grads(buffer_id)
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        with self._logged(Operation.RECEIVE_GRADIENT):
+            super()._exec_recv_grads(buffer_id)
+
     def _run_entry(self, operation: Operation, micro_batch: int) -> None:
-        self._operation = operation
-        if operation == Operation.W:
-            start = self.emulated.begin(operation)
-            super()._run_entry(operation, micro_batch)
-            self.emulated.end(operation, start)
-        else:
+        self._backward_kind = Operation.B if operation == Operation.B else Operation.BW
+        with self._logged(operation) if operation == Operation.W else nullcontext():
             super()._run_entry(operation, micro_batch)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        with self._links(buffer_id, DOWN, is_received=not self.is_first_stage(), is_sent=not self.is_last_stage()):
-            start = self.emulated.begin(Operation.F)
+        received, sent = not self.is_first_stage(), not self.is_last_stage()
+        with self._pass(Operation.F, buffer_id, DOWN, is_received=received, is_sent=sent):
             super()._exec_forward_pass(buffer_id)
-            self.emulated.end(Operation.F, start)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        operation = Operation.B if self._operation == Operation.B else Operation.BW
-        with self._links(buffer_id, UP, is_received=not self.is_last_stage(), is_sent=self._sends_gradients):
-            start = self.emulated.begin(operation)
+        received, sent = not self.is_last_stage(), self._sends_gradients
+        with self._pass(self._backward_kind, buffer_id, UP, is_received=received, is_sent=sent):
             super()._exec_backward_pass(buffer_id)
-            self.emulated.end(operation, start)
 
     @contextmanager
-    def _links(self, micro_batch: int, direction: int, *, is_received: bool, is_sent: bool) -> Iterator[None]:
-        """Around a pass of a table: its transfers run beside the computations; DeepSpeed's own are instructions."""
+    def _pass(
+        self, operation: Operation, micro_batch: int, direction: int, *, is_received: bool, is_sent: bool
+    ) -> Iterator[None]:
         if self.table is not None and is_received:
             self.emulated.receive(direction, micro_batch)
-        yield
+        with self._logged(operation):
+            yield
         if self.table is not None and is_sent:
             self.emulated.send(direction, micro_batch)
-
-    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **OmnibalEngine._INSTRUCTION_MAP,
-        **{
-            instruction: _timed(operation, OmnibalEngine._INSTRUCTION_MAP[instruction])
-            for instruction, operation in TRANSFERS.items()
-        },
-        RunEntry: _run_entry,
-        pipe.ForwardPass: _exec_forward_pass,
-        pipe.BackwardPass: _exec_backward_pass,
-        pipe.ReduceGrads: _exec_reduce_grads,
-        pipe.OptimizerStep: _exec_optimizer_step,
-    }
 
 
 def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
@@ -151,11 +263,10 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
 
 
 def _emulate(task: EmulationTask, rank: int, started: float, clocks: Clocks) -> DeviceReport:
-    """One device: build the engine, run the steps."""
     stage, replica, _ = task.ranks.place(rank)
     device = Device(task, stage, replica, f"rank {rank}, stage {stage}", clocks)
     engine = _build(task, device)
-    engine.train_batch()
+    engine.train_batch()  # warms up, and is not logged
     ready = perf_counter() - started
     logs: list[StepLog] = []
     for _ in task.steps:
@@ -193,7 +304,7 @@ def main() -> None:
 
 
 def _end_with_caller(folder: Path) -> None:
-    """Wait for the end of whoever asked for the run, by whatever signal; then end all, and remove the folder for it."""
+    """Wait for the end of whoever asked for the run, by whatever signal; then end all, and remove the folder."""
     sys.stdin.read()  # the caller's end of the pipe closes with the caller
     for process in active_children():
         process.kill()

@@ -25,36 +25,22 @@ from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 
-LEAST_SLEEP_SECONDS = 0.1
-"""Time is scaled so that an average forward pass of a stage sleeps so long: DeepSpeed's own work is then a few percent
-of it where eight processes share a core."""
-SIZE_SCALE = 1e-3
-"""Tensors are sent at this share of their size, and the links' time is slept."""
+# Time is scaled so that an average forward pass of a stage sleeps so long: DeepSpeed's own work is then a few percent
+# of it where eight processes share a core.
+LEAST_SLEEP_SECONDS: Final = 0.1
+SIZE_SCALE: Final = 1e-3  # tensors are sent at this share of their size, and the links' time is slept
+MOST_PROCESSES: Final = 256  # each is a whole Python with torch and DeepSpeed
 TASK_FILE, FAILURE_FILE = "task.pickle", "failure.pickle"
-
-
-MOST_PROCESSES: Final = 256
-"""Each is a whole Python with torch and DeepSpeed."""
 
 
 @dataclass(frozen=True)
 class EmulationTask:
-    """A run to be emulated.
-
-    Args:
-        profile: What the layers cost.
-        plan: With the cluster that is emulated.
-        steps: For each step a Load per replica with an entry per micro-batch, as a sampler yields them.
-        time_scale: Seconds slept for each second of the cluster; None chooses.
-
-    Raises:
-        ConfigError: The plan has no cluster, or steps or scale do not fit it.
-    """
+    """A run to be emulated."""
 
     profile: ModelProfile
-    plan: Plan
-    steps: tuple[tuple[Load, ...], ...]
-    time_scale: float | None = None
+    plan: Plan  # with the cluster that is emulated
+    steps: tuple[tuple[Load, ...], ...]  # for each step a Load per replica, with an entry per micro-batch
+    time_scale: float | None = None  # seconds slept for each second of the cluster; None chooses
 
     def __post_init__(self) -> None:
         shapes = {Load.stack(step).shape for step in self.steps}
@@ -73,32 +59,26 @@ class EmulationTask:
 
     @property
     def ranks(self) -> Layout:
-        """The processes: one stands for all tensor ranks of a replica."""
-        return replace(self.plan.layout, num_tensor=1)
+        return replace(self.plan.layout, num_tensor=1)  # a process stands for all tensor ranks of a replica
 
     @property
     def num_processes(self) -> int:
-        """Stages × replicas."""
         return self.ranks.num_devices
 
     @property
     def budget_bytes(self) -> tuple[int, ...]:
-        """The most that a device of each stage may hold."""
         return self.plan.known_cluster.stage_memory_bytes(self.plan.layout)
 
     @property
     def schedule(self) -> Schedule:
-        """What every replica's stages run."""
         return self.predicted[0].replicas[0].schedule
 
     @cached_property
     def predicted(self) -> tuple[StepSimulation, ...]:
-        """What the simulator says of each step."""
         return tuple(self.plan.simulate(self.profile, loads) for loads in self.steps)
 
     @property
     def scale(self) -> float:
-        """Seconds slept for each second of the cluster."""
         return self.least_scale if self.time_scale is None else self.time_scale
 
     @cached_property
@@ -115,35 +95,25 @@ class EmulationTask:
         return self.scale * (seconds[0] + sum(seconds))
 
     def footprint(self, load: Load) -> Footprint:
-        """The memory of stages for micro-batches of one size."""
         return self.plan.footprint(self.profile, load)
 
 
 @dataclass(frozen=True, eq=False)
 class Emulation:
-    """The result of an emulated run, in seconds of the cluster.
+    """The result of an emulated run, in seconds of the cluster."""
 
-    Attributes:
-        steps: When each stage of each replica ran what, step by step.
-        peak_bytes: The most that a device of each stage held.
-        start_seconds: Seconds of the wall clock until the first step began.
-    """
-
-    steps: tuple[StepSimulation, ...]
-    peak_bytes: tuple[int, ...]
-    start_seconds: float
+    steps: tuple[StepSimulation, ...]  # when each stage of each replica ran what
+    peak_bytes: tuple[int, ...]  # the most that a device of each stage held
+    start_seconds: float  # of the wall clock, until the first step began
 
 
 def run_emulation(task: EmulationTask) -> Emulation:
     """Run the steps on DeepSpeed's engine, one local process per device; no accelerator takes part.
 
-    One step goes before, to warm up. All processes are forked from one that has imported everything, and none outlives
-    this one.
-
-    Raises:
-        InfeasibleError: A device ran out of its emulated memory: the message says which, when, and how much it lacks.
-        OmnibalError: A process failed otherwise.
+    A device that runs out of its emulated memory raises InfeasibleError, which says when and how much it lacks.
     """
+    # A new process imports everything, forks one process per device, and ends them all when this process ends. They
+    # find the task in a folder, meet by a file there, and leave their reports or the failure in it.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / TASK_FILE).write_bytes(pickle.dumps(task))
@@ -164,12 +134,10 @@ def run_emulation(task: EmulationTask) -> Emulation:
 
 
 def report_file(folder: Path, rank: int) -> Path:
-    """The file in which a process leaves its report."""
     return folder / f"rank{rank}.pickle"
 
 
 def _gather(task: EmulationTask, reports: Sequence[DeviceReport]) -> Emulation:
-    """Put the processes' logs together."""
     ranks = task.ranks
     stages = [
         [reports[ranks.rank(stage, replica)] for replica in range(ranks.num_replicas)]
@@ -187,7 +155,6 @@ def _gather(task: EmulationTask, reports: Sequence[DeviceReport]) -> Emulation:
 
 
 def _step(task: EmulationTask, logs: Sequence[Sequence[StepLog]]) -> StepSimulation:
-    """One step from the logs of its stages and replicas."""
     start = min(log.start for replicas in logs for log in replicas)
 
     def seconds(wall: float) -> float:
