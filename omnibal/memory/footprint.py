@@ -19,9 +19,8 @@ from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import Schedule
-from omnibal.profile.records import LEVELS, LayerCost, Level, ModelProfile
+from omnibal.profile.records import ELEMENT_BYTES, LEVELS, LayerCost, Level, ModelProfile
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # by the dtype of the forward pass
 _FLOAT32 = 4
 # Float32 numbers per parameter within torch's AdamW: the root of the second moment, and the quotient with it.
 _ADAM_TEMPORARIES = 2

@@ -9,9 +9,8 @@ from omnibal.cost import CostModel
 from omnibal.device import Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
-from omnibal.profile.records import LayerCost, ModelProfile
+from omnibal.profile.records import ELEMENT_BYTES, LayerCost, ModelProfile
 
-_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT32_BYTES = 4
 # Backward of fused attention, which computes the scores again, in forward passes.
 _ATTENTION_BACKWARD = 2.5
@@ -37,14 +36,19 @@ def analytic_profile(
     # share a layer tell each other is not counted: by arithmetic their all-reduces add 3 to 24 % to a block of
     # InternViT-6B on A100s, and 2 to 6 % to one of a large language model, from 2 to 8 devices
     # (tools/partition/RESULTS.md).
-    _check(records, dtype, tensor_parallel)
+    unknown = sorted({record.kind for record in records} - set(_WORK))
+    if unknown:
+        raise ConfigError(f"kind of a layer must be one of {', '.join(_WORK)}, got {unknown[0]!r}")
+    if dtype not in ELEMENT_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
+    if tensor_parallel < 1:
+        raise ConfigError(f"tensor_parallel must be positive, got {tensor_parallel}")
     parts = check_frozen(records, frozen)
-    unit = _Unit(device, _ELEMENT_BYTES[dtype], tensor_parallel)
+    unit = _Unit(device, ELEMENT_BYTES[dtype], tensor_parallel)
     works = [_WORK[record.kind](record.sizes) for record in records]
-    before = [None, *works[:-1]]
     layers = [
         _layer_cost(record, work, previous, unit, trained=record.trainable_parameters(frozen))
-        for record, work, previous in zip(records, works, before, strict=True)
+        for record, work, previous in zip(records, works, [None, *works[:-1]], strict=True)
     ]
     return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=tensor_parallel, frozen=parts)
 
@@ -281,14 +285,3 @@ _WORK: Mapping[str, Callable[[Mapping[str, int]], _Work]] = {
     "final_norm": _final_norm,
     "head": _head,
 }
-
-
-def _check(records: Sequence[LayerRecord], dtype: str, tensor_parallel: int) -> None:
-    kinds = {record.kind for record in records}
-    unknown = sorted(kinds - set(_WORK))
-    if unknown:
-        raise ConfigError(f"kind of a layer must be one of {', '.join(_WORK)}, got {unknown[0]!r}")
-    if dtype not in _ELEMENT_BYTES:
-        raise ConfigError(f"dtype must be one of {', '.join(_ELEMENT_BYTES)}, got {dtype!r}")
-    if tensor_parallel < 1:
-        raise ConfigError(f"tensor_parallel must be positive, got {tensor_parallel}")

@@ -22,6 +22,7 @@ from omnibal.records import Record, read_record
 Level = Literal["none", "selective", "full"]
 LEVELS: Final[tuple[Level, ...]] = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""
+ELEMENT_BYTES: Final = {"bfloat16": 2, "float32": 4}  # of a parameter, by the dtype of the forward pass
 MOST_LAYERS: Final = 10**6  # no model has more: a number beyond it is a slip
 
 
