@@ -81,15 +81,7 @@ class Batches:
 def padded_batches(
     samples: Samples, *, batch: int, num_ranks: int, micro_batches: int, batching: Batching = "random"
 ) -> Batches:
-    """Batches of ``batch`` samples in their order or by their lengths; samples beyond whole steps are left out.
-
-    Args:
-        samples: Samples of at least one step.
-        batch: Samples of a micro-batch.
-        num_ranks: Data-parallel ranks.
-        micro_batches: Micro-batches per step and rank.
-        batching: ``"random"``, ``"group_by_length"``, ``"batch_rebalance"`` or ``"flattened"``.
-    """
+    """Batches of ``batch`` samples, but for packs in any of the ways; samples beyond whole steps are left out."""
     per_step = num_ranks * micro_batches * batch
     sizes = samples.sizes[: len(samples) // per_step * per_step]
     if batching == "batch_rebalance":
@@ -112,12 +104,8 @@ def _rebalanced(steps: FloatArray, num_ranks: int, micro_batches: int) -> Batche
     """Padded batches of unlike numbers of samples, cut from a step's samples by length where costs are most alike.
 
     Source: transformers' ``BatchRebalanceSampler``, which moves one sample at a time until batches cost about the same.
-
-    Args:
-        steps: Samples of each step, shape (steps, samples, columns).
-        num_ranks: Data-parallel ranks.
-        micro_batches: Micro-batches per step and rank.
     """
+    # steps: (steps, samples, columns)
     loads, real = list[FloatArray](), list[FloatArray]()
     for step in steps:
         ordered = step[np.argsort(-step[:, 1], kind="stable")]
@@ -136,11 +124,9 @@ def _rebalanced(steps: FloatArray, num_ranks: int, micro_batches: int) -> Batche
 
 
 def _even_cuts(costs: list[float], num_batches: int) -> list[int]:
-    """First samples of consecutive batches that cost about the same: cost = samples · cost of the first.
+    """First samples of consecutive batches that cost about the same; a batch costs samples · cost of its first.
 
-    Args:
-        costs: The cost of each sample, descending.
-        num_batches: At most one per sample.
+    The costs of samples descend.
     """
 
     def cut(cost: float) -> list[int]:
@@ -189,14 +175,7 @@ def even_packs(
     """Packs of each step's samples that take about equally long, those most alike at the same time.
 
     The longest samples go to the packs that are fastest so far, then the next longest, and so on (longest processing
-    time first, for an eighth of the packs at once).
-
-    Args:
-        samples: Samples in the order in which they are drawn.
-        seconds: Seconds of every sample alone in vision and language, shape (samples, 2).
-        num_ranks: Data-parallel ranks.
-        micro_batches: Packs per step and rank.
-        samples_per_step: Samples that are packed together.
+    time first, for an eighth of the packs at once). ``seconds`` are those of every sample alone in vision and language.
     """
     steps, num_packs = len(samples) // samples_per_step, num_ranks * micro_batches
     sums = np.empty((steps, num_packs, samples.sizes.shape[1]))

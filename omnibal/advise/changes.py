@@ -173,16 +173,7 @@ class Advice:
 
 
 def advise(scenario: Scenario, today: Recipe, *, with_pipeline: bool = False) -> Advice:
-    """Estimate the present recipe, and what changes would bring.
-
-    Args:
-        scenario: Data, model, machines, and what the trainer offers.
-        today: The present recipe.
-        with_pipeline: Whether a pipeline is planned too; today's recipe need not fit then.
-
-    Raises:
-        InfeasibleError: Today's mean rank needs more memory than there is.
-    """
+    """Estimate the present recipe, which need only fit without a pipeline, and what changes would bring."""
     now = scenario.estimate(today)
     helps, plan = what_fits(now), None
     if not with_pipeline:

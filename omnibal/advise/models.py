@@ -43,15 +43,7 @@ class Model:
         return vision_unit_of(self.records)
 
     def image_rule(self, max_tiles: int | None = None, max_pixels: int | None = None) -> ImageRule:
-        """The rule that turns sizes of images into loads, with another limit than the preprocessor's if given.
-
-        Args:
-            max_tiles: Most tiles of an image, where the family has such a limit.
-            max_pixels: Most pixels of an image that the family resizes.
-
-        Raises:
-            ConfigError: The family has no such limit, or a limit is of the other kind by its size.
-        """
+        """The rule that turns sizes of images into loads, with another limit than the preprocessor's if given."""
         preprocessor, family = dict(self.preprocessor), family_of(self.config)
         if max_pixels is not None:
             if "longest_edge" not in preprocessor["size"]:
@@ -75,9 +67,6 @@ class Model:
     @classmethod
     def known(cls, name: str) -> "Model":
         """A published model by its name, with or without the owner and suffixes such as "Instruct".
-
-        Raises:
-            ConfigError: No model has this name; the message names the nearest one.
 
         >>> Model.known("Qwen/Qwen2.5-VL-7B-Instruct").name, Model.known("internvl3-8b-hf").name
         ('Qwen2.5-VL-7B', 'InternVL3-8B')

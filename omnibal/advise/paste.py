@@ -131,15 +131,9 @@ def propose(
 ) -> Proposal:
     """Limits in about the proportion of what even packs hold, under which a step has the estimate's samples.
 
-    A sample that is larger has a pack of its own, and at least half of the samples fit. Some vision limits waste room
-    whatever the packer does (``omnibal.data.limit_search``): the nearest above that does not is taken, and tokens
-    limit the step.
-
-    Args:
-        estimate: An estimate of even packs.
-        lengths: Lengths of the samples, or of a part of them.
-        num_samples: Samples of an epoch, where known.
-        holds_all: Whether limits must hold every sample, as for streams, which leave out larger ones.
+    At least half of the samples fit; a larger one has a pack of its own, but for streams (``holds_all``), which leave
+    out larger ones. Some vision limits waste room whatever the packer does (``omnibal.data.limit_search``): the nearest
+    above that does not is taken, and tokens limit the step.
     """
     part = lengths
     if len(lengths) > SURVEYED:
@@ -203,17 +197,7 @@ def _without_trap(lengths: SampleLengths, limit: int) -> int:
 def lines_to_paste(
     advice: Advice, present: Present, cluster: Cluster, proposal: Proposal | None, *, data: str, model: str, kind: Kind
 ) -> list[str]:
-    """What to paste into which trainer, what to set there, and how to measure what it brings.
-
-    Args:
-        advice: The advice whose changes are adopted, as far as they bring something; without any, nothing is pasted.
-        present: Names the trainer.
-        cluster: The machines.
-        proposal: Limits of packs, where these are part of the advice.
-        data: What the data is called.
-        model: The model's name or folder.
-        kind: What the data is.
-    """
+    """What to paste into the present trainer, what to set there, and how to measure what it brings."""
     today, after = advice.today, advice.after
     if after is today:
         return []

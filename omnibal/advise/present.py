@@ -119,14 +119,7 @@ class Present:
 
 
 def read_present(content: Content, load: Callable[[str], Content] | None = None) -> Present:
-    """What a file that somebody trains with says.
-
-    Args:
-        content: What the file holds.
-        load: Gives the content of a file that this one names, such as a ds_config; None to know nothing of it.
-
-    Raises:
-        ConfigError: It is none of the known kinds, or a value that matters is wrong; the message names the key.
+    """What the content of a file that somebody trains with says; ``load`` reads the ds_config that it names.
 
     >>> present = read_present({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4})
     >>> present.sharding, present.batch

@@ -43,26 +43,7 @@ PHASES: Final = ("vision forward", "language forward", "language backward", "vis
 
 
 def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "none") -> dict[str, FloatArray]:
-    """Seconds that every micro-batch takes in each phase, without any wait.
-
-    Args:
-        profile: What the layers cost, such as ``analytic_profile`` or ``adapted_profile`` counts.
-        loads: The micro-batches, of any shape; padding counts as tokens.
-        recompute: The level at which layers run their backward passes.
-
-    Returns:
-        For each of ``PHASES`` an array of the shape of ``loads``.
-
-    >>> from omnibal.device import DEVICES
-    >>> from omnibal.families.parts import text_records
-    >>> from omnibal.profile.counted import analytic_profile
-    >>> config = {"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 2,
-    ...           "num_attention_heads": 32, "vocab_size": 1000}
-    >>> profile = analytic_profile(text_records(config, tied=False), DEVICES["A100-80GB"])
-    >>> seconds = phase_seconds(profile, Load([0, 0], [1000, 2000]))
-    >>> (seconds["language backward"] / seconds["language forward"]).round().tolist()
-    [2.0, 2.0]
-    """
+    """Seconds that micro-batches of any shape take in each of ``PHASES``, without any wait; padding counts as tokens."""
     return {phase: cost(loads) for phase, cost in phase_costs(profile, recompute=recompute).items()}
 
 
@@ -152,17 +133,10 @@ def bandwidth(cluster: Cluster) -> float:
 def exposed_seconds(
     profile: ModelProfile, sharding: Sharding, cluster: Cluster, costs: Mapping[str, FloatArray]
 ) -> FloatArray:
-    """Seconds of every step in which ranks only communicate, shape (steps,).
-
-    Args:
-        profile: What the layers hold.
-        sharding: What ranks share.
-        cluster: Every device is a rank.
-        costs: From ``phase_seconds``, arrays of shape (steps, ranks, micro-batches).
-    """
+    """Seconds of every step in which ranks only communicate; ``costs`` are from ``phase_seconds``."""
     # In a ring every rank sends (ranks - 1) / ranks of the bytes that all ranks end up with, or give their part of.
     share = (cluster.num_devices - 1) / cluster.num_devices / bandwidth(cluster)
-    slowest = {phase: seconds.max(axis=1) for phase, seconds in costs.items()}  # (steps, micro-batches)
+    slowest = {phase: seconds.max(axis=1) for phase, seconds in costs.items()}  # of all ranks; (steps, micro-batches)
     backward = slowest["language backward"] + slowest["vision backward"]
     trained = sum(layer.gradient_bytes for layer in profile.layers) * share
     if MEETINGS[sharding] == "phase":

@@ -100,18 +100,10 @@ def measure_packing(
     cost: CostModel = DEFAULT_COST,
     left_out: int = 0,
 ) -> PackingFigures:
-    """Work out the figures of an arrangement.
+    """Work out the figures of an arrangement; ``steps`` are pack numbers by (step, rank, micro-batch).
 
-    Args:
-        method: The method that made it.
-        lengths: Loads of every sample.
-        limits: The most a pack may hold.
-        packs: The packs.
-        steps: Pack numbers, shape (steps, ranks, micro-batches).
-        seconds: What planning took.
-        load: What each pack brings to the device, padding included; by default what its samples hold.
-        cost: What a micro-batch costs the LLM.
-        left_out: Samples that are left out on purpose, all of them over a limit.
+    ``load`` is what packs bring to the device where padding makes it more than samples hold, and ``left_out`` counts
+    the samples over a limit that are left out on purpose.
     """
     brought = packs.load(lengths)
     load = brought if load is None else load

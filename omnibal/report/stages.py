@@ -69,14 +69,7 @@ DIGIT_WIDTH: Final = 0.008  # micro-batches are numbered where a bar takes at le
 
 
 def step_figures(profile: ModelProfile, plan: Plan, step: StepSimulation, load: Load) -> Row:
-    """A step that was simulated under a plan, as JSON values.
-
-    Args:
-        profile: What the layers cost.
-        plan: What was simulated.
-        step: The simulation; stages are those of its slowest replica.
-        load: A micro-batch; memory is that of stages whose micro-batches are all like it.
-    """
+    """A step that was simulated under a plan, as JSON values; memory is that of micro-batches like ``load``."""
     memory = enumerate(plan.memory(profile, load))
     return {
         "boundaries": plan.partition.boundaries,
@@ -239,11 +232,7 @@ def visible_terms(variants: Iterable[Sequence[StageMemory]], budget_bytes: Seque
 
 
 def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
-    """Draw a panel per pipeline on a common time axis: a row per stage, a bar per instruction.
-
-    Forward and backward passes are numbered by micro-batch where there is room. To the right of each row: how long the
-    stage is idle until the pipeline is done, and what share of the time that is.
-    """
+    """Draw a panel per pipeline on a common time axis: a row per stage, a bar per instruction, its idle time beside."""
     end = max(simulation.makespan_seconds for simulation in simulations.values())
     unit, name = (1.0, "seconds") if end >= 10 else (1e3, "milliseconds")
     rows = [simulation.schedule.num_stages for simulation in simulations.values()]

@@ -83,12 +83,9 @@ def short(value: float) -> str:
 
 
 def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
-    """A table as all commands print them: no lines but one under the heads, no cell cut short.
+    """A table as all commands print them: no cell cut short, an empty row ends a section.
 
-    Args:
-        heads: Heads of the columns; a line break in one breaks it.
-        rows: Cells; an empty row ends a section.
-        words: Columns from the left that hold words, flush left; the others hold numbers, flush right.
+    So many columns from the left hold ``words``, flush left; the others hold numbers, flush right.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for place, head in enumerate(heads):

@@ -91,11 +91,7 @@ _STEP, _EVALUATION = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord)
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a log; a line that a running or killed run has half written is left out.
-
-    Raises:
-        DataError: A line is no record of a step or an evaluation.
-    """
+    """Read a log; a line that a running or killed run has half written is left out."""
     metrics = Metrics([], [])
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -117,14 +113,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 class MetricsLog:
-    """Appends to the log, and renders the line a progress bar shows.
-
-    Args:
-        path: The JSON Lines file; its folder is made.
-        first_step: Steps that the run has done before; what the file says of later ones is dropped, as they will be
-            trained again.
-        device: What the run is on; the next step's line names it.
-    """
+    """Appends to a file of JSON lines, and renders the line that a progress bar shows."""
 
     def __init__(self, path: Path, *, first_step: int, device: str = "") -> None:
         self._path = path
@@ -132,7 +121,7 @@ class MetricsLog:
         self._rates: dict[str, float] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        # A run that was killed may have left half a line.
+        # A run that was killed may have left half a line; steps after the first one will be trained again.
         whole = (line for line in lines if line.endswith("}\n"))
         beside = path.with_suffix(".partial")  # a disk that is full must not cost the old lines
         beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= first_step))
@@ -187,14 +176,8 @@ def run_table(plan: Plan, records: Sequence[LayerRecord], data: Mapping[str, str
 
 
 def peak_text(peak_bytes: Sequence[int], overhead_bytes: Sequence[int], plan: Plan) -> str:
-    """A line per stage: its measured peak beside the predicted one, of a step of the largest packs.
-
-    Args:
-        peak_bytes: Measured peak of each stage.
-        overhead_bytes: What a device of each stage holds beside the model, which neither torch's allocator nor a count
-            of tensors sees; zeros where nobody could measure.
-        plan: The plan of the run, with or without a prediction.
-    """
+    """A line per stage: its measured peak beside the predicted one, of a step of the largest packs."""
+    # Overhead is what neither torch's allocator nor a count of tensors sees; 0 where nobody could measure it.
     predicted = [None] * plan.num_stages if plan.predicted is None else [s.memory for s in plan.predicted.stages]
     lines = zip(peak_bytes, overhead_bytes, predicted, strict=True)
     return "\n".join(f"stage {stage}: memory peak {_peak(*line)}" for stage, line in enumerate(lines))
