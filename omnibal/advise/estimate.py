@@ -81,7 +81,6 @@ class Scenario:
     cutoff: int | None = None
     """Tokens of the trainer's own packs, where ``offered`` has them."""
     precision: TrainingPrecision = USUAL
-    seed: int = 0
 
     @cached_property
     def draws(self) -> tuple[Samples, ...]:
@@ -89,7 +88,7 @@ class Scenario:
         sorted_at_once = -(-GROUPED // self.cluster.num_devices)  # steps, under group_by_length
         least = max(-(-LEAST_SAMPLES // self.samples_per_step), LEAST_STEPS, sorted_at_once)
         count = max(min(least, MOST_SAMPLES // self.samples_per_step), 1) * self.samples_per_step
-        rng, draws = np.random.default_rng(self.seed), list[Samples]()
+        rng, draws = np.random.default_rng(0), list[Samples]()
         for _ in range(DRAWS):
             seen = self.lengths
             if len(seen) <= MOST_SAMPLES:

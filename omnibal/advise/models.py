@@ -96,15 +96,13 @@ class Model:
         return cls(name, whole, {**usual, **preprocessor, "size": size})
 
 
-def adapted_profile(
-    records: Sequence[LayerRecord], device: Device, *, rank: int, dtype: str = "bfloat16"
-) -> ModelProfile:
+def adapted_profile(records: Sequence[LayerRecord], device: Device, *, rank: int) -> ModelProfile:
     """Counted costs where LoRA's adapters on the decoder blocks' products are all that is trained.
 
     Operations of adapters are counted; that small products take longer than their operations say is not.
     Source: Hu et al., "LoRA", ICLR 2022, section 4.
     """
-    return analytic_profile([_adapted(record, rank) for record in records], device, dtype=dtype)
+    return analytic_profile([_adapted(record, rank) for record in records], device)
 
 
 def _adapted(record: LayerRecord, rank: int) -> LayerRecord:

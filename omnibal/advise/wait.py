@@ -13,7 +13,6 @@ Assumptions:
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final, Literal
 
 import numpy as np
@@ -28,22 +27,20 @@ Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 """What data-parallel ranks share; plain DDP accumulates under ``no_sync``, as Trainer and Accelerate do."""
 Meeting = Literal["step", "micro_batch", "phase"]
 
-MEETINGS: Final[Mapping[Sharding, Meeting]] = MappingProxyType(
-    {
-        "ddp": "step",  # gradients are reduced in the last micro-batch only
-        "zero1": "step",
-        "zero2": "micro_batch",  # DeepSpeed reduces each micro-batch's gradients to the rank that keeps them
-        "zero3": "phase",  # parameters are gathered as layers run, forward and backward
-        "fsdp": "phase",
-    }
-)
+MEETINGS: Final[Mapping[Sharding, Meeting]] = {
+    "ddp": "step",  # gradients are reduced in the last micro-batch only
+    "zero1": "step",
+    "zero2": "micro_batch",  # DeepSpeed reduces each micro-batch's gradients to the rank that keeps them
+    "zero3": "phase",  # parameters are gathered as layers run, forward and backward
+    "fsdp": "phase",
+}
 """What ranks do on their own before they wait for each other."""
 PHASES: Final = ("vision forward", "language forward", "language backward", "vision backward")
 """The order in which all ranks run them; the projector belongs to vision."""
 
 
 def phase_seconds(profile: ModelProfile, loads: Load, *, recompute: Level = "none") -> dict[str, FloatArray]:
-    """Seconds that micro-batches of any shape take in each of ``PHASES``, without any wait; padding counts as tokens."""
+    """Seconds that micro-batches of any shape take in each of ``PHASES``, without any wait."""
     return {phase: cost(loads) for phase, cost in phase_costs(profile, recompute=recompute).items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,7 +18,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, pad_ratio, source_mix, step_randomness
 from omnibal.data.packs import Packs
 from omnibal.data.policies import DEFAULT_COST
-from omnibal.report.style import BLUE, ORANGE, VERMILION, drawing, legend_below, make_table, titles, whole_numbers
+from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, drawing, legend_below, make_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +107,6 @@ def measure_packing(
     """
     brought = packs.load(lengths)
     load = brought if load is None else load
-    by_rank = {"vision": load.vision_units[steps], "tokens": load.llm_tokens[steps], "cost": cost(load)[steps]}
     times = np.bincount(packs.samples, minlength=len(lengths))
     filled = packs.sizes > 0
     over = (load.vision_units > limits.vision_units) | (load.llm_tokens > limits.llm_tokens)
@@ -120,9 +119,9 @@ def measure_packing(
         steps=len(steps),
         pad_ratio=float(1 - (brought.llm_tokens[filled] / np.maximum(load.llm_tokens[filled], 1)).mean()),
         pad_ratio_if_padded=pad_ratio(lengths, packs),
-        dist_ratio_vision=dist_ratio(by_rank["vision"]),
-        dist_ratio_tokens=dist_ratio(by_rank["tokens"]),
-        dist_ratio_cost=dist_ratio(by_rank["cost"]),
+        dist_ratio_vision=dist_ratio(load.vision_units[steps]),
+        dist_ratio_tokens=dist_ratio(load.llm_tokens[steps]),
+        dist_ratio_cost=dist_ratio(cost(load)[steps]),
         randomness=step_randomness(source_mix(mix_labels(lengths), packs, steps)),
         largest=Largest(
             *(int(column.max(initial=0)) for column in (load.vision_units, load.llm_tokens, load.llm_tokens_squared))
@@ -142,46 +141,40 @@ def mix_labels(lengths: SampleLengths) -> IntArray:
     return np.searchsorted(bounds, lengths.llm_tokens, side="right")
 
 
-def _number(value: float, form: str) -> str:
-    return "–" if math.isnan(value) else format(value, form)
-
-
-_SECTIONS: Final[tuple[dict[str, Callable[[PackingFigures], str]], ...]] = (
-    {
-        "packs": lambda entry: f"{entry.packs:,}",
-        "  fewest possible": lambda entry: f"{entry.fewest_packs:,}",
-        "  over the fewest": lambda entry: f"{entry.packs_over_fewest:+.2%}",
-        "  empty": lambda entry: f"{entry.empty_packs:,}",
-        "steps": lambda entry: f"{entry.steps:,}",
-        "samples per pack": lambda entry: f"{entry.samples_per_pack:.2f}",
-        "Pad Ratio": lambda entry: f"{entry.pad_ratio:.2g}",
-        "  if packs were padded": lambda entry: f"{entry.pad_ratio_if_padded:.3f}",
-    },
-    {
-        "Dist Ratio, {vision_unit}": lambda entry: f"{entry.dist_ratio_vision:.4f}",
-        "Dist Ratio, LLM tokens": lambda entry: f"{entry.dist_ratio_tokens:.4f}",
-        "Dist Ratio, LLM cost": lambda entry: f"{entry.dist_ratio_cost:.4f}",
-        "χ² of steps (1: shuffled)": lambda entry: _number(entry.randomness, ".2f"),
-    },
-    {
-        "largest, {vision_unit}": lambda entry: f"{entry.largest.vision_units:,}",
-        "largest, LLM tokens": lambda entry: f"{entry.largest.llm_tokens:,}",
-    },
-    {
-        "lost, repeated, over limit": lambda entry: f"{entry.lost}, {entry.repeated}, {entry.over_limit}",
-        "seconds": lambda entry: f"{entry.seconds:.2f}",
-    },
+# Rows of the table, each with the form of its cells; None ends a section.
+_ROWS: Final[tuple[tuple[str, str] | None, ...]] = (
+    ("packs", "{0.packs:,}"),
+    ("  fewest possible", "{0.fewest_packs:,}"),
+    ("  over the fewest", "{0.packs_over_fewest:+.2%}"),
+    ("  empty", "{0.empty_packs:,}"),
+    ("steps", "{0.steps:,}"),
+    ("samples per pack", "{0.samples_per_pack:.2f}"),
+    ("Pad Ratio", "{0.pad_ratio:.2g}"),
+    ("  if packs were padded", "{0.pad_ratio_if_padded:.3f}"),
+    None,
+    ("Dist Ratio, {vision_unit}", "{0.dist_ratio_vision:.4f}"),
+    ("Dist Ratio, LLM tokens", "{0.dist_ratio_tokens:.4f}"),
+    ("Dist Ratio, LLM cost", "{0.dist_ratio_cost:.4f}"),
+    ("χ² of steps (1: shuffled)", "{0.randomness:.2f}"),
+    None,
+    ("largest, {vision_unit}", "{0.largest.vision_units:,}"),
+    ("largest, LLM tokens", "{0.largest.llm_tokens:,}"),
+    None,
+    ("lost, repeated, over limit", "{0.lost}, {0.repeated}, {0.over_limit}"),
+    ("seconds", "{0.seconds:.2f}"),
+    None,
 )
 
 
 def packing_table(figures: Sequence[PackingFigures], num_replicas: int = 2, vision_unit: str = "vision units") -> Table:
     """Figures row by row, methods side by side; one rank has nobody to wait for."""
-    rows: list[tuple[str, ...]] = []
-    for section in _SECTIONS:
-        for name, cell in section.items():
-            if num_replicas > 1 or not name.startswith("Dist Ratio"):
-                rows.append((name.format(vision_unit=vision_unit), *map(cell, figures)))
-        rows.append(())
+    rows = list[tuple[str, ...]]()
+    for row in _ROWS:
+        if row is None:
+            rows.append(())
+        elif num_replicas > 1 or not row[0].startswith("Dist Ratio"):
+            cells = (row[1].format(entry).replace("nan", "–") for entry in figures)
+            rows.append((row[0].format(vision_unit=vision_unit), *cells))
     return make_table(("", *(entry.method for entry in figures)), rows)
 
 
@@ -210,6 +203,8 @@ class Arranged:
 
 def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path, vision_unit: str = "vision units") -> None:
     """Draw the ranks' vision units and LLM cost over some steps, a column per method on common axes."""
+    from matplotlib.ticker import MaxNLocator
+
     with drawing(path, 4.6 * len(arranged), 5.2) as figure:
         axes = figure.subplots(2, len(arranged), sharey="row", squeeze=False)
         for column, (method, entry) in enumerate(arranged.items()):
@@ -219,7 +214,8 @@ def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path, vision_unit: s
             axes[1, column].set_xlabel("micro-batch of the epoch")
         axes[0, 0].set_ylabel(f"{vision_unit} in a micro-batch")
         axes[1, 0].set_ylabel("LLM cost, relative to the mean")
-        whole_numbers(axes[0, 0].yaxis)
+        axes[0, 0].yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes[0, 0].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         for row in axes:
             row[0].set_ylim(bottom=0)  # after all is drawn: it ends the search for a top that fits all columns
         legend_below(figure, axes[0, 0])
@@ -236,4 +232,8 @@ def _draw_waiting(axes: Axes, title: str, loads: FloatArray) -> None:
     axes.scatter(ranks, shown.ravel(), s=9, color=BLUE, alpha=0.5, linewidth=0, label="a rank", zorder=3, clip_on=False)
     axes.step(number, largest, where="mid", color=VERMILION, linewidth=1.1, label="slowest rank")
     axes.fill_between(number, mean, largest, step="mid", **waiting)
-    titles(axes, title, f"ranks wait {dist_ratio(loads):.2%} of the time")
+    # a title, which may be empty, above a quieter line
+    style: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
+    subtitle = f"ranks wait {dist_ratio(loads):.2%} of the time"
+    axes.annotate(subtitle, (0.5, 1.0), xytext=(0, 4), color=GREY, fontsize=8.5, **style)
+    axes.annotate(title, (0.5, 1.0), xytext=(0, 18), fontweight="bold", fontsize=11, **style)

@@ -15,7 +15,6 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 BLUE: Final = "#0072B2"
@@ -123,22 +122,11 @@ def in_milliseconds(name: str) -> Callable[[Row], str]:
 DOTS_PER_INCH: Final = 160
 LABEL_LENGTH: Final = 40
 _MATPLOTLIB: Final[Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.labelsize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
+    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.labelsize": 9, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
+    "legend.frameon": False, "legend.fontsize": 8, "xtick.labelsize": 8, "ytick.labelsize": 8,
     "text.parse_math": False,  # what users call their sources is no formula
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-}
+}  # fmt: skip
 
 
 @contextmanager
@@ -154,21 +142,6 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Figure]:
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DOTS_PER_INCH, format="png")
-
-
-def titles(axes: Axes, title: str, subtitle: str) -> None:
-    """Write a title, which may be empty, and a quieter line under it above some axes."""
-    style: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
-    axes.annotate(subtitle, (0.5, 1.0), xytext=(0, 4), color=GREY, fontsize=8.5, **style)
-    axes.annotate(title, (0.5, 1.0), xytext=(0, 18), fontweight="bold", fontsize=11, **style)
-
-
-def whole_numbers(axis: Axis) -> None:
-    """Label an axis at whole numbers only, with commas in large ones."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def label_of(name: str) -> str:
