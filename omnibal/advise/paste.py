@@ -16,7 +16,7 @@ from omnibal.advise.present import Host, Present
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster
 from omnibal.data.balance.demand import survey
-from omnibal.data.balance.layout import WINDOW, blocks_of
+from omnibal.data.balance.planner import WINDOW, blocks_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import NEARBY, TRAP_WASTE, forced_waste
 from omnibal.data.limits import MOST, PackLimits

@@ -10,9 +10,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from omnibal.data.balance.demand import survey
-from omnibal.data.balance.layout import BLOCK, WINDOW, cut_evenly
-from omnibal.data.balance.planner import ATTEMPTS, MARGINS
-from omnibal.data.balance.rules import Rules, Setting, make_rules
+from omnibal.data.balance.planner import ATTEMPTS, BLOCK, MARGINS, WINDOW, cut_evenly
+from omnibal.data.balance.rules import PackingTask, Rules, make_rules
 from omnibal.data.balance.tables import Int32Array
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window
 from omnibal.data.lengths import IntArray
@@ -223,7 +222,7 @@ class MixedPacks:
     def __init__(self, spec: PackingSpec, ranks: Ranks, origin: Origin | None = None) -> None:
         assert spec.mixture is not None, "a spec without a mixture is arranged by BalancedPacks"
         lengths, limits, mixture = spec.lengths, spec.limits, spec.mixture
-        self._setting = Setting(
+        self._task = PackingTask(
             limits, spec.pack_cost, ranks.num_replicas, ranks.micro_batches, spec.exchange_steps
         )  # fmt: skip
         self._lengths, self._columns, self._seed, self._mixture = lengths, columns_of(lengths), spec.seed, mixture
@@ -256,7 +255,7 @@ class MixedPacks:
                 return packs
         raise InfeasibleError(
             f"step {step} of the mixture, and those behind it, must fit into packs of "
-            f"{self._setting.limits.vision_units} vision units and {self._setting.limits.llm_tokens} LLM tokens, but "
+            f"{self._task.limits.vision_units} vision units and {self._task.limits.llm_tokens} LLM tokens, but "
             f"in {ATTEMPTS} orders of their samples some packs would hold too much; allow larger packs, or let shares "
             "change over more steps"
         )
@@ -271,7 +270,7 @@ class MixedPacks:
             self._mixture,
             self._draws,
             self._rates,
-            step_packs=self._setting.step_packs,
+            step_packs=self._task.step_packs,
             margins=margins,
             origin=origin,
         )
@@ -292,7 +291,7 @@ class MixedPacks:
             else:
                 raise InfeasibleError(
                     f"limits must let packs hold more than one sample on average for a mixture, got "
-                    f"{self._setting.limits}; choose larger ones"
+                    f"{self._task.limits}; choose larger ones"
                 )
         return margins
 
@@ -325,11 +324,11 @@ class MixedPacks:
         blocks = np.concatenate([np.repeat(numbers, given) for given in np.diff(cursors, axis=0).T])
         order = _shuffled_blocks(blocks, np.random.default_rng([self._seed, span.first]))
         samples, blocks = samples[order], blocks[order]
-        demand = survey(self._lengths, self._setting.limits, self._setting.cost, samples=samples, drawn=None)
+        demand = survey(self._lengths, self._task.limits, self._task.cost, samples=samples, drawn=None)
         # Where samples do not combine to fill packs, steps that exchange them for balance sort the sources: on real
         # lengths at 9 tiles and 4096 tokens χ² is 1.2 to 1.3 then, and 1.04 to 1.07 without.
-        setting = self._setting if demand.by_volume else self._setting._replace(exchange_steps=1)
-        rules, share_of = make_rules(demand, setting, span.steps * setting.step_packs)
+        task = self._task if demand.by_volume else self._task._replace(exchange_steps=1)
+        rules, share_of = make_rules(demand, task, span.steps * task.step_packs)
         rules = rules._replace(repair_first=self._repair_first)
         starts = self._starts(schedule, span)
         loads = driving_loads(samples, self._columns, rules, share_of)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.data.balance import BalancedPacks
 from omnibal.data.balance.demand import Demand, survey
-from omnibal.data.balance.rules import VISION_PACKS, Setting, make_rules
+from omnibal.data.balance.rules import VISION_PACKS, PackingTask, make_rules
 from omnibal.data.balance.window import columns_of, plan_window
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
@@ -218,8 +218,8 @@ def _packed(
         return Packs([], np.zeros(aim.num_packs + 1, dtype=np.int64))
     part = lengths.take(chosen)
     # For the planner these are the packs of one step of one rank: it makes the packs of a step alike.
-    setting = Setting(limits, DEFAULT_COST, num_replicas=1, micro_batches=aim.num_packs, exchange_steps=1)
-    rules, share_of = make_rules(_survey(part, limits), setting, aim.num_packs)
+    task = PackingTask(limits, DEFAULT_COST, num_replicas=1, micro_batches=aim.num_packs, exchange_steps=1)
+    rules, share_of = make_rules(_survey(part, limits), task, aim.num_packs)
     rules = rules._replace(repair_first=hard)
     packs = plan_window(rng.permutation(len(part)), columns_of(part), share_of, rules, 1, rng)
     # The planner runs packs of like load at the same time; here that would make steps of one kind of sample.

@@ -31,7 +31,7 @@ from tools.sampling.data import mixed_lengths, real_lengths
 
 PARTS: Final[dict[str, dict[str, Any]]] = {
     "as it is": {},
-    "steps' ends not trimmed": {"trimmed": 0},
+    "steps' ends not trimmed": {"end_samples": 0},
     "packs of a step do not meet": {"step_rounds": 0},
     "packs of wrong vision units meet none of other steps": {"vision_rounds": 0},
     "packs of neighbouring steps do not meet": {"group_rounds": 0},
@@ -40,10 +40,10 @@ PARTS: Final[dict[str, dict[str, Any]]] = {
     "the heaviest meets nobody": {"heaviest_rounds": 0},
     "no repairs": {"repair_rounds": 0},
     "exchanges of single samples": {"small_pack": 1},
-    "mixes not watched": {"strangeness": 1e6, "strangest": 1e6},
-    "large steps may be as strange as small ones": {"strangeness": 1e6},
-    "mixes watched half as closely": {"strangeness": 0.8},
-    "mixes of small steps hardly watched": {"strangest": 1e6},
+    "mixes not watched": {"mix_deviation": 1e6, "most_mix_deviation": 1e6},
+    "large steps may be as strange as small ones": {"mix_deviation": 1e6},
+    "mixes watched half as closely": {"mix_deviation": 0.8},
+    "mixes of small steps hardly watched": {"most_mix_deviation": 1e6},
     "exchange_steps 1": {"exchange_steps": 1},
     "exchange_steps 256": {"exchange_steps": 256},
 }

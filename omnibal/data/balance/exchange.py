@@ -1,152 +1,185 @@
-"""The exchange of a few samples between two packs: the one move that all balancing is made of."""
+"""The exchange of a few samples between two packs: the one move that all balancing is made of.
 
-from typing import Any, Final
+    1. What should move?              _aim:        half of what one pack has more than the other, within both limits
+    2. What could each pack give?     add_subsets: all subsets of a small pack; single samples and pairs of a large one
+    3. Which two subsets fit best?    nearest, or least_over where only the limits matter
+    4. May these steps change so?     stays_random (mixes.py), between packs of different steps
+    5. Swap.
+
+An exchange levels two packs or repairs one that is over a limit:
+
+               the swap that is taken              either pack may take         mixes of steps
+    levels     makes both most alike               what the other is over       are watched
+    repairs    leaves both least over the limits   only what it has room for    may become any
+
+Step 3 takes most of the planner's time: a few hundred comparisons for every two packs that meet.
+"""
+
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from omnibal.compiled import compiled_part
 from omnibal.data.balance.mixes import stays_random
 from omnibal.data.balance.rules import Rules
-from omnibal.data.balance.subsets import FAR, WITHIN, Excess, Goal, add_subsets, least_over, nearest
 from omnibal.data.balance.tables import (
-    COST_EXCESS,
+    COST_OVER_MEAN,
     COST_SUM,
     COUNT,
     FIRST,
     MASK,
     MEMBER,
+    MOST_SUBSETS,
     NEXT,
     NOWHERE,
     TOKEN_ROOM,
     TOKEN_SUM,
-    VISION_EXCESS,
+    VISION,
+    VISION_OVER_MEAN,
     VISION_ROOM,
     VISION_SUM,
     Int32Array,
     Int64Array,
     Integer,
-    Window,
+    Tables,
     prepend,
 )
 
 MOST_MEMBERS: Final = 31
 """Samples of a pack that an exchange looks at: the bits of a mask."""
-LEVELLING, CAREFULLY, FREELY, PARTLY, BY_ALL_MEANS = range(5)
-"""What an exchange is for: see ``exchange``."""
+SMALL: Final = 4
+"""Samples of a pack of which all subsets are listed: 16."""
+LANES: Final = 8
+"""Subsets that a processor compares at once; lists of them end at a multiple."""
+FAR: Final = np.int32((1 << 31) - 1)
+"""Farther than any two subsets are."""
+WITHIN: Final = 1 << 26
+"""Differences beyond this count as this much, so that sums of several fit into 32 bits."""
+UNEVENNESS_BITS: Final = 12
+"""Bits by which unevenness counts less than what is over a limit, in repairs."""
+
+
+class Goal(NamedTuple):
+    """What a swap should move from the first pack to the second, and what it may."""
+
+    vision: Any
+    """Vision load whose move makes both alike."""
+    cost: Any
+    """Cost whose move makes both alike."""
+    vision_room: Any
+    """Vision load that the first pack may gain."""
+    token_room: Any
+    """The same of tokens."""
+    vision_width: Any
+    """``vision_room`` plus what the second pack may gain: unsigned, so that one comparison checks both."""
+    token_width: Any
+    """The same of tokens."""
+    vision_slack: Any
+    """How far from ``vision`` a swap may come at no loss."""
+
+
+class OverLimit(NamedTuple):
+    """How far two packs are over their limits; below 0 where there is room."""
+
+    vision: Any
+    tokens: Any
+    other_vision: Any
+    other_tokens: Any
 
 
 @compiled_part
 def exchange(
-    window: Window, rules: Rules, pack: Integer, other: Integer, wish: Integer, gain: int, turn: int, mode: int
-) -> bool:
-    """Swap the subsets of two packs after which they are most alike; tell whether.
-
-    Both packs keep a sample. What they are over their limits, one may take over from the other; it never becomes more.
-    A swap between steps must keep both as random as they are (``stays_random``).
+    tables: Tables, rules: Rules, pack: Integer, other: Integer, vision_bias: Integer, gain: int, round_index: int,
+    repairs: bool,
+) -> bool:  # fmt: skip
+    """Swap the subsets of two packs that fit best; tell whether there are any. Both packs keep a sample.
 
     Args:
-        window: Changed in place.
-        rules: The limits, and which steps count as random.
+        tables: Changed in place.
+        rules: The limits, and how far mixes may be off.
         pack: One pack.
-        other: Another one.
-        wish: Vision load that the first pack pretends to have besides its own, so that an even one takes it over.
-        gain: How much nearer a swap must bring them.
-        turn: Packs with too many samples to look at show others in every turn.
-        mode: ``LEVELLING``, or how the first pack, which is over a limit, is repaired. ``CAREFULLY``: it must be within
-            its limits afterwards, the other one no farther over than before, and both no less even. ``FREELY``: the
-            same, whatever becomes of evenness and of steps' mixes. ``PARTLY``: as little over as can be.
-            ``BY_ALL_MEANS``: the same, and the other one may be farther over where the first one gains more by it.
+        other: Another pack.
+        vision_bias: Vision load that the first pack pretends to have besides its own, so that an even one takes it.
+        gain: How much nearer a swap must bring the packs.
+        round_index: Packs with too many samples to look at show other samples in every round.
+        repairs: Whether the first pack is over a limit and must lose of it; otherwise both are levelled.
     """
-    samples, packs, scratch = window.samples, window.packs, window.scratch
+    samples, packs, subsets = tables.samples, tables.packs, tables.subsets
     step, other_step, small = pack // rules.step_packs, other // rules.step_packs, rules.effort.small_pack
-    free_vision = (
-        min(window.free_vision[step], window.free_vision[other_step]) if mode == LEVELLING and wish == 0 else 0
-    )
-    goal, bound = _aim(packs, pack, other, wish, mode, free_vision)
-    if bound <= gain:
+    plain = not repairs and vision_bias == 0
+    free_vision = min(tables.free_vision[step], tables.free_vision[other_step]) if plain else 0
+    over = OverLimit(
+        _within(-packs[pack, VISION_ROOM]), _within(-packs[pack, TOKEN_ROOM]),
+        _within(-packs[other, VISION_ROOM]), _within(-packs[other, TOKEN_ROOM]),
+    )  # fmt: skip
+    goal, distance = _aim(packs, pack, other, vision_bias, repairs, free_vision, over)
+    if distance <= gain and not repairs:
         return False
-    # 1. What either pack could give away. Where both list all their subsets, to swap the rest of both instead makes
-    # the same two packs with changed places. Within a step either will do: the first pack's last sample stays where it
-    # is, which halves the work. With a wish it stays, too: then less of a pack changes steps, which are more random (χ²
-    # 0.93 in place of 1.45 at the tightest limits of ALGORITHM.md and 512 ranks) and as even.
-    kept = mode == LEVELLING and (step == other_step or wish != 0)
+    # Where both packs list all their subsets, to swap all other samples makes the same two packs with changed places.
+    # Within a step either will do: the first pack's last sample stays where it is, which halves the work. With a bias
+    # it stays, too: then less of a pack changes steps, which are more random (χ² 0.93 in place of 1.45 at the tightest
+    # limits of ALGORITHM.md and 512 ranks) and as even.
+    kept = not repairs and (step == other_step or vision_bias != 0)
     kept = kept and max(packs[pack, COUNT], packs[other, COUNT]) <= small
-    mine, num_mine = _list_subsets(samples, packs, pack, turn, small, kept, scratch[0])
-    theirs, num_theirs = _list_subsets(samples, packs, other, turn + 1, small, False, scratch[1])
-    # 2. The best pair of subsets, if any is good enough.
-    if mode >= PARTLY:
-        given, taken = least_over(scratch, num_mine, num_theirs, goal, _excess(packs, pack, other))
+    mine, num_mine = _list_subsets(samples, packs, pack, round_index, small, kept, subsets[0])
+    theirs, num_theirs = _list_subsets(samples, packs, other, round_index + 1, small, False, subsets[1])
+    if repairs:
+        given, taken = least_over(subsets, num_mine, num_theirs, goal, over)
     else:
-        given, taken = nearest(scratch, num_mine, num_theirs, goal, np.int32(bound - gain))
+        given, taken = nearest(subsets, num_mine, num_theirs, goal, np.int32(distance - gain))
     if given < 0:
         return False
-    # 3. Neither pack may end without a sample, nor steps stranger than random ones.
-    give, take = scratch[0, MASK, given], scratch[1, MASK, taken]
+    give, take = subsets[0, MASK, given], subsets[1, MASK, taken]
     change = _bits(take) - _bits(give)
     if packs[pack, COUNT] + change < 1 or packs[other, COUNT] - change < 1:
         return False
-    free = mode >= FREELY
-    if step != other_step and not stays_random(window, rules, step, other_step, mine, theirs, give, take, free):
+    if step != other_step and not stays_random(tables, rules, step, other_step, mine, theirs, give, take, repairs):
         return False
-    # 4. Swap: the packs' sums, then both chains of samples, which are linked anew from their ends.
-    _book(packs, pack, other, change, scratch, given, taken)
-    chain, other_chain = packs[pack, FIRST], packs[other, FIRST]
+    # Swap: the packs' sums, then both lists of samples, which are linked anew from their ends.
+    vision = subsets[1, VISION_SUM, taken] - subsets[0, VISION_SUM, given]
+    cost = subsets[1, COST_SUM, taken] - subsets[0, COST_SUM, given]
+    tokens = subsets[1, TOKEN_SUM, taken] - subsets[0, TOKEN_SUM, given]
+    for row, sign in ((pack, 1), (other, -1)):
+        packs[row, COUNT] += sign * change
+        packs[row, VISION_OVER_MEAN] += sign * vision
+        packs[row, COST_OVER_MEAN] += sign * cost
+        packs[row, VISION_ROOM] -= sign * vision
+        packs[row, TOKEN_ROOM] -= sign * tokens
+    first, other_first = packs[pack, FIRST], packs[other, FIRST]
     packs[pack, FIRST] = packs[other, FIRST] = NOWHERE
-    _relink(samples, packs, chain, pack, other, scratch[0], mine, give)
-    _relink(samples, packs, other_chain, other, pack, scratch[1], theirs, take)
+    _relink(samples, packs, first, pack, other, subsets[0], mine, give)
+    _relink(samples, packs, other_first, other, pack, subsets[1], theirs, take)
     return True
 
 
 @compiled_part
 def _aim(
-    packs: Int64Array, pack: Integer, other: Integer, wish: Integer, mode: int, free_vision: Integer
-) -> tuple[Goal, Integer]:
-    """What a swap should move, and how near it must come to that.
-
-    How much either pack may gain depends on ``mode``; see ``exchange``.
-    """
+    packs: Int64Array, pack: Integer, other: Integer, vision_bias: Integer, repairs: bool, free_vision: Integer,
+    over: OverLimit,
+) -> tuple[Goal, Integer]:  # fmt: skip
+    """What a swap should move, and how far from that it is to move nothing."""
     # The best swap moves half the difference from one to the other.
-    vision = _within((packs[pack, VISION_EXCESS] + wish - packs[other, VISION_EXCESS]) >> 1)
-    cost = _within((packs[pack, COST_EXCESS] - packs[other, COST_EXCESS]) >> 1)
+    vision = _within((packs[pack, VISION_OVER_MEAN] + vision_bias - packs[other, VISION_OVER_MEAN]) >> 1)
+    cost = _within((packs[pack, COST_OVER_MEAN] - packs[other, COST_OVER_MEAN]) >> 1)
     # A swap that misses half the difference by x leaves one of both packs x above their mean.
-    slack = _within(max(free_vision - (packs[pack, VISION_EXCESS] + packs[other, VISION_EXCESS] + 1 >> 1), 0))
-    bound = max(abs(vision) - slack, 0) + abs(cost)
-    over, other_over = _excess_of(packs, pack), _excess_of(packs, other)
-    # Repairs: the first pack loses what it has too much (its room is below 0), the other one stays within its limits,
-    # or as far over them as it is.
-    room, other_room = (-over[0], -over[1]), (max(-other_over[0], 0), max(-other_over[1], 0))
-    if mode == LEVELLING:  # either may take over what the other one has too much
-        room = max(room[0], 0) + max(other_over[0], 0), max(room[1], 0) + max(other_over[1], 0)
-        other_room = other_room[0] + max(over[0], 0), other_room[1] + max(over[1], 0)
-    elif mode == CAREFULLY:  # what is repaired makes up for unevenness of as much
-        bound += max(over[0], 0) + max(over[1], 0)
-    elif mode == FREELY:
-        bound = np.int64(FAR)
-    elif mode == PARTLY:  # it need not lose all of it
-        room = max(room[0], 0), max(room[1], 0)
-    else:
-        room = other_room = np.int64(WITHIN), np.int64(WITHIN)
-    width = room[0] + other_room[0], room[1] + other_room[1]
-    if min(width[0], width[1]) < 0:
-        bound = np.int64(0)  # together they hold too much
+    mean = packs[pack, VISION_OVER_MEAN] + packs[other, VISION_OVER_MEAN] + 1 >> 1
+    slack = _within(max(free_vision - mean, 0))
+    distance = max(abs(vision) - slack, 0) + abs(cost)
+    # What either pack may gain: what it has room for, and where packs are levelled what the other one is over.
+    shared = 0 if repairs else 1
+    room = (
+        max(-over.vision, 0) + shared * max(over.other_vision, 0),
+        max(-over.tokens, 0) + shared * max(over.other_tokens, 0),
+    )
+    other_room = (
+        max(-over.other_vision, 0) + shared * max(over.vision, 0),
+        max(-over.other_tokens, 0) + shared * max(over.tokens, 0),
+    )
     goal = Goal(
         np.int32(vision), np.int32(cost), np.int32(room[0]), np.int32(room[1]),
-        np.uint32(width[0]), np.uint32(width[1]), np.int32(slack),
+        np.uint32(room[0] + other_room[0]), np.uint32(room[1] + other_room[1]), np.int32(slack),
     )  # fmt: skip
-    return goal, bound
-
-
-@compiled_part
-def _excess_of(packs: Int64Array, pack: Integer) -> tuple[Integer, Integer]:
-    """How far a pack is over its limits of vision units and of tokens; below 0 where it has room."""
-    return _within(-packs[pack, VISION_ROOM]), _within(-packs[pack, TOKEN_ROOM])
-
-
-@compiled_part
-def _excess(packs: Int64Array, pack: Integer, other: Integer) -> Excess:
-    vision, tokens = _excess_of(packs, pack)
-    other_vision, other_tokens = _excess_of(packs, other)
-    return Excess(np.int32(vision), np.int32(tokens), np.int32(other_vision), np.int32(other_tokens))
+    return goal, distance
 
 
 @compiled_part
@@ -156,77 +189,154 @@ def _within(load: Integer) -> Integer:
 
 @compiled_part
 def _list_subsets(
-    samples: Int32Array, packs: Int64Array, pack: Integer, turn: int, small: int, kept: bool, table: Int32Array
+    samples: Int32Array, packs: Int64Array, pack: Integer, round_index: int, small: int, kept: bool, table: Int32Array
 ) -> tuple[int, int]:
-    """List members and subsets of a pack; return how many of each.
-
-    Args:
-        samples: A window's samples.
-        packs: Its packs.
-        pack: Which one.
-        turn: Of too many members, which ones.
-        small: Up to so many members all subsets are listed.
-        kept: Leave the last sample out.
-        table: Filled.
-    """
+    """List members and subsets of a pack in ``table``, without its last sample if ``kept``; return how many of each."""
     number, members, sample = packs[pack, COUNT], 0, packs[pack, FIRST]
     if number <= MOST_MEMBERS:
         while members < number - kept:
             table[MEMBER, members] = sample
             members += 1
             sample = samples[sample, NEXT]
-    else:  # every stride-th one, beginning elsewhere in every turn
+    else:  # every stride-th one, beginning elsewhere in every round
         stride = (number + MOST_MEMBERS - 1) // MOST_MEMBERS
-        for place in range(turn, turn + number):
+        for place in range(round_index, round_index + number):
             if place % stride == 0 and members < MOST_MEMBERS:
                 table[MEMBER, members] = sample
                 members += 1
             sample = samples[sample, NEXT]
-    return members, add_subsets(samples, table, members, small)
+    return members, _add_subsets(samples, table, members, small)
 
 
 @compiled_part
-def _book(
-    packs: Int64Array, pack: Integer, other: Integer, change: Integer, scratch: Int32Array, given: int, taken: int
-) -> None:
-    """Enter what a swap moves into both packs' rows."""
-    vision = scratch[1, VISION_SUM, taken] - scratch[0, VISION_SUM, given]
-    cost = scratch[1, COST_SUM, taken] - scratch[0, COST_SUM, given]
-    tokens = scratch[1, TOKEN_SUM, taken] - scratch[0, TOKEN_SUM, given]
-    for row, sign in ((pack, 1), (other, -1)):
-        packs[row, COUNT] += sign * change
-        packs[row, VISION_EXCESS] += sign * vision
-        packs[row, COST_EXCESS] += sign * cost
-        packs[row, VISION_ROOM] -= sign * vision
-        packs[row, TOKEN_ROOM] -= sign * tokens
+def _add_subsets(samples: Int32Array, table: Int32Array, members: int, small: int) -> int:
+    """List subsets of the listed members, the empty one first, and return how many.
+
+    All subsets of up to ``small`` members, which are at most ``SMALL``; of more members single ones and pairs,
+    neighbours in the list first. Behind them stand others, up to a multiple of ``LANES``, that move nothing or what one
+    of them does.
+    """
+    if members <= small:
+        # Most packs are small: subset s holds the members whose bits are set in s. All sixteen are listed at once,
+        # which becomes vector instructions and no branch. What the list of members still holds from another pack,
+        # beyond this pack's members, is masked to weigh nothing.
+        known = (1 << members) - 1
+        for row in range(VISION_SUM, TOKEN_SUM + 1):
+            column = row - VISION_SUM + VISION
+            one = samples[table[MEMBER, 0], column] & -(known & 1)
+            two = samples[table[MEMBER, 1], column] & -(known >> 1 & 1)
+            four = samples[table[MEMBER, 2], column] & -(known >> 2 & 1)
+            eight = samples[table[MEMBER, 3], column] & -(known >> 3 & 1)
+            for subset in range(1 << SMALL):
+                table[row, subset] = (
+                    (-(subset & 1) & one)
+                    + (-(subset >> 1 & 1) & two)
+                    + (-(subset >> 2 & 1) & four)
+                    + (-(subset >> 3 & 1) & eight)
+                )
+        for subset in range(1 << SMALL):
+            table[MASK, subset] = subset & known
+        return 1 << members
+    number = 1 + members
+    for member in range(members):
+        table[MASK, 1 + member] = 1 << member
+        for load in range(TOKEN_SUM - VISION_SUM + 1):
+            table[VISION_SUM + load, 1 + member] = samples[table[MEMBER, member], VISION + load]
+    if small > 1:
+        # Single member m is subset 1 + m: a pair is the sum of two of these.
+        for apart in range(1, members):
+            for first in range(1, min(members - apart, MOST_SUBSETS - number) + 1):
+                for row in range(MASK, TOKEN_SUM + 1):  # the masks share no bit: their sum is their union
+                    table[row, number] = table[row, first] + table[row, first + apart]
+                number += 1
+    for row in range(MASK, TOKEN_SUM + 1):
+        table[row, 0] = 0
+        for subset in range(number, _whole(number)):
+            table[row, subset] = 0
+    return number
+
+
+@compiled_part
+def _whole(number: int) -> int:
+    """The next multiple of ``LANES``."""
+    return -(-number // LANES) * LANES
+
+
+@compiled_part
+def nearest(subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, bound: Any) -> tuple[int, int]:
+    """Find the subset of each pack whose swap moves what is nearest to the goal; −1 twice if none is within bound."""
+    best, given = bound, -1
+    for subset in range(num_mine):
+        least = FAR
+        # Only the least distance, not where it is, and nothing that branches: so compilers make vector instructions
+        # of this loop, eight candidates at a time. Which candidate it was is looked up once, at the end.
+        for candidate in range(_whole(num_theirs)):
+            least = min(least, _distance(subsets, subset, candidate, goal))
+        if least < best:
+            best, given = least, subset
+    taken = -1
+    if given >= 0:
+        taken = 0
+        while _distance(subsets, given, taken, goal) != best:
+            taken += 1
+    return given, taken
+
+
+@compiled_part
+def _distance(subsets: Int32Array, subset: int, candidate: int, goal: Goal) -> Any:
+    """How far what a swap moves is from the goal; ``FAR`` where a pack has no room for it."""
+    vision = np.int32(subsets[0, VISION_SUM, subset] - subsets[1, VISION_SUM, candidate])
+    cost = np.int32(subsets[0, COST_SUM, subset] - subsets[1, COST_SUM, candidate])
+    tokens = np.int32(subsets[0, TOKEN_SUM, subset] - subsets[1, TOKEN_SUM, candidate])
+    # −room ≤ moved ≤ width − room in one comparison: what is below 0 is huge as an unsigned number.
+    fits = (np.uint32(np.int32(vision + goal.vision_room)) <= goal.vision_width) & (
+        np.uint32(np.int32(tokens + goal.token_room)) <= goal.token_width
+    )
+    distance = np.int32(
+        max(np.int32(abs(np.int32(vision - goal.vision)) - goal.vision_slack), np.int32(0))
+        + abs(np.int32(cost - goal.cost))
+    )
+    return distance if fits else FAR
+
+
+@compiled_part
+def least_over(subsets: Int32Array, num_mine: int, num_theirs: int, goal: Goal, over: OverLimit) -> tuple[int, int]:
+    """Find the swap after which packs are least over their limits, and of those the most even one; as ``nearest``."""
+    best, given, taken = FAR, -1, -1
+    for subset in range(num_mine):
+        for candidate in range(num_theirs):
+            far = _distance(subsets, subset, candidate, goal)
+            if far < FAR:
+                vision = subsets[0, VISION_SUM, subset] - subsets[1, VISION_SUM, candidate]
+                tokens = subsets[0, TOKEN_SUM, subset] - subsets[1, TOKEN_SUM, candidate]
+                # What both packs would be over both limits; evenness decides among swaps that leave the same.
+                left = max(over.vision - vision, 0) + max(over.tokens - tokens, 0)
+                left += max(over.other_vision + vision, 0) + max(over.other_tokens + tokens, 0)
+                far = np.int32((far >> UNEVENNESS_BITS) + left)
+                if far < best:
+                    best, given, taken = far, subset, candidate
+    return (given, taken) if given > 0 or taken > 0 else (-1, -1)  # the first subsets are empty: no swap
 
 
 @compiled_part
 def _relink(
-    samples: Int32Array,
-    packs: Int64Array,
-    sample: int,
-    pack: int,
-    other: int,
-    table: Int32Array,
-    members: int,
+    samples: Int32Array, packs: Int64Array, sample: int, pack: int, other: int, table: Int32Array, members: int,
     gone: int,
-) -> None:
-    """Link a chain to ``pack`` anew, but its listed members in the mask ``gone`` to ``other``."""
+) -> None:  # fmt: skip
+    """Link a list of samples to ``pack`` anew, but the listed members in the mask ``gone`` to ``other``."""
     member = 0
     while sample != NOWHERE:
-        behind, target = samples[sample, NEXT], pack
-        if member < members and table[MEMBER, member] == sample:  # members are listed in the chain's order
+        following, target = samples[sample, NEXT], pack
+        if member < members and table[MEMBER, member] == sample:  # members stand in the order of the list
             if gone >> member & 1:
                 target = other
             member += 1
         prepend(samples, packs, target, sample)
-        sample = behind
+        sample = following
 
 
 @compiled_part
 def _bits(mask: Any) -> int:
-    """Number of ones."""
     number = 0
     while mask:
         mask &= mask - 1  # without its lowest one

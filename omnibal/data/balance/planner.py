@@ -1,21 +1,26 @@
 """BalancedPacks: how many steps an epoch takes, and the packs of any window of any epoch."""
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from omnibal.data.balance.demand import CLOSING, RESERVE, survey
-from omnibal.data.balance.layout import BLOCK, WINDOW, Layout, blocks_of
-from omnibal.data.balance.rules import DEFAULT_EFFORT, Effort, Setting, make_rules
+from omnibal.data.balance.rules import DEFAULT_EFFORT, Effort, PackingTask, make_rules
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
+from omnibal.data.balance.tables import Int32Array, Int64Array
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window
 from omnibal.data.lengths import IntArray
 from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs
 from omnibal.errors import InfeasibleError
 
+WINDOW: Final = 1 << 15
+"""Samples in a window, about: planning them takes some hundredths of a second."""
+BLOCK: Final = 1 << 19
+"""Samples in a block, about: finding its windows takes some hundredths of a second."""
 SURVEY: Final = 1 << 15
 """Samples that stand for all where these are too many to count."""
 MARGINS: Final[tuple[float, ...]] = (0.0, *(0.001 * 2**grown for grown in range(17)))
@@ -24,6 +29,106 @@ ATTEMPTS: Final = 32
 """Orders of a window's samples that are tried. Nearly always the first one fits."""
 BLOCKS_KEPT: Final = 4
 """Blocks whose windows are remembered."""
+
+
+def blocks_of(num_samples: int) -> int:
+    """Number of blocks in an order of so many samples, at least 1; fewer where there are fewer steps."""
+    return max(round(num_samples / BLOCK), 1)
+
+
+@dataclass(frozen=True)
+class EpochWindows:
+    """Which steps, and which places in the random order, are planned together: the same in all epochs.
+
+    The order is cut at fixed places into blocks that have equal numbers of steps, whatever they hold: so no part of an
+    epoch depends on what comes before it. Each block's steps are divided evenly into windows; where the windows begin
+    in the order depends on the loads in the block.
+
+    Args:
+        num_samples: Number of samples.
+        num_steps: Number of steps.
+        step_packs: Packs per step.
+
+    >>> EpochWindows(num_samples=100_000, num_steps=1_000, step_packs=8).starts.tolist()
+    [0, 333, 666, 1000]
+    """
+
+    num_samples: int
+    num_steps: int
+    step_packs: int
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Number of blocks, at least 1."""
+        return min(blocks_of(self.num_samples), max(self.num_steps, 1))
+
+    @cached_property
+    def starts(self) -> Int64Array:
+        """First step of every window, and the number of steps behind them."""
+        starts = [np.zeros(1, dtype=np.int64)]
+        for block in range(self.num_blocks):
+            first, last = self.block_steps(block)
+            begin, end = self.block_places(block)
+            windows = max(min((end - begin) // WINDOW, last - first), 1)
+            starts.append(first + np.arange(1, windows + 1) * (last - first) // windows)
+        return np.concatenate(starts)
+
+    def block_of(self, step: int) -> int:
+        """The block that holds a step."""
+        return ((step + 1) * self.num_blocks - 1) // max(self.num_steps, 1)
+
+    def block_steps(self, block: int) -> tuple[int, int]:
+        """First step of a block, and the step behind its last one."""
+        return block * self.num_steps // self.num_blocks, (block + 1) * self.num_steps // self.num_blocks
+
+    def block_places(self, block: int) -> tuple[int, int]:
+        """First place of a block in the random order, and the place behind its last one."""
+        first, last = self.block_steps(block)
+        return self._place(first), self._place(last)
+
+    def _place(self, step: int) -> int:
+        """As many samples as the steps before have of all steps; at least one for each of their packs."""
+        if self.num_samples <= self.num_steps * self.step_packs:
+            return min(step * self.step_packs, self.num_samples)
+        return step * self.num_samples // self.num_steps
+
+    def cut(self, block: int, shares: Int32Array) -> Int64Array:
+        """Cut a block's places where its load is divided as its steps are.
+
+        Args:
+            block: Which block.
+            shares: Load of the sample at each of its places.
+
+        Returns:
+            Where each of its windows begins, and where the last one ends. No window has fewer samples than packs,
+            but the last one of an epoch that has.
+        """
+        (first, last), (begin, _) = self.block_steps(block), self.block_places(block)
+        starts = self.starts
+        steps = starts[(starts >= first) & (starts <= last)] - first
+        return begin + cut_evenly(shares, steps, self.step_packs)
+
+
+def cut_evenly(shares: Int32Array, steps: Int64Array, step_packs: int) -> Int64Array:
+    """Cut samples in a row into windows where their load is divided as their steps are.
+
+    Args:
+        shares: Load of each sample.
+        steps: First step of every window, from 0, and the number of steps behind them.
+        step_packs: Packs per step.
+
+    Returns:
+        Where each window begins, and where the last one ends. No window has fewer samples than packs, but the last
+        one where there are too few.
+    """
+    number, packs = len(shares), steps * step_packs
+    if number <= packs[-1]:
+        return np.minimum(packs, number)
+    sums = np.cumsum(shares, dtype=np.int64)
+    places = np.searchsorted(sums, steps * sums[-1] // steps[-1], side="right")
+    cuts: Int64Array = np.clip(places, packs, number - packs[-1] + packs)
+    cuts[0], cuts[-1] = 0, number  # also where samples at the ends have no load
+    return cuts
 
 
 class BalancedPacks:
@@ -37,7 +142,7 @@ class BalancedPacks:
 
     def __init__(self, spec: PackingSpec, ranks: Ranks, *, effort: Effort = DEFAULT_EFFORT) -> None:
         lengths, limits, cost, samples = spec.lengths, spec.limits, spec.pack_cost, spec.samples
-        self._setting = Setting(limits, cost, ranks.num_replicas, ranks.micro_batches, spec.exchange_steps, effort)
+        self._task = PackingTask(limits, cost, ranks.num_replicas, ranks.micro_batches, spec.exchange_steps, effort)
         self._columns, self._seed, self._samples = columns_of(lengths), spec.seed, samples
         self._num_samples = spec.num_samples
         drawn = None if self._num_samples <= BLOCK else self._draw(0, SURVEY, 0)
@@ -48,7 +153,7 @@ class BalancedPacks:
 
     def window_starts(self, epoch: int) -> IntArray:  # the same in all epochs
         """First step of every window, and the number of steps behind them."""
-        return self._layout.window_starts
+        return self._windows.starts
 
     def window(self, epoch: int, index: int) -> Packs:
         """Plan one window: the packs of its steps in running order.
@@ -63,12 +168,12 @@ class BalancedPacks:
             packs = self._plan(epoch, index, attempt)
             if packs is not None:
                 return packs
-        if len(self._layout.window_starts) == 2 and self._tried:
+        if len(self._windows.starts) == 2 and self._tried:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self._tried[0]))
             return self._tried[0].take(order)
         raise InfeasibleError(
-            f"window {index} of epoch {epoch} must fit into packs of {self._setting.limits.vision_units} vision units "
-            f"and {self._setting.limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of its samples some packs "
+            f"window {index} of epoch {epoch} must fit into packs of {self._task.limits.vision_units} vision units "
+            f"and {self._task.limits.llm_tokens} LLM tokens, but in {ATTEMPTS} orders of its samples some packs "
             "would hold too much; choose other limits"
         )
 
@@ -98,13 +203,13 @@ class BalancedPacks:
         second one must, too.
         """
         hard = repair_first or num_steps > self._steps_of(self._needed)
-        step_packs = self._setting.step_packs
-        self._layout = Layout(self._num_samples, num_steps, step_packs)
-        rules, self._share_of = make_rules(self._demand, self._setting, num_steps * step_packs)
+        step_packs = self._task.step_packs
+        self._windows = EpochWindows(self._num_samples, num_steps, step_packs)
+        rules, self._share_of = make_rules(self._demand, self._task, num_steps * step_packs)
         self._rules = rules._replace(repair_first=repair_first)
         self._cuts.clear()
         self._tried.clear()
-        for index in range(min(len(self._layout.window_starts) - 1, 1 + hard)):
+        for index in range(min(len(self._windows.starts) - 1, 1 + hard)):
             packs = self._plan(0, index, 0)
             if packs is None:
                 return False
@@ -114,25 +219,25 @@ class BalancedPacks:
     @property
     def _most_steps(self) -> int:
         """Steps with one sample in every pack."""
-        return -(-self._num_samples // self._setting.step_packs)
+        return -(-self._num_samples // self._task.step_packs)
 
     def _steps_of(self, num_packs: float) -> int:
         """Steps of so many packs."""
-        return min(max(math.ceil(num_packs / self._setting.step_packs), 1), self._most_steps)
+        return min(max(math.ceil(num_packs / self._task.step_packs), 1), self._most_steps)
 
     def _plan(self, epoch: int, index: int, attempt: int) -> Packs | None:
         """Plan a window; after the first attempt in another order, and with limits before all else."""
-        starts = self._layout.window_starts
-        block = self._layout.block_of(int(starts[index]))
-        first = int(np.searchsorted(starts, self._layout.block_steps(block)[0]))
+        starts = self._windows.starts
+        block = self._windows.block_of(int(starts[index]))
+        first = int(np.searchsorted(starts, self._windows.block_steps(block)[0]))
         begin, end = self._find_cuts(epoch, block)[index - first : index - first + 2]
-        chance = np.random.default_rng([self._seed, epoch, index, attempt])
+        rng = np.random.default_rng([self._seed, epoch, index, attempt])
         chosen, rules = self._draw(int(begin), int(end), epoch), self._rules
         if attempt:
-            chosen, rules = chance.permutation(chosen), rules.for_another_attempt()
-        return plan_window(chosen, self._columns, self._share_of, rules, int(np.diff(starts)[index]), chance)
+            chosen, rules = rng.permutation(chosen), rules.for_another_attempt()
+        return plan_window(chosen, self._columns, self._share_of, rules, int(np.diff(starts)[index]), rng)
 
-    def _draw(self, begin: int, end: int, epoch: int) -> npt.NDArray[np.int64]:
+    def _draw(self, begin: int, end: int, epoch: int) -> Int64Array:
         """Samples at some places of an epoch's random order."""
         places = shuffled(self._num_samples, begin, end, shuffle_keys(self._seed, epoch))
         return places if self._samples is None else self._samples[places]
@@ -141,8 +246,8 @@ class BalancedPacks:
         """Where the windows of a block begin, and where the last one ends; those of some blocks are remembered."""
         cuts = self._cuts.get((epoch, block))
         if cuts is None:
-            chosen = self._draw(*self._layout.block_places(block), epoch)
-            cuts = self._layout.cut(block, driving_loads(chosen, self._columns, self._rules, self._share_of))
+            chosen = self._draw(*self._windows.block_places(block), epoch)
+            cuts = self._windows.cut(block, driving_loads(chosen, self._columns, self._rules, self._share_of))
             while len(self._cuts) >= BLOCKS_KEPT:
                 self._cuts.pop(next(iter(self._cuts)), None)
             self._cuts[epoch, block] = cuts

@@ -1,4 +1,4 @@
-"""Rules: everything that all windows of an epoch have in common."""
+"""Rules: everything that all windows of an epoch have in common, worked out once."""
 
 import math
 from typing import Final, NamedTuple
@@ -10,16 +10,16 @@ from omnibal.data.balance.demand import FULL, Demand
 from omnibal.data.balance.tables import Int32Array
 from omnibal.data.limits import PackLimits
 
+# Loads are counted in units of which a mean pack's cost holds 2**20 to 2**21, and its vision units three times 2**20:
+# these come in few sizes and are to be even before all else. Sums of any subset stay within 32 bits.
 PACK: Final = 1 << 20
-"""A mean pack's cost, within a factor of two."""
 VISION_PACKS: Final = 3
-"""A mean pack's vision units weigh this many ``PACK``: they come in few sizes and are to be even before all else."""
 MOST_LOAD: Final = 1 << 23
-"""A sample's largest load: sums of subsets stay within 32 bits."""
+"""A sample's largest load."""
 TOLERANCE: Final = PACK // 500
 """A difference in cost that is not worth an exchange: 0.2 % of a pack."""
-SHARE_PACKS: Final = 4
-"""What a pack of driving load weighs when the end of a step is trimmed, in ``PACK``: more than its vision units do."""
+PERSISTENCE: Final = 8
+"""Rounds of repairs in another attempt, in those of the first: few packs are over a limit then, and soon tried."""
 FEW_UNITS: Final = range(2, 256)
 """Vision units in a mean pack for which it matters whether a step's divide by its ranks.
 
@@ -31,15 +31,13 @@ LEAST_SAMPLES: Final = 1.25
 Of fewer samples, too few sums do: steps would be of one kind each (χ² 1.28 in place of 1.15 at 1.0, of lengths like
 docvqa's at 5/4096).
 """
-PERSISTENCE: Final = 8
-"""Rounds of repairs in another attempt, in those of the first: few packs are over a limit then, and soon tried."""
 
 
 class Effort(NamedTuple):
     """How much each part of the planner does; ``tools/sampling/ablation.py`` turns the parts off one by one."""
 
-    trimmed: int = 6
-    """Samples at a step's end, and behind it, that may change places: 64 subsets each."""
+    end_samples: int = 16
+    """Samples at a step's end, and behind it, of which one each may change steps to hit the step's share."""
     step_rounds: int = 4
     """Rounds in which the packs of a step meet; what is not even by then stays uneven."""
     vision_rounds: int = 8
@@ -47,29 +45,29 @@ class Effort(NamedTuple):
     group_rounds: int = 4
     """Rounds in which all packs of neighbouring steps meet."""
     passes: int = 2
-    """How often steps meet, and are levelled again."""
+    """How often packs meet those of other steps and are levelled again within their own."""
     heaviest_rounds: int = 8
     """Rounds in which the heaviest pack of a step meets all others."""
     repair_rounds: int = 10
     """Rounds in which packs over a limit meet others."""
     small_pack: int = 4
-    """Packs of up to so many samples offer all their subsets, larger ones single samples and pairs; 1: single ones."""
-    strangeness: float = 0.4
+    """Packs of up to so many samples offer all their subsets, at most 4; larger ones single samples and pairs, but
+    under 1 single samples alone."""
+    mix_deviation: float = 0.4
     """How far exchanges may take a step's mix from that of all samples: random steps are at 1 on average."""
-    strange_samples: int = 30
+    mix_samples: int = 30
     """Samples by which any step counts as larger there: in a small one, a few exchanges are soon as much as chance."""
-    strangest: float = 1.0
+    most_mix_deviation: float = 1.0
     """How far they may take it at most, however small the step: as far as random ones are."""
 
 
 DEFAULT_EFFORT: Final = Effort()
 
 
-class Setting(NamedTuple):
+class PackingTask(NamedTuple):
     """What packs are planned for, whatever the samples."""
 
     limits: PackLimits
-    """The most a pack may hold."""
     cost: CostModel
     """What is made even besides vision units."""
     num_replicas: int
@@ -79,7 +77,6 @@ class Setting(NamedTuple):
     exchange_steps: int
     """Consecutive steps that may exchange samples."""
     effort: Effort = DEFAULT_EFFORT
-    """How much each part of the planner does."""
 
     @property
     def step_packs(self) -> int:
@@ -114,14 +111,9 @@ class Rules(NamedTuple):
     """Driving load that a pack may hold."""
     share_unit: int
     """What the driving load of a step should be a multiple of."""
-    share_weight: int
-    """What a unit of the driving load weighs in hitting a step's share."""
-    multiple_weight: int
-    """What a vision unit weighs in hitting a multiple of the ranks; 0 where that does not matter, or vision drives."""
     repair_first: bool
     """Whether packs are brought under the limits before they are levelled: where samples hardly fit."""
     effort: Effort
-    """How much each part of the planner does."""
 
     def for_another_attempt(self) -> "Rules":
         """Rules for samples that did not fit: limits first, and more repairs than trials of a number of steps make."""
@@ -129,29 +121,29 @@ class Rules(NamedTuple):
         return self._replace(repair_first=True, effort=self.effort._replace(repair_rounds=rounds))
 
 
-def make_rules(demand: Demand, setting: Setting, num_packs: int) -> tuple[Rules, Int32Array]:
+def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules, Int32Array]:
     """Work out the rules for epochs of ``num_packs`` packs, and the driving load of each size.
 
-    Where packs have few vision units (tiles), those of a step are made a multiple of its ranks: else one rank has one
-    more than the others. That has a price: fewer sets of samples do, and what they leave uneven is cost (ALGORITHM.md
-    has figures). So it pays where the ViT makes up half of the cost or more. A cost model without vision units says
-    nothing about the ViT; then both count alike, as where ViT and LLM are stages of their own, and it pays, too.
+    Where packs have few vision units (tiles) and these drive, those of a step are made a multiple of its ranks: else
+    one rank has one more than the others. That has a price: fewer sets of samples do, and what they leave uneven is
+    cost (ALGORITHM.md has figures). So it pays where the ViT makes up half of the cost or more. A cost model without
+    vision units says nothing about the ViT; then both count alike, as where ViT and LLM are stages of their own.
     """
-    limits, cost, num_replicas = setting.limits, setting.cost, setting.num_replicas
+    limits, cost, num_replicas = task.limits, task.cost, task.num_replicas
     per_pack = demand.num_samples / max(num_packs, 1)
     vision, mean_cost = per_pack * demand.mean_vision, per_pack * demand.mean_cost
     # A power of two: so samples weigh the same on machines whose mean costs differ in the last bit.
     unit = 2.0 ** math.floor(math.log2(max(mean_cost, 1e-300))) / PACK
     vision_weight = int(max(min(VISION_PACKS * PACK // max(vision, 1e-9), MOST_LOAD // max(limits.vision_units, 1)), 1))
     vision_pays = cost.vision_units == 0 or 2 * cost.vision_units * demand.mean_vision >= demand.mean_cost
-    divides = FEW_UNITS.start <= vision < FEW_UNITS.stop and vision_pays and per_pack >= LEAST_SAMPLES
-    drives = divides and demand.by_volume and not demand.by_tokens
+    multiples = FEW_UNITS.start <= vision < FEW_UNITS.stop and vision_pays and per_pack >= LEAST_SAMPLES
+    multiples = multiples and demand.by_volume and not demand.by_tokens
     # Packs that follow each other may differ by a vision unit, those of one micro-batch may not.
-    tolerance = 3 / 4 if setting.micro_batches == 1 else 7 / 8
+    tolerance = 3 / 4 if task.micro_batches == 1 else 7 / 8
     rules = Rules(
-        step_packs=setting.step_packs,
+        step_packs=task.step_packs,
         num_replicas=num_replicas,
-        group_steps=setting.exchange_steps,
+        group_steps=task.exchange_steps,
         most_vision=limits.vision_units,
         most_tokens=limits.llm_tokens,
         vision_weight=vision_weight,
@@ -164,11 +156,9 @@ def make_rules(demand: Demand, setting: Setting, num_packs: int) -> tuple[Rules,
         ),
         vision_tolerance=max(int(tolerance * vision_weight), VISION_PACKS * TOLERANCE),
         by_tokens=demand.by_tokens,
-        most_share=limits.vision_units if drives else FULL,
-        share_unit=num_replicas if drives else 1,
-        share_weight=vision_weight if drives else SHARE_PACKS * PACK // FULL,
-        multiple_weight=vision_weight if divides and not drives else 0,
+        most_share=limits.vision_units if multiples else FULL,
+        share_unit=num_replicas if multiples else 1,
         repair_first=False,
-        effort=setting.effort,
+        effort=task.effort,
     )
-    return rules, np.arange(limits.vision_units + 1, dtype=np.int32) if drives else demand.shares
+    return rules, np.arange(limits.vision_units + 1, dtype=np.int32) if multiples else demand.shares

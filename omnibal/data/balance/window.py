@@ -1,16 +1,17 @@
 """One window: random samples become the packs of some steps."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from omnibal.compiled import compiled, compiled_part
-from omnibal.data.balance.levelling import level_window
+from omnibal.data.balance.levelling import level_window, open_packs, sort_packs
 from omnibal.data.balance.mixes import count_mixes
 from omnibal.data.balance.rules import MOST_LOAD, Rules
-from omnibal.data.balance.steps import cut_steps, deal_samples
 from omnibal.data.balance.tables import (
     COST,
+    COST_OVER_MEAN,
+    COUNT,
     FIRST,
     MOST_SUBSETS,
     NEXT,
@@ -19,17 +20,24 @@ from omnibal.data.balance.tables import (
     TOKEN_SUM,
     TOKENS,
     VISION,
+    VISION_OVER_MEAN,
     VISION_ROOM,
     Int32Array,
     Int64Array,
-    Window,
+    Integer,
+    Tables,
+    prepend,
 )
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.packs import Packs
 
+SIZE_BITS: Final = 26
+PLACE_BITS: Final = 20
+"""Bits of a sample's vision load plus cost, and of its place in the window."""
+
 
 class Columns(NamedTuple):
-    """The lengths' arrays that decide packs, for compiled code."""
+    """The columns of ``SampleLengths`` that decide packs, for compiled code."""
 
     vision_units: IntArray
     llm_tokens: IntArray
@@ -38,7 +46,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(lengths: SampleLengths) -> Columns:
-    """Take the arrays out of lengths."""
+    """Take the columns out of lengths."""
     squared = lengths.vision_squared
     if squared is None:
         squared = np.zeros(0, dtype=np.int64)
@@ -52,7 +60,7 @@ def plan_window(
     share_of: Int32Array,
     rules: Rules,
     num_steps: int,
-    chance: np.random.Generator,
+    rng: np.random.Generator,
 ) -> Packs | None:
     """Make the packs of ``num_steps`` steps.
 
@@ -62,36 +70,29 @@ def plan_window(
         share_of: Driving load of each size.
         rules: How to plan.
         num_steps: Number of steps.
-        chance: What chance decides by.
+        rng: Decides which packs meet by chance, and which rank gets which pack.
 
     Returns:
         The packs, step after step, those of a step in running order; or None where some would hold too much.
     """
-    samples, vision, shares = measure(chosen, columns, rules, share_of)
-    scratch = np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32)
-    order, starts = cut_steps(shares, vision, num_steps, rules, scratch)
-    window = _make_window(samples, order, starts, rules, scratch)
-    seed = np.uint64(chance.integers(1 << 62))
-    if level_window(window, rules, seed):
+    samples, shares = _measure(chosen, columns, rules, share_of)
+    order, starts = cut_steps(shares, num_steps, rules)
+    tables = _deal(samples, order, starts, rules)
+    if level_window(tables, rules, np.uint64(rng.integers(1 << 62))):
         return None
-    order = _running_order(window.packs, rules, chance)
-    return Packs(*_list_packs(window.samples, window.packs, chosen, order))
+    order = _running_order(tables.packs, rules, rng)
+    return Packs(*_list_packs(tables.samples, tables.packs, chosen, order))
 
 
 @compiled
-def measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32Array) -> Any:
-    """Measure samples; one that exceeds a limit as if it were at both, so that nothing fits beside it.
-
-    Returns:
-        A row per sample (see ``omnibal.data.balance.tables``), vision units, and driving loads.
-    """
+def _measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32Array) -> Any:
+    """Rows of ``Tables.samples``, and driving loads."""
     # Rows side by side: an exchange reads all loads of a few samples.
-    samples = np.empty((len(chosen), TOKENS + 1), dtype=np.int32)
-    units, shares = np.empty(len(chosen), dtype=np.int64), np.empty(len(chosen), dtype=np.int32)
+    samples, shares = np.empty((len(chosen), TOKENS + 1), dtype=np.int32), np.empty(len(chosen), dtype=np.int32)
     per_unit, per_token, per_squared_token, per_squared_unit = rules.costs
     # One pass: the lengths of a sample lie anywhere in memory, and are read once.
     for place in range(len(chosen)):
-        vision, tokens = sizes_of(chosen[place], columns, rules)
+        vision, tokens = _sizes_of(chosen[place], columns, rules)
         cost = per_unit * vision + per_token * tokens + per_squared_token * np.float64(tokens) * np.float64(tokens)
         if len(columns.vision_squared):
             cost += per_squared_unit * columns.vision_squared[chosen[place]]
@@ -99,13 +100,13 @@ def measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32A
         samples[place, VISION] = min(vision * rules.vision_weight, MOST_LOAD)
         samples[place, COST] = np.int64(min(max(cost, -np.float64(MOST_LOAD)), np.float64(MOST_LOAD)))
         samples[place, TOKENS] = min(tokens * rules.token_weight, MOST_LOAD)
-        units[place], shares[place] = vision, share_of[tokens if rules.by_tokens else vision]
-    return samples, units, shares
+        shares[place] = share_of[tokens if rules.by_tokens else vision]
+    return samples, shares
 
 
 @compiled_part
-def sizes_of(sample: int, columns: Columns, rules: Rules) -> Any:
-    """Vision units and tokens of a sample, at least one token; those of the limits where it exceeds one."""
+def _sizes_of(sample: int, columns: Columns, rules: Rules) -> Any:
+    """Vision units and tokens, at least one token; both limits for a sample over one: nothing fits beside it."""
     vision, tokens = np.int64(columns.vision_units[sample]), np.int64(columns.llm_tokens[sample])
     if vision > rules.most_vision or tokens > rules.most_tokens:
         return np.int64(rules.most_vision), np.int64(rules.most_tokens)
@@ -117,30 +118,140 @@ def driving_loads(chosen: Int64Array, columns: Columns, rules: Rules, share_of: 
     """The driving load of each sample."""
     shares = np.empty(len(chosen), dtype=np.int32)
     for place in range(len(chosen)):
-        vision, tokens = sizes_of(chosen[place], columns, rules)
+        vision, tokens = _sizes_of(chosen[place], columns, rules)
         shares[place] = share_of[tokens if rules.by_tokens else vision]
     return shares
 
 
-def _make_window(
-    samples: Int32Array, order: Int64Array, starts: Int64Array, rules: Rules, scratch: Int32Array
-) -> Window:
-    """Deal the samples of every step to its packs, and count its mix of sizes."""
-    num_steps = len(starts) - 1
+@compiled
+def cut_steps(shares: Int32Array, num_steps: int, rules: Rules) -> Any:
+    """Cut a stream of samples into steps of an equal share of the driving load.
+
+    Every step has a sample for every pack; only where the whole stream has too few does the last one lack some.
+
+    Returns:
+        The samples in the order of steps, and where each step begins in it.
+    """
+    number, starts = len(shares), np.zeros(num_steps + 1, dtype=np.int64)
+    order: Int64Array = np.arange(number)
+    total = done = np.int64(0)  # driving load of all samples, and of the steps so far
+    for sample in range(number):
+        total += shares[sample]
+    for step in range(num_steps):
+        begin, left = starts[step], num_steps - step
+        # The last step takes what is left, all others a sample for every pack at least.
+        end = number if left == 1 else min(begin + rules.step_packs, number)
+        drawn = np.int64(0)
+        for place in range(begin, end):
+            drawn += shares[order[place]]
+        if left > 1 and number - begin > left * rules.step_packs:  # there are more samples than that
+            most = number - (left - 1) * rules.step_packs  # the steps behind need one for every pack, too
+            due: Any = total * (step + 1) // num_steps - done
+            # Rounded up, so that the last step gets what is left.
+            due = min(-(-due // rules.share_unit) * rules.share_unit, rules.step_packs * rules.most_share)
+            # Draw until the next sample would take the step farther from its share than it is.
+            while end < most and 2 * (due - drawn) >= shares[order[end]]:
+                drawn, end = drawn + shares[order[end]], end + 1
+            if rules.share_unit > 1:
+                more, end = _trim(shares, order, begin, end, most, due - drawn, rules)
+                drawn += more
+        done += drawn
+        starts[step + 1] = end
+    return order, starts
+
+
+@compiled_part
+def _trim(
+    shares: Int32Array, order: Int64Array, begin: Integer, end: Integer, most: Integer, lacking: Integer, rules: Rules
+) -> Any:
+    """Give away one of a step's last samples, take one of the next in the stream, or both, to hit the step's share.
+
+    Args:
+        shares: Driving load of each sample.
+        order: The stream; two places around ``end`` change.
+        begin: Where the step begins.
+        end: Where it ends.
+        most: The last end that it may get.
+        lacking: What it has less than its share; below 0 what it has more.
+        rules: How many samples are looked at.
+
+    Returns:
+        What the step gains, and where it ends now.
+    """
+    first, behind = (
+        max(end - rules.effort.end_samples, begin),
+        min(end + rules.effort.end_samples, np.int64(len(order))),
+    )
+    gained, mine, other = np.int64(0), end, behind  # ``end`` and ``behind`` stand for no sample
+    for give in range(first, end + 1):
+        for take in range(end, behind + 1):
+            size = end + (take < behind) - (give < end)
+            if begin + rules.step_packs <= size <= most:
+                gain = np.int64(shares[order[take]] if take < behind else 0)
+                gain -= shares[order[give]] if give < end else 0
+                if abs(lacking - gain) < abs(lacking - gained):
+                    gained, mine, other = gain, give, take
+    if mine < end and other < behind:
+        order[mine], order[other] = order[other], order[mine]
+    elif mine < end:
+        order[mine], order[end - 1] = order[end - 1], order[mine]
+        end -= 1
+    elif other < behind:
+        order[other], order[end] = order[end], order[other]
+        end += 1
+    return gained, end
+
+
+def _deal(samples: Int32Array, order: Int64Array, starts: Int64Array, rules: Rules) -> Tables:
+    """Deal the samples of every step to its packs."""
+    num_steps, number = len(starts) - 1, len(samples)
     packs = np.zeros((num_steps * rules.step_packs, TOKEN_ROOM + 1), dtype=np.int64)
     packs[:, FIRST] = NOWHERE
     packs[:, VISION_ROOM] = rules.most_vision * rules.vision_weight
     packs[:, TOKEN_ROOM] = rules.most_tokens * rules.token_weight
-    mixes = count_mixes(samples, order, starts)
-    room, weights = np.empty(len(packs), dtype=np.int64), np.empty(len(packs), dtype=np.int64)
-    step, sizes = np.repeat(np.arange(num_steps), np.diff(starts)), samples[order, VISION] + samples[order, COST]
-    # Step, size, place in one number each: no two are equal, so that every machine sorts them alike.
-    keys = ((step << 26) - sizes << 20) + np.arange(len(order))
-    deal_samples(samples, packs, order[np.argsort(keys)], starts, rules, room, weights)
-    return Window(samples, packs, mixes, np.zeros(num_steps, dtype=np.int64), room, weights, scratch)
+    tables = Tables(
+        samples, packs, count_mixes(samples, order, starts), np.zeros(num_steps, dtype=np.int64),
+        np.empty(len(packs), dtype=np.int64), np.empty(len(packs), dtype=np.int64),
+        np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32),
+    )  # fmt: skip
+    # Step, size from large to small, place in one number each: no two are equal, so that every machine sorts alike.
+    step, size = np.repeat(np.arange(num_steps), np.diff(starts)), samples[order, VISION] + samples[order, COST]
+    keys = (((step << SIZE_BITS) - size) << PLACE_BITS) + np.arange(number)
+    deal_samples(tables, order[np.argsort(keys)], starts, rules)
+    return tables
 
 
-def _running_order(packs: Int64Array, rules: Rules, chance: np.random.Generator) -> Int64Array:
+@compiled
+def deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, rules: Rules) -> None:
+    """Deal each step's samples in rounds, largest first: the largest of a round to the pack that holds least so far.
+
+    Args:
+        tables: Packs without samples; changed in place. ``OVER_MEAN`` counts from 0 until ``center`` sets the means.
+        by_size: Samples, within each step from large to small.
+        starts: Where steps begin in ``by_size``.
+        rules: What all steps have in common.
+    """
+    samples, packs, order = tables.samples, tables.packs, tables.scratch_packs
+    for step in range(len(starts) - 1):
+        begin = step * rules.step_packs
+        number, dealt = rules.step_packs, 0  # packs of this round, and how many of them have got a sample
+        for place in range(number):
+            order[place] = begin + place
+        for place in range(starts[step], starts[step + 1]):
+            if dealt == number:  # a new round: the lightest packs come first, and full ones get no company
+                number, dealt = open_packs(packs, begin, rules.step_packs, order), 0
+                sort_packs(packs, order, tables.scratch_weights, number, True, True)
+            sample, pack = by_size[place], order[dealt]
+            dealt += 1
+            prepend(samples, packs, pack, sample)
+            packs[pack, COUNT] += 1
+            packs[pack, VISION_OVER_MEAN] += samples[sample, VISION]
+            packs[pack, COST_OVER_MEAN] += samples[sample, COST]
+            packs[pack, VISION_ROOM] -= samples[sample, VISION]
+            packs[pack, TOKEN_ROOM] -= samples[sample, TOKENS]
+
+
+def _running_order(packs: Int64Array, rules: Rules, rng: np.random.Generator) -> Int64Array:
     """Packs in running order: step after step, rank after rank, micro-batch after micro-batch.
 
     Packs of like vision units, and of like tokens where those are equal, run at the same time. The smallest run first,
@@ -151,13 +262,13 @@ def _running_order(packs: Int64Array, rules: Rules, chance: np.random.Generator)
     by_load = np.arange(number)
     if micro_batches > 1:
         by_load = np.lexsort((packs[:, TOKEN_ROOM], packs[:, VISION_ROOM], by_load // rules.step_packs))
-    rows = chance.permuted(by_load.reshape(-1, micro_batches, rules.num_replicas), axis=2)
+    rows = rng.permuted(by_load.reshape(-1, micro_batches, rules.num_replicas), axis=2)
     return rows[:, np.arange(-1, micro_batches - 1)].transpose(0, 2, 1).ravel()
 
 
 @compiled
 def _list_packs(samples: Int32Array, packs: Int64Array, chosen: Int64Array, order: Int64Array) -> Any:
-    """Write the chains of samples one after another, as ``Packs`` has them: samples, and where each pack begins."""
+    """The two arrays of ``Packs``: the linked lists of samples one after another, and where each pack begins."""
     packed, starts = np.empty(len(chosen), dtype=np.int64), np.zeros(len(order) + 1, dtype=np.int64)
     end = 0
     for place in range(len(order)):

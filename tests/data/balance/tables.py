@@ -7,7 +7,7 @@ import numpy as np
 from omnibal.data.balance.rules import Effort, Rules
 from omnibal.data.balance.tables import (
     COST,
-    COST_EXCESS,
+    COST_OVER_MEAN,
     COUNT,
     FIRST,
     MIX,
@@ -18,10 +18,10 @@ from omnibal.data.balance.tables import (
     TOKEN_SUM,
     TOKENS,
     VISION,
-    VISION_EXCESS,
+    VISION_OVER_MEAN,
     VISION_ROOM,
     Mixes,
-    Window,
+    Tables,
 )  # fmt: skip
 
 LOADS = [VISION, COST, TOKENS]
@@ -31,8 +31,8 @@ def make_rules(step_packs, *, limits=(1 << 20, 1 << 20), group_steps=1, toleranc
     return Rules(
         step_packs=step_packs, num_replicas=step_packs, group_steps=group_steps, most_vision=limits[0],
         most_tokens=limits[1], vision_weight=1, token_weight=1, costs=(0.0, 1.0, 0.0, 0.0),
-        vision_tolerance=tolerance, by_tokens=False, most_share=1 << 30, share_unit=1, share_weight=16,
-        multiple_weight=0, repair_first=repair_first, effort=Effort(**effort),
+        vision_tolerance=tolerance, by_tokens=False, most_share=1 << 30, share_unit=1, repair_first=repair_first,
+        effort=Effort(**effort),
     )  # fmt: skip
 
 
@@ -55,9 +55,9 @@ def make_window(loads, members, rules, *, targets=None, mixes=None):
     ]
     counts, usual = np.array([bits[step].sum(axis=0, dtype=float) for step in steps]), bits[:, :-1].mean(axis=0)
     precision = 1 / np.maximum(usual * (1 - usual), 1e-9)
-    window = Window(
+    window = Tables(
         samples, packs,
-        Mixes(counts, usual, precision, strangeness_of(counts, usual, precision), np.zeros(thresholds + 1, np.int64)),
+        Mixes(counts, usual, precision, deviation_of(counts, usual, precision), np.zeros(thresholds + 1, np.int64)),
         np.zeros(len(steps), dtype=np.int64),
         *np.empty((2, max(len(packs), rules.step_packs)), dtype=np.int64),
         np.zeros((2, TOKEN_SUM + 1, MOST_SUBSETS), dtype=np.int32),
@@ -66,7 +66,7 @@ def make_window(loads, members, rules, *, targets=None, mixes=None):
     return window
 
 
-def strangeness_of(counts, usual, precision):
+def deviation_of(counts, usual, precision):
     """Of every step: squared deviations of its counts from the usual ones, each over a sample's variance."""
     return ((counts[:, :-1] - counts[:, -1:] * usual) ** 2 * precision).sum(axis=1)
 
@@ -100,8 +100,8 @@ def check_window(window, rules, targets=None):
     members = members_of(window)
     assert sorted(sample for pack in members for sample in pack) == list(range(len(window.samples)))
     assert window.packs[:, COUNT:].tolist() == rows_of(window, rules, targets).tolist()
-    counts, usual, precision, strangeness, _ = window.mixes
-    np.testing.assert_allclose(strangeness, strangeness_of(counts, usual, precision), rtol=1e-9, atol=1e-9)
+    counts, expected_share, inverse_variance, deviation, _ = window.mixes
+    np.testing.assert_allclose(deviation, deviation_of(counts, expected_share, inverse_variance), rtol=1e-9, atol=1e-9)
     columns = counts.shape[1]
     for step, row in enumerate(counts):
         mine = list(chain(*members[step * rules.step_packs : (step + 1) * rules.step_packs]))
@@ -109,4 +109,12 @@ def check_window(window, rules, targets=None):
         assert row.tolist() == [int((bits >> column & 1).sum()) for column in range(columns)]
 
 
-__all__ = ["COST_EXCESS", "VISION_EXCESS", "VISION_ROOM", "check_window", "make_rules", "make_window", "members_of"]
+__all__ = [
+    "COST_OVER_MEAN",
+    "VISION_OVER_MEAN",
+    "VISION_ROOM",
+    "check_window",
+    "make_rules",
+    "make_window",
+    "members_of",
+]
