@@ -21,6 +21,17 @@ from omnibal.profile.records import ModelProfile
 _F, _BW, _W = int(Operation.F), int(Operation.BW), int(Operation.W)
 
 
+class MeanSeconds(NamedTuple):
+    """Seconds of an average micro-batch, for the formulas of `omnibal.pipeline.optimize`."""
+
+    forward: FloatArray  # of each layer, (layers,)
+    crossing: FloatArray  # of a transfer over each boundary, (layers + 1,)
+    # By possible stage, (stages, layers + 1, layers + 1):
+    stage: FloatArray  # what it computes
+    pace: FloatArray  # how long it is busy
+    passing: FloatArray  # until the micro-batch has passed the stage and the link behind it, there and back
+
+
 @dataclass(frozen=True, eq=False)
 class PartitionProblem:
     """Cut ``profile`` into the stages of ``schedule`` so that a step of ``times`` is short."""
@@ -66,45 +77,27 @@ class PartitionProblem:
     def _stage_bounds(self) -> FloatArray:
         return stage_bounds(self.times, self.schedule, self.mode, self.profile.frozen_front)
 
-    # Means over an average micro-batch, for the formulas of `omnibal.pipeline.optimize`: by layer, by boundary
-    # (layers + 1,), or by possible stage (stages, layers + 1, layers + 1).
-
     @cached_property
-    def forward_seconds(self) -> FloatArray:
-        return np.diff(self.times.forward.mean(axis=(0, 1)))
-
-    @cached_property
-    def crossing_seconds(self) -> FloatArray:
-        crossing: FloatArray = self.times.crossing.mean(axis=(0, 1))
-        return crossing
-
-    @cached_property
-    def _there_and_back_seconds(self) -> FloatArray:
-        crossing: FloatArray = self.crossing_seconds + self.times.gradient_crossing.mean(axis=(0, 1))
-        return crossing
-
-    @cached_property
-    def stage_seconds(self) -> FloatArray:
+    def mean(self) -> MeanSeconds:
+        """What an average micro-batch takes."""
         times = self.times
-        seconds = differences((times.forward + times.backward + times.weight).mean(axis=(0, 1)))
-        return np.stack([seconds] * self.num_stages)
-
-    @cached_property
-    def waiting_seconds(self) -> FloatArray:
-        """The part of `stage_seconds` that other stages need not wait for: ``W`` where it may wait."""
-        weight = differences(self.times.weight.mean(axis=(0, 1)))
-        return np.stack([weight if pending else np.zeros_like(weight) for pending in self.schedule.pending_weights])
-
-    @cached_property
-    def pace_seconds(self) -> FloatArray:
-        if self.mode == "overlap":
-            return self.stage_seconds
-        # A blocking transfer keeps both of its stages busy.
-        return self.stage_seconds + self._there_and_back_seconds[:, None] + self._there_and_back_seconds[None, :]
-
-    @cached_property
-    def passing_seconds(self) -> FloatArray:
-        return self.stage_seconds - self.waiting_seconds + self._there_and_back_seconds[None, :]
+        stage = differences((times.forward + times.backward + times.weight).mean(axis=(0, 1)))
+        by_stage = np.stack([stage] * self.num_stages)
+        crossing = times.crossing.mean(axis=(0, 1))
+        there_and_back = crossing + times.gradient_crossing.mean(axis=(0, 1))
+        pace = by_stage
+        if self.mode == "rendezvous":  # a blocking transfer keeps both of its stages busy
+            pace = by_stage + there_and_back[:, None] + there_and_back[None, :]
+        # Other stages need not wait for W where it may wait itself.
+        weight = differences(times.weight.mean(axis=(0, 1)))
+        waiting = np.stack([weight * bool(pending) for pending in self.schedule.pending_weights])
+        return MeanSeconds(
+            forward=np.diff(times.forward.mean(axis=(0, 1))),
+            crossing=crossing,
+            stage=by_stage,
+            pace=pace,
+            passing=by_stage - waiting + there_and_back[None, :],
+        )
 
 
 @compiled

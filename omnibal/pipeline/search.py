@@ -102,10 +102,8 @@ def search_partition(
 
 
 def _paper(problem: PartitionProblem) -> list[Boundaries]:
-    anchor = greedy_anchor(problem.forward_seconds, problem.num_stages)
-    return best_neighbours(
-        anchor, problem.forward_seconds, problem.crossing_seconds, radius=_PAPER_RADIUS, top=_PAPER_TOP
-    )
+    anchor = greedy_anchor(problem.mean.forward, problem.num_stages)
+    return best_neighbours(anchor, problem.mean.forward, problem.mean.crossing, radius=_PAPER_RADIUS, top=_PAPER_TOP)
 
 
 # What each method proposes; the simulator ranks the proposals.
@@ -113,8 +111,8 @@ _PROPOSALS: dict[str, Callable[[PartitionProblem], list[Boundaries]]] = {
     "uniform": lambda problem: [Partition.uniform(len(problem.profile.layers), problem.num_stages).boundaries],
     "parameters": lambda problem: [parameter_cut(problem.profile, problem.num_stages).boundaries],
     "paper": _paper,
-    "slowest_stage": lambda problem: [least_maximum(problem.stage_seconds)[1]],
-    "model": lambda problem: model_optima(problem.pace_seconds, problem.passing_seconds, problem.micro_batches),
+    "slowest_stage": lambda problem: [least_maximum(problem.mean.stage)[1]],
+    "model": lambda problem: model_optima(problem.mean.pace, problem.mean.passing, problem.micro_batches),
     "bound": lambda problem: [problem.least_bound],
 }
 METHODS = (*_PROPOSALS, "search")

@@ -94,13 +94,13 @@ def retreat(choice: Choice, missing_bytes: Sequence[int]) -> Choice:
 
 def _formula(model: StepModel, recompute: FloatArray) -> dict[Boundaries, float]:
     """Simulated seconds of the partitions that the closed formula finds best."""
-    average = model.average
-    whole = average.passing_seconds[0, 0, -1]
+    average = model.average.mean
+    whole = average.passing[0, 0, -1]
     # A stage that does not fit has an infinite pace. Its passage must be finite, since infinite ones could not be
     # summed, but too long for any shortest way.
-    passing = average.passing_seconds + np.where(np.isfinite(recompute), recompute, _FAR * whole)
+    passing = average.passing + np.where(np.isfinite(recompute), recompute, _FAR * whole)
     passing[0, 0, -1] = whole  # the entry of the whole model is the unit in which the formula measures evenness
-    optima = model_optima(average.pace_seconds + recompute, passing, model.packing.micro_batches)
+    optima = model_optima(average.pace + recompute, passing, model.packing.micro_batches)
     return dict(zip(optima, model.step_seconds(np.array(optima)).tolist(), strict=True))
 
 

@@ -72,7 +72,7 @@ class StepModel:
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        busy = self.packing.micro_batches * least_maximum(self.average.stage_seconds + self.recompute)[0]
+        busy = self.packing.micro_batches * least_maximum(self.average.mean.stage + self.recompute)[0]
         return max(busy, fmean(problem.lower_bound_seconds for problem in self.steps))
 
     def levels(self, boundaries: Boundaries) -> tuple[Level, ...]:
@@ -88,7 +88,7 @@ class StepModel:
         # The slowest stage is busy with every micro-batch of the step, recomputation included.
         stages = (np.arange(self.num_stages), partitions[:, :-1], partitions[:, 1:])
         recompute = self.recompute[stages]
-        busy = self.packing.micro_batches * (self.average.stage_seconds[stages] + recompute).max(axis=1)
+        busy = self.packing.micro_batches * (self.average.mean.stage[stages] + recompute).max(axis=1)
         bound: FloatArray = np.maximum(busy, _mean(problem.bound(partitions) for problem in self.steps))
         return bound
 

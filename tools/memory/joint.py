@@ -109,7 +109,7 @@ def two_phases(profile: ModelProfile, request: PlanRequest) -> Choice | Infeasib
         return np.mean([problem.bound(partitions) for problem in model.steps], axis=0)
 
     average = model.average
-    starts = model_optima(average.pace_seconds, average.passing_seconds, model.packing.micro_batches)
+    starts = model_optima(average.mean.pace, average.mean.passing, model.packing.micro_batches)
     seconds = dict(zip(starts, evaluate(np.array(starts)).tolist(), strict=True))
     found = descend(sorted(starts, key=seconds.__getitem__)[:STARTS], seconds, evaluate, bound)
     boundaries = min(found, key=lambda each: (found[each], each))

@@ -118,7 +118,7 @@ def _problem(setting: Setting) -> PartitionProblem:
 
 
 def _anchor(setting: Setting) -> tuple[int, ...]:
-    return greedy_anchor(_problem(setting).forward_seconds, setting.num_stages)
+    return greedy_anchor(_problem(setting).mean.forward, setting.num_stages)
 
 
 def _searched(setting: Setting) -> tuple[int, ...]:
