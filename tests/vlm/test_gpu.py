@@ -107,7 +107,7 @@ def test_split_backward_passes_are_timed_on_the_device():
     payload = MadePack(2, (40,)).payload(model, dtype=torch.bfloat16, device="cuda")
     hidden = torch.randn(2, 17, 24, device="cuda", dtype=torch.bfloat16)
     measured = LayerRun(
-        layer, payload.replace(hidden=hidden), model.sent_tensors(index + 1), from_pixels=False, labels=None
+        layer, payload.replace(hidden=hidden), model.sent_tensors(index + 1), from_pixels=False
     ).measure()
     assert measured.pending_bytes > 0
     assert measured.weights.seconds > 0
