@@ -34,17 +34,14 @@ class Window:
     """Consecutive steps of an epoch that were planned together."""
 
     first_step: int
-    """The epoch's step that this window begins with."""
+    """Steps of the epoch before this window."""
     num_replicas: int
-    """Data-parallel ranks."""
     micro_batches: int
-    """Packs per rank and step."""
     packs: Packs
     """The packs in running order: step after step, rank after rank, micro-batch after micro-batch."""
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in this window."""
         return len(self.packs) // (self.num_replicas * self.micro_batches)
 
     @property
@@ -90,11 +87,7 @@ class Epoch:
         return self.windows()
 
     def windows(self, first_step: int = 0) -> Iterator[Window]:
-        """Plan and yield the windows in turn, beginning with the one that holds ``first_step``.
-
-        Raises:
-            ConfigError: ``first_step`` lies outside 0 … ``num_steps``; at ``num_steps`` there is nothing to yield.
-        """
+        """Plan and yield the windows in turn, beginning with the one that holds ``first_step``; none at the end."""
         if not 0 <= first_step <= self.num_steps:
             raise ConfigError(f"first_step must lie between 0 and {self.num_steps}, got {first_step}")
         starts = self.arrangement.window_starts(self.epoch)

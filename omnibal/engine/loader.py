@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, cast
 
 import torch
@@ -65,12 +65,10 @@ def cores_of_process() -> int:
 
 
 def workers_for(read_seconds: float, step_seconds: float | None, micro_batches: int) -> int:
-    """DataLoader processes that have a step's packs ready when the step before it is done.
+    """DataLoader processes that have a step's packs ready when the step before it is done; each reads whole packs.
 
-    Args:
-        read_seconds: To read the images of a step on one core.
-        step_seconds: What a step takes; None where nobody knows: then as many as there are cores for.
-        micro_batches: Packs in a step; each is read by one process.
+    Reading takes ``read_seconds`` on one core, a step ``step_seconds``: None where nobody knows, then there are as many
+    processes as cores.
 
     >>> workers_for(3.0, 20.0, micro_batches=32)
     1
@@ -92,7 +90,7 @@ class PackReader:
     """What the model computes in."""
     image_integers: Mapping[str, tuple[int, ...]] | None = None
     """What the model reads of images beside pixels, as of ``VisionLanguageModel``."""
-    positions: Positions | None = field(default=None)
+    positions: Positions | None = None
     """Of a sample's tokens, as of ``VisionLanguageModel``."""
     workers: int | None = None
     """DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
@@ -118,11 +116,7 @@ class PackReader:
 
         While a step runs, workers read the next one: all its packs, collated, in the dtype and (for a GPU) the kind of
         memory that they are copied from, and no pack of the step after it but for what rounding to whole workers adds.
-
-        Args:
-            dataset: The samples.
-            sampler: This rank's packs; the samplers of all ranks agree on every step.
-            step_seconds: What a step is predicted to take, None if nobody did.
+        ``step_seconds`` are those that a step is predicted to take, None if nobody did.
         """
         if self.view == "nothing":
             return EpochFeed(sampler, None)
@@ -159,12 +153,7 @@ class PackReader:
 
 
 class Loader:
-    """The packs of one rank, step after step; ``initialize`` makes it.
-
-    Args:
-        feed: Gives the steps.
-        reader: How this rank reads held-out samples.
-    """
+    """The packs of one rank, step after step, from a feed; ``initialize`` makes it."""
 
     def __init__(self, feed: Feed, reader: PackReader) -> None:
         self.feed, self._reader = feed, reader
@@ -172,11 +161,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of the epoch that the next step belongs to; the same in all under ``"balanced"``.
-
-        Raises:
-            ConfigError: Steps come from a stream, which has no epochs.
-        """
+        """Steps of the next step's epoch; the same in all under ``"balanced"``. Streams have no epochs."""
         if not isinstance(self.feed, EpochFeed):
             raise ConfigError("steps_per_epoch must be asked of samples with lengths(), got a stream; it has no epochs")
         return self.feed.steps_per_epoch
@@ -199,12 +184,7 @@ class Loader:
             yield self.next_step()
 
     def next_step(self) -> tuple[Step, list[Batch]]:
-        """The next step, and this rank's packs of it (of a stream, on the last stage labels alone); all ranks together.
-
-        Raises:
-            DataError: A sample cannot be read; of streams on all ranks alike.
-            ConfigError: A run on streams has ended.
-        """
+        """The next step, and this rank's packs of it (of a stream, on the last stage, labels); all ranks together."""
         try:
             found = self.feed.step()
         except OmnibalError as error:  # before what a worker says, torch puts its traceback

@@ -20,7 +20,7 @@ from omnibal.engine.distributed import set_device
 from omnibal.engine.loader import Batch, PackReader, cores_of_process
 from omnibal.engine.resolve import ResolvedRun, named, resolve_plan
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.buffer import Sample
+from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.feed import Step
 from omnibal.feeds.sources import part_of
@@ -34,15 +34,7 @@ from omnibal.ranks import gather, new_gloo_group
 class PipelineStreamFeed(StreamFeed):
     """The steps of one rank of a pipeline: the first stage of a replica draws, the last one gets labels.
 
-    Args:
-        sources: By name; each is the same on all ranks, and divided over the replicas.
-        layout: How the run lies on its ranks.
-        place: Where this rank stands in the layout.
-        read: Checks an item of a source; gives what the buffer holds.
-        collate: Makes a pack of samples.
-        pin_memory: Whether packs are copied to a GPU.
-        num_steps: Steps of the whole run.
-        options: Further arguments of ``StreamFeed``.
+    Sources are the same on all ranks, and divided over the replicas here.
     """
 
     def __init__(
@@ -52,7 +44,7 @@ class PipelineStreamFeed(StreamFeed):
         *,
         layout: Layout,
         place: PipelinePosition,
-        read: Callable[[Any], Sample],
+        read: Callable[[Any], BufferedSample],
         collate: Callable[[list[dict[str, Tensor]]], Batch],
         pin_memory: bool,
         micro_batches: int,
@@ -79,11 +71,6 @@ class PipelineStreamFeed(StreamFeed):
         )
 
     def step(self) -> tuple[Step, list[Any]] | None:
-        """As of ``StreamFeed``.
-
-        Raises:
-            ConfigError: The run has ended.
-        """
         if not self.steps_left():
             raise ConfigError(f"omnibal.run.max_steps must be all steps of a run on streams, got {self.steps_done}")
         if self._group is None:  # of its own: it is used in a thread; made by all ranks at their first step
@@ -132,12 +119,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def open_annotations(section: OmnibalSection) -> dict[str, ConversationStream]:
-    """The section's ``data.train`` as streams, by their names.
-
-    Raises:
-        ConfigError: It or ``model.path`` (for tokenizer and preprocessor) is not named.
-        DataError: A file it names cannot be read as a stream.
-    """
+    """The section's ``data.train`` as streams, by their names."""
     return open_streams(
         named(None, section.data.train, "dataset", "omnibal.data.train"),
         named(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path"),
@@ -152,11 +134,7 @@ def open_annotations(section: OmnibalSection) -> dict[str, ConversationStream]:
 def stream_feed(
     resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, PipelineStreamFeed]:
-    """The plan of a run on streams, and this rank's packs.
-
-    Raises:
-        ConfigError: The section does not say what a stream needs, or asks for what it cannot have.
-    """
+    """The plan of a run on streams, and this rank's feed."""
     section, rules = resolved.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
     plan = resolve_plan(resolved, None)
@@ -191,12 +169,8 @@ def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:
     return steps, mixture
 
 
-def checked_sample(item: Any, rules: SampleRules, dtype: torch.dtype) -> Sample:
-    """A sample as the buffer holds it: pixels in the dtype that the model computes in.
-
-    Raises:
-        DataError: The item breaks a rule of the model.
-    """
+def checked_sample(item: Any, rules: SampleRules, dtype: torch.dtype) -> BufferedSample:
+    """A sample that keeps the model's rules, as the buffer holds it: pixels in the dtype that the model computes in."""
     fields = item if isinstance(item, Mapping) else {}
     tiles, tokens = _entries(fields.get("pixel_values")), _entries(fields.get("input_ids"))
     problem = rules.problem(item, tiles=tiles, tokens=tokens, decoded=True)
@@ -204,7 +178,7 @@ def checked_sample(item: Any, rules: SampleRules, dtype: torch.dtype) -> Sample:
         raise DataError(f"a sample must {problem}")
     held = {name: item[name] for name in ("input_ids", "labels", *rules.image_integers) if item.get(name) is not None}
     held["pixel_values"] = item["pixel_values"].to(dtype) if tiles else None
-    return Sample(held, (tiles, tokens, int((item["labels"][1:] != IGNORED).sum())))
+    return BufferedSample(held, (tiles, tokens, int((item["labels"][1:] != IGNORED).sum())))
 
 
 def _entries(value: Any) -> int:

@@ -19,7 +19,7 @@ BARREN: Final = 1024
 """Samples of a source, one after another, that may lack what shares count, or exceed a limit and be dropped."""
 
 
-class Sample(NamedTuple):
+class BufferedSample(NamedTuple):
     """A sample in the buffer."""
 
     held: Any
@@ -47,29 +47,15 @@ class SampleBuffer:
     whether these are the same samples. Sources are known by their names: one that the state does not have begins at
     its start, and samples of one that is gone are left out.
 
-    Args:
-        sources: By name. A source with a length that is read by index is shuffled and divided over the ranks; any other
-            one is this rank's own.
-        read: Turns an item of a source into a sample.
-        limits: The most a pack may hold.
-        oversized: What becomes of a sample that exceeds a limit on its own.
-        most_samples: Samples of a full buffer.
-        most_bytes: Bytes of arrays, tensors and byte strings at which the buffer is full before that.
-        mixture: What share each source gets. Without, there is one source, and the buffer ends with it.
-        rank: Of this process.
-        num_ranks: How many there are.
-        seed: Decides the order of what is read by index.
-        first_pass: Number of the sources' first pass.
-
-    Raises:
-        ConfigError: The mixture does not name the sources, or there is none for several of them; ``oversized`` is
-            unknown.
+    A source with a length that is read by index is shuffled and divided over the ranks; any other one is this rank's
+    own. Under a mixture, sources that end are read again; without, there is one source, and the buffer ends with it.
+    The buffer is full at ``most_samples``, or before that at ``most_bytes`` of arrays, tensors and byte strings.
     """
 
     def __init__(
         self,
         sources: Mapping[str, Any],
-        read: Callable[[Any], Sample],
+        read: Callable[[Any], BufferedSample],
         *,
         limits: PackLimits,
         oversized: Oversized,
@@ -108,7 +94,7 @@ class SampleBuffer:
         self._to_restore: Mapping[str, Any] | None = None
         self._bytes = 0
         self._lacking, self._fitting = [0] * len(self._sources), [False] * len(self._sources)
-        self.samples: dict[int, Sample] = {}
+        self.samples: dict[int, BufferedSample] = {}
         self.drawn = 0
         self.num_oversized = 0  # samples over a limit met by the last fill; the first one in words
         self.first_oversized = ""
@@ -131,14 +117,7 @@ class SampleBuffer:
         return self._bytes >= self._most_bytes
 
     def fill(self, step: int) -> None:
-        """Draw until the buffer is full, or the source has ended.
-
-        Args:
-            step: The next step that is trained.
-
-        Raises:
-            DataError: A source yields nothing, or raises something; the message names it.
-        """
+        """Draw until the buffer is full, or the source has ended; ``step`` is the next one that is trained."""
         kept = len(self.samples)
         trained, (before, trained_before) = self.drawn - kept, self._last_fill
         pace = (step - before) / (trained - trained_before) if trained > trained_before else 0.0
@@ -160,13 +139,13 @@ class SampleBuffer:
                 self._take_in(sample, shares)
                 self.drawn += 1
 
-    def take(self, numbers: Iterable[int]) -> list[Sample]:
+    def take(self, numbers: Iterable[int]) -> list[BufferedSample]:
         """Remove samples from the buffer."""
         taken = [self.samples.pop(number) for number in numbers]
         self._bytes -= sum(size_of(sample.held) for sample in taken)
         return taken
 
-    def given(self, samples: Iterable[Sample]) -> list[int]:
+    def given(self, samples: Iterable[BufferedSample]) -> list[int]:
         """What some samples count for in the share of each source."""
         units = [0] * len(self._sources)
         for sample in samples:
@@ -202,11 +181,7 @@ class SampleBuffer:
         self._to_restore = state
 
     def restore(self) -> None:
-        """Draw again what the buffer held in the state that was loaded, if one was.
-
-        Raises:
-            DataError: A source does not bring the samples that were drawn of it.
-        """
+        """Draw again what the buffer held in the state that was loaded, if one was."""
         state, self._to_restore = self._to_restore, None
         if state is None:
             return
@@ -249,7 +224,7 @@ class SampleBuffer:
     def _begin_fill(self) -> None:
         self._fills.append(_Fill(self.drawn, {source.name: source.state() for source in self._sources}))
 
-    def _draw(self, source: Source) -> Sample | None:
+    def _draw(self, source: Source) -> BufferedSample | None:
         """Draw a source's next sample and note its checksum; None where the source has ended."""
         self.drawing_from = source.name
         if (item := source.draw()) is END:
@@ -262,7 +237,7 @@ class SampleBuffer:
         self._seen[self.drawn] = source.name, mark_of((sample.loads, sample.held))
         return sample
 
-    def _take_in(self, sample: Sample, shares: npt.NDArray[np.float64]) -> None:
+    def _take_in(self, sample: BufferedSample, shares: npt.NDArray[np.float64]) -> None:
         """Hold a sample that was drawn for the first time, unless it is too large."""
         vision, tokens, _ = sample.loads
         if vision > self._limits.vision_units or tokens > self._limits.llm_tokens:
@@ -280,12 +255,12 @@ class SampleBuffer:
         self._owed[sample.source] -= weight
         self._hold(sample)
 
-    def _hold(self, sample: Sample) -> None:
+    def _hold(self, sample: BufferedSample) -> None:
         self._fitting[sample.source] = True
         self.samples[self.drawn] = sample
         self._bytes += size_of(sample.held)
 
-    def _meet_oversized(self, sample: Sample) -> None:
+    def _meet_oversized(self, sample: BufferedSample) -> None:
         """Count a sample over a limit, or refuse it."""
         limits, source = self._limits, self._sources[sample.source]
         vision, tokens, _ = sample.loads
@@ -302,7 +277,7 @@ class SampleBuffer:
             if self._lacking[sample.source] >= BARREN:
                 raise DataError(f"{told}, as none of the first {BARREN} of this source is; raise the limits")
 
-    def _units(self, sample: Sample) -> int:
+    def _units(self, sample: BufferedSample) -> int:
         """What a sample counts for in its source's share."""
         return {"samples": 1, "llm_tokens": sample.loads[1], "target_tokens": sample.loads[2]}[self._mixture.by]
 

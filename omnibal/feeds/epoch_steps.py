@@ -7,7 +7,7 @@ only the window at hand is planned again.
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,8 @@ from omnibal.data.packing_spec import PackingSpec, Ranks
 from omnibal.data.packs import Packs, deal
 from omnibal.errors import ConfigError
 
-MOST_WINDOWS_KEPT = 2  # a step of other ranks may lie across two windows
-MOST_REMEMBERED = 8  # samples of the next pack that a state remembers
+MOST_WINDOWS_KEPT: Final = 2  # a step of other ranks may lie across two windows
+MOST_REMEMBERED: Final = 8  # samples of the next pack that a state remembers
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,10 @@ class StepPacks:
 
 
 class EpochSteps:
-    """The steps of one epoch from ``first_step`` on.
+    """The steps of one epoch from ``first_step`` on, for ``ranks``, behind ``packs_done`` packs in running order.
 
-    Where the steps are those that the epoch was arranged for, they are passed on untouched. Otherwise the packs of a
+    Where the ranks are those that the epoch was begun by, its steps are passed on untouched. Otherwise the packs of a
     step are sorted into micro-batches of like load.
-
-    Args:
-        spec: What was arranged.
-        begun: The epoch, arranged for the ranks that began it.
-        ranks: Who runs the steps from here on.
-        packs_done: Packs of the epoch, in running order, that have been trained.
-        first_step: Steps of the epoch that have been trained.
-        origin: What a mixture was arranged from, None for its beginning.
     """
 
     def __init__(
@@ -115,7 +107,8 @@ class EpochSteps:
 
     @cached_property
     def _num_packs(self) -> int:
-        """Packs of the whole epoch; empty ones count only if the steps are passed on untouched."""
+        # Packs of the whole epoch; empty ones count only if the steps are passed on untouched. Only the last window may
+        # have empty packs: it is planned to count them.
         packs = self._begun.num_steps * self.arranged_for.step_packs
         none_empty = self._splits and self._spec.num_samples >= packs
         if self._untouched or none_empty or not packs:
@@ -129,21 +122,13 @@ class EpochSteps:
         return self.first_step - (-max(self._num_packs - self._first_pack, 0) // self.ranks.step_packs)
 
     def packs_done(self, steps_done: int) -> int:
-        """Packs of the epoch that are done when ``steps_done`` of its steps are.
-
-        Raises:
-            ConfigError: ``steps_done`` lies outside ``first_step`` … ``last_step``.
-        """
+        """Packs of the epoch that are done when ``steps_done`` of its steps are."""
         if not self.first_step <= steps_done <= self.last_step:
             raise ConfigError(f"steps_done must lie between {self.first_step} and {self.last_step}, got {steps_done}")
         return min(self._first_pack + (steps_done - self.first_step) * self.ranks.step_packs, self._num_packs)
 
     def step(self, index: int) -> StepPacks:
-        """The step before which ``index`` steps of the epoch are done.
-
-        Raises:
-            ConfigError: The index lies outside ``first_step`` … ``last_step`` − 1.
-        """
+        """The step before which ``index`` steps of the epoch are done."""
         if not self.first_step <= index < self.last_step:
             raise ConfigError(f"step must lie between {self.first_step} and {self.last_step - 1}, got {index}")
         first, last = self.packs_done(index), self.packs_done(index + 1)
@@ -174,14 +159,14 @@ class EpochSteps:
         }
 
     def shares_of(self, index: int) -> dict[str, tuple[float, float]]:
-        """By source of a mixture: the share that a step was to hold of it, and the share that it holds."""
+        """For each source of a mixture: the share that a step was to hold of it, and the share that it holds."""
         arrangement = self._begun.arrangement
         if not isinstance(arrangement, MixedPacks):
             return {}
         return arrangement.shares_of(self.epoch, index, self.step(index).packs)
 
     def origin_behind(self) -> Origin | None:
-        """What later epochs of a mixture go on from if their ranks are not those that began this one."""
+        """The origin of a mixture's later epochs, where their ranks are not those that began this one."""
         arrangement = self._begun.arrangement
         if not isinstance(arrangement, MixedPacks):
             return None
@@ -211,7 +196,7 @@ class EpochSteps:
 
 
 class Epochs:
-    """The epochs of a spec, each arranged when it is asked for."""
+    """The epochs of a spec, arranged once for each ranks that begin them."""
 
     def __init__(self, spec: PackingSpec) -> None:
         self._spec = spec
@@ -237,7 +222,7 @@ class Epochs:
         first_step: int = 0,
         origin: Origin | None = None,
     ) -> EpochSteps:
-        """An epoch from the position where other ranks left it; arguments as for `EpochSteps`."""
+        """An epoch from the position where other ranks left it."""
         begun = self._arrange(arranged_for, origin).at(epoch)
         return EpochSteps(self._spec, begun, ranks, packs_done=packs_done, first_step=first_step, origin=origin)
 
@@ -252,10 +237,8 @@ class Epochs:
 
 
 def _alike(load: Load, ranks: Ranks, generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Order packs such that those of one micro-batch, over all ranks, have like loads; micro-batches as planned.
-
-    The smallest runs first, the others from the largest on.
-    """
+    """An order of packs in which those of one micro-batch, over all ranks, have like loads."""
+    # Micro-batches run as in planned steps: the smallest first, the others from the largest on.
     by_load = np.lexsort((load.llm_tokens, load.vision_units)).reshape(ranks.micro_batches, ranks.num_replicas)
     groups = generator.permuted(by_load, axis=1)[-np.arange(ranks.micro_batches)]
     return groups.T.ravel()

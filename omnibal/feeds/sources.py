@@ -15,23 +15,13 @@ import numpy as np
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.errors import ConfigError, DataError, said
 
-END: Final = object()
-"""In place of an item of a source that has ended."""
-ROUNDS: Final = 8
-"""Times that each worker's items are compared with the other workers': no two workers may read the same."""
-SECONDS_TO_END: Final = 2.0
-"""That a worker process takes at most to end behind the connection that it had."""
+END: Final = object()  # in place of an item of a source that has ended
+ROUNDS: Final = 8  # times that each worker's items are compared with the other workers': no two may read the same
+SECONDS_TO_END: Final = 2.0  # within which a worker process ends whose connection has ended
 
 
 class ShuffledItems:
-    """A rank's part of a map-style dataset as a source: another order and other parts in each pass.
-
-    Args:
-        dataset: Read by index; the same on all ranks.
-        rank: Takes every ``num_ranks``-th sample.
-        num_ranks: How many ranks share it.
-        seed: Of the order.
-    """
+    """A rank's part of a dataset that is read by index and the same on all ranks, in another order each pass."""
 
     def __init__(self, dataset: Sequence[Any], *, rank: int, num_ranks: int, seed: int) -> None:
         self._dataset, self._rank, self._num_ranks, self._seed = dataset, rank, num_ranks, seed
@@ -44,7 +34,6 @@ class ShuffledItems:
             yield self._dataset[int(shuffled(len(self._dataset), place, place + 1, keys)[0])]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin a pass."""
         self._pass, self._next = epoch, self._rank
 
     def state_dict(self) -> dict[str, int]:
@@ -52,11 +41,7 @@ class ShuffledItems:
         return {"next": self._next, "samples": len(self._dataset)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on at a place.
-
-        Raises:
-            DataError: The dataset has another length, which means another order.
-        """
+        """Go on at a place of the same order, which depends on the length of the dataset."""
         if state["samples"] != len(self._dataset):
             raise DataError(
                 f"the dataset must have the {state['samples']} samples that its order was made for, got "
@@ -66,17 +51,12 @@ class ShuffledItems:
 
 
 class EveryNth:
-    """A rank's part of a source that is the same on all ranks: of n ranks each gets every n-th item.
-
-    Args:
-        dataset: Iterated anew for each pass.
-        rank: Of this process.
-        num_ranks: How many share it.
-    """
+    """A rank's part of a source that is the same on all ranks: of n ranks each gets every n-th item."""
 
     def __init__(self, dataset: Any, rank: int, num_ranks: int) -> None:
         self.dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
         self._first = rank
+        # Whoever draws looks whether a source has these methods: this has those that the dataset has.
         own = ("set_epoch", "state_dict") if hasattr(dataset, "state_dict") else ("set_epoch",)
         vars(self).update({name: getattr(dataset, name) for name in own if hasattr(dataset, name)})
 
@@ -97,7 +77,7 @@ class Source:
         name: For messages.
         items: An iterable. With ``state_dict`` and ``load_state_dict`` it goes on where it stood; without, what was
             drawn of it is drawn again and thrown away. With ``set_epoch`` it is told the number of each pass.
-        repeats: Whether it is iterated anew when it ends.
+        repeats: Whether the source is iterated anew when it ends.
         first_pass: Number of the first pass.
     """
 
@@ -106,8 +86,7 @@ class Source:
         self._pass, self._drawn, self._own = first_pass, 0, None
         self._items: Iterator[Any] | None = None
         self._processes: list[BaseProcess] = []
-        self.heard = 0
-        """Signs of life: items that it has yielded, to whatever end."""
+        self.heard = 0  # signs of life: items that the source has yielded, to whatever end
 
     @property
     def last_item(self) -> str:
@@ -115,11 +94,7 @@ class Source:
         return f"source {self.name!r}, sample {self._drawn - 1}"
 
     def draw(self) -> Any:
-        """The next item, or ``END`` where it has ended and does not repeat.
-
-        Raises:
-            DataError: It yields nothing, or raises something; the message names it.
-        """
+        """The next item, or ``END`` where the source has ended and does not repeat; its errors name the source."""
         while True:
             try:
                 if self._items is None:
@@ -153,7 +128,7 @@ class Source:
         return items
 
     def _ended_processes(self, error: Exception) -> str:
-        """How worker processes ended: what breaks where one of them dies says no more than that a pipe has ended."""
+        """How worker processes ended, for an error that says no more than that a pipe or socket has ended."""
         processes = self._processes
         while isinstance(error, EOFError | OSError) and not any(process.exitcode for process in processes):
             # A pipe or socket may end a little before its process does.
@@ -170,7 +145,7 @@ class Source:
         return "".join(told) or ("; what it was read from has ended" if isinstance(error, EOFError) else "")
 
     def state(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Where the source stands."""
         source: Any = self._source
         if self._items is not None and hasattr(source, "state_dict"):
             self._own = deepcopy(source.state_dict())
@@ -183,26 +158,24 @@ class Source:
 
 
 def iterated(source: Any) -> Iterator[Any]:
-    """Iterate a source; one whose worker processes all read the same is refused when that shows.
-
-    A PyTorch dataset that does not divide itself over the workers of its ``DataLoader`` yields every sample once for
-    each worker.
-    """
+    """Iterate a source; refuse one whose worker processes all read the same, when that shows."""
+    # A PyTorch dataset that does not divide itself over a DataLoader's workers yields every sample once for each.
     workers = getattr(source, "num_workers", 0)
     return _divided(iter(source), workers) if isinstance(workers, int) and workers > 1 else iter(source)
 
 
 def _divided(items: Iterator[Any], workers: int) -> Iterator[Any]:
+    # Workers take turns: a round holds an item of each. Where all items of every round are alike, but rounds are not,
+    # all workers read the same.
     rounds: list[int] = []
     while len(rounds) < ROUNDS:
         marks = []
-        for item in islice(items, workers):  # workers take turns
+        for item in islice(items, workers):
             marks.append(mark_of(item))
             yield item
         if len(marks) < workers or len(set(marks)) > 1:
             break
         rounds.append(marks[0])
-    # Where all samples are alike, nothing can be told.
     if len(set(rounds)) > 1 and (len(rounds) == ROUNDS or not marks):
         raise DataError(
             f"samples must be divided over {workers} worker processes, got each one {workers} times; let the dataset "
@@ -240,11 +213,7 @@ def is_indexed(items: Any) -> bool:
 
 
 def part_of(name: str, items: Any, rank: int, num_ranks: int) -> Any:
-    """A rank's part of a source that is the same on all ranks; what is read by index stays whole, ``Draws`` divides it.
-
-    Raises:
-        ConfigError: It has fewer shards than there are ranks.
-    """
+    """A rank's part of a source that is the same on all ranks; ``SampleBuffer`` divides what is read by index."""
     if num_ranks == 1 or is_indexed(items):
         return items
     if hasattr(items, "part"):  # knows best how to leave out what is another rank's

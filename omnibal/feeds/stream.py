@@ -25,7 +25,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
 from omnibal.errors import ConfigError, DataError, said
-from omnibal.feeds.buffer import Sample, SampleBuffer
+from omnibal.feeds.buffer import BufferedSample, SampleBuffer
 from omnibal.feeds.buffer_plan import BufferLoad, agree, buffer_load, grown, growth, plan_buffer
 from omnibal.feeds.feed import Step, ahead, step_in_words
 
@@ -37,7 +37,7 @@ FREE: Final = ("sources", "mixture", "oversized")
 """Settings that a resumed run may have otherwise than the one before."""
 FATES: Final = {"alone": "gets a pack of its own", "drop": "is left out"}
 """What becomes of a sample that exceeds a limit on its own."""
-Packer = Callable[[list[Sample], Sample | None, bool], Any]
+Packer = Callable[[list[BufferedSample], BufferedSample | None, bool], Any]
 """From a pack's samples, a filler, and whether the pack must have an image, to what is trained."""
 
 
@@ -61,6 +61,9 @@ class _Full(NamedTuple):
     first_oversized: str
 
 
+_Count = Callable[[SampleBuffer], _Full | DataError]
+
+
 class PlannedWindow(NamedTuple):
     """Steps that all ranks planned together."""
 
@@ -77,29 +80,17 @@ class StreamFeed:
     """The steps of one rank from sources that are drawn one by one.
 
     Args:
-        sources: By name; see ``SampleBuffer``.
-        limits: The most a pack may hold.
         read: Turns an item of a source into a sample.
         pack: Makes what is trained of a pack's samples.
         gather: Returns what all ranks pass, by rank, and raises on all of them where one passes an exception; called
             as often on every rank, in a thread.
         rank: Of this process among the ranks that draw; they are the first of those that gather.
-        num_ranks: Ranks that draw.
-        micro_batches: Packs of each rank and step.
-        buffer: Samples that a rank plans at a time.
-        buffer_bytes: The most bytes that they may take.
-        mixture: What share each source gets; none for a single source.
-        seed: Decides the order of what is read by index, and which samples share a pack.
-        oversized: What becomes of a sample that exceeds a limit on its own.
         draws: Whether this process draws; if not, it has no packs.
         fills: Whether packs need fillers, one of which is then kept in positions.
         num_steps: Steps of the run: nothing is drawn beyond, and sources that end are read again. None for a single
             pass over the sources.
         warn_seconds: After how long a source that is waited for is named, on all ranks.
         wait_seconds: After how long without a sample it ends the run, on all ranks.
-
-    Raises:
-        ConfigError: The mixture does not name the sources, or a number is out of range.
     """
 
     def __init__(
@@ -107,7 +98,7 @@ class StreamFeed:
         sources: Mapping[str, Any],
         limits: PackLimits,
         *,
-        read: Callable[[Any], Sample],
+        read: Callable[[Any], BufferedSample],
         pack: Packer,
         gather: Callable[[Any], list[Any]],
         rank: int,
@@ -154,17 +145,12 @@ class StreamFeed:
             "num_ranks": num_ranks,
             "micro_batches": micro_batches,
         }
-        self.position: Mapping[str, Any] = _beginning(0, 0)
-        """This rank's position behind the last step that ``step`` gave."""
+        self.position: Mapping[str, Any] = _beginning(0, 0)  # behind the last step that `step` gave
         self.steps_done = 0
         self._steps: Iterator[tuple[Step, list[Any], Mapping[str, Any]]] | None = None
 
     def step(self) -> tuple[Step, list[Any]] | None:
-        """The next step and this rank's packs of it; None, once, at the end of a pass.
-
-        Raises:
-            DataError: On all ranks alike: a source fails, is empty, stalls for too long, or is the same on two ranks.
-        """
+        """The next step and this rank's packs of it; None, once, at the end of a pass. Errors reach all ranks."""
         if self._steps is None:
             self._steps = self._following(self.position)
         found = next(self._steps, None)
@@ -189,15 +175,7 @@ class StreamFeed:
         return {"made_from": self.made_from, **self.position}
 
     def load_state_dict(self, state: Mapping[str, Any], *, tells: bool = True) -> None:
-        """Go on from this rank's position in a run with as many ranks.
-
-        Args:
-            state: Of ``state_dict``.
-            tells: Whether this rank says what goes on otherwise, and what is read again because it has no state.
-
-        Raises:
-            ConfigError: Packs of that run were made otherwise.
-        """
+        """Go on from this rank's position in a run with as many ranks; a rank that ``tells`` warns of what changes."""
         before, position = state["made_from"], {name: value for name, value in state.items() if name != "made_from"}
         if "filled" not in position:
             raise ConfigError(
@@ -278,11 +256,11 @@ class StreamFeed:
         filled, waited = begun["filled"], begun["waited"]
         of_ranks: list[_Full] = []
         if filled or number > 0:  # on all ranks alike
-            of_ranks = self._drawn(buffer, SampleBuffer.restore, filler, is_first=number == 0)
+            of_ranks = self._drawn(buffer, SampleBuffer.restore, partial(self._full, filler, number == 0))
         while True:
             if not filled:
                 waited = 0 if buffer is None else len(buffer.samples)
-                of_ranks = self._filled(buffer, step, filler, is_first=number == 0)
+                of_ranks = self._filled(buffer, step, partial(self._full, filler, number == 0))
                 oversized = self._count_oversized(of_ranks, oversized)
                 if all(rank.load.ended and not rank.load.packs for rank in of_ranks):
                     if number == 0:  # all were left out, or there would be a window
@@ -318,24 +296,16 @@ class StreamFeed:
         """What all ranks that draw tell; raises on all ranks where one of them tells a failure."""
         return [theirs for theirs in self._gather(told) if theirs is not None]
 
-    def _filled(self, buffer: SampleBuffer | None, step: int, filler: Sample | None, *, is_first: bool) -> list[_Full]:
+    def _filled(self, buffer: SampleBuffer | None, step: int, count: _Count) -> list[_Full]:
         """Fill all ranks' buffers, further than usual where their samples are so short that they do not fill a step."""
-        of_ranks = self._drawn(buffer, partial(SampleBuffer.fill, step=step), filler, is_first=is_first)
+        of_ranks = self._drawn(buffer, partial(SampleBuffer.fill, step=step), count)
         _refuse_same(of_ranks)
         while max(times := growth([rank.load for rank in of_ranks], self.micro_batches)) > 1:
             size = 0 if buffer is None else grown(len(buffer.samples), times[self.rank])
-            draw = partial(SampleBuffer.fill_up, num_samples=size)
-            of_ranks = self._drawn(buffer, draw, filler, is_first=is_first)
+            of_ranks = self._drawn(buffer, partial(SampleBuffer.fill_up, num_samples=size), count)
         return of_ranks
 
-    def _drawn(
-        self,
-        buffer: SampleBuffer | None,
-        draw: Callable[[SampleBuffer], None],
-        filler: Sample | None,
-        *,
-        is_first: bool,
-    ) -> list[_Full]:
+    def _drawn(self, buffer: SampleBuffer | None, draw: Callable[[SampleBuffer], None], count: _Count) -> list[_Full]:
         """Let all ranks draw, each in a thread of its own; nobody is waited for in silence, or without end."""
         failures: list[DataError] = []
 
@@ -359,14 +329,14 @@ class StreamFeed:
                 if thread.is_alive():
                     told = _Waiting(buffer.drawing_from, time.monotonic() - since)
                 else:
-                    told = failures[0] if failures else self._full(buffer, filler, is_first)
+                    told = failures[0] if failures else count(buffer)
             of_ranks = self._heard(told)
             waiting = {rank: what for rank, what in enumerate(of_ranks) if isinstance(what, _Waiting)}
             if not waiting:
                 return of_ranks
             self._name(waiting)
 
-    def _full(self, buffer: SampleBuffer, filler: Sample | None, is_first: bool) -> _Full | DataError:
+    def _full(self, filler: BufferedSample | None, is_first: bool, buffer: SampleBuffer) -> _Full | DataError:
         try:
             samples = buffer.samples.values()
             has_image = any(sample.loads[0] for sample in (*samples, filler) if sample is not None)
@@ -445,7 +415,7 @@ def _failure(error: Exception) -> DataError:
     return DataError(said(error))
 
 
-def _filler(samples: Mapping[int, Sample], before: Sample | None) -> Sample | None:
+def _filler(samples: Mapping[int, BufferedSample], before: BufferedSample | None) -> BufferedSample | None:
     """The smallest sample with an image that is at hand; else the filler before, or the smallest text."""
     with_image = [sample for sample in samples.values() if sample.loads[0]]
     if with_image or before is None:
@@ -453,7 +423,7 @@ def _filler(samples: Mapping[int, Sample], before: Sample | None) -> Sample | No
     return before
 
 
-def _numbers(samples: Sequence[Sample]) -> tuple[int, ...]:
+def _numbers(samples: Sequence[BufferedSample]) -> tuple[int, ...]:
     """The numbers of ``PER_PACK``."""
     loads = np.array([sample.loads for sample in samples], dtype=np.int64).reshape(-1, 3)
     vision, tokens, targets = loads.sum(axis=0)

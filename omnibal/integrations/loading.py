@@ -1,7 +1,6 @@
-"""What a host's own data loader needs to train on balanced packs: a batch sampler and a view of its dataset.
+"""A batch sampler and a view of a dataset, with which a host's own DataLoader reads balanced packs.
 
-No torch and no host is imported here: a DataLoader takes both as they are, and a host that counts batches (Trainer,
-Accelerate, Lightning) counts packs.
+No torch and no host is imported here. A host that counts batches (Trainer, Accelerate, Lightning) counts packs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,12 +43,8 @@ class PackSampler(BalancedBatchSampler):
     The ranks' packs differ, so the host must not deal them to its ranks again. A host that resumes by skipping batches
     needs nothing else; one that saves its loader's state calls ``state_dict`` and ``load_state_dict``.
 
-    Args:
-        lengths: As of ``BalancedBatchSampler``, like all arguments that are not named here.
-        limits: The most a pack may hold.
-        image_in_every_pack: Whether packs of steps without any image get a filler with one too, for hosts that cannot
-            do without the ViT's gradients. Nothing is done where no sample has an image.
-        options: The others of ``BalancedBatchSampler``.
+    With ``image_in_every_pack``, packs of steps without any image get a filler with one, too, for hosts that cannot do
+    without the ViT's gradients. Nothing is done where no sample has an image.
 
     >>> sampler = PackSampler(SampleLengths([2, 1, 0], [50, 30, 20]), PackLimits(2, 60), num_replicas=3, rank=0)
     >>> sorted((pack, pack.filler) for pack in sampler.packs_of_all_ranks(step=0))
@@ -73,15 +68,11 @@ class PackSampler(BalancedBatchSampler):
 
     @property
     def sampler(self) -> "PackSampler":
-        """Itself: Lightning tells the epoch to a batch sampler's sampler."""
+        """The batch sampler itself: Lightning tells the epoch to a batch sampler's sampler."""
         return self
 
     def packs_of_all_ranks(self, step: int) -> list[Pack]:
-        """The packs of a step of the current epoch, rank after rank, micro-batch after micro-batch.
-
-        Raises:
-            ConfigError: The epoch has no such step, or other ranks did it.
-        """
+        """The packs of a step of the current epoch, rank after rank, micro-batch after micro-batch."""
         packs = self.packs_of_step(step)
         has_image = packs.vision_units(self.lengths) > 0
         wants_image = self._in_every_pack or bool(has_image.any())
@@ -109,15 +100,12 @@ class PackSampler(BalancedBatchSampler):
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What a dataset holds for a pack: what a pack's collator gets."""
+class PackItems:
+    """The items of a pack, as its collator gets them; where it has a filler, that is the last one."""
 
     samples: tuple[int, ...]
-    """Their numbers, the filler's last."""
     items: tuple[Any, ...]
-    """What the dataset has at these numbers."""
     has_filler: bool
-    """Whether the last one carries no targets."""
 
 
 class Dataset(Protocol):
@@ -140,18 +128,16 @@ class PackedView:
     def __getitem__(self, sample: int) -> Any:
         return self.dataset[sample]
 
-    def __getitems__(self, pack: Pack) -> Drawn:
-        """What a DataLoader calls in place of one ``[sample]`` after the other."""
+    def __getitems__(self, pack: Pack) -> PackItems:
+        """The items of a pack; a DataLoader calls this in place of one ``[sample]`` after the other."""
         samples = (*pack, *([] if pack.filler is None else [pack.filler]))
-        return Drawn(samples, tuple(self.dataset[sample] for sample in samples), pack.filler is not None)
+        return PackItems(samples, tuple(self.dataset[sample] for sample in samples), pack.filler is not None)
 
 
 class PlannedLoads:
-    """Notices samples that are not as long as planned: plans are no better than lengths.
+    """Refuses samples that are not as long as planned: plans are no better than lengths.
 
-    Args:
-        lengths: What was planned with.
-        absorb: Whether to warn of the first such sample, and to refuse only what would let ranks wait for each other.
+    With ``absorb``, the first such sample is warned of, and only what would let ranks wait for each other is refused.
     """
 
     def __init__(self, lengths: SampleLengths, *, absorb: bool = False) -> None:
@@ -160,16 +146,9 @@ class PlannedLoads:
     def check(
         self, samples: Sequence[int], found: Sequence[tuple[int | None, int, int]], vision_units: int | None = None
     ) -> None:
-        """Compare a pack's samples with the plan.
+        """Compare the loads of a pack's samples with the plan; with ``vision_units`` of all of them together.
 
-        Args:
-            samples: Their numbers.
-            found: Their loads; vision units may be None, as where a padded batch has images of all of its samples.
-            vision_units: Of all together, where those of each are not known.
-
-        Raises:
-            DataError: A sample is longer or shorter than planned, or has other targets; where that is absorbed: the
-                pack was to have an image and has none.
+        A sample's own vision units may be None, as where a padded batch has the images of all of its samples.
         """
         planned = [self._planned(sample) for sample in samples]
         for sample, expected, loads in zip(samples, planned, found, strict=True):
@@ -186,7 +165,6 @@ class PlannedLoads:
             self._note(numbers, f"vision units together, {planned_units}, got {units}")
 
     def _planned(self, sample: int) -> tuple[int, ...]:
-        """Target tokens are compared where lengths know them."""
         columns = (self._lengths.vision_units, self._lengths.llm_tokens, self._lengths.target_tokens)
         return tuple(int(column[sample]) for column in columns if column is not None)
 

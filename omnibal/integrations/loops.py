@@ -27,7 +27,7 @@ from omnibal.integrations.lengths import (
     two_samples,
     with_sources,
 )
-from omnibal.integrations.loading import Dataset, Drawn, Loads, PackedView, PackSampler, PlannedLoads
+from omnibal.integrations.loading import Dataset, Loads, PackedView, PackItems, PackSampler, PlannedLoads
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of
 from omnibal.integrations.padded import PaddedSampler
@@ -141,7 +141,7 @@ class ItemCollator:
         """The host's batch of items."""
         return self._collate([*items])
 
-    def __call__(self, drawn: Drawn) -> Any:
+    def __call__(self, drawn: PackItems) -> Any:
         """The host's batch; the filler's labels are all ignored.
 
         Raises:

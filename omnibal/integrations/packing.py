@@ -16,7 +16,7 @@ from torch import Tensor
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.formats.collate import IGNORED, Positions, mrope_positions
-from omnibal.integrations.loading import Drawn, Loads, PlannedLoads
+from omnibal.integrations.loading import Loads, PackItems, PlannedLoads
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -164,7 +164,7 @@ class PackCollator:
             return False
         return not isinstance(value, Tensor) or (self._arguments is not None and name not in self._arguments)
 
-    def __call__(self, drawn: Drawn) -> dict[str, Any]:
+    def __call__(self, drawn: PackItems) -> dict[str, Any]:
         """The arguments of the model's forward pass for a pack.
 
         Raises:

@@ -17,7 +17,7 @@ from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
 from omnibal.formats.collate import IGNORED
-from omnibal.integrations.loading import Drawn, Loads, PackSampler, PlannedLoads
+from omnibal.integrations.loading import Loads, PackItems, PackSampler, PlannedLoads
 from omnibal.integrations.packing import PER_TOKEN, Collator, PackCollator, refuse_missing, unpadded_images
 
 PLANNED_SHARE: Final = 0.75
@@ -146,7 +146,7 @@ class PaddedCollator:
         self._collate, self._arguments = collate, arguments
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
-    def __call__(self, drawn: Drawn) -> dict[str, Any]:
+    def __call__(self, drawn: PackItems) -> dict[str, Any]:
         """The arguments of the model's forward pass, and the labels.
 
         Raises:

@@ -11,7 +11,7 @@ from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
 from omnibal.errors import DataError
-from omnibal.feeds.buffer import Sample
+from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.feed import Step
 from omnibal.feeds.stream import StreamFeed
 from omnibal.integrations.loading import Loads
@@ -23,22 +23,10 @@ StreamCollator = PackCollator | ItemCollator
 
 
 class StreamLoader:
-    """Yields batches of balanced packs from sources that are drawn one by one; made by ``balanced_stream``.
-
-    Args:
-        sources: By name, this rank's own; see ``SampleBuffer``.
-        collator: Makes a pack of samples.
-        limits: The most a pack may hold.
-        micro_batches: Packs of each rank and step.
-        seed: As of ``balanced_stream``.
-        weigh_tokens: As of ``balanced_stream``.
-        options: Further arguments of ``StreamFeed``.
-
-    Attributes:
-        step: The step that the batch belongs to that was yielded last.
-    """
+    """Yields batches of balanced packs from sources that are drawn one by one; made by ``balanced_stream``."""
 
     step: Step
+    """The step of the batch that was yielded last."""
 
     def __init__(
         self,
@@ -108,11 +96,11 @@ class StreamLoader:
         self.feed.load_state_dict(state, tells=self.rank == 0)
         self._position = self.feed.position
 
-    def _read(self, item: Any) -> Sample:
+    def _read(self, item: Any) -> BufferedSample:
         held = self._collator.sample(item)
-        return Sample(held, self._collator.loads(held))
+        return BufferedSample(held, self._collator.loads(held))
 
-    def _batch(self, samples: list[Sample], filler: Sample | None, wants_image: bool) -> Any:
+    def _batch(self, samples: list[BufferedSample], filler: BufferedSample | None, wants_image: bool) -> Any:
         """A pack, with a filler where it is empty, or lacks an image that others have."""
         held = [sample.held for sample in samples]
         lacks_image = wants_image and not any(sample.loads[0] for sample in samples)

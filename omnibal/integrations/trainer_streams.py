@@ -40,18 +40,7 @@ def pack_stream(
     mixture: Mixture | None,
     oversized: Oversized = "alone",
 ) -> None:
-    """Let a trainer train on packs of its stream, or of several by name, the same on all ranks; before training.
-
-    Args:
-        trainer: Its settings allow packs.
-        limits: The most a pack may hold.
-        profile: Of the model, if its layers can be counted.
-        mixture: What share each of several streams gets.
-        oversized: What becomes of a sample that exceeds a limit on its own.
-
-    Raises:
-        ConfigError: Its settings or its model do not allow packs of a stream, or the mixture does not name the streams.
-    """
+    """Let a trainer train on packs of its stream, or of several by name, the same on all ranks; before training."""
     args = trainer.args
     if limits is None:
         raise ConfigError("limits must say what a pack of a stream may hold, got None; its lengths are not known yet")
@@ -91,7 +80,7 @@ def pack_stream(
 
 
 def _sources(trainer: Trainer, mixture: Mixture | None) -> dict[str, Any]:
-    """This rank's part of each stream; what is read by index, the loader divides itself."""
+    """This rank's part of each stream, by name; ``SampleBuffer`` divides what is read by index."""
     args, dataset, (rank, num_ranks) = trainer.args, trainer.train_dataset, replicas_of(trainer)
     if mixture is not None and not isinstance(dataset, Mapping):
         found = type(dataset).__name__
@@ -107,14 +96,8 @@ class Stream:
     """This rank's draws of a stream that is the same on all ranks: of n ranks each gets every n-th sample.
 
     Where a stream's shards can be dealt (``datasets.IterableDataset``), a rank reads its own ones alone. If it has
-    ``state_dict`` and ``load_state_dict`` and no workers read it, this has them too.
-
-    Args:
-        dataset: The stream.
-        size: Samples of a draw; None to draw single samples.
-        rank: Of this process.
-        num_ranks: Ranks that share the stream.
-        options: Of the DataLoader that reads it.
+    ``state_dict`` and ``load_state_dict`` and no workers read it, this has them too. A draw holds ``size`` samples;
+    without a size, single samples are drawn. ``options`` are those of the DataLoader that reads the stream.
     """
 
     def __init__(self, dataset: Any, size: int | None, rank: int, num_ranks: int, options: Mapping[str, Any]) -> None:
@@ -133,17 +116,16 @@ class Stream:
         return iterated(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, if it wants to know."""
         if hasattr(self._share.dataset, "set_epoch"):
             self._share.dataset.set_epoch(epoch)
 
 
 class _Share(EveryNth, IterableDataset[Any]):
-    """As a DataLoader takes it."""
+    """The part of a stream as a dataset, for a DataLoader."""
 
 
 def as_it_is(items: Any) -> Any:
-    """What a DataLoader is to leave alone."""
+    """Collate nothing: batches come collated, draws are collated later."""
     return items
 
 
@@ -238,7 +220,6 @@ class StreamCallback(PacksCallback):
 
     @property
     def vision_unit(self) -> str:
-        """A stream does not say what its vision units are."""
         return "vision units"
 
     def made_from(self) -> dict[str, Any]:
@@ -250,12 +231,10 @@ class StreamCallback(PacksCallback):
         return super().logged() | {"oversized": self._loader.oversized}
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        """As of ``PacksCallback``."""
         super().on_train_end(args, state, control, **others)
         if self._loader.oversized and state.is_world_process_zero:
             print(f"omnibal: {self._loader.oversized:,} samples exceeded a limit on their own; each {self._fate}")
 
     def held(self, state: TrainerState) -> tuple[Load, int, Mapping[str, tuple[float, float]]]:
-        """As of ``PacksCallback``."""
         step = self._loader.step
         return step.load, step.num_samples, step.shares

@@ -7,7 +7,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.integrations.loading import Drawn, Pack, PackedView, PackSampler
+from omnibal.integrations.loading import Pack, PackedView, PackItems, PackSampler
 
 LENGTHS = tiled_lengths(60, seed=0, text_share=0.5)
 SMALLEST_WITH_IMAGE = int(np.lexsort((LENGTHS.llm_tokens, LENGTHS.vision_units, LENGTHS.vision_units == 0))[0])
@@ -76,8 +76,8 @@ def test_a_pack_keeps_its_filler_on_the_way_to_a_worker():
 
 def test_the_view_draws_the_filler_last():
     view = PackedView("abcdefgh")
-    assert view.__getitems__(Pack([4, 2], filler=7)) == Drawn((4, 2, 7), ("e", "c", "h"), has_filler=True)
-    assert view.__getitems__(Pack([3])) == Drawn((3,), ("d",), has_filler=False)
+    assert view.__getitems__(Pack([4, 2], filler=7)) == PackItems((4, 2, 7), ("e", "c", "h"), has_filler=True)
+    assert view.__getitems__(Pack([3])) == PackItems((3,), ("d",), has_filler=False)
     assert (len(view), view[1]) == (8, "b")
 
 

@@ -15,7 +15,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
 from omnibal.integrations import lengths as lengths_module
-from omnibal.integrations.loading import Drawn, PlannedLoads
+from omnibal.integrations.loading import PackItems, PlannedLoads
 from omnibal.integrations.loops import TOKEN_WEIGHT, ItemCollator, balanced_loader, item_loads, pack_loss
 from omnibal.integrations.padded import PaddedSampler
 from tests.families.models import small_config
@@ -188,7 +188,7 @@ def test_targets_are_compared_where_they_are_known():
 
 def test_a_filler_of_items_keeps_all_but_its_targets():
     item = {"input_ids": torch.arange(4), "labels": torch.arange(4), "pixel_values": torch.ones(2, 3)}
-    (kept, filler) = ItemCollator(list, item_loads)(Drawn((0, 0), (item, item), has_filler=True))
+    (kept, filler) = ItemCollator(list, item_loads)(PackItems((0, 0), (item, item), has_filler=True))
     assert kept is item
     assert item_loads(filler) == (2, 4, 0)
     assert item_loads(item) == (2, 4, 3)

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.loading import Drawn
+from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import FAMILIES, PackCollator, arguments_of, check_packed, positions_of
 from omnibal.integrations.padded import PaddedCollator
@@ -20,7 +20,7 @@ def collator_of(family, lengths=None):
 
 def drawn_of(family, samples, *, has_filler=False):
     items = items_of(family)
-    return Drawn(tuple(samples), tuple(items[sample] for sample in samples), has_filler)
+    return PackItems(tuple(samples), tuple(items[sample] for sample in samples), has_filler)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,7 +82,7 @@ def test_other_samples_than_planned_are_named():
     assert (vision_units[1], llm_tokens[1], target_tokens[1]) == (0, 5, 2)
     lengths = SampleLengths(vision_units, llm_tokens)
     assert collator_of("internvl", lengths)(drawn_of("internvl", [0, 1]))["input_ids"].shape[1] == sum(llm_tokens[:2])
-    replaced = Drawn((1,), (items[4],), has_filler=False)
+    replaced = PackItems((1,), (items[4],), has_filler=False)
     with pytest.raises(DataError, match=r"sample 1 must have the planned .*, \(0, 5\), got \(0, 12, 6\)"):
         collator_of("internvl", lengths)(replaced)
 
@@ -128,11 +128,11 @@ def test_texts_need_no_types_of_tokens_and_notes_of_the_dataset_are_dropped():
 
     collator = PackCollator(collate, positions_of(model.config), arguments=arguments_of(model))
     text = next(item for item in items_of("qwen2_5_vl") if item["pixel_values"] is None)
-    pack = collator(Drawn((0,), (text,), has_filler=False))
+    pack = collator(PackItems((0,), (text,), has_filler=False))
     assert pack.keys() == {"input_ids", "labels", "position_ids", "use_cache"}
     unknown_model = PackCollator(collate, positions_of(model.config))
     with pytest.raises(DataError, match="must leave out index, seconds to train on packs, got input_ids"):
-        unknown_model(Drawn((0,), (text,), has_filler=False))
+        unknown_model(PackItems((0,), (text,), has_filler=False))
 
 
 def test_arguments_are_those_of_the_model_below_adapters():

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset as TorchStream
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError
-from omnibal.feeds.buffer import Sample, SampleBuffer
+from omnibal.feeds.buffer import BufferedSample, SampleBuffer
 from omnibal.integrations.loops import balanced_loader, pack_loss
 from omnibal.integrations.streams import balanced_stream
 from omnibal.integrations.trainer_streams import Stream
@@ -166,12 +166,16 @@ def test_shares_over_any_thousand_steps_are_those_that_were_asked_for(by):
 def test_a_buffer_is_bounded_in_samples_and_bytes():
     options = {"limits": LIMITS, "oversized": "drop", "rank": 0, "num_ranks": 1}
     draws = SampleBuffer(
-        {"data": Counting()}, lambda found: Sample(found, (1, 3, 2)), most_samples=30, most_bytes=None, **options
+        {"data": Counting()},
+        lambda found: BufferedSample(found, (1, 3, 2)),
+        most_samples=30,
+        most_bytes=None,
+        **options,
     )
     draws.fill(0)
     assert len(draws.samples) == 30
     few = SampleBuffer(
-        {"data": Counting()}, lambda _: Sample(b"1234", (1, 3, 2)), most_samples=30, most_bytes=40, **options
+        {"data": Counting()}, lambda _: BufferedSample(b"1234", (1, 3, 2)), most_samples=30, most_bytes=40, **options
     )
     few.fill(0)
     few.fill_up(50)

@@ -35,7 +35,7 @@ from omnibal.cost import CostModel
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
 from omnibal.engine.launch import free_port
-from omnibal.integrations.loading import Drawn
+from omnibal.integrations.loading import PackItems
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.vlm.attention import PACKED_ATTENTION
@@ -223,7 +223,7 @@ def batch_of(group: list[int], way: Way, samples: Samples, collator: PackCollato
     items = [samples[number] for number in group]
     if way.padded:
         return samples.collate(items) | {"use_cache": False}
-    return collator(Drawn(tuple(group), tuple(items), has_filler=False))
+    return collator(PackItems(tuple(group), tuple(items), has_filler=False))
 
 
 class Memory:
