@@ -5,62 +5,28 @@ to them. Transfers beside the computations take no time of a process: the sender
 that all processes share, and the receiver sleeps until then.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from mmap import mmap
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omnibal.cost import FloatArray, Load
+from omnibal.emulator.run import EmulationTask, Entry, StepLog
 from omnibal.errors import InfeasibleError, bytes_in_words
 from omnibal.pipeline.schedule import Operation
 from omnibal.pipeline.times import step_times
 from omnibal.profile.records import Level, every_layer
-
-if TYPE_CHECKING:
-    from omnibal.emulator.run import EmulationTask
 
 # A device's bytes: fixed ones through the step; kept ones of a micro-batch from its forward to its backward pass;
 # transient ones within its backward pass; pending ones from a split backward pass to the weight gradients.
 COMPUTATIONS = (Operation.F, Operation.BW, Operation.B, Operation.W)
 DOWN, UP = 0, 1  # directions in which tensors are sent beside the computations
 DOWNSTREAM = (Operation.SEND_ACTIVATION, Operation.RECEIVE_GRADIENT)
-
-
-class Entry(NamedTuple):
-    """One instruction as it ran, in seconds of the wall clock."""
-
-    operation: Operation
-    start: float
-    end: float
-
-
-@dataclass
-class StepLog:
-    """The instructions that a device ran in a step, and when gradients were reduced and parameters updated."""
-
-    entries: list[Entry] = field(default_factory=list)
-    reduced: float = 0.0
-    updated: float = 0.0
-
-    @property
-    def start(self) -> float:
-        return self.entries[0].start
-
-
-@dataclass(frozen=True)
-class DeviceReport:
-    """What a device reports at the end."""
-
-    steps: list[StepLog]  # without the first one, which warms up
-    peak_bytes: int
-    start_seconds: float  # until the first step began
 
 
 @dataclass(frozen=True)
@@ -96,7 +62,7 @@ class Clocks(NamedTuple):
     complete: FloatArray  # when the last gradient of each layer is complete: (replicas, layers)
 
     @classmethod
-    def of(cls, task: EmulationTask) -> Clocks:
+    def of(cls, task: EmulationTask) -> "Clocks":
         """Zeros in memory that forked processes share."""
         stages, replicas, micro_batches = task.plan.num_stages, task.plan.layout.num_replicas, task.plan.micro_batches
         shapes = (2, stages, replicas, micro_batches), (replicas, len(task.profile.layers))
@@ -152,7 +118,7 @@ def _exceeds(task: EmulationTask, load: Load) -> NDArray[np.bool_]:
     return above
 
 
-class Device:
+class EmulatedDevice:
     """The device of one stage and replica; ``where`` is its place in error messages."""
 
     def __init__(self, task: EmulationTask, stage: int, replica: int, where: str, clocks: Clocks) -> None:

@@ -23,8 +23,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from omnibal.config import ModelSection, OmnibalSection, layout_of
 from omnibal.cost import Load
-from omnibal.emulator.device import DOWN, UP, Clocks, Device, DeviceReport, StepLog
-from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, EmulationTask, report_file
+from omnibal.emulator.device import DOWN, UP, Clocks, EmulatedDevice
+from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, DeviceReport, EmulationTask, StepLog, report_file
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.initialize import build_engine
@@ -80,7 +80,7 @@ class _Weights(torch.autograd.Function):
 class EmulatedLayer(nn.Module):
     """Sleeps as long as a layer is predicted to take for the micro-batch whose number stands in ``input_ids``."""
 
-    def __init__(self, device: Device, place: int, *, trainable: bool, dtype: torch.dtype) -> None:
+    def __init__(self, device: EmulatedDevice, place: int, *, trainable: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.device, self.place = device, place
         self.weight_gradients = WeightGradients(budget_bytes=0)  # under DeepSpeed's 1F1B none waits
@@ -99,7 +99,7 @@ class EmulatedModel:
 
     spare_names = ()
 
-    def __init__(self, task: EmulationTask, device: Device) -> None:
+    def __init__(self, task: EmulationTask, device: EmulatedDevice) -> None:
         self._device, self._layers = device, task.profile.layers
         self._first = task.plan.partition.boundaries[device.stage]
         self.records = [LayerRecord(layer.name, layer.kind, {}, module=layer.module) for layer in self._layers]
@@ -137,7 +137,7 @@ class EmulatedModule(VlmPipelineModule):
 class EmulatedLoader:
     """Yields the task's steps, the first one twice, since its first run warms up and is not logged."""
 
-    def __init__(self, task: EmulationTask, device: Device) -> None:
+    def __init__(self, task: EmulationTask, device: EmulatedDevice) -> None:
         self._task, self._device = task, device
         self._next = -1
         self.micro_batches = task.plan.micro_batches
@@ -163,7 +163,7 @@ class EmulatedLoader:
 class EmulatedEngine(OmnibalEngine):
     """The engine, whose instructions a device logs."""
 
-    def __init__(self, *, device: Device, **others: Any) -> None:
+    def __init__(self, *, device: EmulatedDevice, **others: Any) -> None:
         super().__init__(**others)
         self.emulated = device
         self._backward_kind = Operation.BW
@@ -243,7 +243,7 @@ class EmulatedEngine(OmnibalEngine):
             self.emulated.send(direction, micro_batch)
 
 
-def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
+def _build(task: EmulationTask, device: EmulatedDevice) -> EmulatedEngine:
     config = {
         "gradient_accumulation_steps": task.plan.micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -264,7 +264,7 @@ def _build(task: EmulationTask, device: Device) -> EmulatedEngine:
 
 def _emulate(task: EmulationTask, rank: int, started: float, clocks: Clocks) -> DeviceReport:
     stage, replica, _ = task.ranks.place(rank)
-    device = Device(task, stage, replica, f"rank {rank}, stage {stage}", clocks)
+    device = EmulatedDevice(task, stage, replica, f"rank {rank}, stage {stage}", clocks)
     engine = _build(task, device)
     engine.train_batch()  # warms up, and is not logged
     ready = perf_counter() - started

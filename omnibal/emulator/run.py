@@ -6,21 +6,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from omnibal.cluster import Layout
 from omnibal.cost import Load
-from omnibal.emulator.device import DeviceReport, StepLog
 from omnibal.engine.launch import reason_of
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint
-from omnibal.pipeline.schedule import Schedule
+from omnibal.pipeline.schedule import Operation, Schedule
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
@@ -96,6 +95,36 @@ class EmulationTask:
 
     def footprint(self, load: Load) -> Footprint:
         return self.plan.footprint(self.profile, load)
+
+
+class Entry(NamedTuple):
+    """One instruction as it ran, in seconds of the wall clock."""
+
+    operation: Operation
+    start: float
+    end: float
+
+
+@dataclass
+class StepLog:
+    """The instructions that a device ran in a step, and when gradients were reduced and parameters updated."""
+
+    entries: list[Entry] = field(default_factory=list)
+    reduced: float = 0.0
+    updated: float = 0.0
+
+    @property
+    def start(self) -> float:
+        return self.entries[0].start
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What a device reports at the end."""
+
+    steps: list[StepLog]  # without the first one, which warms up
+    peak_bytes: int
+    start_seconds: float  # until the first step began
 
 
 @dataclass(frozen=True, eq=False)

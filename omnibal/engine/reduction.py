@@ -340,14 +340,14 @@ def _adjoin(one: Tensor, other: Tensor) -> bool:
     )
 
 
-class Exchange(NamedTuple):
+class ReplicaExchange(NamedTuple):
     """What a stage's replicas send each other in a step: averaged gradients, then updated weights."""
 
     gradients: Reduction
     weights: Spread
 
 
-def exchange_of(engine: Any, sums: Sums) -> Exchange | None:
+def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
     """The exchange of an engine's stage; None with one replica, or if DeepSpeed has to reduce gradients itself."""
     # DeepSpeed reduces them if ZeRO copies gradients to buffers of its own (contiguous gradients, an optimizer on the
     # host), or if they are to be scaled in another way than by the number of replicas.
@@ -370,4 +370,4 @@ def exchange_of(engine: Any, sums: Sums) -> Exchange | None:
     others, group = sums.in_order(others), engine.grid.get_data_parallel_group()
     sums.take_over()
     reduction = Reduction(sums, layers, others, group, engine.communication_data_type)
-    return Exchange(reduction, Spread(sums, layers, others, group))
+    return ReplicaExchange(reduction, Spread(sums, layers, others, group))

@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int3
 DESCRIPTION: Shape = (torch.uint8, (8192,))
 
 
-class Link(NamedTuple):
+class StageLink(NamedTuple):
     """One direction between two processes."""
 
     # Each direction has a group of its own on the device, since NCCL runs the operations of one group in order: a send
@@ -33,14 +33,14 @@ class Link(NamedTuple):
         return self.on_host if tensor.device.type == "cpu" else self.on_device
 
 
-def new_link(pairs: Sequence[tuple[int, int]], device: torch.device) -> Link | None:
+def new_link(pairs: Sequence[tuple[int, int]], device: torch.device) -> StageLink | None:
     """The link of this process's pair of ranks, on a GPU None if it is in none of the pairs.
 
     All processes of the run call this together. No rank may be in two of the ``pairs``.
     """
     on_host = gloo_group(dist.group.WORLD)
     on_device = on_host if device.type == "cpu" else _device_group(pairs, device)
-    return None if on_device is None else Link(on_device, on_host)
+    return None if on_device is None else StageLink(on_device, on_host)
 
 
 def _device_group(pairs: Sequence[tuple[int, int]], device: torch.device) -> dist.ProcessGroup | None:
@@ -58,7 +58,7 @@ def _device_group(pairs: Sequence[tuple[int, int]], device: torch.device) -> dis
 class Sender:
     """The end of a link that sends to the rank ``peer``."""
 
-    def __init__(self, link: Link, peer: int) -> None:
+    def __init__(self, link: StageLink, peer: int) -> None:
         self._link, self.peer = link, peer
         # By micro-batch: a tensor must neither change nor be freed until its send is done.
         self._under_way: dict[int, list[tuple[Any, Tensor]]] = {}
@@ -85,7 +85,7 @@ class Sender:
 class Receiver:
     """The end of a link that receives from the rank ``peer``, in the order of the sends."""
 
-    def __init__(self, link: Link, peer: int, device: torch.device) -> None:
+    def __init__(self, link: StageLink, peer: int, device: torch.device) -> None:
         self._link, self._peer, self._device = link, peer, device
         self._coming: list[tuple[Any, Tensor]] | None = None
 

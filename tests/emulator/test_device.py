@@ -6,7 +6,7 @@ from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator import device as emulated_device
-from omnibal.emulator.device import DOWN, Clocks, Device, stage_work
+from omnibal.emulator.device import DOWN, Clocks, EmulatedDevice, stage_work
 from omnibal.emulator.run import LEAST_SLEEP_SECONDS, EmulationTask
 from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.pipeline.partition import Partition
@@ -57,7 +57,7 @@ def test_a_backward_pass_takes_longer_where_it_is_split():
     whole = task([1, 2])
     layers = [replace(entry, split_seconds=CostModel(llm_tokens=0.5)) for entry in whole.profile.layers]
     split = replace(whole, profile=profile(layers))
-    device = Device(split, 0, 0, "rank 0, stage 0", Clocks.of(split))
+    device = EmulatedDevice(split, 0, 0, "rank 0, stage 0", Clocks.of(split))
     device.begin_step(0)
     device.begin(Operation.B)
     assert device.backward_seconds(1, 0) == 3
@@ -83,7 +83,7 @@ def device(monkeypatch):
     monkeypatch.setattr(emulated_device, "perf_counter", lambda: 1000.0 + sum(slept))
     whole = task([1, 2, 3], time_scale=0.5)
     clocks = Clocks.of(whole)
-    made = Device(whole, 0, 0, "rank 0, stage 0", clocks)
+    made = EmulatedDevice(whole, 0, 0, "rank 0, stage 0", clocks)
     made.begin_step(0)
     return made, slept, clocks
 
@@ -117,7 +117,7 @@ def test_memory_is_held_from_forward_to_backward(device):
 def test_a_split_backward_holds_on_to_what_its_weights_need():
     plan = Plan(LIMITS, 3, Partition((0, 2, 4)), ("none",) * 4, schedule="zero-bubble")
     whole = task([1, 2, 3], plan=plan)
-    made = Device(whole, 1, 0, "rank 1, stage 1", Clocks.of(whole))
+    made = EmulatedDevice(whole, 1, 0, "rank 1, stage 1", Clocks.of(whole))
     made.begin_step(0)
     assert made.work.pending_bytes == (2 * 60,) * 3
     fixed, transient = made.work.fixed_bytes, made.work.transient_bytes[0]
@@ -131,7 +131,7 @@ def test_a_split_backward_holds_on_to_what_its_weights_need():
 
 def test_what_is_sent_beside_the_computations_arrives_one_at_a_time(device):
     made, slept, clocks = device
-    receiver = Device(made.task, 1, 0, "rank 1, stage 1", clocks)
+    receiver = EmulatedDevice(made.task, 1, 0, "rank 1, stage 1", clocks)
     made.send(DOWN, 0)
     made.send(DOWN, 1)  # waits for the link, which takes 2 seconds, or half of that in scaled time
     assert slept == []
@@ -143,7 +143,7 @@ def test_what_is_sent_beside_the_computations_arrives_one_at_a_time(device):
 def test_too_much_memory_is_refused():
     fixed = stage_work(task([1, 2, 3]), 0, 0, 0).fixed_bytes
     whole = task([1, 2, 3], budget=fixed + 599)
-    made = Device(whole, 0, 0, "rank 3, stage 0", Clocks.of(whole))
+    made = EmulatedDevice(whole, 0, 0, "rank 3, stage 0", Clocks.of(whole))
     made.begin_step(0)
     run(made, Operation.F)
     run(made, Operation.F)
@@ -177,7 +177,7 @@ def test_replicas_add_up_layer_by_layer_and_send_weights_that_way(monkeypatch):
     shared = task([1, 2], [2, 1])
     shared = replace(shared, plan=on_cluster(shared.plan, 2, 10**6, Links(4.0)), time_scale=0.5)  # ZeRO 1
     clocks = Clocks.of(shared)
-    one, other = (Device(shared, 0, replica, f"rank {replica}, stage 0", clocks) for replica in range(2))
+    one, other = (EmulatedDevice(shared, 0, replica, f"rank {replica}, stage 0", clocks) for replica in range(2))
     one.begin_step(0)
     one.complete(1)
     slept.append(3.0)

@@ -95,4 +95,4 @@ def test_a_world_that_cannot_be_split_makes_a_group_per_direction_and_pair(open_
 def test_on_a_cpu_no_group_is_made(open_links):
     network, engine = open_links(5, "cpu")
     assert network.splits == network.groups == []
-    assert engine._activations_out._link == transfers.Link("gloo", "gloo")
+    assert engine._activations_out._link == transfers.StageLink("gloo", "gloo")
