@@ -45,7 +45,7 @@ def either_ties(config: Config) -> bool:
 
 
 def image_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """The same for every image."""
+    """Every image brings one tile."""
     return each(_fixed, ImageLoad(1, tokens_of_tile(config, tile_size(config, preprocessor))))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +33,8 @@ from omnibal.vlm.payload import Payload, SentTensors
 # Differences between repetitions, as a share of the median, above which a profile comes with a warning.
 MAX_SPREAD = 0.1
 _MOMENTS_BYTES, _MASTER_BYTES = 8, 4
+_SHARES = (0.25, 0.5, 1.0)  # of the limits, which packs are measured
+_MANY = 4  # samples of a pack of many
 
 
 def measure_profile(
@@ -231,10 +232,6 @@ def _warnings(bench: _Bench, measured: Mapping[str, _LayerGroup], max_spread: fl
             )
 
 
-_SHARES = (0.25, 0.5, 1.0)  # of the limits, which packs are measured
-_MANY = 4  # samples of a pack of many
-
-
 @dataclass(frozen=True)
 class LayerOnPack:
     """What a layer costs on one pack."""
@@ -280,10 +277,14 @@ class LayerRun:
     def _split(self) -> tuple[Timing, Timing, int]:
         """Seconds of both parts of a split backward pass, and what the first one leaves for the second one."""
         # What waits is computed after the backward pass, as a zero-bubble schedule's W does.
-        with _deferring(self.layer) as queue:
-            run, run_rest = partial(self._outputs, "none"), partial(queue.run, queue.micro_batch)
-            _, backward, weights = time_passes(run, self.payload.hidden.device, run_rest)
-            return backward, weights, queue.peak_bytes
+        queue = WeightGradients()
+        defer_linears(self.layer, queue)
+        run, run_rest = partial(self._outputs, "none"), partial(queue.run, queue.micro_batch)
+        _, backward, weights = time_passes(run, self.payload.hidden.device, run_rest)
+        for module in self.layer.modules():
+            if isinstance(module, DeferringLinear):
+                module.__class__ = nn.Linear  # type: ignore[assignment]
+        return backward, weights, queue.peak_bytes
 
     def _run(self, level: Level) -> Payload:
         given = self.payload.with_floats(lambda tensor: tensor.detach().requires_grad_(not self.from_pixels))
@@ -293,18 +294,6 @@ class LayerRun:
         # A feature that the layer only hands on is not its work, and no node of a graph.
         result = self._run(level)
         return [result.hidden, *(feature for feature in result.features.values() if not feature.is_leaf)]
-
-
-@contextmanager
-def _deferring(layer: nn.Module) -> Iterator[WeightGradients]:
-    queue = WeightGradients()
-    defer_linears(layer, queue)
-    try:
-        yield queue
-    finally:
-        for module in layer.modules():
-            if isinstance(module, DeferringLinear):
-                module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -390,11 +379,8 @@ def made_packs(model: VisionLanguageModel, limits: PackLimits) -> list[MadePack]
     packs = []
     for share in _SHARES:
         tokens = max(1, round(limits.llm_tokens * share))
-        units, many, one = (
-            limits.vision_units * share,
-            _split(tokens, min(_MANY, tokens), longest),
-            _split(tokens, 1, longest),
-        )
+        units = limits.vision_units * share
+        many, one = (_split(tokens, samples, longest) for samples in (min(_MANY, tokens), 1))
         packs.append(MadePack(0, many))
         if len(model.pixel_shape) == 1:  # patches
             packs.append(MadePack(len(many) * _units(model, units / len(many), many[-1]), many, len(many)))
