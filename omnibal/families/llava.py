@@ -141,7 +141,7 @@ def next_canvases(config: Config, preprocessor: Config | None = None) -> Canvase
 
 
 def onevision_rule(config: Config, preprocessor: Config) -> ImageRule:
-    """Likewise for the image of a sample that has one; of several each is a tile, and the end of its only row."""
+    """A sample's only image lies on a canvas; of several each is one tile, and the end of its only row."""
     return rule_of_canvases(onevision_canvases(config, preprocessor), lone_only=True)
 
 

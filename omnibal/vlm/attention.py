@@ -84,11 +84,13 @@ def packed_attention(
     Returns:
         The mixed values, contiguous, of shape (1, tokens, heads, head_dim), and None in place of weights.
     """
-    _refuse_unknown_terms(kwargs)
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(f"attention must be plain scaled dot products for {PACKED_ATTENTION}, got {name}")
     # transformers' attention modules say by themselves whether they are causal; the argument overrules them.
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    if query.numel() == 0:
-        return _nothing(query, key, value), None
+    if query.numel() == 0:  # transformers' "sdpa" fails on no tokens; the sums give key and value gradients of zeros
+        return (query + key.sum() + value.sum()).transpose(1, 2), None
     # Without bounds they are read off positions that restart; what is no pack takes transformers' own path.
     if cu_seq_lens_q is None and causal:
         cu_seq_lens_q = _bounds_from_positions(query, key, attention_mask, kwargs.get("position_ids"))
@@ -102,17 +104,6 @@ def packed_attention(
         raise ConfigError(f"sliding_window must be None where attention is not causal, got {sliding_window}")
     terms = _Terms(dropout, scaling, causal, sliding_window)
     return _attend(query, key, value, cu_seq_lens_q, terms), None
-
-
-def _refuse_unknown_terms(kwargs: dict[str, Any]) -> None:
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ConfigError(f"attention must be plain scaled dot products for {PACKED_ATTENTION}, got {name}")
-
-
-def _nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    # transformers' "sdpa" fails on no tokens. The sums give key and value gradients of zeros.
-    return (query + key.sum() + value.sum()).transpose(1, 2)
 
 
 def _bounds_from_positions(

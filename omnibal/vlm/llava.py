@@ -91,16 +91,14 @@ class Projector(nn.Module):
 
 
 class CanvasProjector(Projector):
-    """Likewise; then an image's tiles become one picture without padding, and ``newline`` ends each of its rows."""
+    """Joins an image's projected tiles to one picture without padding, each of whose rows ``newline`` ends."""
+
+    canvases_of = staticmethod(next_canvases)  # what the model fits images to
 
     def __init__(self, config: Any, projector: nn.Module, newline: nn.Parameter) -> None:
         super().__init__(config, projector)
         self.newline = newline
         self.canvases = self.canvases_of(config.to_dict())
-
-    @staticmethod
-    def canvases_of(config: Mapping[str, Any]) -> Canvases:
-        return next_canvases(config)
 
     def arranged(self, features: Tensor, payload: Payload) -> Tensor:
         """The whole image's features, then those of its canvas with the ends of rows; image after image."""
@@ -133,11 +131,9 @@ class CanvasProjector(Projector):
 
 
 class SampleProjector(CanvasProjector):
-    """Likewise for a sample's only image; of several, each is a single tile that one embedding ends."""
+    """Joins tiles of a sample's only image; of several images each is a single tile that ``newline`` ends."""
 
-    @staticmethod
-    def canvases_of(config: Mapping[str, Any]) -> Canvases:
-        return onevision_canvases(config)
+    canvases_of = staticmethod(onevision_canvases)
 
     def fits(self, payload: Payload) -> list[Fit | None]:
         # One entry for each image: whether it is its sample's only one.
