@@ -105,7 +105,7 @@ class Layout:
     """0, or 1: each replica holds and updates its share of the optimizer's state. In 16 bits DeepSpeed shares it under
     0 too, and keeps a second copy of the gradients."""
     precision: Precision = "bfloat16"
-    """Of forward and backward passes."""
+    """The dtype of forward and backward passes."""
     accumulate_float32: bool | None = None
     """Whether gradients are summed up in float32 beside those in the forward pass's 16 bits (DeepSpeed's
     ``data_types.grad_accum_dtype``), for 4 bytes more a trained parameter; None for what the engine does unless told

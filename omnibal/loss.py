@@ -81,7 +81,7 @@ def _chunks(rows: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _log_probabilities(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every word in float32, and of each row's target, (rows, 1)."""
+    """Log-probabilities of every word in float32, and of each row's target, (rows, 1)."""
     logs = functional.log_softmax(logits, -1, dtype=torch.float32)
     return logs, logs.gather(1, targets[:, None])
 

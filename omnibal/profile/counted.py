@@ -144,7 +144,7 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
 
 
 def _trained_shares(record: LayerRecord, trained: int) -> tuple[float, float]:
-    """Of a layer's own parameters, and of its adapters', how large a part ``trained`` of them is."""
+    """The shares of a layer's own parameters, and of its adapters', that are trained."""
     if "adapters" not in record.sizes:
         return trained / max(record.trainable_parameters(()), 1), 0.0
     adapters = record.sizes["adapters"]

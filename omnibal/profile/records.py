@@ -74,12 +74,12 @@ class LayerCost:
     """
 
     name: str
-    """As in the family's layer record, such as ``"vision_block.3"``."""
+    """Unique in the model, such as ``"vision_block.3"``."""
     kind: str
-    """As in the family's layer record."""
+    """What the layer computes, such as ``"window_block"``."""
     _: KW_ONLY
     module: Module
-    """As in the family's layer record."""
+    """The part of the model that the layer belongs to."""
     forward_seconds: CostModel
     """Forward pass of a micro-batch."""
     backward_seconds: CostModel
@@ -108,7 +108,7 @@ class LayerCost:
     trainable: bool = True
     """Whether any parameter of this layer is trained."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """As in the family's layer record."""
+    """Widths and counts that decide the costs, ``"parameters"`` among them."""
     tied_key: str | None = None
     """Layers with the same key share their parameters."""
     spread: float = 0.0

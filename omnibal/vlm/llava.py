@@ -168,7 +168,7 @@ def _tokens(rule: ImageRule, sample: Mapping[str, Tensor]) -> int:
 
 
 def _made_images(canvases: Canvases, units: int) -> tuple[int, dict[str, Tensor]]:
-    """As many images as there can be, each as large as the canvas with most tiles that the units allow, or none."""
+    """Images of the largest canvas that the units allow, as many as fit, or none."""
     fitting = [size for size in canvases.resolutions if canvases.load(size[1], size[0]).vision_units <= units]
     height, width = max(fitting, key=lambda size: size[0] * size[1], default=(0, 0))
     each = canvases.load(width, height).vision_units if fitting else units + 1

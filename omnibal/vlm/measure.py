@@ -389,7 +389,7 @@ def made_packs(model: VisionLanguageModel, limits: PackLimits) -> list[MadePack]
 
 
 def _units(model: VisionLanguageModel, most: float, tokens: int) -> int:
-    """As many vision units as images can have up to so many, and a sample of so many tokens can hold."""
+    """The most vision units up to a number that images can have and that a sample of so many tokens can hold."""
     # Images of native resolution have fewer units than asked for: step down until the tokens fit.
     images = _images(model, round(most))
     while images.tokens > tokens:
