@@ -261,15 +261,11 @@ def trained_in_words(modules: Mapping[str, TrainedCount]) -> str:
     >>> trained_in_words({"vision": TrainedCount(0, 2_000_000), "language": TrainedCount(7_000_000_000, 7_000_000_000)})
     'vision none of 2.0 M, language all 7,000.0 M'
     """
-    return ", ".join(
-        f"{name} {_part_of(*numbers)} {numbers.parameters / 1e6:,.1f} M" for name, numbers in modules.items()
-    )
-
-
-def _part_of(trained: int, parameters: int) -> str:
-    if trained == parameters:
-        return "all"
-    return f"{trained / 1e6:,.1f} of" if trained else "none of"
+    words = []
+    for name, (trained, parameters) in modules.items():
+        part = "all" if trained == parameters else f"{trained / 1e6:,.1f} of" if trained else "none of"
+        words.append(f"{name} {part} {parameters / 1e6:,.1f} M")
+    return ", ".join(words)
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

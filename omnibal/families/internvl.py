@@ -39,11 +39,8 @@ def layer_records(config: Mapping[str, Any]) -> tuple[LayerRecord, ...]:
     """
     _refuse_unusual_features(config)
     vision, text = section(config, "vision_config"), section(config, "text_config")
-    return (*_vision_records(config, vision, size(text, "hidden_size")), *text_records(text, tied=_is_tied(config)))
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("tie_word_embeddings", True))  # the top level decides, as in transformers
+    tied = bool(config.get("tie_word_embeddings", True))  # the top level decides, as in transformers
+    return (*_vision_records(config, vision, size(text, "hidden_size")), *text_records(text, tied=tied))
 
 
 def _refuse_unusual_features(config: Mapping[str, Any]) -> None:

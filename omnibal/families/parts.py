@@ -21,7 +21,8 @@ def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord,
         raise ConfigError(
             f"text_config.model_type must be one of {', '.join(TEXT_MODELS)}, got {config.get('model_type')!r}"
         )
-    if _rope_type(config) == "longrope":
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) == "longrope":
         raise ConfigError("rope_type must not change with the length of the pack, got 'longrope'")
     hidden, vocab = size(config, "hidden_size"), size(config, "vocab_size")
     key = TIED_KEY if tied else None
@@ -36,11 +37,6 @@ def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord,
         LayerRecord("final_norm", "final_norm", {"hidden": hidden, "parameters": hidden}, module="language"),
         LayerRecord("head", "head", ends, key, module="language"),
     )
-
-
-def _rope_type(config: Mapping[str, Any]) -> str:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _block_sizes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
