@@ -17,6 +17,7 @@ _EXTRAS: Final = {
     "safetensors": "train",
     "accelerate": "trainer",
     "peft": "lora",
+    "datasets": "data",
 }
 # Of a message; what it repeats of a file or an argument may be of any length.
 MOST_CHARACTERS: Final = 4000

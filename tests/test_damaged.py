@@ -9,21 +9,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omnibal.advise.measuring import measure_rows
 from omnibal.advise.reading import read_today
 from omnibal.cli.output import answer
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import MOST_CHARACTERS, ConfigError, DataError, OmnibalError, said, shortened
-from omnibal.formats.chat import parse_conversation
-from omnibal.formats.drawn import Opened, measure_items, parse_item
+from omnibal.formats.chat import read_conversation
+from omnibal.formats.files import Row
 from omnibal.formats.shards import named_files
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
 from omnibal.records import parse_relaxed
 from omnibal.report.style import make_table
 from omnibal.report.training import read_metrics, training_rows
-from tests.formats.test_drawn import FORMS, RULE
+from tests.advise.test_measuring import FORMS, RULE
 from tests.report.test_training import logged
 
 FUZZED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -86,15 +87,16 @@ CONVERSATION = {
 @FUZZED
 def test_conversations(record):
     if isinstance(record, dict):  # as ``parse_entry`` asks for
-        in_words(lambda: parse_conversation(record, Path("root")), ValueError)
+        in_words(lambda: read_conversation(record, Path("root")), DataError)
 
 
 @given(st.sampled_from([*FORMS.values()]).flatmap(some_change))
 @FUZZED
 def test_items_of_any_form(record):
     if isinstance(record, dict):
-        found = Opened([("line 1", lambda: parse_item(record, Path("root")))])
-        in_words(lambda: measure_items(found, RULE, str.__len__, "data"))
+        in_words(lambda: read_conversation(record, Path("root")), DataError)
+        rows = [(Row(Path("data"), 1, lambda: record), Path("root"))]
+        in_words(lambda: measure_rows(rows, RULE, str.__len__, "data"))
 
 
 PLAN = Plan(PackLimits(9, 4096), 8, Partition((0, 3, 5)), ("full", "full", "full", "none", "none"))

@@ -24,8 +24,7 @@ from omnibal.data.policies import DEFAULT_COST
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.plan import Plan
 
-Kind = Literal["annotations", "lengths", "stream", "others"]
-"""Kinds of data; others are read by ``omnibal advise`` alone."""
+Kind = Literal["annotations", "lengths", "stream"]
 SURVEYED: Final = 1 << 14  # samples that tell how many packs all samples need
 EPOCH: Final = 1 << 20  # samples of an epoch of unknown size
 WIDEST: Final = 4  # limits are at most so many times what even packs hold

@@ -42,6 +42,7 @@ def ask(
         meta = _held_out(source)
     if bool(question) == (meta is not None):
         raise ConfigError("ask must get a question or --meta, got both or neither")
+    from omnibal.formats.images import named
     from omnibal.vlm.answer import Answerer
 
     model = newest_model(files_of(source)) if kind == "ds_config" else source
@@ -50,10 +51,17 @@ def ask(
     answers = [(*entry, answerer.answer(entry[0], entry[1])) for entry in asked]
     if as_json:
         for text, images, right, answer in answers:
-            typer.echo(json.dumps({"question": text, "images": [*map(str, images)], "right": right, "answer": answer}))
+            typer.echo(
+                json.dumps({"question": text, "images": [*map(named, images)], "right": right, "answer": answer})
+            )
         return
     rows = (
-        (text.replace("<image>", "").strip(), " ".join(path.name for path in images), answer, right or "")
+        (
+            text.replace("<image>", "").strip(),
+            " ".join(Path(named(image)).name for image in images),
+            answer,
+            right or "",
+        )
         for text, images, right, answer in answers
     )
     table = make_table(("question", "images", "answer", "right answer"), rows, words=4)
@@ -67,12 +75,12 @@ def _held_out(source: Path) -> Path | None:
     return None if named is None else Path(named)
 
 
-def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path, ...], str]]:
+def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path | bytes, ...], str]]:
     """The first exchange of ``count`` samples, spread evenly over the data."""
     from omnibal.formats.shards import open_shards
 
     shards = open_shards(meta)
-    entries = [(shard, item) for shard in shards for item in range(len(shard.records))]
+    entries = [(shard, item) for shard in shards for item in range(len(shard.rows))]
     for number in range(min(count, len(entries))):
         shard, item = entries[number * len(entries) // min(count, len(entries))]
         conversation = shard.conversation(item)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from omnibal.errors import ConfigError
-from omnibal.formats.records import AS_LINES, table_format
+from omnibal.formats.files import KINDS, is_dataset
 from omnibal.records import parse_json, parse_relaxed, read_json
 
 Kind = Literal[
@@ -20,7 +20,7 @@ NAMES: Final[Mapping[Kind, str]] = {
     "profile": "a profile",
     "token lengths": 'a JSON list of {"vit_num", "token_num"}',
     "saved lengths": "a folder of lengths",
-    "dataset": "a dataset (an InternVL meta file, or LLaVA's annotations)",
+    "dataset": f"a dataset (an InternVL meta file, or conversations in {KINDS})",
     "model": "a Hugging Face model folder",
     "checkpoint": "a checkpoint",
     "checkpoints": "a folder of checkpoints",
@@ -71,10 +71,14 @@ def kind_of(name: str, path: Path) -> Kind:
         ConfigError: It cannot be read, or is neither JSON nor JSON lines.
     """
     if path.is_dir():
-        return next((kind for file, kind in FOLDERS if (path / file).exists()), "something else")
+        found = next((kind for file, kind in FOLDERS if (path / file).exists()), None)
+        return found or ("dataset" if is_dataset(path) else "something else")
+    try:
+        if is_dataset(path):
+            return "dataset"
+    except OSError as error:
+        raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
     start = _head(name, path)
-    if '"conversations"' in start:
-        return "dataset"
     if start.startswith("[") and ('"vit_num"' in start or start.rstrip() == "[]"):
         return "token lengths"
     if _first_line(start) is not None:
@@ -98,9 +102,6 @@ def kind_of_object(content: Mapping[str, Any]) -> Kind:
 def _head(name: str, path: Path) -> str:
     """The first characters of a text file."""
     try:
-        table = table_format(path)
-        if table is not None:
-            raise ConfigError(f"{name} must be a folder, JSON or JSON lines, got {path} in {table}; {AS_LINES}")
         with path.open(encoding="utf-8-sig") as file:
             start = file.read(HEAD_CHARACTERS).lstrip()
     except OSError as error:

@@ -11,7 +11,7 @@ from omnibal.data.mixture import Mixture
 from omnibal.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from omnibal.formats.survey import Problem
+    from omnibal.formats.files import Problem
 
 SHOWN_PROBLEMS: Final = 10
 

@@ -26,7 +26,7 @@ from omnibal.feeds.feed import Step
 from omnibal.feeds.sources import part_of
 from omnibal.feeds.stream import PlannedWindow, StreamFeed
 from omnibal.formats.collate import IGNORED
-from omnibal.formats.streamed import ConversationStream, open_streams
+from omnibal.formats.conversations import ConversationStream, open_streams
 from omnibal.plan import Plan
 from omnibal.ranks import gather, new_gloo_group
 

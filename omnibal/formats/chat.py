@@ -1,19 +1,42 @@
-"""Conversations as entries of annotation files have them, in the format of InternVL and LLaVA."""
+"""Conversations about images in the records of other code bases, all read into one form.
+
+Read are InternVL's and LLaVA's records (``conversations``, ``image``), ShareGPT-like ones (``messages``, ``images``),
+Qwen-VL's (images within messages or within their text), ms-swift's and LLaMA-Factory's (``query``, ``response``,
+``history``; ``instruction``, ``input``, ``output``) and plain questions with answers.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from re import compile as pattern
+from typing import Any, Final, NamedTuple
 
-IMAGE_MARK = "<image>"
+from omnibal.errors import DataError
+from omnibal.families.base import Size
+
+IMAGE_MARK: Final = "<image>"
 LONGEST_PATH: Final = 4096
 """Linux opens no longer one (PATH_MAX): what is longer is the picture itself."""
 AS_FILES: Final = "write pictures that stand in the data to files, and name those"
-ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+ROLES: Final = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+OTHER_ASKERS: Final = ("tool", "observation", "tool_response", "function_response")
+"""Roles that advice counts as users': turns of tools carry no loss. Training does not take them."""
+TURN_KEYS: Final = ("conversations", "messages", "conversation")
+QUESTION_KEYS: Final = ("instruction", "input", "prompt", "query", "question")
+ANSWER_KEYS: Final = ("output", "response", "answer", "completion")
+IMAGE_KEYS: Final = ("image", "images", "image_path", "img")
+BESIDE: Final = "__images__"
+"""Key of the pictures that a tar shard holds beside a record; they stand for those that the record names."""
+UNSUPPORTED_KEYS: Final = ("video", "videos", "audio", "audios")
+PREFERENCE_KEYS: Final = ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag")
+NAMED_IMAGE: Final = pattern(r"<img>([^<>]+)</img>")
+"""Qwen-VL's way to name an image within the text."""
+
+Picture = Path | bytes
+"""An image file, or the content of one."""
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """What one side says; ``role`` is ``system``, ``user`` or ``assistant``."""
 
     role: str
@@ -22,61 +45,181 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of alternating sides that end with an answer; the users' turns hold one `IMAGE_MARK` per image."""
+    """A sample's turns and pictures.
+
+    Attributes:
+        turns: Read strictly, they alternate and end with an answer, and users' turns hold one `IMAGE_MARK` per image.
+        images: The pictures, in the order of their marks.
+        sizes: (width, height) of each image where the record states them; a lenient reading then leaves out ``images``.
+    """
 
     turns: tuple[Turn, ...]
-    images: tuple[Path, ...]
+    images: tuple[Picture, ...]
+    sizes: tuple[Size, ...] | None = None
 
 
-def parse_conversation(record: Mapping[str, Any], root: Path) -> Conversation:
-    """Reads ``{"image": path or list or absent, "conversations": [{"from": "human" | "gpt" | "system", "value"}]}``.
+def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = True) -> Conversation:
+    r"""Read a record of any of the forms above.
+
+    Images of a record without any `IMAGE_MARK` come before its first question, as in InternVL's and ms-swift's code.
 
     Args:
-        record: One entry of an annotation file.
+        record: A JSON object, or a row of a table.
         root: Folder that image paths are relative to.
+        strict: Whether the conversation is to be trained on. Advice, which wants lengths alone, takes any order of
+            turns, any role and any number of marks, and images whose sizes are stated need not exist.
 
     Raises:
-        ValueError: With the reason, if the record is not such a conversation.
+        DataError: The record is no conversation; the message names the key.
+
+    >>> record = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat."}]}
+    >>> read_conversation(record | {"images": ["a.jpg"]}, Path("data")).turns[0]
+    Turn(role='user', text='<image>\nWhat?')
     """
-    turns = _parse_turns(record)
-    images = _parse_images(record, root)
-    marks = sum(turn.text.count(IMAGE_MARK) for turn in turns if turn.role == "user")
-    if marks != len(images):
-        raise ValueError(f"conversations must hold one {IMAGE_MARK} per image, got {marks} for {len(images)} image(s)")
-    return Conversation(turns, images)
-
-
-def _parse_turns(record: Mapping[str, Any]) -> tuple[Turn, ...]:
-    turns = record.get("conversations")
-    if not isinstance(turns, list):
-        raise ValueError(
-            f"conversations must be a list of turns, got {turns!r:.80}" if turns else "conversations is missing"
+    for key in UNSUPPORTED_KEYS:
+        if record.get(key):
+            raise DataError(f"sample must hold images and text only, got a {key.rstrip('s')}")
+    for key in PREFERENCE_KEYS:
+        if record.get(key) is not None:
+            raise DataError(f"sample must be for supervised training, got preferences ({key!r})")
+    named = next((_listed(record[key]) for key in IMAGE_KEYS if record.get(key)), [])
+    names_images = bool(named)
+    turns = []
+    for place, role, content in _said(record, strict=strict):
+        text, within = _content(content, place, names_in_text=role == "user" and not names_images, strict=strict)
+        if strict and role == "assistant" and not text.strip():
+            raise DataError(f"{place} must hold an answer, got an empty one")
+        turns.append(Turn(role, text))
+        named += within
+    if not turns:
+        raise DataError(
+            f"sample must hold a conversation ({', '.join(TURN_KEYS[:2])}) or a question and its answer (query, "
+            f"response), got the keys {', '.join(map(str, record))}"
         )
-    parsed = [_parse_turn(turn, number) for number, turn in enumerate(turns)]
-    sides = [turn.role for turn in parsed]
-    asked = sides[1:] if sides[:1] == ["system"] else sides
+    named = record.get(BESIDE, named)
+    marks = sum(turn.text.count(IMAGE_MARK) for turn in turns if turn.role == "user")
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
+    if named and not marks and first is not None:
+        marks = len(named)
+        turns[first] = Turn("user", f"{IMAGE_MARK}\n" * marks + turns[first].text)
+    if strict:
+        _check_order([turn.role for turn in turns])
+        if marks != len(named):
+            raise DataError(f"turns must hold one {IMAGE_MARK} per image, got {marks} for {len(named)} image(s)")
+    sizes = None if BESIDE in record else _stated_sizes(record, len(named))
+    images = () if sizes and not strict else tuple(_picture(image, root) for image in named)
+    return Conversation(tuple(turns), images, sizes)
+
+
+def _said(record: Mapping[str, Any], *, strict: bool) -> list[tuple[str, str, Any]]:
+    """Who says what: the place of each turn, for messages, its role and its content."""
+    key = next((key for key in TURN_KEYS if record.get(key) is not None), None)
+    said = [("system", "system", record["system"])] if record.get("system") else []
+    if key is not None:
+        return said + _turns(record[key], key, strict=strict)
+    for number, pair in enumerate(_listed(record.get("history"))):
+        said += [
+            (f"history[{number}]", role, text) for role, text in zip(("user", "assistant"), _listed(pair), strict=False)
+        ]
+    asked = []
+    for key in QUESTION_KEYS:
+        if _is_turns(record.get(key)):  # as TRL's prompts may be
+            said += _turns(record[key], key, strict=strict)
+        elif record.get(key):
+            asked.append((key, record[key]))
+    if asked:  # an instruction and its input are one question, as in Alpaca
+        of_one = "\n".join(text for _, text in asked) if all(isinstance(text, str) for _, text in asked) else None
+        said += [(asked[0][0], "user", of_one)] if of_one else [(key, "user", text) for key, text in asked]
+    for key in ANSWER_KEYS:
+        if _is_turns(record.get(key)):
+            said += _turns(record[key], key, strict=strict)
+        elif record.get(key):
+            said.append((key, "assistant", record[key]))
+    return said
+
+
+def _is_turns(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(turn, Mapping) and "role" in turn for turn in value)
+
+
+def _turns(turns: Any, key: str, *, strict: bool) -> list[tuple[str, str, Any]]:
+    if isinstance(turns, Mapping) and all(isinstance(column, list) for column in turns.values()):
+        turns = [dict(zip(turns, row, strict=True)) for row in zip(*turns.values(), strict=False)]  # a table's columns
+    if not isinstance(turns, list):
+        raise DataError(f"{key} must be a list of turns, got {turns!r:.80}")
+    return [_turn(turn, f"{key}[{number}]", strict=strict) for number, turn in enumerate(turns)]
+
+
+def _turn(turn: Any, place: str, *, strict: bool) -> tuple[str, str, Any]:
+    if not isinstance(turn, Mapping):
+        if strict:
+            raise DataError(f"{place} must be a turn, got {turn!r:.80}")
+        return place, "assistant", turn
+    who, what = ("from", "value") if turn.get("from") is not None else ("role", "content")
+    role, content = str(turn.get(who)), turn.get(what)
+    if strict and (role not in ROLES or not isinstance(content, str | list)):
+        raise DataError(f"{place} must have {who} ({', '.join(ROLES)}) and {what}, got {turn!r:.80}")
+    return place, ROLES.get(role, "user" if role in OTHER_ASKERS else "assistant"), content
+
+
+def _content(content: Any, place: str, *, names_in_text: bool, strict: bool) -> tuple[str, list[Any]]:
+    """Text with a mark for each image that the turn itself names, and those images."""
+    if isinstance(content, str):
+        images = NAMED_IMAGE.findall(content) if names_in_text else []
+        return NAMED_IMAGE.sub(IMAGE_MARK, content) if images else content, images
+    if not isinstance(content, list):
+        if strict:
+            raise DataError(f"{place} must be a text, got {content!r:.80}")
+        return "" if content is None else str(content), []
+    text, images = "", []
+    for part in content:
+        if not isinstance(part, Mapping):
+            if strict:
+                raise DataError(f"{place} must be a text or a list of parts, got the part {part!r:.80}")
+            text += str(part)
+            continue
+        image = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key)), None)
+        if str(part.get("type")).startswith("image") or (image is not None and not part.get("text")):
+            text += IMAGE_MARK
+            images += _listed(image.get("url") or image if isinstance(image, Mapping) else image)
+        elif isinstance(part.get("text"), str):
+            text += part["text"]
+        elif strict:
+            raise DataError(f"{place} must have parts of text and images, got {part!r:.80}")
+    return text, images
+
+
+def _check_order(roles: Sequence[str]) -> None:
+    asked = roles[1:] if roles[:1] == ["system"] else roles
     if not asked or asked != ["user", "assistant"] * (len(asked) // 2):
-        raise ValueError(f"conversations must alternate human, gpt and end with gpt, got {sides!s:.200}")
-    return tuple(parsed)
+        raise DataError(
+            f"turns must alternate user (human) and assistant (gpt) and end with an answer, got {roles!s:.200}"
+        )
 
 
-def _parse_turn(turn: Any, number: int) -> Turn:
-    if not isinstance(turn, dict) or str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
-        raise ValueError(f"conversations[{number}] must have from ({', '.join(ROLES)}) and value, got {turn!r:.80}")
-    role = ROLES[str(turn["from"])]
-    if role == "assistant" and not turn["value"].strip():
-        raise ValueError(f"conversations[{number}] must hold an answer, got an empty one")
-    return Turn(role, turn["value"])
+def _listed(value: Any) -> list[Any]:
+    if value is None or value == "":
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _parse_images(record: Mapping[str, Any], root: Path) -> tuple[Path, ...]:
-    if "video" in record:
-        raise ValueError("sample must hold images and text only, got a video")
-    images: Sequence[Any] = record.get("image") or []
-    images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
-        raise ValueError(f"image must be a path or a list of paths, got {images!r:.80}; {AS_FILES}")
-    for image in images:
-        if image.startswith("data:") or len(image) > LONGEST_PATH:
-            raise ValueError(f"image must be a path, got {len(image)} characters of data, {image:.30}…; {AS_FILES}")
-    return tuple(root / image for image in images)
+def _picture(image: Any, root: Path) -> Picture:
+    if isinstance(image, Mapping):
+        if isinstance(image.get("bytes"), bytes | bytearray):
+            return bytes(image["bytes"])
+        image = image.get("path") or image
+    if not isinstance(image, str) or not image:
+        raise DataError(f"image must be a path or a list of paths, got {image!r:.80}; {AS_FILES}")
+    if image.startswith(("data:", "http://", "https://")) or len(image) > LONGEST_PATH:
+        kind = "data" if len(image) > LONGEST_PATH or image.startswith("data:") else "an address"
+        raise DataError(f"image must be a path, got {len(image)} characters of {kind}, {image:.30}…; {AS_FILES}")
+    return root / image.removeprefix("file://")
+
+
+def _stated_sizes(record: Mapping[str, Any], count: int) -> tuple[Size, ...] | None:
+    """Sizes that the record itself states, as InternVL's annotations do."""
+    widths, heights = (_listed(record.get(side)) for side in ("width", "height"))
+    if not count or len(widths) != count or len(heights) != count:
+        return None
+    whole = all(type(side) is int and side > 0 for side in (*widths, *heights))
+    return tuple(zip(widths, heights, strict=True)) if whole else None

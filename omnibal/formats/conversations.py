@@ -1,32 +1,41 @@
-"""A dataset of conversations about images, read from annotation files; formats differ only in where those stand."""
+"""Conversations about images as samples for training: a dataset that is read by number, and streams."""
 
 # ruff: noqa: E402
 from omnibal.errors import require
 
 require("torch")  # what is missing is said before it is missed
 
-from collections.abc import Sequence
+import codecs
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.mixture import Mixture
-from omnibal.errors import ConfigError, DataError
-from omnibal.formats.cache import LengthsCache, survey_in_blocks
+from omnibal.errors import ConfigError, DataError, said
+from omnibal.formats.chat import read_conversation
+from omnibal.formats.files import Place, Problem, Row, files_of, is_table, is_tar, stream_rows
 from omnibal.formats.images import MOST_PIXELS
-from omnibal.formats.model_format import ModelFormat
-from omnibal.formats.samples import Prepared, pixels_of, prepare, text_of
-from omnibal.formats.shards import Ids, Shard, Shards, names_of, open_shards
-from omnibal.formats.survey import Broken, Found, Loads, Measured, Problem, settle_problems
+from omnibal.formats.measured import Broken, Found, LengthsCache, Loads, Measured, settle_problems, survey
+from omnibal.formats.model_format import ModelFormat, Prepared
+from omnibal.formats.shards import AnnotationFile, Ids, Shard, Shards, named_files, names_of, open_shards
 from omnibal.formats.text import Encoded, encode
 
-COLUMNS = ("vision_units", "llm_tokens", "target_tokens", "vision_squared")
-CHECKED_SAMPLES = 64
+COLUMNS: Final = ("vision_units", "llm_tokens", "target_tokens", "vision_squared")
+CHECKED_SAMPLES: Final = 64
 """Samples that are measured again before kept lengths are believed."""
+
+T = TypeVar("T")
+
+LOG = logging.getLogger(__name__)
 
 
 class ConversationDataset:
@@ -137,7 +146,7 @@ class ConversationDataset:
     def _measure_all(self) -> Measured:
         items = self._all.used_items()
         folder = self._cache.unfinished if self._cache else None
-        found = survey_in_blocks(self._measure, items, len(COLUMNS), processes=self._processes, folder=folder)
+        found = survey(self._measure, items, len(COLUMNS), processes=self._processes, folder=folder)
         samples = np.arange(self._all.num_samples)
         rows = np.searchsorted(items, self._all.item_of(samples))
         usable = found.usable[rows]
@@ -170,8 +179,8 @@ class ConversationDataset:
     def _made_from(self) -> Any:
         shards = [
             (
-                shard.records.content_hash,
-                shard.records.path.absolute(),  # hosts may differ in where a link leads
+                shard.rows.content_hash,
+                shard.rows.path.absolute(),  # hosts may differ in where a link leads
                 shard.root.absolute(),
                 shard.num_samples,
                 shard.max_tiles,
@@ -183,38 +192,44 @@ class ConversationDataset:
 
     def _measure(self, items: Ids) -> Found:
         """Loads of some items; their texts are tokenised together."""
-        found = [self._prepare_or_report(item) for item in items.tolist()]
+        found = [self._prepared(item) for item in items.tolist()]
         encoded = iter(encode(self.tokenizer, [entry.rendered for entry in found if isinstance(entry, Prepared)]))
         return [entry if isinstance(entry, Problem) else _loads(entry, next(encoded)) for entry in found]
+
+    def _prepared(self, item: int) -> Prepared | Problem:
+        shard, place = self._all.locate(item)
+        row = shard.rows[place]
+        return _or_problem(row, lambda: _prepare(row, shard, self._format))
 
     def _sample(self, index: int, *, with_pixels: bool) -> dict[str, Any]:
         sample = range(len(self))[index]
         item = self._all.item_of(_place_among_all(np.asarray(sample), self._left_out))
         shard, place = self._all.locate(int(item))
-        try:
-            prepared = self._prepare(shard, place)
-            pixels = pixels_of(prepared, self._format) if with_pixels else {"pixel_values": None}
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise DataError(str(shard.problem(place, error))) from error
-        return {**text_of(prepared, self._format), **pixels}
+        row = shard.rows[place]
+        found = _or_problem(
+            row, lambda: self._format.sample(_prepare(row, shard, self._format), with_pixels=with_pixels)
+        )
+        if isinstance(found, Problem):
+            raise DataError(str(found))
+        return found
 
-    def _prepare_or_report(self, item: int) -> Prepared | Problem:
-        shard, place = self._all.locate(item)
-        try:
-            return self._prepare(shard, place)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            return shard.problem(place, error)
 
-    def _prepare(self, shard: Shard, place: int) -> Prepared:
-        return prepare(shard.records[place], shard.root, shard.max_tiles, self._format)
+def _prepare(row: Row, file: Shard | AnnotationFile, model_format: ModelFormat) -> Prepared:
+    return model_format.prepare(read_conversation(row.read(), file.root), file.max_tiles)
+
+
+def _or_problem(row: Row, work: Callable[[], T]) -> T | Problem:
+    """What work on a row returns, or what is wrong with the row; what is wrong with the model's folder is raised."""
+    try:
+        return work()
+    except ConfigError:
+        raise
+    except ValueError as error:
+        return row.problem(error)
 
 
 def open_dataset(
-    paths: str | Path | Sequence[str | Path],
+    paths: Any,
     model_folder: str | Path,
     *,
     image_folder: str | Path | None = None,
@@ -227,10 +242,12 @@ def open_dataset(
     measured: bool = False,
     each_once: bool = False,
 ) -> ConversationDataset:
-    """Opens a dataset, whatever its format.
+    """Open a dataset, whatever its format.
 
     Args:
-        paths: InternVL meta file or annotations as LLaVA has them (a JSON array or JSON lines), or several.
+        paths: A path or several: of InternVL meta files, of JSON lines or a JSON array, of tar shards, Parquet files,
+            folders of such files of one kind, or folders that Hugging Face ``datasets`` saved; or a ``Dataset`` of
+            theirs. Records may be any that `omnibal.formats.chat` reads.
         model_folder: Hugging Face folder of the model: ``config.json``, ``preprocessor_config.json``, tokenizer.
         image_folder: What the images of annotation files are relative to, by default each file's own folder; a meta
             file names its own.
@@ -255,8 +272,132 @@ def open_dataset(
     index = None if cache is None else Path(cache) / "annotations"
     shards = open_shards(paths, image_folder=image_folder, index=index)
     if each_once:
-        shards = [replace(shard, num_samples=len(shard.records), repeated=shard.num_samples) for shard in shards]
+        shards = [replace(shard, num_samples=len(shard.rows), repeated=shard.num_samples) for shard in shards]
     return ConversationDataset(shards, model_format, broken=broken, processes=processes, cache=cache, measured=measured)
+
+
+class ConversationStream:
+    """The samples of a file or folder in their order; it goes on where it stood without reading again.
+
+    Args:
+        file: What is read.
+        model_format: Turns conversations and images into what the model reads.
+        broken: What happens to items that cannot be used: an error, or a warning for each.
+        workers: Processes that read; 0 for none beside this one.
+        share: (rank, ranks): of n ranks each reads every n-th row.
+    """
+
+    def __init__(
+        self, file: AnnotationFile, model_format: ModelFormat, *, broken: Broken, workers: int, share: tuple[int, int]
+    ) -> None:
+        self._file, self._format, self._broken, self._workers, self._share = file, model_format, broken, workers, share
+        self._begins = self._place = Place()
+
+    @property
+    def added_end(self) -> str:
+        """What ends each answer where the model's chat template writes nothing; empty where it does."""
+        return self._format.added_end
+
+    def part(self, rank: int, num_ranks: int) -> "ConversationStream":
+        """Every ``num_ranks``-th row; the others are not parsed."""
+        return ConversationStream(
+            self._file, self._format, broken=self._broken, workers=self._workers, share=(rank, num_ranks)
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = _Samples(self._file, self._format, self._share, self._begins)
+        self._begins = Place()
+        # A generator of its own, since this is drawn in a thread beside the model's.
+        loader = DataLoader(
+            rows, batch_size=None, collate_fn=_as_it_is, num_workers=self._workers, generator=torch.Generator()
+        )
+        for place, found in loader:
+            self._place = place
+            if isinstance(found, Problem) and self._broken == "error":
+                raise DataError(str(found))
+            if isinstance(found, Problem):
+                LOG.warning("A sample is left out: %s", found)
+            else:  # copied, since what another process has sent keeps a file open for each tensor
+                yield {name: None if value is None else value.clone() for name, value in found.items()}
+
+    def state_dict(self) -> dict[str, int]:
+        """The place behind the item that was yielded last."""
+        return self._place._asdict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next iteration begin at a place."""
+        self._begins = self._place = Place(**state)
+
+
+class _Samples(IterableDataset[tuple[Place, dict[str, Any] | Problem]]):
+    """Samples of a share of a file's rows, or what is wrong with one.
+
+    DataLoader asks its workers in turn, one item of each. Worker w of n reads every n-th row of the share from the w-th
+    on, so what the workers bring comes in the order of the rows.
+    """
+
+    def __init__(self, file: AnnotationFile, model_format: ModelFormat, share: tuple[int, int], begin: Place) -> None:
+        self._file, self._format, self._share, self._begin = file, model_format, share, begin
+
+    def __iter__(self) -> Iterator[tuple[Place, dict[str, Any] | Problem]]:
+        worker = get_worker_info()
+        turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        rank, num_ranks = self._share
+        rows = stream_rows(self._file.path, self._begin)
+        share = (found for found in rows if (found[1].number - 1) % num_ranks == rank)
+        for place, row in islice(share, turn, None, turns):
+            yield place, _or_problem(row, partial(self._read, row))
+
+    def _read(self, row: Row) -> dict[str, Any]:
+        return self._format.sample(_prepare(row, self._file, self._format), with_pixels=True)
+
+
+def open_streams(
+    paths: str | Path | Sequence[str | Path],
+    model_folder: str | Path,
+    *,
+    image_folder: str | Path | None = None,
+    max_tiles: int | None = None,
+    max_image_pixels: int = MOST_PIXELS,
+    broken: Broken = "error",
+    workers: int = 0,
+) -> dict[str, ConversationStream]:
+    """Open annotation files as streams, by their names.
+
+    Args:
+        paths: As of `open_dataset`, but no JSON arrays; so the others.
+        model_folder: See there.
+        image_folder: See there.
+        max_tiles: See there.
+        max_image_pixels: See there.
+        broken: As of `ConversationStream`.
+        workers: Processes that read, about; each file or folder has its own.
+
+    Raises:
+        DataError: A file cannot be read, is empty, or is a JSON array.
+        ConfigError: As of ``open_dataset``.
+    """
+    model_format = ModelFormat(model_folder, max_tiles=max_tiles, max_image_pixels=max_image_pixels)
+    files = named_files(paths, image_folder=image_folder)
+    for file in files:
+        try:
+            for path in files_of(file.path):
+                _check_lines(path)
+        except OSError as error:
+            raise DataError(f"annotation must be a readable file, got {file.path} ({said(error)})") from error
+    each = -(-workers // len(files))
+    streams = (ConversationStream(file, model_format, broken=broken, workers=each, share=(0, 1)) for file in files)
+    return dict(zip(names_of(files), streams, strict=True))
+
+
+def _check_lines(path: Path) -> None:
+    if path.is_dir() or is_tar(path) or is_table(path):
+        return
+    with path.open("rb") as file:
+        start = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if start in (b"", b"["):
+        found = "a JSON array" if start else "nothing"
+        raise DataError(f"annotation must be JSON lines to be read as a stream, got {found} in {path}")
 
 
 def _place_among_all(usable: Ids, left_out: Ids) -> Ids:
@@ -274,3 +415,7 @@ def _loads(sample: Prepared, encoded: Encoded) -> Loads:
         int(encoded.is_target[1:].sum()),
         sum(load.vision_squared for load in sample.loads),
     )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,31 +13,30 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from omnibal.errors import said
 
-ORIENTATION = 0x0112
-SIDEWAYS = (5, 6, 7, 8)
-"""EXIF orientations that swap width and height."""
+# EXIF's tag, and its values that swap width and height
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
+# the TIFF tag that says which end of the values is white
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
-"""The TIFF tag that says which end of the values is white."""
 IN_16_BITS: Final = ("PNG", "PPM")
 """Formats whose integers of mode ``I`` have 16 bits."""
 MOST_PIXELS: Final = 89_478_485
 """Pillow's own limit, behind which it warns of decompression bombs: 256 MiB decoded."""
 
 
-def image_size(path: Path | BytesIO, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+def image_size(image: Path | bytes, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
     """Width and height in pixels as a viewer shows the image, a file or its content, without decoding it.
 
     Raises:
         ValueError: With the reason, if there is no file, its header cannot be read, or it has too many pixels.
     """
-    with _opened(path, most_pixels) as image:
-        width, height = image.size
+    with _opened(image, most_pixels) as opened:
+        width, height = opened.size
         # A TIFF's size is upright already. The base class is asked because a PNG's own method decodes the image.
-        turned = image.format != "TIFF" and Image.Image.getexif(image).get(ORIENTATION) in SIDEWAYS
+        turned = opened.format != "TIFF" and Image.Image.getexif(opened).get(ORIENTATION) in SIDEWAYS
     return (height, width) if turned else (width, height)
 
 
-def load_image(path: Path, most_pixels: int = MOST_PIXELS) -> Image.Image:
+def load_image(image: Path | bytes, most_pixels: int = MOST_PIXELS) -> Image.Image:
     """The decoded image, upright and in RGB, as transformers' ``load_image`` gives it.
 
     Unlike there, 16 bits are scaled to 8, by their upper half as Pillow and OpenCV scale colours, and floats from 0 … 1
@@ -47,29 +46,30 @@ def load_image(path: Path, most_pixels: int = MOST_PIXELS) -> Image.Image:
         ValueError: With the reason, if there is no file, it cannot be decoded, it has too many pixels, or the scale of
             its values is not known.
     """
-    with _opened(path, most_pixels) as image:
-        upright = ImageOps.exif_transpose(image)
+    with _opened(image, most_pixels) as opened:
+        upright = ImageOps.exif_transpose(opened)
         if upright.mode[0] in "IF":
-            upright = Image.fromarray(_in_8_bits(np.asarray(upright), image, path))
+            upright = Image.fromarray(_in_8_bits(np.asarray(upright), opened, named(image)))
         return upright.convert("RGB")
 
 
-def _in_8_bits(values: npt.NDArray[Any], image: Any, path: Path | BytesIO) -> npt.NDArray[np.uint8]:
+def named(image: Path | bytes) -> str:
+    """What a message calls an image."""
+    return str(image) if isinstance(image, Path) else f"one of {len(image):,} bytes within the data"
+
+
+def _in_8_bits(values: npt.NDArray[Any], image: Any, name: str) -> npt.NDArray[np.uint8]:
     if image.mode == "F":
         if not (values.min() >= 0 and values.max() <= 1):  # which NaN does not fulfil, either
             raise _RefusedError(
-                f"image must have floats from 0 to 1, got {values.min():g} … {values.max():g} in {path}"
+                f"image must have floats from 0 to 1, got {values.min():g} … {values.max():g} in {name}"
             )
         return np.asarray(np.rint(255 * values), dtype=np.uint8)
     if image.mode == "I" and image.format not in IN_16_BITS:
-        raise _RefusedError(f"image must have 8 or 16 bits a value, or floats, got 32-bit integers in {path}")
+        raise _RefusedError(f"image must have 8 or 16 bits a value, or floats, got 32-bit integers in {name}")
     upper: npt.NDArray[np.uint8] = (values >> 8).astype(np.uint8)
     is_inverted = image.format == "TIFF" and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO
     return np.invert(upper) if is_inverted else upper
-
-
-def _content(path: Path | BytesIO) -> IO[bytes]:
-    return path if isinstance(path, BytesIO) else path.open("rb")
 
 
 class _RefusedError(ValueError):
@@ -77,30 +77,30 @@ class _RefusedError(ValueError):
 
 
 @contextmanager
-def _opened(path: Path | BytesIO, most_pixels: int) -> Iterator[Image.Image]:
+def _opened(image: Path | bytes, most_pixels: int) -> Iterator[Image.Image]:
     """An image; whatever is wrong with it, here or where it is used, is a ``ValueError`` that names it."""
-    stage = "readable"
+    stage, name = "readable", named(image)
     try:
         # A pipe that nobody writes to would be waited for without end.
-        if isinstance(path, Path) and not stat.S_ISREG(path.stat().st_mode):
-            raise _RefusedError(f"image must be readable, got {path}, which is no file")
+        if isinstance(image, Path) and not stat.S_ISREG(image.stat().st_mode):
+            raise _RefusedError(f"image must be readable, got {name}, which is no file")
         # By its content: of a path, Pillow 13 maps uncompressed TIFFs into memory and takes their sides for each other
         # where they are turned.
-        with _content(path) as file, Image.open(file) as image:
-            if image.width * image.height > most_pixels:
+        with BytesIO(image) if isinstance(image, bytes) else image.open("rb") as file, Image.open(file) as opened:
+            if opened.width * opened.height > most_pixels:
                 raise _RefusedError(
-                    f"image must have at most {most_pixels:,} pixels, got {image.width:,} x {image.height:,} in "
-                    f"{path}; omnibal.data.max_image_pixels says how many"
+                    f"image must have at most {most_pixels:,} pixels, got {opened.width:,} x {opened.height:,} in "
+                    f"{name}; omnibal.data.max_image_pixels says how many"
                 )
             stage = "decodable"
-            yield image
+            yield opened
     except (_RefusedError, MemoryError):
         raise
     except FileNotFoundError as error:
-        raise ValueError(f"image must exist, got {path}") from error
+        raise ValueError(f"image must exist, got {name}") from error
     except UnidentifiedImageError as error:
-        raise ValueError(f"image must have a readable header, got {path}") from error
+        raise ValueError(f"image must have a readable header, got {name}") from error
     except OSError as error:
-        raise ValueError(f"image must be {stage}, got {path} ({error.strerror or said(error)})") from error
+        raise ValueError(f"image must be {stage}, got {name} ({error.strerror or said(error)})") from error
     except Exception as error:  # decoders fail in any way that damaged bytes lead them to
-        raise ValueError(f"image must be {stage}, got {path} ({said(error)})") from error
+        raise ValueError(f"image must be {stage}, got {name} ({said(error)})") from error

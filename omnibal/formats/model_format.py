@@ -7,6 +7,7 @@ processor that the folder names.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,15 @@ from torch import Tensor
 from omnibal.errors import ConfigError, said
 from omnibal.families import family_of
 from omnibal.families.base import ImageLoad, ImageRule, Size
-from omnibal.formats.chat import IMAGE_MARK, Conversation
-from omnibal.formats.images import MOST_PIXELS
-from omnibal.formats.text import ChatTemplate, Render, render_chatml, text_start
+from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture
+from omnibal.formats.images import MOST_PIXELS, image_size, load_image, named
+from omnibal.formats.text import ChatTemplate, Render, Rendered, encode, render_chatml, text_start
 from omnibal.records import read_json
 
+# endings of the files of a model's folder that are not weights
 SETTINGS = (".json", ".jinja", ".txt", ".model")
-"""Endings of the files of a model's folder that are not weights."""
+# dimensions of pixels where a processor pads every image to as many tiles
 PADDED_TILES = 5
-"""Dimensions of pixels where a processor pads every image to as many tiles."""
 
 
 def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
@@ -44,6 +45,16 @@ def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
     except Exception as error:  # files are checked by nobody: what they trip varies with what they hold
         kind = auto_class.__name__
         raise ConfigError(f"model's folder must hold what {kind} reads, got {folder}: {said(error)}") from error
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sample whose text is not yet tokenised and whose images are not decoded; ``loads`` are each image's."""
+
+    rendered: Rendered
+    images: tuple[Picture, ...]
+    loads: tuple[ImageLoad, ...]
+    max_tiles: int | None
 
 
 class ModelFormat:
@@ -131,6 +142,38 @@ class ModelFormat:
             tiles = [padded[: load.vision_units] for padded, load in zip(found["pixel_values"], loads, strict=True)]
             found["pixel_values"] = torch.cat(tiles)
         return found
+
+    def prepare(self, conversation: Conversation, max_tiles: int | None = None) -> Prepared:
+        """Read the headers of a conversation's images, and render its text.
+
+        Raises:
+            ValueError: With the reason, if it cannot be used.
+        """
+        self.refuse_image_tokens(conversation)
+        sizes = [image_size(image, self.max_image_pixels) for image in conversation.images]
+        loads = self.image_loads(sizes, max_tiles)
+        return Prepared(self.render(conversation), conversation.images, loads, max_tiles)
+
+    def sample(self, prepared: Prepared, *, with_pixels: bool) -> dict[str, Any]:
+        """A sample for training.
+
+        Returns:
+            ``input_ids`` and ``labels`` (tokens,) int64, each image as many tokens as it brings, and what `pixels`
+            returns; ``pixel_values`` is None where there are none or they are not wanted.
+
+        Raises:
+            ValueError: With the reason, if an image cannot be used.
+        """
+        (encoded,) = encode(self.tokenizer, [prepared.rendered])
+        expanded = encoded.expanded(self.image_token_id, [load.llm_tokens for load in prepared.loads])
+        text = {"input_ids": torch.from_numpy(expanded.ids), "labels": torch.from_numpy(expanded.labels)}
+        if not prepared.images or not with_pixels:
+            return {**text, "pixel_values": None}
+        images = [load_image(image, self.max_image_pixels) for image in prepared.images]
+        if self.image_loads([image.size for image in images], prepared.max_tiles) != prepared.loads:
+            names = ", ".join(map(named, prepared.images))
+            raise ValueError(f"images must decode to the sizes of their headers, got others: {names}")
+        return {**text, **self.pixels(images, prepared.max_tiles)}
 
     def refuse_image_tokens(self, conversation: Conversation) -> None:
         """Refuses texts that hold by themselves what is to stand for images.

@@ -20,10 +20,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.errors import ConfigError, DataError, shortened
-from omnibal.formats.chat import Conversation, parse_conversation
-from omnibal.formats.records import Records
-from omnibal.formats.survey import Problem
+from omnibal.errors import ConfigError, DataError
+from omnibal.formats.chat import Conversation, read_conversation
+from omnibal.formats.files import Rows, Table, is_table, is_tar, open_rows
 from omnibal.records import load_json
 
 KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")
@@ -34,7 +33,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AnnotationFile:
-    """An annotation file as it is named, unread.
+    """An annotation file or folder as it is named, unread.
 
     Attributes:
         name: What the user calls it.
@@ -61,11 +60,11 @@ class AnnotationFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """One annotation file.
+    """The rows of one annotation file.
 
     Attributes:
         name: What the user calls it.
-        records: Its entries.
+        rows: Its items.
         root: Where its images are.
         num_samples: Samples drawn from it: its items in order, then again from the first one.
         max_tiles: Most tiles of its images, where it has a limit of its own.
@@ -73,7 +72,7 @@ class Shard:
     """
 
     name: str
-    records: Records
+    rows: Rows
     root: Path
     num_samples: int
     max_tiles: int | None = None
@@ -85,29 +84,22 @@ class Shard:
         Raises:
             DataError: It is no conversation; the message names file and line.
         """
+        row = self.rows[place]
         try:
-            return parse_conversation(self.records[place], self.root)
+            return read_conversation(row.read(), self.root)
         except ValueError as error:
-            raise DataError(str(self.problem(place, error))) from error
-
-    def problem(self, place: int, error: ValueError) -> Problem:
-        """What is wrong with one of its items."""
-        return Problem(self.records.path, self.records.line(place), shortened(str(error)))
+            raise DataError(str(row.problem(error))) from error
 
 
 class Shards:
     """Annotation files one after another; items are numbered through, and so are samples.
 
-    Args:
-        shards: The annotation files.
-
-    Attributes:
-        num_samples: Samples in all.
+    ``num_samples`` counts the samples of all of them.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = tuple(shards)
-        self._sizes = np.array([len(shard.records) for shard in shards], dtype=np.int64)
+        self.parts = tuple(shards)
+        self._sizes = np.array([len(shard.rows) for shard in shards], dtype=np.int64)
         self._drawn = np.array([shard.num_samples for shard in shards], dtype=np.int64)
         self._first_items: Ids = np.cumsum(self._sizes) - self._sizes
         self._first_samples: Ids = np.cumsum(self._drawn) - self._drawn
@@ -126,6 +118,7 @@ class Shards:
 
     def samples_of(self, items: Ids) -> Ids:
         """All samples that repeat some items, ascending; takes memory for these samples only."""
+        # Item i of a shard of n items and m samples is repeated ceil((m - i) / n) times, n samples apart.
         shard = np.searchsorted(self._first_items, items, side="right") - 1
         places, sizes = items - self._first_items[shard], self._sizes[shard]
         times = np.maximum(-(-(self._drawn[shard] - places) // sizes), 0)
@@ -146,7 +139,7 @@ class Shards:
     def locate(self, item: int) -> tuple[Shard, int]:
         """The shard of an item, and its place in there."""
         number = int(np.searchsorted(self._first_items, item, side="right")) - 1
-        return self._shards[number], item - int(self._first_items[number])
+        return self.parts[number], item - int(self._first_items[number])
 
 
 def names_of(shards: Sequence[Shard | AnnotationFile]) -> tuple[str, ...]:
@@ -155,41 +148,35 @@ def names_of(shards: Sequence[Shard | AnnotationFile]) -> tuple[str, ...]:
     return names if len(set(names)) == len(names) else tuple(map(str, range(len(names))))
 
 
-def open_shards(
-    paths: str | Path | Sequence[str | Path], *, image_folder: str | Path | None = None, index: Path | None = None
-) -> list[Shard]:
+def open_shards(paths: Any, *, image_folder: str | Path | None = None, index: Path | None = None) -> list[Shard]:
     """The annotation files that a user names, by what the named files look like.
 
     Args:
-        paths: InternVL meta files (a ``.json`` that holds an object), or annotation files (any other).
+        paths: A path or several: of InternVL meta files (a ``.json`` that holds an object), or of whatever
+            `omnibal.formats.files.open_rows` opens; or a ``Dataset`` of Hugging Face ``datasets``.
         image_folder: What the images of annotation files are relative to, by default each file's own folder; a meta
             file names its own.
-        index: As of `Records`.
+        index: As of `omnibal.formats.files.open_rows`.
 
     Raises:
         DataError: A file cannot be used; names the meta file, the dataset and the key.
         ConfigError: An image folder is given for a meta file.
     """
+    if hasattr(paths, "features"):
+        rows = Table(Path("dataset"), paths)
+        return [Shard("dataset", rows, Path(image_folder or ""), len(rows))]
     return [_opened(file, index) for file in named_files(paths, image_folder)]
 
 
 def named_files(
     paths: str | Path | Sequence[str | Path], image_folder: str | Path | None = None
 ) -> list[AnnotationFile]:
-    """As ``open_shards``, but no annotation file is read.
-
-    Args:
-        paths: As of ``open_shards``; so ``image_folder``.
-        image_folder: See there.
-
-    Raises:
-        DataError: A meta file cannot be used.
-        ConfigError: An image folder is given for a meta file.
-    """
+    """The annotation files that ``open_shards`` would open, unread; arguments and errors are those of it."""
     files: list[AnnotationFile] = []
     for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
         if not _is_meta(path):
-            files.append(AnnotationFile(path.stem, path, path.parent if image_folder is None else Path(image_folder)))
+            beside = path if path.is_dir() else path.parent
+            files.append(AnnotationFile(path.stem, path, beside if image_folder is None else Path(image_folder)))
         elif image_folder is None:
             files += _read_meta(path)
         else:
@@ -198,20 +185,22 @@ def named_files(
 
 
 def _opened(file: AnnotationFile, index: Path | None) -> Shard:
-    records = Records(file.path, index)
-    if file.length not in (None, len(records)):
-        raise file.refused("length", f"be the {len(records)} entries of {records.path}", repr(file.length))
-    num_samples = int(len(records) * file.repeat)
+    rows = open_rows(file.path, index)
+    if file.length not in (None, len(rows)):
+        raise file.refused("length", f"be the {len(rows)} entries of {rows.path}", repr(file.length))
+    num_samples = int(len(rows) * file.repeat)
     if not num_samples:
-        raise file.refused("repeat_time", f"draw at least one of {len(records)} items", repr(file.repeat))
-    return Shard(file.name, records, file.root, num_samples, file.max_tiles)
+        raise file.refused("repeat_time", f"draw at least one of {len(rows)} items", repr(file.repeat))
+    return Shard(file.name, rows, file.root, num_samples, file.max_tiles)
 
 
 def _is_meta(path: Path) -> bool:
     try:
+        if path.is_dir() or is_tar(path) or is_table(path):
+            return False
         with path.open(encoding="utf-8-sig") as file:
             return path.suffix == ".json" and file.read(1024).lstrip().startswith("{")
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"dataset must be a readable text file, got {path} ({error})") from error
 
 

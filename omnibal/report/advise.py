@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from omnibal.advise.changes import Advice, TriedChange, count_of
 from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
-from omnibal.advise.measuring import holds_conversations
 from omnibal.advise.memory import COPIED, FLOAT16, USUAL
 from omnibal.advise.paste import Kind, Proposal, lines_to_paste, pipeline_lines, propose
 from omnibal.advise.question import Question
@@ -108,8 +107,7 @@ class Report:
         """The lines that adopt the advice."""
         advice, asked = self.advice, self.question
         measured = asked.measured.is_whole
-        kind: Kind = "annotations" if holds_conversations(Path(asked.data)) else "others"
-        kind = "lengths" if measured else "stream" if asked.measured.is_stream else kind
+        kind: Kind = "lengths" if measured else "stream" if asked.measured.is_stream else "annotations"
         names = {"data": asked.data, "model": asked.model_path}
         found = lines_to_paste(advice, asked.present, asked.cluster, self.proposal, **names, kind=kind)
         if advice.plan is not None:

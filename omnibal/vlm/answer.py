@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omnibal.errors import ConfigError, DataError, said
-from omnibal.formats.chat import IMAGE_MARK, Conversation, Turn
+from omnibal.formats.chat import IMAGE_MARK, Conversation, Picture, Turn
 from omnibal.formats.images import load_image
 from omnibal.formats.model_format import ModelFormat, load_part
 from omnibal.formats.text import Rendered, encode
@@ -32,12 +32,12 @@ class Answerer:
         self._format = ModelFormat(folder)
         self._model = _whole(AutoModelForImageTextToText, Path(folder)).to(_usable(device)).eval()
 
-    def answer(self, question: str, images: Sequence[Path] = (), *, max_new_tokens: int = 64) -> str:
+    def answer(self, question: str, images: Sequence[Picture] = (), *, max_new_tokens: int = 64) -> str:
         """The likeliest answer, token by token.
 
         Args:
             question: May hold one ``<image>`` for each image; without any, images come before the question.
-            images: Image files.
+            images: Image files, or the content of some.
             max_new_tokens: The longest answer.
 
         Raises:
@@ -63,14 +63,14 @@ class Answerer:
         )
         return str(self._format.tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
 
-    def _prompt(self, question: str, images: tuple[Path, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _prompt(self, question: str, images: tuple[Picture, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """Token ids (1, tokens) up to where the answer begins, and what else the model takes of images, by name."""
         conversation = Conversation((Turn("user", question), Turn("assistant", "an answer")), images)
         self._format.refuse_image_tokens(conversation)
         asked = self._format.render(conversation)
         answer_begins = asked.targets[0][0]
         (encoded,) = encode(self._format.tokenizer, [Rendered(asked.text[:answer_begins], ())])
-        pictures = [load_image(path) for path in images]
+        pictures = [load_image(image) for image in images]
         loads = self._format.image_loads([picture.size for picture in pictures])
         ids = encoded.expanded(self._format.image_token_id, [load.llm_tokens for load in loads]).ids
         prompt, pixels = torch.from_numpy(ids)[None], self._format.pixels(pictures) if pictures else {}

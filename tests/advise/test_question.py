@@ -99,9 +99,7 @@ def test_wrong_names_are_refused(lists, tmp_path):
         read_today(str(tmp_path / "b.yaml"))
     with pytest.raises(ConfigError, match="today must be JSON or YAML, got"):
         read_today(__file__)
-    with pytest.raises(
-        DataError, match=r"data must be a file, lengths, or a folder that datasets saved \(save_to_disk\), got"
-    ):
+    with pytest.raises(DataError, match=r"data must be JSON lines, .* or a folder that datasets saved, .* got"):
         measure([tmp_path], read_model(NAME), PRESENT)
     (tmp_path / "a.tar").touch()
     with pytest.raises(DataError, match=r"data must be shards alone where there are some, got .*one\.json beside them"):

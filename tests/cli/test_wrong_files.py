@@ -6,6 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from omnibal.cli.files import NAMES
 from omnibal.data.limits import PackLimits
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
@@ -43,15 +44,15 @@ def test_json_that_cannot_be_read_is_named(refusal, demo, ds_config, tmp_path, k
         assert "wrong.json" in line and line.count("\n") == 0, (command, line)
 
 
-@pytest.mark.parametrize(("start", "name"), [(b"PAR1", "Parquet"), (b"ARROW1", "Arrow")])
+@pytest.mark.parametrize(("start", "name"), [(b"SQLite", "SQLite"), (b"ARROW1", "ARROW1")])
 def test_tables_are_named_with_what_to_do(refusal, demo, tmp_path, start, name):
     table, meta = tmp_path / "train.table", tmp_path / "meta.json"
     table.write_bytes(start + b"\0\x93" * 100)
     meta.write_text(json.dumps({"mine": {"root": ".", "annotation": table.name}}))
-    remedy = f"got {table} in {name}; write its rows as JSON lines, its pictures as files that they name"
+    rule = "must be JSON lines, a JSON list, a tar shard, Parquet, or a folder that datasets saved"
     for data in (table, meta):
         line = refusal("lengths", data, tmp_path / "out", "--model", demo.model)
-        assert line.endswith(remedy) and "JSON lines" in line
+        assert rule in line and line.endswith(f"got {table} in {name}")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in UNREADABLE if kind != "half a character"])  # a key that is not read
@@ -198,9 +199,9 @@ def test_a_plan_of_another_model_is_refused(refusal, tmp_path):
     [
         ({"limits": 1, "partition": 2}, "a plan"),
         ({"layers": 1, "device": 2}, "a profile"),
-        ({"shapes": {"annotation": "a.jsonl"}}, "a dataset (an InternVL meta file, or LLaVA's annotations)"),
+        ({"shapes": {"annotation": "a.jsonl"}}, NAMES["dataset"]),
         ([{"vit_num": 1, "token_num": 2}], 'a JSON list of {"vit_num", "token_num"}'),
-        ({"conversations": []}, "a dataset (an InternVL meta file, or LLaVA's annotations)"),
+        ({"conversations": []}, NAMES["dataset"]),
     ],
 )
 def test_files_in_each_others_place_are_told_apart_by_content(refusal, tmp_path, content, is_what):
@@ -213,10 +214,10 @@ def test_files_in_each_others_place_are_told_apart_by_content(refusal, tmp_path,
 
 @pytest.mark.parametrize("form", ["[{}]", "{}\n{}"])
 def test_conversations_in_another_form_are_told_by_their_keys(refusal, demo, tmp_path, form):
-    entry = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "images": []})
+    entry = json.dumps({"caption": "A cat.", "picture": "cat.jpg"})
     (tmp_path / "train.jsonl").write_text(form.replace("{}", entry))
     line = refusal("lengths", tmp_path / "train.jsonl", tmp_path / "out", "--model", demo.model)
-    assert line.endswith("train.jsonl, which has the keys messages, images")
+    assert line.endswith("train.jsonl, which has the keys caption, picture")
 
 
 def test_an_object_of_another_kind_is_said_with_its_keys(refusal, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from omnibal.errors import DataError
-from omnibal.formats import cache, records
+from omnibal.formats import files, measured
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 
 ONE = ([("human", "<image>\nWhat is red?"), ("gpt", "the ball")], [(120, 50)])
@@ -50,16 +50,16 @@ def test_a_second_run_measures_few_items_and_maps_the_lengths(open_again, measur
 @pytest.fixture
 def interrupted(monkeypatch):
     """Blocks of 50 items; the pass ends in the third."""
-    monkeypatch.setattr(cache, "BLOCK_ITEMS", 50)
-    survey, calls = cache.survey, []
+    monkeypatch.setattr(measured, "BLOCK_ITEMS", 50)
+    measure, calls = measured._measured, []
 
-    def survey_or_stop(*arguments, **options):
-        calls.append(options["name"])
+    def measure_or_stop(*arguments):
+        calls.append(arguments)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return survey(*arguments, **options)
+        return measure(*arguments)
 
-    monkeypatch.setattr(cache, "survey", survey_or_stop)
+    monkeypatch.setattr(measured, "_measured", measure_or_stop)
 
 
 def test_an_interrupted_run_goes_on_with_its_block(open_again, measured_items, interrupted, tmp_path):
@@ -161,7 +161,7 @@ def test_where_another_process_has_measured_nothing_is_read_but_what_it_kept(
     first = open_again(broken="skip")
     measured_items.clear()
     caplog.clear()
-    monkeypatch.setattr(records, "_scan", None)  # no annotation is read
+    monkeypatch.setattr(files, "_scan_json", None)  # no annotation is read
     again = open_again(broken="skip", measured=True)
     assert measured_items == []
     assert caplog.text == ""

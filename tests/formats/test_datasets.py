@@ -139,8 +139,8 @@ def test_pickles_and_works_in_loader_workers(write_dataset, model_folder):
 def test_several_processes_find_the_same(write_dataset, model_folder, monkeypatch):
     meta = write_dataset([ONE, NONE, "{broken", TWO] * 5)
     alone = open_dataset(meta, model_folder, processes=1, broken="skip")
-    monkeypatch.setattr("omnibal.formats.survey.ITEMS_WORTH_A_PROCESS", 4)
-    monkeypatch.setattr("omnibal.formats.survey.CHUNK_ITEMS", 3)
+    monkeypatch.setattr("omnibal.formats.measured.ITEMS_WORTH_A_PROCESS", 4)
+    monkeypatch.setattr("omnibal.formats.measured.CHUNK_ITEMS", 3)
     several = open_dataset(meta, model_folder, processes=2, broken="skip")
     assert several.lengths().content_hash == alone.lengths().content_hash
     assert several.skipped == alone.skipped
@@ -164,7 +164,7 @@ def broken_lines(folder):
         line("<image>", "a", image="text.png"): "image must have a readable header, got .*text.png",
         line("<image><image>", "a", image="good.png"): "one <image> per image, got 2 for 1",
         line("<image>", "", image="good.png"): "must hold an answer",
-        '{"id": 1}': "conversations is missing",
+        '{"id": 1}': "sample must hold a conversation .* got the keys id",
         line("<image> <IMG_CONTEXT>", "a", image="good.png"): "must not hold <IMG_CONTEXT>",
     }
 

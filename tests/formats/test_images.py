@@ -137,7 +137,7 @@ def test_pixels_are_bounded(tmp_path):
         pytest.warns(Image.DecompressionBombWarning),
         pytest.raises(ValueError, match="at most 89,478,485 pixels, got 13,000 x 13,000"),
     ):
-        image_size(BytesIO(start + struct.pack(">I", 100) + b"IDAT" + b"\0" * 10))
+        image_size(start + struct.pack(">I", 100) + b"IDAT" + b"\0" * 10)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from omnibal.errors import DataError
-from omnibal.formats.conversations import open_dataset
-from omnibal.formats.streamed import open_streams
+from omnibal.formats.conversations import open_dataset, open_streams
 
 TURNS = [("human", "<image>\nWhat is red?"), ("gpt", "the ball")]
 NUMBERS = range(9)

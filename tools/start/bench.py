@@ -19,7 +19,7 @@ from omnibal.data.synthetic import tiled_lengths
 from omnibal.demo.model import write_model_folder
 from omnibal.demo.questions import vocabulary
 from omnibal.formats.conversations import ConversationDataset, open_dataset
-from omnibal.formats.survey import Measured
+from omnibal.formats.measured import Measured
 
 LINE = b'{"id": "a made-up sample, never parsed"}\n'
 BLOCK = 1_000_000

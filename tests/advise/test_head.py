@@ -4,16 +4,14 @@ import io
 import json
 import tarfile
 from itertools import islice
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from omnibal.advise import measuring
+from omnibal.advise.measuring import STANDARD_INPUT, head_rows, measure_rows
 from omnibal.errors import DataError
-from omnibal.formats import head
-from omnibal.formats.drawn import Opened, measure_items
-from omnibal.formats.head import STANDARD_INPUT, is_stream, stream_items
-from tests.formats.test_drawn import ASKED, FORMS, RULE, SAID, SHAREGPT
+from tests.advise.test_measuring import ASKED, FORMS, RULE, SAID, SHAREGPT
 
 
 def picture(width, height):
@@ -32,8 +30,7 @@ def shard(path, members):
 
 
 def measured(*paths, count=1000):
-    items = islice(stream_items(paths), count)
-    return measure_items(Opened(items), RULE, str.__len__, "the shards")
+    return measure_rows(islice(head_rows(paths), count), RULE, str.__len__, "the shards")
 
 
 def test_members_of_one_name_are_a_sample_and_shards_take_turns(tmp_path):
@@ -46,15 +43,15 @@ def test_members_of_one_name_are_a_sample_and_shards_take_turns(tmp_path):
     found = measured(first, second)
     # By turns, while there are several; the pictures are those beside the record.
     assert found.lengths.vision_units.tolist() == [200, 0, 100, 0, 0]
-    assert (found.num_samples, found.problems) == (5, ())
+    assert (len(found.lengths), found.problems) == (5, ())
     assert len(measured(first, second, count=2).lengths) == 2
 
 
 def test_of_many_shards_some_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(head, "MOST_OPEN", 2)
+    monkeypatch.setattr(measuring, "MOST_OPEN", 2)
     one = {"0.json": json.dumps({"query": ASKED}).encode()}
-    places = [place for place, _ in stream_items([shard(tmp_path / f"{n}.tar.gz", one) for n in range(5)])]
-    assert places == [f"{tmp_path}/0.tar.gz, 0", f"{tmp_path}/3.tar.gz, 0"]
+    rows = [row for row, _ in head_rows([shard(tmp_path / f"{n}.tar.gz", one) for n in range(5)])]
+    assert [(row.file.name, row.name) for row in rows] == [("0.tar.gz", "0"), ("3.tar.gz", "0")]
 
 
 def test_lines_of_standard_input_are_items(tmp_path, monkeypatch):
@@ -74,7 +71,6 @@ def test_lines_of_standard_input_are_items(tmp_path, monkeypatch):
 
 
 def test_what_is_no_shard_is_refused(tmp_path):
-    assert [is_stream(Path(name)) for name in ("-", "a.tar", "a.json")] == [True, True, False]
     (tmp_path / "a.tar").write_text("no archive")
     with pytest.raises(DataError, match=r"data must be shards that can be read, got .*a\.tar"):
         measured(tmp_path / "a.tar")
@@ -99,4 +95,4 @@ def test_shards_that_are_cut_off_are_refused(tmp_path, name, share):
 def test_a_record_of_a_shard_that_nests_too_deeply_is_a_problem(tmp_path):
     fine = {f"{n}.json": json.dumps({"query": ASKED}).encode() for n in range(20)}
     found = measured(shard(tmp_path / "a.tar", fine | {"deep.json": b"[" * 100_000}))
-    assert found.problems == (f"{tmp_path}/a.tar, deep: brackets nest too deeply",)
+    assert found.problems == (f"{tmp_path}/a.tar, deep: entry must be readable JSON, got: brackets nest too deeply",)

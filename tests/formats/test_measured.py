@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omnibal.formats import survey as module
-from omnibal.formats.survey import Problem, in_chunks, survey
+from omnibal.formats import measured as module
+from omnibal.formats.files import Problem
+from omnibal.formats.measured import survey
 
 
 def measure(items):
@@ -20,21 +21,13 @@ def test_items_stay_in_order(monkeypatch, processes):
     monkeypatch.setattr(module, "ITEMS_WORTH_A_PROCESS", 10)
     monkeypatch.setattr(module, "CHUNK_ITEMS", 4)
     items = np.arange(1, 101)
-    found = survey(measure, in_chunks(items), 2, total=100, processes=processes)
+    found = survey(measure, items, 2, processes=processes)
     assert found.loads[found.usable].tolist() == [[n, n * n] for n in range(1, 101) if n % 7]
     assert found.usable.tolist() == [n % 7 != 0 for n in range(1, 101)]
     assert [problem.line for problem in found.problems] == list(range(7, 101, 7))
 
 
-def test_chunks_hold_all_items_in_order(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_ITEMS", 4)
-    for count in range(12):
-        chunks = in_chunks(np.arange(count))
-        assert np.concatenate(chunks).tolist() == list(range(count))
-        assert max(map(len, chunks)) <= 4
-
-
 def test_a_killed_process_ends_the_pass(monkeypatch):
     monkeypatch.setattr(module, "ITEMS_WORTH_A_PROCESS", 10)
     with pytest.raises(BrokenProcessPool):
-        survey(lambda items: os.kill(os.getpid(), signal.SIGKILL), in_chunks(np.arange(20)), 2, total=20, processes=2)
+        survey(lambda items: os.kill(os.getpid(), signal.SIGKILL), np.arange(20), 2, processes=2)
