@@ -109,11 +109,6 @@ def picoseconds(seconds: FloatArray) -> IntArray:
     return np.rint(seconds * _PICOSECONDS).astype(np.int64)
 
 
-def in_seconds(time: IntArray) -> FloatArray:
-    """Picoseconds to seconds; -1 (does not fit) becomes infinity."""
-    return np.where(time < 0, np.inf, time / _PICOSECONDS)
-
-
 def _seconds(layer: LayerCost, level: Level, loads: Load) -> float:
     return float(layer.recompute_seconds[level](loads).mean()) if level in layer.recompute_seconds else 0.0
 
@@ -128,7 +123,8 @@ class StageTable:
     def least_seconds(self, seconds: FloatArray) -> FloatArray:
         """The least recompute seconds of every stage; infinity for what does not fit or is no stage."""
         time = picoseconds(seconds)
-        return in_seconds(np.stack([self._sweep(stage, time, self._room(stage))[0] for stage in self._stages]))
+        least = np.stack([self._sweep(stage, time, self._room(stage))[0] for stage in self._stages])
+        return np.where(least < 0, np.inf, least / _PICOSECONDS)
 
     def missing_bytes(self) -> IntArray:
         """Bytes by which the least memory of every stage exceeds the budget; negative if the stage fits."""

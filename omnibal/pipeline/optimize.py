@@ -21,6 +21,7 @@ Evaluate = Callable[[IntArray], FloatArray]
 _STEP = 1.01  # ratio of one limit on the slowest stage to the next: the model's optimum is met within 1 %
 _EVENNESS = 1e-3  # weight of even stages in a passage: decides among partitions that the model finds about equal
 _ROUNDING = 1 + 1e-12
+_REACH = 3  # the most layers that a descent moves one boundary by
 _AT_A_TIME = 16  # neighbours that a descent evaluates together, before it looks at the best of them
 
 
@@ -125,12 +126,7 @@ def _follow(choices: NDArray[np.int_]) -> Boundaries:
 
 
 def descend(
-    starts: Iterable[Boundaries],
-    known: Mapping[Boundaries, float],
-    evaluate: Evaluate,
-    bound: Evaluate,
-    *,
-    reach: int = 3,
+    starts: Iterable[Boundaries], known: Mapping[Boundaries, float], evaluate: Evaluate, bound: Evaluate
 ) -> dict[Boundaries, float]:
     """Move each start to better neighbours until none is better; returns the seconds of every partition evaluated.
 
@@ -141,7 +137,7 @@ def descend(
     for start in starts:
         best: Boundaries | None = start
         while best is not None and best not in search.left:
-            best = search.leave(best, neighbours(best, reach))
+            best = search.leave(best, neighbours(best, _REACH))
     return search.seconds
 
 

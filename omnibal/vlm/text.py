@@ -153,16 +153,15 @@ def _longest_sample(text_config: Any) -> int | None:
     return int(text_config.max_position_embeddings) if dynamic else None
 
 
-def text_recipes(
-    records: Sequence[LayerRecord], *, language_model: str = "model.language_model", head: str = "lm_head"
-) -> tuple[LayerRecipe, ...]:
+def text_recipes(records: Sequence[LayerRecord]) -> tuple[LayerRecipe, ...]:
     """Recipes of the layers from text embedding to head, the last of ``records``."""
     num_blocks, tied = [record.kind for record in records].count("decoder_block"), records[-1].tied_key is not None
+    language_model = "model.language_model"  # where transformers' vision-language models have it
     embed_tokens = {"embed_tokens": f"{language_model}.embed_tokens"}
     rotary = {"rotary": f"{language_model}.rotary_emb"}
     return (
         LayerRecipe(TiedEmbedding if tied else TextEmbedding, embed_tokens),
         *(LayerRecipe(DecoderBlock, {"block": f"{language_model}.layers.{i}"} | rotary) for i in range(num_blocks)),
         LayerRecipe(FinalNorm, {"norm": f"{language_model}.norm"}),
-        LayerRecipe(TiedEmbedding, embed_tokens) if tied else LayerRecipe(Head, {"lm_head": head}),
+        LayerRecipe(TiedEmbedding, embed_tokens) if tied else LayerRecipe(Head, {"lm_head": "lm_head"}),
     )
