@@ -42,17 +42,14 @@ STRETCHES_KEPT: Final = 2
 
 @dataclass(frozen=True)
 class Origin:
-    """Where other ranks left a mixture: what the epochs behind theirs go on from.
-
-    Attributes:
-        epoch: The first epoch behind theirs.
-        step: Steps that were trained before it.
-        units: What each source was to give before it, in parts of 1 / ``UNIT`` of a sample or token.
-    """
+    """Where other ranks left a mixture: what the epochs behind theirs go on from."""
 
     epoch: int
+    """The first epoch behind those of the other ranks."""
     step: int
+    """Steps that were trained before that epoch."""
     units: tuple[int, ...]
+    """What each source was to give before that epoch, in parts of 1 / ``UNIT`` of a sample or token."""
 
 
 class Span(NamedTuple):
@@ -98,11 +95,7 @@ class DrawSchedule:
         self.blocks = lru_cache(BLOCKS_KEPT)(self._cut_stretch)
 
     def _cut_epoch(self, epoch: int) -> list[Span]:
-        """The stretches of an epoch.
-
-        Raises:
-            ConfigError: The epoch lies before the origin.
-        """
+        # Stretches end at each knot, so that shares change linearly within one.
         if epoch < self._origin.epoch:
             raise ConfigError(f"epoch must be at least {self._origin.epoch}, as other ranks began it, got {epoch}")
         first = self.first_step(epoch)
@@ -116,7 +109,7 @@ class DrawSchedule:
         return Origin(epoch + 1, step, tuple(self._units_before(epoch + 1).tolist()))
 
     def first_step(self, epoch: int) -> int:
-        """Of an epoch, counted from the mixture's first one."""
+        """Steps of the mixture before an epoch."""
         return self._origin.step + (epoch - self._origin.epoch) * self.epoch_steps
 
     def num_draws(self, span: Span) -> float:
@@ -124,11 +117,9 @@ class DrawSchedule:
         return span.steps * self.samples_per_step(span, span.steps * self._roughly(span))
 
     def _cut_stretch(self, span: Span) -> tuple[Int64Array, Int64Array]:
-        """What the sources give within a stretch.
+        """The edges of a stretch's blocks, (blocks + 1,), and what each source gives up to each, (blocks + 1, sources).
 
-        Returns:
-            Where its blocks end (its beginning included), shape (blocks + 1,); what each source gives up to there, in
-            parts of 1 / ``UNIT``, shape (blocks + 1, sources).
+        What sources give is counted in parts of 1 / ``UNIT`` of a sample or token.
         """
         edges = np.append(np.arange(span.first, span.last, BLOCK_STEPS), span.last)
         mixes = self._draws.sample_shares_at((edges[1:] + edges[:-1]) / 2)
@@ -212,11 +203,6 @@ class MixedPacks:
     Steps come without end; an epoch is a part of them. They are cut into stretches that get a fixed number of draws of
     each source (``DrawSchedule``). A stretch is cut into windows where these have their share of the load, and each
     window is planned alone, without those before it.
-
-    Raises:
-        ConfigError: The mixture does not name the sources of the lengths.
-        DataError: A source has no samples to draw.
-        InfeasibleError: No margin lets the first samples of some mix fit into packs.
     """
 
     def __init__(self, spec: PackingSpec, ranks: Ranks, origin: Origin | None = None) -> None:
@@ -240,11 +226,7 @@ class MixedPacks:
         return np.concatenate([*starts, [self.schedule.epoch_steps]])
 
     def window(self, epoch: int, index: int) -> Packs:
-        """Plan one window: the packs of its steps in running order.
-
-        Raises:
-            InfeasibleError: Its samples do not fit into its packs in any order that is tried.
-        """
+        """Plan one window: the packs of its steps in running order."""
         step = self.schedule.first_step(epoch) + int(self.window_starts(epoch)[index])
         span = next(span for span in self.schedule.epoch(epoch) if span.first <= step < span.last)
         stretch = self._stretch(epoch, span)
@@ -296,11 +278,9 @@ class MixedPacks:
         return margins
 
     def _fits(self, schedule: DrawSchedule, step: int, trial: int) -> bool:
-        """Whether windows of a mix can be planned: as many draws as an epoch's, up to those of two windows.
-
-        Where they can only with limits before all else, all are planned so: steps are more random then than where this
-        is done late.
-        """
+        """Whether windows of a mix can be planned: as many draws as an epoch's, up to those of two windows."""
+        # Where windows can be planned only with limits repaired first, all are: steps are more random then than where
+        # limits are repaired late.
         draws = min(TRIED * WINDOW, schedule.epoch_steps * schedule.samples_per_step(Span(step, step), WINDOW))
         per_step = schedule.samples_per_step(Span(step, step), draws)
         steps = max(round(draws / per_step), 1)

@@ -26,11 +26,7 @@ class SourceDraws:
     """Samples by source: each is drawn in random order until it is used up, then in another order.
 
     The order is cut into *decks*, each computed without those before it: one pass of a source, or as many passes of a
-    small one as make up ``DECK`` draws. What a source, a pass and a place in it name is drawn once.
-
-    Raises:
-        ConfigError: The mixture names no source of the data, or not all; or the lengths lack what it counts.
-        DataError: The samples have no sources, or a source that has a share has no samples, or none of the tokens.
+    small one as make up ``DECK`` draws.
     """
 
     def __init__(self, lengths: SampleLengths, mixture: Mixture, *, seed: int, samples: IntArray | None = None) -> None:
@@ -85,11 +81,9 @@ class SourceDraws:
         return np.asarray(self._tokens[self.members(source)], dtype=np.float64)
 
     def cursors(self, units: FloatArray) -> Int64Array:
-        """How many draws of each source come nearest to so many samples or tokens, shape (…, sources).
-
-        By tokens the sums are those of the draws themselves: what a source has given in all never differs by more than
-        half of a sample's tokens from what it was to give.
-        """
+        """How many draws of each source come nearest to so many samples or tokens, shape (…, sources)."""
+        # By tokens, those of the draws themselves are summed: what a source has given in all never differs by more than
+        # half of a sample's tokens from what it was to give.
         if self._tokens is None:
             return np.floor(units + 0.5).astype(np.int64)
         found = np.zeros(units.shape, dtype=np.int64)
@@ -168,11 +162,6 @@ class PackRates:
     A mix asks for the mean of what its sources do, weighed in the way that asks for most (see ``min_packs``). Chance
     is in what is drawn of each source; how much each gives is fixed, in samples or tokens: by tokens, how many samples
     that are is up to chance, too. Over whole passes of a source there is none.
-
-    Args:
-        lengths: Loads of every sample.
-        limits: The most a pack may hold.
-        draws: The sources.
     """
 
     def __init__(self, lengths: SampleLengths, limits: PackLimits, draws: SourceDraws) -> None:
@@ -191,12 +180,7 @@ class PackRates:
         self._rates = [_rates(sums, limit) for sums, limit in ((vision, most[0]), (tokens, most[1]))]
 
     def packs_per_sample(self, mix: FloatArray, num_draws: float) -> FloatArray:
-        """Packs that a sample asks for, reserve included; at most one.
-
-        Args:
-            mix: What part of the samples each source gives, shape (…, sources).
-            num_draws: Draws that get a fixed number of steps.
-        """
+        """Packs that a sample of a mix (…, sources) asks for, where ``num_draws`` get a fixed number of steps."""
         bounds = [(mix @ rates.mean).max(axis=-1) for rates in self._rates]
         drives = bounds[0] >= bounds[1]
         needs = []
@@ -217,13 +201,8 @@ class PackRates:
 
 
 def _rates(sums: FloatArray, limit: int) -> SourceRates:
-    """Weigh every size in all ways, and average over the samples of each source.
-
-    Args:
-        sums: Samples, what they give, and its squares, by source and size, shape (3, sources, limit + 1).
-        limit: The largest size.
-    """
-    counts, given, squares = sums
+    """Weigh every size in all ways, and average over the samples of each source."""
+    counts, given, squares = sums  # samples, what they give, and its squares, each by (sources, limit + 1 sizes)
     sizes = np.arange(limit + 1)
     shares = [sizes / max(limit, 1)]
     shares += [rounded_shares(limit, k) / (k * limit) for k in range(1, MOST_ROUNDINGS + 1 if limit else 1)]
@@ -231,6 +210,8 @@ def _rates(sums: FloatArray, limit: int) -> SourceRates:
     numbers = np.maximum(counts.sum(axis=1, keepdims=True), 1)
     mean = counts @ weights / numbers
     rate = counts @ weights / np.maximum(given.sum(axis=1, keepdims=True), 1)  # packs for what is given
+    # Variance of a sample's packs x where the number of draws is fixed: E[x²] − E[x]²; and where what is given, g, is:
+    # E[(x − rate · g)²]. The larger of both is safe for either.
     squared = counts @ weights**2
     by_number = squared / numbers - mean**2
     by_given = (squared - 2 * rate * (given @ weights) + rate**2 * squares.sum(axis=1, keepdims=True)) / numbers

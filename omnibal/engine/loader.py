@@ -45,7 +45,7 @@ class VlmDataset(Protocol):
         """
 
     def text(self, index: int) -> dict[str, Any]:
-        """The same without decoding an image: ``pixel_values`` is None."""
+        """One sample without decoding an image: ``pixel_values`` is None."""
 
     def lengths(self) -> SampleLengths:
         """The loads of all samples."""
@@ -126,6 +126,7 @@ class PackReader:
             batch_sampler=PacksFromHere(sampler),
             collate_fn=self.collate,
             num_workers=workers,
+            # DataLoader reads workers · prefetch_factor packs ahead: those of one step, rounded up.
             prefetch_factor=-(-sampler.micro_batches // workers) if workers else None,
             persistent_workers=workers > 0,
             pin_memory=self.pin_memory,
@@ -135,6 +136,7 @@ class PackReader:
     def _workers(self, sampler: BalancedBatchSampler, step_seconds: float | None) -> int:
         if self.view == "text":
             return 0 if self.workers == 0 else 1
+        # Mean tiles of a rank's step; patches count by their values, too.
         tiles = sampler.lengths.summary.total_vision_units / (sampler.num_steps * sampler.num_replicas)
         read_seconds = tiles * math.prod(self.pixel_shape) * _PIXEL_SECONDS
         workers = self.workers

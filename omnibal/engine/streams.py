@@ -79,7 +79,7 @@ class PipelineStreamFeed(StreamFeed):
 
     def state_dict(self) -> dict[str, Any]:
         """The positions of all replicas, the same on all ranks; all ranks together."""
-        replicas = gather(self.position)[: self.num_replicas]
+        replicas = gather(self.position)[: self.num_replicas]  # the first stage's ranks, which draw, come first
         return {"made_from": self.made_from, "steps_done": self.steps_done, "replicas": replicas}
 
     def load_state_dict(self, state: Mapping[str, Any], *, tells: bool = True) -> None:
@@ -102,6 +102,8 @@ class PipelineStreamFeed(StreamFeed):
         stage, last, replica = self._place.stage, self._layout.num_stages - 1, self._place.replica
         if last == 0 or 0 < stage < last:
             return window.batches
+        # One message for each window: the labels of all its packs, one behind the other. Both stages are in the thread
+        # that plans, and come to the same windows in the same order.
         if stage == 0:
             labels = torch.cat([batch["labels"][0] for batch in window.batches])
             dist.send(labels, self._layout.rank(last, replica), self._group)

@@ -103,7 +103,6 @@ class SampleBuffer:
 
     @property
     def names(self) -> list[str]:
-        """Of the sources."""
         return [source.name for source in self._sources]
 
     @property
@@ -118,6 +117,8 @@ class SampleBuffer:
 
     def fill(self, step: int) -> None:
         """Draw until the buffer is full, or the source has ended; ``step`` is the next one that is trained."""
+        # Between the last two fills, so many steps trained so many samples: at that pace, what is drawn now is trained
+        # when all that the buffer kept is.
         kept = len(self.samples)
         trained, (before, trained_before) = self.drawn - kept, self._last_fill
         pace = (step - before) / (trained - trained_before) if trained > trained_before else 0.0
@@ -188,6 +189,8 @@ class SampleBuffer:
         sources = {source.name: source for source in self._sources if source.name in state["sources"]}
         for name, source in sources.items():
             source.go_to(state["sources"][name])
+        # Sources are drawn from in the order of before, without a look at shares; what the buffer did not hold any more
+        # is drawn, and let go. Fills begin where they began, so that the next state need not go back further.
         fills, held = set(state["fills"]), set(state["held"])
         self.drawn = min(fills)
         for number, (name, mark) in enumerate(state["seen"], start=self.drawn):
@@ -251,6 +254,7 @@ class SampleBuffer:
                 f"source {self.names[sample.source]!r} must have {self._mixture.by} in a mixture by them, got none in "
                 f"{BARREN} samples"
             )
+        # Each sample's weight is shared out over the sources, and its own source pays for it.
         self._owed = self._owed + shares * weight
         self._owed[sample.source] -= weight
         self._hold(sample)

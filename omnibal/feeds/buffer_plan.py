@@ -134,18 +134,14 @@ def plan_buffer(lengths: SampleLengths, aim: Aim, limits: PackLimits, *, waited:
 
     Older samples come first. Only samples that no window has passed over yet may have to wait for the next one, so that
     this window holds just what was agreed on. Where samples do not fit into the packs, the newest are left for later.
+    Packs are ``aim.num_packs``, in random order, empty ones where there are too few samples. Complexity: O(samples).
 
     Args:
         lengths: Loads of the samples in the buffer, the oldest first.
         aim: What ranks have agreed on.
         limits: The most a pack may hold; a sample over a limit gets a pack of its own.
         waited: How many of the first samples were in the buffer when the last window was planned.
-        seed: Of the order of samples and packs.
-
-    Returns:
-        ``aim.num_packs`` packs of numbers of samples, in random order, empty ones where there are too few samples.
-
-    Complexity: O(samples).
+        seed: What the order of samples and packs is drawn from.
     """
     rng = np.random.default_rng(seed)
     chosen = _choose(lengths, aim, limits, waited)
@@ -165,7 +161,7 @@ def _choose(lengths: SampleLengths, aim: Aim, limits: PackLimits, waited: int) -
     """The oldest samples that together cost what was agreed on, some of the newest exchanged to come nearer."""
     vision, tokens = lengths.vision_units.astype(np.float64), lengths.llm_tokens.astype(np.float64)
     over = (vision > limits.vision_units) | (tokens > limits.llm_tokens)
-    vision[over], tokens[over] = limits.vision_units, limits.llm_tokens
+    vision[over], tokens[over] = limits.vision_units, limits.llm_tokens  # as `buffer_load` counts them
     cost = DEFAULT_COST(Load(vision, tokens, tokens**2))
     # A sample is in if the sum is nearer with it than without.
     count = min(max(int(np.searchsorted(np.cumsum(cost) - cost / 2, aim.num_packs * aim.cost)), 1), len(cost))
@@ -185,17 +181,10 @@ def _choose(lengths: SampleLengths, aim: Aim, limits: PackLimits, waited: int) -
 def _exchanged(
     order: npt.NDArray[np.int64], count: int, waited: int, loads: FloatArray, wanted: FloatArray
 ) -> npt.NDArray[np.int64]:
-    """The first ``count`` samples of an order, after exchanges that bring the sum of their loads near to ``wanted``.
-
-    Args:
-        order: Samples, the oldest first; changed in place.
-        count: Samples that are wanted.
-        waited: The first samples of the order, which stay.
-        loads: Weighted vision units and cost of each sample, (samples, 2).
-        wanted: Their sums over the chosen samples, (2,).
-    """
-    # Of all pairs of a sample inside and one outside, the one whose exchange comes nearest is made, until the sums are
-    # near enough or no pair helps: at most EDGE x EDGE pairs are looked at each time.
+    """The first ``count`` samples of an order, after exchanges that bring the sum of their loads near to ``wanted``."""
+    # Loads are weighted vision units and cost, (samples, 2); the first `waited` samples of the order stay. Of all pairs
+    # of a sample inside and one outside, the one whose exchange comes nearest is made, until the sums are near enough
+    # or no pair helps: at most EDGE x EDGE pairs are looked at each time.
     inside, outside = slice(max(count - EDGE, waited), count), slice(count, count + EDGE)
     missed = loads[order[:count]].sum(axis=0) - wanted
     while len(order[inside]) and len(order[outside]) and (missed**2).sum() > NEAR**2:
@@ -257,25 +246,16 @@ def simulate_buffers(
 ) -> tuple[Packs, int]:
     """Packs that ranks make of a stream that never ends, whose samples are drawn at random with replacement.
 
-    Args:
-        lengths: Loads of the samples that are drawn from.
-        limits: The most a pack may hold.
-        num_ranks: Ranks, each with a buffer of its own.
-        buffer: Samples of each rank that are planned at a time.
-        micro_batches: Packs of a rank and step.
-        least_windows: Windows that are planned at least.
-        least_steps: Micro-batches that are planned at least, while no more than ``most_drawn`` samples are drawn.
-        most_drawn: Samples of all ranks.
-
-    Returns:
-        Packs, micro-batch after micro-batch, rank after rank; and how many samples of its own a rank had drawn since,
-        where the one that waited longest was packed.
+    So many windows and micro-batches are planned at least, the latter while all ranks have drawn ``most_drawn`` samples
+    at most. Packs come micro-batch after micro-batch, rank after rank; the number beside them says how many samples its
+    rank had drawn since, when the sample that waited longest was packed.
     """
     rng = np.random.default_rng([num_ranks, buffer])
     held: list[IntArray] = [np.zeros(0, dtype=np.int64)] * num_ranks
     drawn_at = list(held)
     micro: list[Packs] = []
     oldest = window = drawn = 0
+    # Window after window, as `StreamFeed` plans them: all ranks draw, grow alike, agree, and pack what they hold.
     while window < least_windows or (len(micro) < least_steps and drawn < most_drawn):
         waited = [len(samples) for samples in held]
         sizes = [buffer] * num_ranks

@@ -156,6 +156,7 @@ class BalancedBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         if self._exhausted:  # the same epoch once more, also where it was resumed in its middle
             self._go_to(self._epochs.begin(self.epoch, self._ranks, self._origin), steps_done=0)
+        # A step counts as yielded with its last pack: a state in between begins the step anew.
         for step in self.steps():
             for micro_batch in range(self.micro_batches):
                 if micro_batch == self.micro_batches - 1:
@@ -231,6 +232,7 @@ class BalancedBatchSampler:
         left = position.origin
         origin = None if left is None else Origin(left.epoch, left.step, tuple(left.units))
         arranged_for, ranks = Ranks(*position.arranged_for), Ranks(*position.ranks)
+        # First the position of those who saved; then, for other ranks, the same packs cut into steps of their own.
         resume = partial(self._epochs.resume, saved.epoch, arranged_for=arranged_for, origin=origin)
         (packs_done,) = position.packs_done
         steps = resume(ranks, packs_done=packs_done, first_step=position.first_step)

@@ -261,6 +261,7 @@ class StreamFeed:
             if not filled:
                 waited = 0 if buffer is None else len(buffer.samples)
                 of_ranks = self._filled(buffer, step, partial(self._full, filler, number == 0))
+                # All ranks count alike, as all have heard the same: so they end together, too.
                 oversized = self._count_oversized(of_ranks, oversized)
                 if all(rank.load.ended and not rank.load.packs for rank in of_ranks):
                     if number == 0:  # all were left out, or there would be a window
@@ -271,6 +272,7 @@ class StreamFeed:
             position = {**begun, "window": number, "first_step": step, "steps_done": 0, "oversized": oversized}
             position |= {"filled": True, "waited": waited, "filler": None, "buffer": None, "packs": []}
             aim = agree([rank.load for rank in of_ranks], self.micro_batches)
+            # The position is taken while the buffer is full: from it, this very window can be planned again.
             batches: list[Any] = []
             told: Any = None
             if buffer is not None:
@@ -300,6 +302,7 @@ class StreamFeed:
         """Fill all ranks' buffers, further than usual where their samples are so short that they do not fill a step."""
         of_ranks = self._drawn(buffer, partial(SampleBuffer.fill, step=step), count)
         _refuse_same(of_ranks)
+        # A round ends where no rank has to grow further, which all know from the same numbers.
         while max(times := growth([rank.load for rank in of_ranks], self.micro_batches)) > 1:
             size = 0 if buffer is None else grown(len(buffer.samples), times[self.rank])
             of_ranks = self._drawn(buffer, partial(SampleBuffer.fill_up, num_samples=size), count)

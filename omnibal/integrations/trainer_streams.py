@@ -63,6 +63,7 @@ def pack_stream(
     )
     batches = PlacedBatches(loader, trainer)
     view: Any = batches
+    # Trainer wants a DataLoader, and hands its batches to the model; packs are collated already.
     vars(trainer)["get_train_dataloader"] = lambda: DataLoader(
         view, batch_size=None, collate_fn=as_it_is, pin_memory=args.dataloader_pin_memory
     )
@@ -193,6 +194,7 @@ def _write_place(found_place: dict[str, Any], path: Path) -> None:
 
 def keep_place(trainer: Trainer, batches: PlacedBatches) -> None:
     """Save each rank's place where Trainer saves each rank's random numbers, and read it before training goes on."""
+    # Trainer (transformers 5) calls the first on every rank for each checkpoint, the second before it trains on.
     save, load = trainer._save_rng_state, trainer._load_optimizer_and_scheduler
 
     def saved(folder: str) -> None:
