@@ -95,8 +95,10 @@ def _keep(dispatcher: Dispatcher, function: Callable[..., object]) -> None:
         settings.CACHE_DIR = others
     file = sys.modules[function.__module__].__file__
     assert file is not None, "a module's functions stand in a file"
-    # There is no public way to say what a function depends on.
-    dispatcher._cache._cache_file._source_stamp = folder_hash(Path(file).parent)  # type: ignore[attr-defined]
+    # There is no public way to say what a function depends on. What numba takes for its version is read before all else
+    # in a file of the cache, and such a file of another version is not unpickled: it may name classes that are gone.
+    cache_file = dispatcher._cache._cache_file  # type: ignore[attr-defined]
+    cache_file._version = f"{cache_file._version} {folder_hash(Path(file).parent)}"
 
 
 @cache

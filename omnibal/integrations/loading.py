@@ -74,7 +74,7 @@ class PackSampler(BalancedBatchSampler):
     def packs_of_all_ranks(self, step: int) -> list[Pack]:
         """The packs of a step of the current epoch, rank after rank, micro-batch after micro-batch."""
         packs = self.packs_of_step(step)
-        # All ranks run the ViT in a micro-batch, or none does: hosts gather its weights or reduce its gradients together.
+        # All ranks run the ViT in a micro-batch, or none: hosts gather its weights or reduce its gradients together.
         has_image = packs.vision_units(self.lengths) > 0
         wants_image = self._in_every_pack or bool(has_image.any())
         fillers = (
