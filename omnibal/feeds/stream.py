@@ -11,8 +11,6 @@ A rank may also draw nothing and hear what the others tell (the later stages of 
 do, and what fails.
 """
 
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,13 +22,12 @@ from omnibal.cost import IntArray, Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.data.policies import Oversized
-from omnibal.errors import ConfigError, DataError, said
+from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample, SampleBuffer
-from omnibal.feeds.buffer_plan import BufferLoad, agree, buffer_load, grown, growth, plan_buffer
+from omnibal.feeds.buffer_plan import agree, plan_buffer
 from omnibal.feeds.feed import Step, ahead, step_in_words
+from omnibal.feeds.filling import FullBuffer, SharedFilling, failure_of
 
-FIRST_SAMPLES: Final = 16
-"""Samples by which ranks notice that they draw the same."""
 PER_PACK: Final = 5
 """Numbers about a pack: vision units, LLM tokens, their squares, target tokens, samples."""
 FREE: Final = ("sources", "mixture", "oversized")
@@ -39,29 +36,6 @@ FATES: Final = {"alone": "gets a pack of its own", "drop": "is left out"}
 """What becomes of a sample that exceeds a limit on its own."""
 Packer = Callable[[list[BufferedSample], BufferedSample | None, bool], Any]
 """From a pack's samples, a filler, and whether the pack must have an image, to what is trained."""
-
-
-class _Waiting(NamedTuple):
-    """What a rank tells whose buffer is not full yet."""
-
-    source: str
-    idle_seconds: float
-
-
-class _Full(NamedTuple):
-    """What a rank tells of its full buffer."""
-
-    load: BufferLoad
-    has_image: bool
-    """Whether the rank has drawn an image, now or before: then all packs of all ranks have one from now on."""
-    first: str
-    """Of the first window: a digest of the first samples."""
-    num_oversized: int
-    """Samples over a limit that the rank met since the window before."""
-    first_oversized: str
-
-
-_Count = Callable[[SampleBuffer], _Full | DataError]
 
 
 class PlannedWindow(NamedTuple):
@@ -115,12 +89,17 @@ class StreamFeed:
         warn_seconds: float = 60,
         wait_seconds: float = 1800,
     ) -> None:
-        if not 0 < warn_seconds <= wait_seconds:
-            raise ConfigError(f"warn_seconds must lie between 0 and {wait_seconds}, got {warn_seconds}")
         self.limits, self.num_replicas, self.rank, self.micro_batches = limits, num_ranks, rank, micro_batches
-        self._pack, self._gather, self._draws, self._fills = pack, gather, draws, fills
+        self._pack, self._draws, self._fills = pack, draws, fills
         self._mixture, self._seed, self._oversized, self._num_steps = mixture, seed, oversized, num_steps
-        self._warn_seconds, self._wait_seconds = warn_seconds, wait_seconds
+        self.filling = SharedFilling(
+            gather,
+            limits,
+            rank=rank,
+            micro_batches=micro_batches,
+            warn_seconds=warn_seconds,
+            wait_seconds=wait_seconds,
+        )
         self._new_buffer = partial(
             SampleBuffer,
             sources,
@@ -254,13 +233,13 @@ class StreamFeed:
             buffer.load_state_dict(begun["buffer"])
         number, step, filler, oversized = begun["window"], begun["first_step"], begun["filler"], begun["oversized"]
         filled, waited = begun["filled"], begun["waited"]
-        of_ranks: list[_Full] = []
+        of_ranks: list[FullBuffer] = []
         if filled or number > 0:  # on all ranks alike
-            of_ranks = self._drawn(buffer, SampleBuffer.restore, partial(self._full, filler, number == 0))
+            of_ranks = self.filling.restore(buffer, filler)
         while True:
             if not filled:
                 waited = 0 if buffer is None else len(buffer.samples)
-                of_ranks = self._filled(buffer, step, partial(self._full, filler, number == 0))
+                of_ranks = self.filling.fill(buffer, filler, step, is_first=number == 0)
                 # All ranks count alike, as all have heard the same: so they end together, too.
                 oversized = self._count_oversized(of_ranks, oversized)
                 if all(rank.load.ended and not rank.load.packs for rank in of_ranks):
@@ -290,76 +269,11 @@ class StreamFeed:
                     has_image = any(rank.has_image for rank in of_ranks)
                     batches = [self._pack(samples, filler, has_image) for samples in taken]
                 except Exception as error:  # the other ranks wait for an answer
-                    told = _failure(error)
-            yield PlannedWindow(position, batches, np.stack(self._heard(told)))
+                    told = failure_of(error)
+            yield PlannedWindow(position, batches, np.stack(self.filling.heard(told)))
             number, step = number + 1, step + aim.num_packs // self.micro_batches
 
-    def _heard(self, told: Any) -> list[Any]:
-        """What all ranks that draw tell; raises on all ranks where one of them tells a failure."""
-        return [theirs for theirs in self._gather(told) if theirs is not None]
-
-    def _filled(self, buffer: SampleBuffer | None, step: int, count: _Count) -> list[_Full]:
-        """Fill all ranks' buffers, further than usual where their samples are so short that they do not fill a step."""
-        of_ranks = self._drawn(buffer, partial(SampleBuffer.fill, step=step), count)
-        _refuse_same(of_ranks)
-        # A round ends where no rank has to grow further, which all know from the same numbers.
-        while max(times := growth([rank.load for rank in of_ranks], self.micro_batches)) > 1:
-            size = 0 if buffer is None else grown(len(buffer.samples), times[self.rank])
-            of_ranks = self._drawn(buffer, partial(SampleBuffer.fill_up, num_samples=size), count)
-        return of_ranks
-
-    def _drawn(self, buffer: SampleBuffer | None, draw: Callable[[SampleBuffer], None], count: _Count) -> list[_Full]:
-        """Let all ranks draw, each in a thread of its own; nobody is waited for in silence, or without end."""
-        failures: list[DataError] = []
-
-        def drawing(buffer: SampleBuffer) -> None:
-            try:
-                draw(buffer)
-            except Exception as error:
-                failures.append(_failure(error))
-
-        thread = threading.Thread(target=drawing, args=(buffer,), daemon=True, name="omnibal-draws")
-        heard, since = 0 if buffer is None else buffer.heard, time.monotonic()
-        if buffer is not None:
-            thread.start()
-        # Every warn_seconds at most, ranks tell each other that they are done, or for which source they wait.
-        while True:
-            told: Any = None
-            if buffer is not None:
-                thread.join(self._warn_seconds)
-                if buffer.heard != heard:
-                    heard, since = buffer.heard, time.monotonic()
-                if thread.is_alive():
-                    told = _Waiting(buffer.drawing_from, time.monotonic() - since)
-                else:
-                    told = failures[0] if failures else count(buffer)
-            of_ranks = self._heard(told)
-            waiting = {rank: what for rank, what in enumerate(of_ranks) if isinstance(what, _Waiting)}
-            if not waiting:
-                return of_ranks
-            self._name(waiting)
-
-    def _full(self, filler: BufferedSample | None, is_first: bool, buffer: SampleBuffer) -> _Full | DataError:
-        try:
-            samples = buffer.samples.values()
-            has_image = any(sample.loads[0] for sample in (*samples, filler) if sample is not None)
-            first = [
-                (sample.loads, _ids(sample.held)) for sample, _ in zip(samples, range(FIRST_SAMPLES), strict=False)
-            ]
-            load = buffer_load(buffer.lengths(), self.limits, ended=buffer.ended, bounded=buffer.is_bounded)
-            first_samples = repr(first) if is_first else ""
-            return _Full(load, has_image, first_samples, buffer.num_oversized, buffer.first_oversized)
-        except Exception as error:  # such as lengths that are none
-            return _failure(error)
-
-    def _name(self, waiting: Mapping[int, _Waiting]) -> None:
-        for rank, (source, idle) in waiting.items():
-            if idle >= self._wait_seconds:
-                raise DataError(f"source {source!r} must bring samples, got none for {idle:.0f} s on rank {rank}")
-        told = [f"source {source!r} of rank {rank}, idle for {idle:.0f} s" for rank, (source, idle) in waiting.items()]
-        warnings.warn(f"all ranks wait for {'; '.join(told)}", stacklevel=2)
-
-    def _count_oversized(self, of_ranks: list[_Full], before: int) -> int:
+    def _count_oversized(self, of_ranks: list[FullBuffer], before: int) -> int:
         """Samples over a limit so far; the first one is named, then the one that makes ten, a hundred, and so on."""
         oversized = before + sum(rank.num_oversized for rank in of_ranks)
         has_one_more_digit = oversized > 0 and (before == 0 or len(str(oversized)) > len(str(before)))
@@ -414,10 +328,6 @@ def _changes(own: Mapping[str, Any], before: Mapping[str, Any], buffer: Mapping[
         yield f"sources without state_dict are read again from the start of their pass: {counts}"
 
 
-def _failure(error: Exception) -> DataError:
-    return DataError(said(error))
-
-
 def _filler(samples: Mapping[int, BufferedSample], before: BufferedSample | None) -> BufferedSample | None:
     """The smallest sample with an image that is at hand; else the filler before, or the smallest text."""
     with_image = [sample for sample in samples.values() if sample.loads[0]]
@@ -433,21 +343,5 @@ def _numbers(samples: Sequence[BufferedSample]) -> tuple[int, ...]:
     return vision, tokens, (loads[:, 1] ** 2).sum(), targets, len(samples)
 
 
-def _refuse_same(of_ranks: list[_Full]) -> None:
-    """Refuse ranks that draw the same samples: each would be trained several times."""
-    seen: dict[str, int] = {}
-    for number, rank in enumerate(of_ranks):
-        if len(rank.first) > len("[]") and rank.first in seen:
-            raise DataError(
-                f"ranks must draw samples of their own, got the same first ones on ranks {seen[rank.first]} and "
-                f"{number}; divide the source over the ranks"
-            )
-        seen[rank.first] = number
-
-
-def _first_oversized(of_ranks: list[_Full]) -> str:
+def _first_oversized(of_ranks: list[FullBuffer]) -> str:
     return next((rank.first_oversized for rank in of_ranks if rank.first_oversized), "")
-
-
-def _ids(held: Any) -> list[int]:
-    return np.asarray(held["input_ids"]).ravel().tolist() if isinstance(held, Mapping) and "input_ids" in held else []

@@ -199,7 +199,7 @@ def failed(config):
 
 def _trained(config, dataset):
     engine, _, loader, _ = initialize(config=config, dataset=dataset)
-    loader.feed._warn_seconds, loader.feed._wait_seconds = 0.05, 0.3
+    loader.feed.filling.warn_seconds, loader.feed.filling.wait_seconds = 0.05, 0.3
     for _ in range(LAST_STEP):
         engine.train_batch()
 
