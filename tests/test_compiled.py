@@ -24,6 +24,14 @@ def test_the_cache_serves_until_what_a_function_calls_has_changed(tmp_path):
     assert run() == ["6", "0"]
 
 
+def test_a_class_of_arguments_may_get_another_name(tmp_path):
+    code = "from typing import NamedTuple\n" + DECORATED.replace("\n@compiled", "")
+    code += "class {0}(NamedTuple):\n    x: int\n\n@compiled\ndef outer(given):\n    return given.x\n"
+    for name in ("Old", "New"):
+        (tmp_path / "outer.py").write_text(code.format(name))
+        assert call(tmp_path, f"from outer import {name}, outer\nprint(outer({name}(3)))").split() == ["3"]
+
+
 def test_a_constant_argument_needs_no_code_of_its_own(tmp_path):
     """numba would compile inner once for 3, once for 4, once for the others."""
     outer = OUTER.replace("2 * inner(x)", "inner(x) + inner(3) + inner(4)")
