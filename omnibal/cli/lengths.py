@@ -27,8 +27,8 @@ def lengths(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A ds_config; or, without one, an InternVL meta file or LLaVA's annotations (with --model), or a "
-            'JSON list of {"vit_num", "token_num"}.',
+            help="A ds_config; or, without one, an InternVL meta file or conversations, as docs/data.md lists them "
+            '(with --model), or a JSON list of {"vit_num", "token_num"}.',
         ),
     ],
     out: Annotated[

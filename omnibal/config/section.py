@@ -74,10 +74,10 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Which samples it is trained on: InternVL meta files, or annotations as LLaVA has them."""
+    """Which samples it is trained on: any records in any files that data.md lists."""
 
     train: Place | None = None
-    """What is trained on: a meta file or annotations."""
+    """What is trained on: a meta file, annotations, or a folder of annotations."""
     held_out: Place | None = None
     """What is evaluated on, alike; left out, nothing."""
     images: Place | None = None
@@ -91,8 +91,8 @@ class DataSection(Section):
     broken: Literal["error", "skip"] = "error"
     """What to do with samples that cannot be read: stop, or leave them out and report each."""
     streaming: bool = False
-    """Whether annotations (JSON lines) are read line by line, in their order, as they are needed: nothing is measured
-    beforehand. It wants ``run.max_steps`` and the limits of ``packing``; see streams.md."""
+    """Whether annotations (no JSON arrays) are read row by row, in their order, as they are needed: nothing is
+    measured beforehand. It wants ``run.max_steps`` and the limits of ``packing``; see streams.md."""
     mixture: MixtureSetting = None
     """What share each source gets: ``{"ocr": 0.3, "chat": 0.7}``, by the names that the meta file gives its datasets
     (of annotation files, theirs), with a schedule or by tokens, too: see mixtures.md. ``"repeat_time"``: what the meta
