@@ -4,7 +4,7 @@ All recipes are compared at the same number of samples a step.
 """
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -35,27 +35,19 @@ LEAST_TOKENS: Final = 1024
 # What shares less and sends less, and may fit all the same.
 SHARING_LESS: Final[dict[Sharding, Sharding]] = {"fsdp": "zero2", "zero3": "zero2", "zero2": "zero1"}
 PADDED: Final[tuple[Batching, ...]] = ("random", "group_by_length", "batch_rebalance")
-Name = Literal[
-    "head", "group_by_length", "batch_rebalance", "padding_free", "neat_packing", "batch", "recompute", "trainer",
-    "packing", "balance", "limits", "pipeline",
-]  # fmt: skip
-# What each change takes to adopt.
-COSTS: Final[dict[Name, str]] = {
+# What changes take to adopt; where nothing is said, one setting.
+COSTS: Final[dict[str, str]] = {
     "head": "one call, target_rows(model); the drop-in makes it",
     "group_by_length": "one setting; the length of every sample, with its images",
     "batch_rebalance": "one setting of a recent transformers; the length of every sample, with its images",
-    "padding_free": "one setting",
-    "neat_packing": "one setting",
     "batch": "two settings",
-    "recompute": "one setting",
-    "trainer": "one setting",
     "packing": "attention that keeps samples apart; the drop-in sets it",
     "balance": "lengths of all samples, measured once; the drop-in's sampler",
     "limits": "other limits and accumulation",
     "pipeline": "another launcher: a ds_config with a plan, deepspeed",
 }
 # Ways to batch that trainers offer: the name of the change, and what becomes of batches.
-BATCHINGS: Final[dict[Batching, tuple[Name, str]]] = {
+BATCHINGS: Final[dict[Batching, tuple[str, str]]] = {
     "group_by_length": ("group_by_length", "batches of samples of like length"),
     "batch_rebalance": ("batch_rebalance", "batches that cost about the same, of fewer samples where these are long"),
     "flattened": ("padding_free", "the same batches without their padding"),
@@ -67,7 +59,7 @@ BATCHINGS: Final[dict[Batching, tuple[Name, str]]] = {
 class TriedChange:
     """One change, on top of those before it that bring something."""
 
-    name: Name
+    name: str
     detail: str
     """What becomes of what."""
     gain: Speedup | None = None
@@ -83,11 +75,6 @@ class TriedChange:
         return None if self.gain is None else self.gain.factor
 
     @property
-    def error(self) -> float:
-        """How far the factor may be off."""
-        return 0.0 if self.gain is None else self.gain.error
-
-    @property
     def brings(self) -> bool:
         """Whether it brings more than the estimate's error."""
         return self.gain is not None and self.gain.brings
@@ -95,7 +82,7 @@ class TriedChange:
     @property
     def cost(self) -> str:
         """What it takes to adopt."""
-        return COSTS[self.name]
+        return COSTS.get(self.name, "one setting")
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,11 +138,6 @@ class Advice:
     def factor(self) -> float:
         """Samples a second with all changes that bring something, in multiples of today's."""
         return self.whole.factor
-
-    @property
-    def error(self) -> float:
-        """How far the factor may be off."""
-        return self.whole.error
 
     @property
     def causes(self) -> list[tuple[str, float, float, float]]:
@@ -270,7 +252,7 @@ def _packs(now: Estimate, settled: Estimate) -> _Search:
     return search
 
 
-def _change(name: Name, detail: str, before: Estimate, after: Estimate) -> TriedChange:
+def _change(name: str, detail: str, before: Estimate, after: Estimate) -> TriedChange:
     if not after.fits:
         return TriedChange(name, f"{detail}: does not fit, {bytes_in_words(after.missing_bytes)} are missing")
     return TriedChange(name, detail, Speedup.of(before, after), after)

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from omnibal.advise.changes import Advice, TriedChange, count_of
 from omnibal.advise.estimate import MODEL_ERROR, UNSEEN, Estimate
@@ -32,9 +32,6 @@ from omnibal.report.style import (
     section,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 CAUSE_COLOURS: Final = (GREEN, GREY, VERMILION, ORANGE, PINK, BLUE)
 BUFFERED: Final = "a buffer on each rank; the drop-in plans it"  # what balance takes to adopt where data is a stream
 
@@ -51,6 +48,7 @@ class Report:
         """Limits to take, where packs of ours are part of the advice."""
         if not self.advice.takes_packs:
             return None
+        # The size of an epoch is known where all samples were measured; streams leave out what is over a limit.
         measured = self.question.measured
         whole = len(measured.lengths) if measured.is_whole else None
         return propose(self.advice.after, measured.lengths, num_samples=whole, holds_all=measured.is_stream)
@@ -130,13 +128,14 @@ class Report:
             "today": _figures(advice.today),
             "changes": [
                 {
-                    "name": change.name, "detail": change.detail, "factor": change.factor, "error": change.error,
+                    "name": change.name, "detail": change.detail, "factor": change.factor,
+                    "error": change.gain.error if change.gain else 0.0,
                     "brings": change.brings, "is_setting": change.is_setting, "cost": change.cost,
                 }
                 for change in advice.changes
             ],
-            "factor": advice.factor,
-            "error": advice.error,
+            "factor": advice.whole.factor,
+            "error": advice.whole.error,
             "settings": {"factor": advice.settings.factor, "error": advice.settings.error},
             "beyond_settings": {"factor": advice.beyond.factor, "error": advice.beyond.error},
             "settled": _figures(advice.settled),
@@ -190,6 +189,7 @@ class Report:
     def _limits(self, proposal: Proposal) -> str:
         advice, limits, units = self.advice, proposal.limits, self.question.model.units
         packs = advice.after.recipe.micro_batches
+        # A whole number of steps divides an epoch, so steps have about, not just as many samples as today.
         per_pack = proposal.samples_per_step / (packs * self.question.cluster.num_devices)
         larger = proposal.oversized
         share = f"{larger:.1%}" if larger >= 0.001 else "less than 0.1%"
@@ -247,34 +247,29 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
 
 def draw(report: Report, path: Path) -> None:
     """Draw a PNG: where the time goes today and with the changes, and what each change brings."""
-    with drawing(path, 9.6, 3.0) as figure:
-        where, gains = figure.subplots(1, 2, width_ratios=(3, 2))
-        _draw_causes(report.advice, where)
-        _draw_changes(report.advice, gains)
-        legend_below(figure, where)
-
-
-def _draw_causes(advice: Advice, axes: Axes) -> None:
+    advice = report.advice
     rows = ["today", "settings alone", "with omnibal"] if advice.takes_packs else ["today", "settings alone"]
-    left, places = [0.0] * len(rows), list(range(len(rows)))[::-1]
-    for (cause, *shares), colour in zip(advice.causes, CAUSE_COLOURS, strict=True):
-        axes.barh(places, shares[: len(rows)], left=left, color=colour, label=cause)
-        left = [start + share for start, share in zip(left, shares, strict=False)]
-    axes.set_yticks(places, rows)
-    axes.set_xlabel("time of the devices for a sample, today's is 1")
-    axes.set_title("Where the time goes", loc="left")
-
-
-def _draw_changes(advice: Advice, axes: Axes) -> None:
-    known = [change for change in advice.changes if change.factor is not None]
-    places = list(range(len(known)))[::-1]
-    for place, change in zip(places, known, strict=True):
-        colour = GREY if change not in advice.adopted else BLUE if change.is_setting else GREEN
-        axes.barh(place, change.factor or 0.0, xerr=change.error, color=colour, error_kw={"ecolor": "black"})
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(places, [change.name for change in known])
-    axes.set_xlabel("samples a second, before the change 1")
-    axes.set_title("What each change brings", loc="left")
+    gains = [(change, change.gain) for change in advice.changes if change.gain is not None]
+    with drawing(path, 9.6, 3.0) as figure:
+        left_axes, right_axes = figure.subplots(1, 2, width_ratios=(3, 2))
+        # Left: a stacked bar for each row, the first one on top, with a part for each cause.
+        left, places = [0.0] * len(rows), range(len(rows) - 1, -1, -1)
+        for (cause, *shares), colour in zip(advice.causes, CAUSE_COLOURS, strict=True):
+            left_axes.barh(places, shares[: len(rows)], left=left, color=colour, label=cause)
+            left = [start + share for start, share in zip(left, shares, strict=False)]
+        left_axes.set_yticks(places, rows)
+        left_axes.set_xlabel("time of the devices for a sample, today's is 1")
+        left_axes.set_title("Where the time goes", loc="left")
+        # Right: a bar for each change with its error.
+        places = range(len(gains) - 1, -1, -1)
+        for place, (change, gain) in zip(places, gains, strict=True):
+            colour = GREY if change not in advice.adopted else BLUE if change.is_setting else GREEN
+            right_axes.barh(place, gain.factor, xerr=gain.error, color=colour, error_kw={"ecolor": "black"})
+        right_axes.axvline(1, color="black", linewidth=0.8)
+        right_axes.set_yticks(places, [change.name for change, _ in gains])
+        right_axes.set_xlabel("samples a second, before the change 1")
+        right_axes.set_title("What each change brings", loc="left")
+        legend_below(figure, left_axes)
 
 
 def write_advice_page(report: Report, path: Path) -> None:
@@ -284,6 +279,7 @@ def write_advice_page(report: Report, path: Path) -> None:
          "–" if change.gain is None else f"{change.gain} ×", "yes" if change.brings else "no", change.cost)
         for change in report.advice.changes
     ]  # fmt: skip
+    # All columns are shares of today's time: those of faster ways add up to less than 100 %.
     shares = [(cause, *(f"{share:.0%}" for share in of_today)) for cause, *of_today in report.advice.causes]
     with tempfile.TemporaryDirectory() as name:
         drawn = Path(name) / "advice.png"

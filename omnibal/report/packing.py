@@ -105,10 +105,12 @@ def measure_packing(
     ``load`` is what packs bring to the device where padding makes it more than samples hold, and ``left_out`` counts
     the samples over a limit that are left out on purpose.
     """
+    # What samples hold, and what the device gets where padding makes it more.
     brought = packs.load(lengths)
     load = brought if load is None else load
     times = np.bincount(packs.samples, minlength=len(lengths))
     filled = packs.sizes > 0
+    # A sample over a limit may be alone in its pack; packs of several must keep the limits.
     over = (load.vision_units > limits.vision_units) | (load.llm_tokens > limits.llm_tokens)
     return PackingFigures(
         method=method,
@@ -137,6 +139,7 @@ def mix_labels(lengths: SampleLengths) -> IntArray:
     """What the randomness of steps is measured on: each sample's source or, with a single source, class of length."""
     if lengths.source is not None and int(lengths.source.max(initial=0)) > 0:
         return lengths.source
+    # equally many samples in each class
     bounds = np.quantile(lengths.llm_tokens, np.arange(1, LENGTH_CLASSES) / LENGTH_CLASSES)
     return np.searchsorted(bounds, lengths.llm_tokens, side="right")
 
@@ -223,6 +226,7 @@ def plot_rank_loads(arranged: Mapping[str, Arranged], path: Path, vision_unit: s
 
 def _draw_waiting(axes: Axes, title: str, loads: FloatArray) -> None:
     """Draw (micro-batches, ranks): a dot per rank, the largest as a line, the area between it and the mean."""
+    # The middle of the epoch: its last steps may be short of samples.
     first = max((len(loads) - SHOWN) // 2, 0)
     shown = loads[first : first + SHOWN]
     number = np.arange(first, first + len(shown))

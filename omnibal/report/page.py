@@ -50,6 +50,7 @@ class Imbalance:
     @classmethod
     def of(cls, profile: ModelProfile, loads: Load, plan: Plan) -> Imbalance:
         """The imbalance of micro-batches of shape (steps, replicas, micro-batches) under a plan."""
+        # Seconds of layers, (micro-batches, layers), summed up to those of stages.
         shown = loads[:, 0].ravel()[:SHOWN]
         forward = np.stack([layer.forward_seconds(shown) for layer in profile.layers], axis=1)
         stages = [forward[:, a:b].sum(axis=1) for a, b in pairwise(plan.partition.boundaries)]
@@ -64,11 +65,9 @@ class Imbalance:
 
 
 def _spread(seconds: FloatArray, size: FloatArray) -> tuple[str, str]:
-    milliseconds, gibibytes = 1e3 * seconds, size / 2**30
-    return (
-        f"{milliseconds.mean():,.1f} ± {milliseconds.std():,.1f} ms",
-        f"{gibibytes.mean():,.1f} ± {gibibytes.std():,.1f} GiB",
-    )
+    pairs = ((1e3 * seconds, "ms"), (size / GIB, "GiB"))
+    time, memory = (f"{values.mean():,.1f} ± {values.std():,.1f} {unit}" for values, unit in pairs)
+    return time, memory
 
 
 def plot_imbalance(variants: Mapping[str, Imbalance], path: Path) -> None:
@@ -119,6 +118,7 @@ class PlanPart:
 
 def write_page(path: Path, *, plan: PlanPart | None, run: Metrics | None) -> None:
     """Write an HTML file about a plan, a run's log, or both; its pictures are in it, and its folder is made."""
+    # Pictures are drawn into a folder that goes; the page holds their bytes.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sections = [] if plan is None else _plan_sections(plan, folder)

@@ -150,7 +150,7 @@ def cut_of(boundaries: Sequence[int]) -> str:
 def methods_table(methods: Mapping[str, Row], lower_bound_seconds: float) -> Table:
     """The best partition of each method, and how far it is above what any partition can reach."""
 
-    def slowest(row: Row) -> str:
+    def slowest(row: Row) -> str:  # 1.00 where stages are even
         busy = [stage["busy_seconds"] for stage in row["stages"]]
         return f"{max(busy) / (sum(busy) / len(busy)):.2f}"
 
@@ -198,6 +198,7 @@ def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Seq
     with drawing(path, max(5.0, 1.6 + 1.1 * len(places)), 4.2) as figure:
         axes = figure.subplots()
         lefts = places[:, None] - MEMORY_BAR + (np.arange(len(variants)) + 0.5) * width  # (stages, variants)
+        # Stacked bars, term upon term; only the first variant's have labels, so that each is once in the legend.
         for number, stages in enumerate(variants.values()):
             bottom = np.zeros(len(places))
             for term, (colour, _) in TERMS.items():
@@ -205,21 +206,16 @@ def plot_memory(variants: Mapping[str, Sequence[StageMemory]], budget_bytes: Seq
                 label = term if number == 0 and term in shown else None
                 axes.bar(lefts[:, number], sizes, 0.92 * width, bottom=bottom, color=colour, label=label)
                 bottom += sizes
-        budgets = np.array(budget_bytes) / unit
-        axes.hlines(
-            budgets,
-            places - 1.1 * MEMORY_BAR,
-            places + 1.1 * MEMORY_BAR,
-            color=VERMILION,
-            linewidth=1.4,
-            label="budget",
-        )
+        budgets, reach = np.array(budget_bytes) / unit, 1.1 * MEMORY_BAR
+        axes.hlines(budgets, places - reach, places + reach, color=VERMILION, linewidth=1.4, label="budget")
+        # Each bar is labelled by its variant, upright; below stand the stages, out of the labels' way.
         axes.set_xticks(lefts.ravel(), minor=True)
         axes.set_xticklabels([*variants] * len(places), minor=True, rotation=90, fontsize=7, color=GREY)
         axes.set_xticks(places, [f"stage {stage}" for stage in places])
         axes.tick_params(axis="x", which="major", length=0, pad=8 + 4 * max(map(len, variants)))
         axes.set_ylabel(f"{name} of a device at its peak")
         axes.grid(False, axis="x")
+        # The legend is in the order of the bars, from top to bottom.
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside right center")
 
@@ -248,6 +244,7 @@ def plot_timeline(simulations: Mapping[str, Simulation], path: Path) -> None:
 
 def _draw(axes: Axes, simulation: Simulation, unit: float, end: float) -> None:
     stages = range(simulation.schedule.num_stages)
+    # Events sort by stage and then by operation: each group is one colour in one row.
     rows = groupby(sorted(simulation.events), key=lambda event: (event.stage, event.operation))
     for (stage, operation), events in rows:
         _draw_bars(axes, stage, operation, [*events], unit, end)
@@ -260,6 +257,7 @@ def _draw(axes: Axes, simulation: Simulation, unit: float, end: float) -> None:
             va="center", fontsize=8, color=GREY,
         )  # fmt: skip
     axes.axvline(unit * simulation.makespan_seconds, color=GREY, linewidth=0.8, linestyle=":")
+    # stage 0 on top
     axes.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, end), yticks=[*stages])
     axes.set_yticklabels([f"stage {stage}" for stage in stages])
     axes.grid(False, axis="y")

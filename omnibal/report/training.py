@@ -87,6 +87,7 @@ class Metrics:
         return " and ".join(named) or "devices that its log does not name"
 
 
+# pydantic's checks of a line; typed dictionaries cost nothing where lines are written.
 _STEP, _EVALUATION = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord)
 
 
@@ -98,7 +99,7 @@ def read_metrics(path: Path) -> Metrics:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} must be a run's log, got a file that is no text: {error}") from error
     for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
+        if not line.endswith("\n"):  # half written
             break
         try:
             if "held_out_loss" in line:
@@ -129,6 +130,7 @@ class MetricsLog:
 
     def training_step(self, **record: Unpack[StepRecord]) -> str:
         """Log a training step, and render it as a progress bar's line; rates are smoothed over the last steps."""
+        # The first line of a run, or after it went on, names the device: the log may be of several.
         named: StepRecord = {**record, "device": self._device} if self._device else record
         self._device = ""
         self._append(named)
@@ -204,6 +206,7 @@ def training_rows(metrics: Metrics) -> dict[str, str]:
         np.array([record[name] for record in metrics.steps])  # type: ignore[literal-required]
         for name in ("seconds", "samples", "llm_tokens", "loss")
     )
+    # Quantiles, as single steps compile, save or wait for data; means of loss, as steps hold other samples.
     rows = {
         "device": metrics.devices,
         "steps": f"{last['step']:,}, the last one in epoch {last['epoch'] + 1}",
@@ -251,6 +254,7 @@ def plot_training(metrics: Metrics, path: Path) -> None:
             held_out = [record["held_out_loss"] for record in metrics.evaluations]
             right = [100 * record["held_out_accuracy"] for record in metrics.evaluations]
             axes.plot(at, held_out, "o-", color=ORANGE, markersize=4, label="held-out loss")
+            # Right answers have their axis on the right; an empty line brings them into the one legend.
             answers = axes.twinx()
             answers.plot(at, right, "s--", color=GREEN, markersize=4)
             answers.set(ylabel="held-out answers right, %", ylim=(0, 100))
@@ -262,6 +266,7 @@ def plot_training(metrics: Metrics, path: Path) -> None:
 
 def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float, float]]], path: Path) -> None:
     """Draw the share of each source of a mixture over steps: asked for, and held by some steps in a row on average."""
+    # Means of what sources gave over runs of steps, each drawn at the middle of its run.
     run = min(SHARE_STEPS, -(-len(steps) // SHARE_POINTS))
     begins = np.arange(0, len(steps), run)
     middles = np.add.reduceat(np.asarray(steps), begins) / np.diff([*begins, len(steps)])
@@ -281,6 +286,7 @@ def plot_shares(steps: Sequence[int], shares: Sequence[Mapping[str, tuple[float,
 
 def _moving_mean(values: FloatArray, window: int = 20) -> FloatArray:
     """Mean of up to ``window`` values that end at each position, without those that are not finite."""
+    # By differences of cumulative sums, as windows overlap.
     finite = np.isfinite(values)
     sums = np.cumsum(np.concatenate([[0.0], np.where(finite, values, 0.0)]))
     counts = np.cumsum(np.concatenate([[0], finite]))

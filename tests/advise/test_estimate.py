@@ -141,8 +141,8 @@ def test_few_samples_tell_little():
     three = advise(scenario(MIX.take([0, 1, 2])), recipe)
     thousand = advise(scenario(), recipe)
     assert three.adopted == ()
-    assert min(change.error for change in three.changes if change.gain) > 0.7
-    assert min(change.error for change in thousand.changes if change.gain) < 0.04
+    assert min(change.gain.error for change in three.changes if change.gain) > 0.7
+    assert min(change.gain.error for change in thousand.changes if change.gain) < 0.04
 
 
 def test_fewer_packs_pay_where_ranks_mostly_gather_parameters():
