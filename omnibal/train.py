@@ -32,12 +32,12 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from tqdm import tqdm
 
-from omnibal.config import OmnibalSection, RunSection, keys_of_plan, micro_batches_of, named_plan, read_config
+from omnibal.config import RunSection, keys_of_plan, micro_batches_of
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export_newest
 from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.initialize import initialize, open_together
+from omnibal.engine.initialize import open_together, start, user_optimizer
 from omnibal.engine.loader import Loader, VlmDataset
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
@@ -46,6 +46,7 @@ from omnibal.plan import Plan
 from omnibal.ranks import rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.report.training import MetricsLog, peak_text, plot_training, read_metrics, run_table, training_table
 from omnibal.vlm.passes import device_name
+from omnibal.workspace import Workspace
 
 LOG_SECONDS: Final = 10.0
 """Between two states of the progress bar where it goes into a file."""
@@ -86,60 +87,63 @@ def train(
             has none to go on from, or another run trains into it; else as ``omnibal.initialize``.
         OmnibalError: As ``engine.train_batch`` and ``engine.save_checkpoint``.
     """
+    own = user_optimizer(**others)
     meet(get_accelerator().communication_backend_name())
     evaluates = held_out is not None or on_evaluation is not None
-    section = run_on_all_ranks(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates))
+    workspace = run_on_all_ranks(lambda: _read(config, resume=resume, restart=restart, evaluates=evaluates))
     if resume:
-        config = run_on_all_ranks(lambda: _under_own_plan(config))
-    run, checkpoints, tag = section.run, section.run.files.checkpoints, resume if isinstance(resume, str) else None
+        workspace = run_on_all_ranks(lambda: _under_own_plan(workspace))
+    run = workspace.section.run
+    checkpoints, tag = run.files.checkpoints, resume if isinstance(resume, str) else None
     with rank_zero_first(lambda: _claimed(run), doing="claims run.output"):
         rank_zero_only(
             lambda: _check_checkpoints(run, tag, resume=bool(resume), restart=restart),
             doing="looks for checkpoints",
         )
-        engine, _, loader, _ = initialize(config, model, dataset, **others)
+        engine = start(workspace, model, dataset, own)
         del model  # its weights are copied
-        evaluated = _held_out_loader(engine, section, held_out)
+        evaluated = _held_out_loader(engine, workspace, held_out)
         if resume:
             engine.load_checkpoint(checkpoints, tag, fall_back=True)
         if restart:
             rank_zero_only(lambda: _delete(checkpoints), doing="deletes checkpoints", where=engine.where)
-        log = rank_zero_first(lambda: _begin(engine, loader, run), doing="opens the log", where=engine.where)
-        _train(engine, loader, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation))
+        log = rank_zero_first(lambda: _begin(engine, workspace), doing="opens the log", where=engine.where)
+        _train(engine, run, log, partial(_evaluate, engine, evaluated, log, on_evaluation))
         rank_zero_only(lambda: _finish(run), doing="exports the model", where=engine.where)
     return engine
 
 
-def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: bool, evaluates: bool) -> OmnibalSection:
+def _read(config: str | Path | dict[str, Any], *, resume: bool | str, restart: bool, evaluates: bool) -> Workspace:
     if resume and restart:
         raise ConfigError(f"resume must be False with restart, got {resume!r}; go on from a checkpoint, or begin anew")
-    section = read_config(config)[1]
-    if section.run.evaluate_every and not evaluates and not section.data.held_out:
+    workspace = Workspace.read(config)
+    every = workspace.section.run.evaluate_every
+    if every and not evaluates and not workspace.section.data.held_out:
         raise ConfigError(
-            f"omnibal.run.evaluate_every must be 0 without held-out data, got {section.run.evaluate_every}; name some "
-            "in omnibal.data.held_out"
+            f"omnibal.run.evaluate_every must be 0 without held-out data, got {every}; name some in "
+            "omnibal.data.held_out"
         )
-    return section
+    return workspace
 
 
-def _under_own_plan(config: str | Path | dict[str, Any]) -> str | Path | dict[str, Any]:
+def _under_own_plan(workspace: Workspace) -> Workspace:
     """The ds_config of a run that goes on, with the plan that the run was begun with in place of a newer one.
 
-    ``run_plan.json`` is that plan: ``omnibal plan`` may have replaced the file that the ds_config names, and the
+    ``run_plan.json`` is that plan: `omnibal plan` may have replaced the file that the ds_config names, and the
     number of micro-batches with it.
     """
-    deepspeed_config, section = read_config(config)
+    section = workspace.section
     own = section.run.files.run_plan
     if section.pipeline.plan is None or not own.is_file():
-        return config
-    begun = Plan.load(own)
+        return workspace
+    begun, micro_batches = Plan.load(own), micro_batches_of(workspace.config)
     try:
-        now = named_plan(section)
+        now = workspace.named_plan
     except ConfigError:
         now = None
     # Micro-batches of neither plan were set by hand: resolve_plan says that they do not fit.
-    if now == begun or micro_batches_of(deepspeed_config) not in (begun.micro_batches, (now or begun).micro_batches):
-        return config
+    if now == begun or micro_batches not in (begun.micro_batches, (now or begun).micro_batches):
+        return workspace
     if dist.get_rank() == 0:
         LOG.warning(
             "The run goes on under the plan that it was begun with, %s; omnibal.pipeline.plan is another one now (%s), "
@@ -147,10 +151,10 @@ def _under_own_plan(config: str | Path | dict[str, Any]) -> str | Path | dict[st
             own,
             section.pipeline.plan,
         )
-    whole = deepspeed_config | {"omnibal": section.model_dump(mode="json")}
-    for (*outer, key), value in keys_of_plan(deepspeed_config, section, begun, str(own)).items():
+    whole = workspace.whole_config
+    for (*outer, key), value in keys_of_plan(workspace.config, section, begun, str(own)).items():
         reduce(getitem, outer, whole)[key] = value
-    return whole
+    return Workspace.read(whole)
 
 
 def _claimed(run: RunSection) -> ExitStack:
@@ -177,9 +181,9 @@ def _claimed(run: RunSection) -> ExitStack:
     return claim
 
 
-def _held_out_loader(engine: OmnibalEngine, section: OmnibalSection, held_out: VlmDataset | None) -> Loader | None:
-    if held_out is None and section.data.held_out:
-        held_out = open_together(section, "held_out")
+def _held_out_loader(engine: OmnibalEngine, workspace: Workspace, held_out: VlmDataset | None) -> Loader | None:
+    if held_out is None and workspace.section.data.held_out:
+        held_out = open_together(workspace, "held_out")
     return None if held_out is None else engine.held_out_loader(held_out)
 
 
@@ -209,29 +213,27 @@ def _delete(checkpoints: Path) -> None:
         LOG.warning("restart leaves in %s what omnibal did not write: %.500s", checkpoints, names)
 
 
-def _begin(engine: OmnibalEngine, loader: Loader, run: RunSection) -> MetricsLog | None:
+def _begin(engine: OmnibalEngine, workspace: Workspace) -> MetricsLog | None:
     """On rank 0, say what runs, keep a named plan for when the run goes on, and open the log."""
     if engine.global_rank != 0:
         return None
-    named = named_plan(engine.resolved.section)
+    files, named = workspace.section.run.files, workspace.named_plan
     if named is None:
-        run.files.run_plan.unlink(missing_ok=True)
+        files.run_plan.unlink(missing_ok=True)
     else:
-        named.save(run.files.run_plan)
-    data = loader.summary() | {"parameters trained": trained_in_words(engine.resolved.trained)}
+        named.save(files.run_plan)
+    data = engine.loader.summary() | {"parameters trained": trained_in_words(engine.resolved.trained)}
     Console(markup=False).print(run_table(engine.plan, engine.module.vlm.records, data))
-    return MetricsLog(run.files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
+    return MetricsLog(files.metrics, first_step=engine.global_steps, device=device_name(engine.device))
 
 
-def _train(
-    engine: OmnibalEngine, loader: Loader, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]
-) -> None:
+def _train(engine: OmnibalEngine, run: RunSection, log: MetricsLog | None, evaluate: Callable[[tqdm], None]) -> None:
     """Train to the end of the last epoch, or to ``max_steps``; rank 0 has a log and shows the progress bar.
 
     The memory of the second step is measured: by then the optimizer has its state.
     """
     second_step = engine.global_steps + 1
-    last_step = run.max_steps or engine.global_steps + loader.steps_left(run.epochs)
+    last_step = run.max_steps or engine.global_steps + engine.loader.steps_left(run.epochs)
     bar = tqdm(
         total=last_step,
         initial=engine.global_steps,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from omnibal.advise.measuring import measure_rows
 from omnibal.advise.reading import read_today
-from omnibal.cli.output import answer
+from omnibal.cli.options import answer
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits

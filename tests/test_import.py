@@ -7,7 +7,7 @@ import pytest
 import omnibal
 
 HEAVY = ("torch", "deepspeed", "transformers", "matplotlib", "PIL")
-SLOW = ("numba", "scipy", "pydantic", "omnibal.cli.run")
+SLOW = ("numba", "scipy", "pydantic", "omnibal.workspace")
 
 
 def loaded_by(statements: str, among: tuple[str, ...] = HEAVY) -> set[str]:

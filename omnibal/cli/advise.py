@@ -1,16 +1,13 @@
 """omnibal advise: where the devices' time goes today, and what would bring how much, before anybody changes a line."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
-from rich.console import Console
 
-from omnibal.cli.costs import devices_at_hand, read_cluster
-from omnibal.cli.files import check_file
-from omnibal.cli.options import ClusterOption, JsonOption, ProfileOption
+from omnibal.cli.options import ClusterOption, JsonOption, ProfileOption, answer, check_file, read_cluster
 from omnibal.errors import ConfigError
+from omnibal.workspace import devices_at_hand
 
 PICTURES: Final = (".png", ".html")
 
@@ -106,12 +103,8 @@ def advise(
     report = Report(question, question.answer(with_pipeline=pipeline))
     if plot is not None:
         (draw if plot.suffix.lower() == ".png" else write_advice_page)(report, plot)
-    if as_json:
-        typer.echo(json.dumps(report.to_record() | {"written": plot}, indent=2, default=str))
-        return
-    console = Console()
-    for line in [*report.lines(), *([f"written: {plot}"] if plot else [])]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    written = [f"written: {plot}"] if plot else []
+    answer(report.to_record() | {"written": plot}, *report.lines(), *written, as_json=as_json)
 
 
 def _check_plot(plot: Path | None) -> None:

@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from omnibal.cli.files import check_picture
-from omnibal.cli.opening import open_run
-from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, PresentOption, ProfileOption
-from omnibal.cli.output import answer
-from omnibal.cli.present import present_plan, real_packs
+from omnibal.cli.opening import open_workspace
+from omnibal.cli.options import (
+    ClusterOption,
+    JsonOption,
+    LengthsOption,
+    PictureOption,
+    PresentOption,
+    ProfileOption,
+    answer,
+    check_picture,
+    working,
+)
+from omnibal.cli.planning import plan_of, present_plan, real_packs
 from omnibal.cost import Load
 from omnibal.pipeline.simulate import StepSimulation
 from omnibal.report.stages import plot_timeline
@@ -78,14 +85,14 @@ def emulate(
     from omnibal.emulator.run import EmulationTask, run_emulation
 
     check_picture("--plot", plot)
-    run = open_run(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
-    plan = present_plan(run) if present else run.plan
-    task = EmulationTask(run.profile, plan, real_packs(run, plan, steps=steps).steps)
+    workspace = open_workspace(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
+    plan = present_plan(workspace) if present else plan_of(workspace)
+    task = EmulationTask(workspace.profile, plan, real_packs(workspace, plan, steps=steps).steps)
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
-    with Console(stderr=True).status(f"{doing}: {task.wall_seconds:.0f} s and the start"):
+    with working(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         emulation = run_emulation(task)
     largest = Load.stack(Load.stack(step) for step in task.steps).max()
-    memory = [stage.total for stage in plan.memory(run.profile, largest)]
+    memory = [stage.total for stage in plan.memory(workspace.profile, largest)]
     figures = _figures(task, emulation, memory)
     written = [] if plot is None else [str(plot)]
     if plot is not None:

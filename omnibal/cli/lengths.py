@@ -10,15 +10,14 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from omnibal.cli.files import check_folder, expect, refuse
-from omnibal.cli.inputs import UsableLengths, measure_dataset, read_lengths
-from omnibal.cli.opening import open_run
-from omnibal.cli.options import JsonOption
-from omnibal.cli.output import answer
+from omnibal.cli.opening import expect, open_workspace, problem_lines, read_lengths
+from omnibal.cli.options import JsonOption, answer, check_folder, refuse
+from omnibal.config import DataSection, ModelSection, OmnibalSection
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
 from omnibal.report.style import make_table
+from omnibal.workspace import FoundLengths, Workspace
 
 BROKEN_FILE = "broken.json"
 
@@ -69,12 +68,12 @@ def lengths(
     options = {"model": model, "images": images, "max-tiles": max_tiles}
     if kind == "ds_config":
         refuse(options, "a ds_config names data and model")
-        run = open_run(source, broken=broken, processes=processes)
-        if not run.section.data.train:
+        workspace = open_workspace(source, broken=broken, processes=processes)
+        if not workspace.section.data.train:
             raise ConfigError(f"omnibal.data.train must name the data, got none in {source}")
-        folder = out or run.files.lengths
+        folder = out or workspace.section.run.files.lengths
         check_folder("out", folder)
-        found, unit = run.usable_lengths, run.vision_unit
+        found, unit = workspace.found_lengths, workspace.vision_unit
     elif out is None:
         raise ConfigError(f"out must name a folder for the lengths, got none: {source} is no ds_config")
     elif kind != "dataset":
@@ -84,17 +83,16 @@ def lengths(
     elif model is None:
         raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
     else:
-        from omnibal.vlm import load_records
-
-        folder, unit = out, vision_unit_of(load_records(model))
-        found = measure_dataset(
-            source, model, image_folder=images, max_tiles=max_tiles, broken=broken or "error",
-            processes=processes, cache=folder,
-        )  # fmt: skip
+        place = None if images is None else str(images)
+        data = DataSection(train=str(source), images=place, max_tiles=max_tiles, broken=broken or "error")
+        section = OmnibalSection(model=ModelSection(path=str(model)), data=data)
+        workspace, folder = Workspace({}, section, processes=processes), out
+        unit = vision_unit_of(workspace.records)
+        found = workspace.measured_lengths(folder)
     _say(found, folder, unit, as_json=as_json)
 
 
-def _say(found: UsableLengths, folder: Path, vision_unit: str, *, as_json: bool) -> None:
+def _say(found: FoundLengths, folder: Path, vision_unit: str, *, as_json: bool) -> None:
     """Keep and show the lengths."""
     found.lengths.save(folder)
     problems = [asdict(problem) for problem in found.problems]
@@ -105,7 +103,7 @@ def _say(found: UsableLengths, folder: Path, vision_unit: str, *, as_json: bool)
     answer(
         record,
         lengths_table(figures, vision_unit),
-        *found.problem_lines(),
+        *problem_lines(found),
         *whole,
         f"written: {folder}",
         as_json=as_json,

@@ -12,11 +12,12 @@ from typer.main import get_command
 
 from omnibal.errors import OmnibalError, explain_import, require
 
-VERBS: Final = (
-    "advise", "demo", "lengths", "pack", "profile", "partition", "plan", "simulate", "emulate", "report", "ask",
-    "export",
-)  # fmt: skip
-"""Each is a function in the module of that name."""
+VERBS: Final = {
+    "advise": "advise", "demo": "models", "lengths": "lengths", "pack": "pack", "profile": "profile",
+    "partition": "simulate", "plan": "plan", "simulate": "simulate", "emulate": "emulate", "report": "report",
+    "ask": "models", "export": "models",
+}  # fmt: skip
+"""The module of each verb, which is a function there."""
 
 
 class _LazyGroup(TyperGroup):
@@ -34,7 +35,7 @@ class _LazyGroup(TyperGroup):
         if cmd_name not in self.commands:
             return None
         verb = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
-        verb.command(cmd_name)(getattr(import_module(f"omnibal.cli.{cmd_name}"), cmd_name))
+        verb.command(cmd_name)(getattr(import_module(f"omnibal.cli.{VERBS[cmd_name]}"), cmd_name))
         return get_command(verb)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -72,7 +73,7 @@ class _LazyGroup(TyperGroup):
 
 
 def _docstring_of(verb: str) -> str | None:
-    spec = find_spec(f"omnibal.cli.{verb}")
+    spec = find_spec(f"omnibal.cli.{VERBS[verb]}")
     assert spec is not None and spec.origin is not None
     body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
     return next(ast.get_docstring(node) for node in body if isinstance(node, ast.FunctionDef) and node.name == verb)

@@ -1,66 +1,210 @@
-"""What a command line names, opened: a ds_config, or files where someone has none."""
+"""What paths on a command line hold, told by their content, and the workspace that they make up."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from omnibal.cli.files import Kind, expect
-from omnibal.cli.run import Run
-from omnibal.config import OmnibalSection, RunFiles, check_apart_from_layout, read_config
+from omnibal.cli.options import read_cluster, say, working
+from omnibal.config import OmnibalSection, RunFiles, check_apart_from_layout
+from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError
+from omnibal.formats.files import KINDS, is_dataset
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
+from omnibal.records import parse_json, parse_relaxed, read_json
+from omnibal.workspace import FoundLengths, Named, Workspace
+
+Kind = Literal[
+    "ds_config", "plan", "profile", "token lengths", "saved lengths", "dataset", "model", "checkpoint", "checkpoints",
+    "run", "something else",
+]  # fmt: skip
+
+NAMES: Final[Mapping[Kind, str]] = {
+    "ds_config": "a ds_config",
+    "plan": "a plan",
+    "profile": "a profile",
+    "token lengths": 'a JSON list of {"vit_num", "token_num"}',
+    "saved lengths": "a folder of lengths",
+    "dataset": f"a dataset (an InternVL meta file, or conversations in {KINDS})",
+    "model": "a Hugging Face model folder",
+    "checkpoint": "a checkpoint",
+    "checkpoints": "a folder of checkpoints",
+    "run": "a run's folder",
+    "something else": "something else",
+}
+HEAD_CHARACTERS: Final = 1 << 16
+DEEPSPEED_KEYS: Final = frozenset({
+    "omnibal", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
+    "scheduler", "bf16", "fp16", "zero_optimization", "gradient_clipping", "data_types", "torch_autocast",
+})  # fmt: skip
+"""An object with one of these is a ds_config."""
+FOLDERS: Final[tuple[tuple[str, Kind], ...]] = (
+    ("config.json", "model"),
+    ("omnibal.json", "checkpoint"),
+    ("latest", "checkpoints"),
+    ("metrics.jsonl", "run"),
+    ("checkpoints", "run"),
+    ("lengths.json", "saved lengths"),
+)
+"""What a folder is, by what lies in it."""
+
+
+def expect(name: str, path: Path, kinds: Collection[Kind], *, remedy: str = "") -> Kind:
+    """What a path holds.
+
+    Args:
+        name: What the command line calls it.
+        path: A file or folder.
+        kinds: What it may hold.
+        remedy: What else to do, for the message.
+
+    Raises:
+        ConfigError: It holds something else, cannot be read, or is no JSON where it should be.
+    """
+    kind = kind_of(name, path)
+    if kind not in kinds:
+        expected = " or ".join(NAMES[possible] for possible in kinds)
+        hint = f"; {remedy}" if remedy else ""
+        raise ConfigError(f"{name} must be {expected}, got {path}, {_described(kind, path)}{hint}")
+    return kind
+
+
+def kind_of(name: str, path: Path) -> Kind:
+    """What a path holds, by its content.
+
+    Raises:
+        ConfigError: It cannot be read, or is neither JSON nor JSON lines.
+    """
+    if path.is_dir():
+        found = next((kind for file, kind in FOLDERS if (path / file).exists()), None)
+        return found or ("dataset" if is_dataset(path) else "something else")
+    try:
+        if is_dataset(path):
+            return "dataset"
+    except OSError as error:
+        raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
+    start = _head(name, path)
+    if start.startswith("[") and ('"vit_num"' in start or start.rstrip() == "[]"):
+        return "token lengths"
+    if _first_line(start) is not None:
+        return "something else"
+    content = read_json(path, name, parse_relaxed)
+    return kind_of_object(content) if isinstance(content, dict) else "something else"
+
+
+def kind_of_object(content: Mapping[str, Any]) -> Kind:
+    """What a JSON object is, by its keys."""
+    keys = content.keys()
+    if {"limits", "partition"} <= keys:
+        return "plan"
+    if {"layers", "device"} <= keys:
+        return "profile"
+    if keys & DEEPSPEED_KEYS or not keys:
+        return "ds_config"
+    return "dataset" if all(isinstance(shard, dict) for shard in content.values()) else "something else"
+
+
+def _head(name: str, path: Path) -> str:
+    """The first characters of a text file."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            start = file.read(HEAD_CHARACTERS).lstrip()
+    except OSError as error:
+        raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} must be text in UTF-8, got {path} ({error})") from error
+    if start[:1] not in ("[", "{", "/", "#"):  # a ds_config may begin with a comment
+        raise ConfigError(f"{name} must be a folder, JSON or JSON lines, got {start[:20]!r} in {path}")
+    return start
+
+
+def _first_line(start: str) -> dict[str, Any] | None:
+    """The first object of JSON lines; None of other files."""
+    line, *others = start.splitlines()
+    if not others or not line.startswith("{"):
+        return None
+    try:
+        found: dict[str, Any] = parse_json(line)
+    except ValueError:
+        return None
+    return found
+
+
+def _described(kind: Kind, path: Path) -> str:
+    if kind != "something else":
+        return f"which is {NAMES[kind]}"
+    if path.is_dir():
+        return "a folder of something else"
+    content = _first_line(_head("file", path)) or parse_relaxed(path.read_bytes())
+    entry = content[0] if isinstance(content, list) else content
+    return f"which has the keys {', '.join(entry)}" if isinstance(entry, dict) else f"a list with {entry!r:.80}"
+
 
 CONFIG: Final[tuple[Kind, ...]] = ("ds_config",)
+SHOWN_PROBLEMS: Final = 10
 
 
-def open_run(
+def open_workspace(
     source: Path,
     *,
     kinds: Collection[Kind] = CONFIG,
     profile: Path | None = None,
     lengths: Sequence[Path] | None = None,
+    cluster: str | None = None,
+    broken: Literal["error", "skip"] | None = None,
     **options: Any,
-) -> Run:
-    """Read what the command line names.
+) -> Workspace:
+    """The workspace of a command line: a ds_config, or a plan or a profile where someone has none.
 
     Args:
-        source: A ds_config, a plan or a profile, told by its content.
-        kinds: Which of them.
-        profile: Of the command line.
-        lengths: Of the command line.
-        **options: As of ``Run``.
+        source: What the command line names first.
+        kinds: Which of the three it may be.
+        profile: ``--profile``.
+        lengths: ``--lengths``.
+        cluster: ``--cluster``.
+        broken: ``--broken``, in place of the ds_config's ``data.broken``.
+        **options: As of ``Workspace``.
 
     Raises:
-        ConfigError: It is something else, or wrong; the message names the file.
+        ConfigError: A file is of another kind, or wrong; the message names it.
     """
     kind = expect("source", source, kinds)
-    named = None if profile is None else ModelProfile.load(profile)
+    named = Named(
+        None if not lengths else read_lengths(lengths, "--lengths"),
+        None if profile is None else ModelProfile.load(profile),
+        None if cluster is None else read_cluster(cluster),
+    )
+    options = {"source": source, "makes": True, "say": say, "working": working, **options}
     if kind == "ds_config":
-        config, section = _read_config(source)
-        return Run(source, config, section, section.run.files, profile=named, lengths=lengths or (), **options)
+        workspace = _read_config(source, named=named, **options)
+        if broken is not None:
+            data = workspace.section.data.model_copy(update={"broken": broken})
+            workspace.section = workspace.section.model_copy(update={"data": data})
+        return workspace
     if kind == "profile":
         costs = ModelProfile.load(source)
-        return Run(source, *_config_of(costs, 1), None, profile=costs, lengths=lengths or (), **options)
+        return Workspace(*_config_of(costs, 1), named=replace(named, profile=costs), **options)
     plan, beside = Plan.load(source), RunFiles(source.parent)
-    if named is None:
-        if not beside.profile.is_file():
-            raise ConfigError(f"--profile must name what {source} was made from, got none, and none lies beside it")
-        named = ModelProfile.load(beside.profile)
+    costs_file = None if named.profile is not None else beside.profile
+    if costs_file is not None and not costs_file.is_file():
+        raise ConfigError(f"--profile must name what {source} was made from, got none, and none lies beside it")
+    costs = named.profile or ModelProfile.load(beside.profile)
+    found = named.lengths
     if lengths is None and (beside.lengths / "lengths.json").is_file():
-        lengths = [beside.lengths]
-    config, section = _config_of(named, plan.layout.zero_stage, plan.made_from.get("request", {}))
-    return Run(source, config, section, None, profile=named, plan=plan, lengths=lengths or (), **options)
+        found = read_lengths([beside.lengths], "--lengths")
+    config, section = _config_of(costs, plan.layout.zero_stage, plan.made_from.get("request", {}))
+    return Workspace(config, section, named=Named(found, costs, named.cluster, plan), **options)
 
 
-def _read_config(path: Path) -> tuple[dict[str, Any], OmnibalSection]:
-    """A ds_config whose keys can be right; errors name the file."""
+def _read_config(path: Path, **options: Any) -> Workspace:
+    """The workspace of a ds_config whose keys can be right; errors name the file."""
     try:
-        config, section = read_config(path)
-        check_apart_from_layout(config)
+        workspace = Workspace.read(path, **options)
+        check_apart_from_layout(workspace.config)
     except ConfigError as error:
         raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
-    return config, section
+    return workspace
 
 
 def _config_of(
@@ -70,3 +214,33 @@ def _config_of(
     packing = {key: (request or {})[key] for key in ("method", "seed") if key in (request or {})}
     config = {"bf16": {"enabled": profile.dtype == "bfloat16"}, "zero_optimization": {"stage": zero_stage}}
     return config, OmnibalSection.model_validate({"model": {"frozen": list(profile.frozen_parts)}, "packing": packing})
+
+
+def read_lengths(paths: Sequence[Path], name: str) -> FoundLengths:
+    """Lengths that were measured: JSON lists of ``{"vit_num", "token_num"}``, or one folder of saved ones.
+
+    Args:
+        paths: The files, or the folder.
+        name: What the command line calls them.
+
+    Raises:
+        ConfigError: A path holds something else, there are several folders, or one file is named twice.
+        DataError: A file is damaged, or there is no sample.
+    """
+    for path in paths:
+        kind = expect(name, path, ("saved lengths", "token lengths"), remedy="`omnibal lengths` measures a dataset")
+        if kind == "saved lengths" and len(paths) > 1:
+            raise ConfigError(f"{name} must be {NAMES['token lengths']} where there are several, got the folder {path}")
+    twice = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
+    if twice:
+        raise ConfigError(f"{name} must be different files, got {twice[0]} twice; all samples would count twice")
+    lengths = SampleLengths.load(paths[0]) if paths[0].is_dir() else SampleLengths.from_token_lengths(paths)
+    return FoundLengths(lengths, ", ".join(map(str, paths)))
+
+
+def problem_lines(found: FoundLengths) -> list[str]:
+    """How many items were left out, and why the first ones were; nothing where none was."""
+    if not found.problems:
+        return []
+    shown = (f"  {problem}" for problem in found.problems[:SHOWN_PROBLEMS])
+    return [f"{len(found.problems)} items cannot be used and are left out:", *shown]

@@ -9,15 +9,19 @@ import numpy as np
 import typer
 from tqdm import tqdm
 
-from omnibal.cli.files import check_picture, expect
-from omnibal.cli.inputs import read_lengths
-from omnibal.cli.opening import open_run
-from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, LimitsOption, PictureOption, read_limits
-from omnibal.cli.output import answer
-from omnibal.cli.present import arrange
-from omnibal.cli.run import Run
-from omnibal.config import PackingSection
-from omnibal.data.epoch import Epoch
+from omnibal.cli.opening import expect, open_workspace, problem_lines, read_lengths
+from omnibal.cli.options import (
+    ClusterOption,
+    JsonOption,
+    LengthsOption,
+    LimitsOption,
+    PictureOption,
+    answer,
+    check_picture,
+    read_limits,
+)
+from omnibal.config import PackingSection, micro_batches_of
+from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import find_trap
 from omnibal.data.limits import PackLimits, choose_limits
@@ -32,6 +36,7 @@ from omnibal.report.packing import (
     packing_table,
     plot_rank_loads,
 )
+from omnibal.workspace import FoundLengths, Workspace
 
 REPLICAS = 8
 """Ranks where nothing says how many."""
@@ -77,26 +82,30 @@ def pack(
     --limits 40,12288 --plot packs.png
     """
     check_picture("--plot", plot)
-    fixed = read_limits(limits)
-    run = _run_of(source, lengths, cluster)
-    packing = PackingSection() if run is None else run.section.packing
+    fixed, workspace = read_limits(limits), _workspace_of(source, lengths, cluster)
+    packing = PackingSection() if workspace is None else workspace.section.packing
     packing = packing if method is None else packing.model_copy(update={"method": method})
-    found = read_lengths(source, "source") if run is None else run.usable_lengths
+    found = read_lengths(source, "source") if workspace is None else workspace.found_lengths
     task = _Task(
         lengths=found.lengths,
         limits=choose_limits(found.lengths, *(fixed or (packing.vision_units, packing.llm_tokens))),
-        num_replicas=num_replicas or _replicas(run),
-        micro_batches=micro_batches or (1 if run is None else run.num_micro_batches),
+        num_replicas=num_replicas or _replicas(workspace),
+        micro_batches=micro_batches or (1 if workspace is None else micro_batches_of(workspace.config)),
         packing=packing,
-        vision_unit=found.lengths.vision_unit if run is None else run.vision_unit,
+        vision_unit=found.lengths.vision_unit if workspace is None else workspace.vision_unit,
     )
     shown = get_args(Method) if compare else (packing.method,)
     drawn = tuple(dict.fromkeys((BEFORE, packing.method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
     if plot is not None:
         plot_rank_loads({f"{name} packs": results[name][1] for name in drawn}, plot, task.vision_unit)
-    figures, plots = [results[name][0] for name in shown], [] if plot is None else [str(plot)]
-    trap = find_trap(task.lengths, task.limits)
+    _answer(task, found, [results[name][0] for name in shown], plot, as_json=as_json)
+
+
+def _answer(
+    task: "_Task", found: FoundLengths, figures: list[PackingFigures], plot: Path | None, *, as_json: bool
+) -> None:
+    plots, trap = [] if plot is None else [str(plot)], find_trap(task.lengths, task.limits)
     warnings = [] if trap is None else [trap]
     record = task.to_record() | {
         "methods": [entry.to_record() for entry in figures],
@@ -106,7 +115,7 @@ def pack(
     }
     answer(
         record,
-        *found.problem_lines(),
+        *problem_lines(found),
         task.title,
         packing_table(figures, task.num_replicas, task.vision_unit),
         *packing_notes(task.num_replicas),
@@ -116,8 +125,8 @@ def pack(
     )
 
 
-def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None) -> Run | None:
-    """The ds_config that the arguments name; None where they name lengths."""
+def _workspace_of(source: list[Path], lengths: list[Path] | None, cluster: str | None) -> Workspace | None:
+    """The workspace of the ds_config that the arguments name; None where they name lengths."""
     remedy = "`omnibal lengths` measures a dataset"
     kind = expect("source", source[0], ("ds_config", "saved lengths", "token lengths"), remedy=remedy)
     if kind != "ds_config":
@@ -127,11 +136,11 @@ def _run_of(source: list[Path], lengths: list[Path] | None, cluster: str | None)
         return None
     if len(source) > 1:
         raise ConfigError(f"source must be one ds_config, got {source[1]} beside {source[0]}")
-    return open_run(source[0], lengths=lengths, cluster=cluster)
+    return open_workspace(source[0], lengths=lengths, cluster=cluster)
 
 
-def _replicas(run: Run | None) -> int:
-    return REPLICAS if run is None or run.known_cluster is None else run.layout().num_replicas
+def _replicas(workspace: Workspace | None) -> int:
+    return REPLICAS if workspace is None or workspace.known_cluster is None else workspace.layout().num_replicas
 
 
 @dataclass(frozen=True)
@@ -166,10 +175,9 @@ class _Task:
 
     def arrange(self, method: Method) -> Epoch:
         """The epoch, planned as it is asked for."""
-        packing = self.packing.model_copy(update={"method": method})
-        return arrange(
-            self.lengths, self.limits, packing, num_replicas=self.num_replicas, micro_batches=self.micro_batches
-        )
+        options = self.packing.model_copy(update={"method": method}).options
+        shape = {"num_replicas": self.num_replicas, "micro_batches": self.micro_batches}
+        return arrange_epoch(self.lengths, self.limits, **shape, **options)
 
     @property
     def num_oversized(self) -> int:

@@ -1,14 +1,16 @@
 """omnibal plan: pack limits, partition and recompute together, for the cluster's memory."""
 
+from __future__ import annotations
+
+import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from omnibal.cli.files import check_file
-from omnibal.cli.opening import open_run
+from omnibal.cli.entering import check_alone, enter
+from omnibal.cli.opening import open_workspace
 from omnibal.cli.options import (
     ClusterOption,
     JsonOption,
@@ -16,18 +18,24 @@ from omnibal.cli.options import (
     LengthsOption,
     LimitsOption,
     StagesOption,
+    answer,
+    check_file,
     read_limits,
+    say,
 )
-from omnibal.cli.output import answer, say
-from omnibal.cli.plan_report import Gain, PlanReport, check_alone, enter
-from omnibal.cli.present import present_plan, real_packs
-from omnibal.cli.run import Run
-from omnibal.cli.trials import check_trials, try_best
-from omnibal.config import check_batch, layout_of
-from omnibal.data.limits import PackLimits
-from omnibal.errors import ConfigError
+from omnibal.cli.plan_report import Gain, PlanReport, trial_line, trial_row
+from omnibal.cli.planning import request_of, solve
+from omnibal.config import check_batch
+from omnibal.errors import ConfigError, InfeasibleError
 from omnibal.plan import Plan
-from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.planner import PlanResult
+from omnibal.planner.search import Choice, retreat
+from omnibal.profile.records import ModelProfile
+from omnibal.report.style import Row
+from omnibal.workspace import Workspace
+
+if TYPE_CHECKING:
+    from omnibal.trials import Trial  # needs torch
 
 
 def plan(
@@ -75,97 +83,118 @@ def plan(
     --measure --trials 3 --write
     """
     check_file("--out", out)
-    fixed = read_limits(limits)
-    run = open_run(
-        source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measure=measure, replaces=write
+    workspace = open_workspace(
+        source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measures=measure, replaces=write
     )
-    if trials:
-        check_trials(run)
-    if not run.has_config and (write or measure):
-        raise ConfigError(f"--{'write' if write else 'measure'} must come with a ds_config, got {source}")
-    followed = None if write else run.followed_plan
-    if followed is not None and out is not None and out.resolve() == followed.resolve():
-        raise ConfigError(f"--out must be another file than the plan that {source} follows, got {out}; say --write")
-    out = out or (run.kept.plan if run.has_config else Path("plan.json"))
-    check_file("--out", out)
-    if write and out.is_file():
-        check_alone(source, out)
-    _check_batch(run)
-    request = request_of(run, samples_per_step, fixed, num_stages)
-    result = solve(run, request)
-    result, tried = try_best(run, result, trials, launcher) if trials else (result, ())
+    fixed, out = read_limits(limits), _place(workspace, out)
+    _check(workspace, out, trials=trials > 0)
+    result = solve(workspace, request_of(workspace, samples_per_step, fixed, num_stages))
+    result, tried = _try_best(workspace, result, trials, launcher) if trials else (result, ())
     if write:
         made_from = {**result.plan.made_from, "ds_config": str(source)}
         result = replace(result, plan=replace(result.plan, made_from=made_from))
     result.plan.save(out)
-    gain = Gain.of(run, result.plan)
+    gain = Gain.of(workspace, result.plan)
     if write:
-        enter(run.source, result.plan, out)
-    report = PlanReport(result, gain, out, tried, entered=run.source if write else None, followed=followed)
-    say(*(f"warning: {doubt}" for doubt in run.doubts))
+        enter(source, result.plan, out)
+    followed = None if write else workspace.followed_plan
+    report = PlanReport(result, gain, out, tried, entered=source if write else None, followed=followed)
+    say(*(f"warning: {doubt}" for doubt in workspace.warnings))
     answer(report.to_record(), *report.parts(explain=explain), as_json=as_json)
 
 
-def _check_batch(run: Run) -> None:
-    """Refuse a train_batch_size that does not follow on the ds_config's own cluster, which a what-if may exchange."""
-    if run.config.get("train_batch_size", "auto") == "auto":
+def _place(workspace: Workspace, out: Path | None) -> Path:
+    """Where the plan goes: what the command line names, or where the workspace keeps plans."""
+    followed = None if workspace.replaces else workspace.followed_plan
+    if followed is not None and out is not None and out.resolve() == followed.resolve():
+        raise ConfigError(
+            f"--out must be another file than the plan that {workspace.source} follows, got {out}; say --write"
+        )
+    if out is None:
+        out = Path("plan.json") if workspace.files is None else workspace.kept.plan
+    check_file("--out", out)
+    return out
+
+
+def _check(workspace: Workspace, out: Path, *, trials: bool) -> None:
+    """Refuse, before anything is planned, what could not be done with the plan."""
+    for option, asked in (("trials", trials), ("write", workspace.replaces), ("measure", workspace.measures)):
+        if asked and workspace.files is None:
+            raise ConfigError(f"--{option} must come with a ds_config, got {workspace.source}")
+    if trials:
+        _check_measured_here(workspace.profile)
+    if workspace.replaces and out.is_file():
+        check_alone(Path(str(workspace.source)), out)
+    if workspace.config.get("train_batch_size", "auto") == "auto":
         return
+    # A train_batch_size must follow on the ds_config's own cluster, in whose place a what-if may put another one.
     try:
-        layout = run.layout(cluster=run.section.cluster)
+        layout = workspace.layout(cluster=workspace.section.cluster)
     except ConfigError:  # the present configuration cannot train, which the plan says
         return
-    check_batch(run.config, layout.num_replicas)
+    check_batch(workspace.config, layout.num_replicas)
 
 
-def request_of(
-    run: Run,
-    samples_per_step: int | None = None,
-    limits: tuple[int, int] | None = None,
-    num_stages: int | None = None,
-) -> PlanRequest:
-    """What the ds_config asks of a plan, but for what is given.
+def _check_measured_here(profile: ModelProfile) -> None:
+    """Refuse costs of another device or other software than trials run on; counted ones hold anywhere."""
+    profile.check_matches(tensor_parallel=1)
+    if profile.versions:
+        from omnibal.vlm.measure import measured_versions
+        from omnibal.vlm.passes import device_name, this_device
 
-    Raises:
-        ConfigError: Nothing says how many samples a step has.
+        profile.check_matches(device=device_name(this_device()), versions=measured_versions())
+
+
+def _try_best(
+    workspace: Workspace, result: PlanResult, count: int, launcher: str | None
+) -> tuple[PlanResult, tuple[Row, ...]]:
+    """Run the ``count`` best plans on the real engine; the result with the fastest of them, and all trials.
+
+    Where memory runs out, a trial is followed by one of a plan that holds less. How each did is said as it comes.
     """
-    packing, layout = run.section.packing, layout_of(run.config, 1, 1)
-    wanted = run.section.pipeline.num_stages
-    return PlanRequest(
-        cluster=run.cluster,
-        num_stages=num_stages or (None if wanted == "auto" else wanted),
-        global_batch=samples_per_step or run.samples_per_step or _present_samples(run),
-        zero_stage=layout.zero_stage,
-        accumulate_float32=layout.accumulate_float32,
-        limits=None if limits is None else PackLimits(*limits),
-        method=packing.method,
-        schedule=run.section.pipeline.schedule,
-        seed=packing.seed,
-    )
+    layout = result.choice.model.layout
+    options = shlex.split(launcher) if launcher else ["--num_gpus", str(layout.num_devices)]
+    tries = [_Try(result, choice, f"plan {place}") for place, choice in enumerate(result.tried[:count], start=1)]
+    for each in tries:
+        each.run(workspace.whole_config, options)
+    done = [entry for each in tries for entry in each.done]
+    seconds, best, _ = min(done, key=lambda entry: entry[0])
+    figures = tuple(entry[2] for entry in done)
+    if seconds == float("inf"):
+        raise InfeasibleError(f"a plan must run, got {len(done)} failures; the first: {figures[0]['outcome']}")
+    return replace(result, plan=result.plan_of(best), choice=best), figures
 
 
-def _present_samples(run: Run) -> int:
-    """What a step of the present configuration holds on average."""
-    if not run.has_config:
-        raise ConfigError(f"--samples-per-step must be given beside a profile, got none with {run.source}")
-    _readable = run.profile, run.lengths  # outside: that a file is missing is no matter of the configuration
-    try:
-        return round(real_packs(run, present_plan(run), steps=1).samples_per_step)
-    except ConfigError as error:
-        raise ConfigError(
-            f"--samples-per-step must be given where the present configuration cannot train, got none: {error}"
-        ) from error
+class _Try:
+    """A plan on the real engine, and then the plans that hold less and less until one fits."""
 
+    def __init__(self, result: PlanResult, choice: Choice, name: str) -> None:
+        self._result, self._choice, self._name = result, choice, name
+        self.done: list[tuple[float, Choice, Row]] = []
+        """Measured seconds of a sample, infinite where a trial failed; what ran; and how it did."""
 
-def solve(run: Run, request: PlanRequest) -> PlanResult:
-    """Plan, and show what is being done."""
-    profile, lengths = run.profile, run.lengths  # made before, each with a bar of its own
-    with Console(stderr=True).status("planning") as status:
-        return make_plan(profile, lengths, request, report=status.update)
+    def run(self, config: dict[str, object], options: list[str]) -> None:
+        """Run them all."""
+        from omnibal.trials import run_trials
 
+        plan = self._result.plan_of(self._choice)
+        budgets = plan.known_cluster.allocatable_bytes(plan.layout)
+        run_trials(
+            config, [plan], launcher_options=options, budget_bytes=budgets,
+            on_trial=self._on_trial, retreat=self._retreat,
+        )  # fmt: skip
 
-def make_kept_plan(run: Run) -> Plan:
-    """Plan as a ds_config asks, keep it in its run.output, and say so."""
-    plan = solve(run, request_of(run)).plan
-    plan.save(run.kept.plan)
-    say(f"planned: {run.kept.plan}")
-    return plan
+    def _on_trial(self, trial: Trial) -> None:
+        name = self._name + f", retreat {len(self.done)}" * (len(self.done) > 0)
+        figures = trial_row(name, trial)
+        seconds = trial.median_seconds / self._choice.model.packing.samples_per_step
+        self.done.append((seconds, self._choice, figures))
+        say(trial_line(figures))
+
+    def _retreat(self, trial: Trial) -> Plan | None:
+        """What to run after a trial that was short of memory; None where no layer is left to recompute."""
+        try:
+            self._choice = retreat(self._choice, trial.missing_bytes)
+        except InfeasibleError:
+            return None
+        return self._result.plan_of(self._choice)

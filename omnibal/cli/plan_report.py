@@ -1,21 +1,17 @@
-"""What `omnibal plan` says and enters: the plan, what it gains over the present configuration, and why."""
+"""What `omnibal plan` says: the plan, what it gains over the present configuration and why, and how trials did."""
 
-import json
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from shutil import copymode
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from rich.table import Table
 
-from omnibal.cli.present import present_plan, real_packs
-from omnibal.cli.rewrite import set_keys
-from omnibal.cli.run import Run
-from omnibal.cli.trials import trials_table
-from omnibal.config import keys_of_plan, read_config
+from omnibal.cli.planning import present_plan, real_packs
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, bytes_in_words
 from omnibal.families.base import trained_in_words, vision_unit_of
@@ -25,7 +21,11 @@ from omnibal.planner import PlanResult
 from omnibal.planner.prediction import Variant
 from omnibal.planner.search import Choice
 from omnibal.report.stages import cut_of, memory_table, stage_table, step_figures
-from omnibal.report.style import Row, duration, excess, in_milliseconds, table_of
+from omnibal.report.style import Row, duration, excess, in_milliseconds, milliseconds, table_of, unit_of
+from omnibal.workspace import Workspace
+
+if TYPE_CHECKING:
+    from omnibal.trials import Trial  # needs torch
 
 STEPS: Final = 32
 """Of an epoch, that ways to train are compared on."""
@@ -45,12 +45,12 @@ class Gain:
     problem: str = ""
 
     @classmethod
-    def of(cls, run: Run, plan: Plan) -> "Gain":
+    def of(cls, workspace: Workspace, plan: Plan) -> Gain:
         """Simulate both, and what lies between them, on the same samples."""
-        if not run.has_config:
+        if workspace.files is None:
             return cls()
         try:
-            present = present_plan(run)
+            present = present_plan(workspace)
         except ConfigError as error:
             return cls(problem=str(error))
         replicas = present.layout.num_replicas
@@ -64,9 +64,9 @@ class Gain:
         }
         variants: list[Variant] = []
         for name, variant in plans.items():
-            packing = real_packs(run, variant, steps=STEPS)
-            variants.append(Variant(name, run.profile, variant, packing.steps, packing.samples_per_step))
-        memory = present.memory(run.profile, largest_load(run.lengths, present.limits))
+            packing = real_packs(workspace, variant, steps=STEPS)
+            variants.append(Variant(name, workspace.profile, variant, packing.steps, packing.samples_per_step))
+        memory = present.memory(workspace.profile, largest_load(workspace.lengths, present.limits))
         return cls(tuple(variants), _overflow(memory, present.known_cluster.stage_memory_bytes(present.layout)))
 
     @property
@@ -159,7 +159,7 @@ class PlanReport:
             f"{rate:,.1f} samples/s, bubble {predicted.bubble_ratio:.1%}",
             *self.gain.lines(),
             *([self._bound()] if explain or not self.gain.variants else ()),
-            *([trials_table(self.trials)] if self.trials else ()),
+            *([_trials_table(self.trials)] if self.trials else ()),
             *(f"{trial['name']}: {trial['outcome']}" for trial in self.trials),
             f"written: {self.out}",
             *([] if self.entered is None else [f"entered in {self.entered}"]),
@@ -229,60 +229,71 @@ def _weighed_table(choices: Sequence[Row], vision_unit: str) -> Table:
     )
 
 
-def check_alone(config: Path, path: Path) -> None:
-    """Refuse to enter a plan in a ds_config, and thereby replace a plan's file, where another ds_config follows that.
-
-    Raises:
-        ConfigError: The plan in the file was made for another ds_config, which is there and names it.
-    """
-    try:
-        other = Path(Plan.load(path).made_from.get("ds_config", config))
-        if not other.is_file() or other.samefile(config):
-            return
-        followed = read_config(other)[1].pipeline.plan
-    except ConfigError:  # what cannot be read nobody follows
-        return
-    if followed is not None and Path(followed).resolve() == path.resolve():
-        raise ConfigError(
-            f"omnibal.run.output must be another folder than that of {other}, which follows {path}, got "
-            f"{path.parent} for {config}; leave it out (the folder is then runs/{config.stem}), or name one"
-        )
-
-
-def enter(config: Path, plan: Plan, path: Path) -> None:
-    """Enter a plan in a ds_config: where it is, and what else must be as it says.
-
-    Args:
-        config: The file; all else in it stays as it is.
-        plan: The plan.
-        path: Its file.
-
-    Raises:
-        ConfigError: The file has another form than JSON objects one within the other, or comments.
-    """
-    text = config.read_text(encoding="utf-8-sig")
-    content, section = read_config(config)
-    # a copy of the ds_config then looks in a folder of its own
-    values = keys_of_plan(content, section, plan, "auto" if path == section.run.files.plan else str(path))
-    if section.pipeline.schedule not in ("auto", plan.schedule):
-        values["omnibal", "pipeline", "schedule"] = "auto"
-    try:
-        json.loads(text)
-    except ValueError as error:
-        wanted = ", ".join(f"{'.'.join(keys)} {json.dumps(value)}" for keys, value in values.items())
-        raise ConfigError(
-            f"ds_config must be JSON without comments for --write, got {config} ({error}); set {wanted}"
-        ) from error
-    _rewrite(config.resolve(), set_keys(text, values))
-    read_config(config)
+def trial_row(name: str, trial: Trial) -> Row:
+    """A trial beside what its plan predicted, as JSON values; None and empty lists where nothing is known."""
+    plan, predicted = trial.plan, trial.plan.predicted
+    stages = () if predicted is None else predicted.stages
+    return {
+        "name": name,
+        "boundaries": plan.partition.boundaries,
+        "micro_batches": plan.micro_batches,
+        "recomputed": [
+            sum(level != "none" for level in plan.recompute[a:b]) for a, b in pairwise(plan.partition.boundaries)
+        ],
+        "measured_seconds": None if trial.error else trial.median_seconds,
+        "predicted_seconds": None if predicted is None else predicted.step_seconds,
+        "predicted_for": None if plan.cluster is None else plan.cluster.device.name,
+        "samples_per_step": None if predicted is None else predicted.samples_per_step,
+        "peak_bytes": trial.peak_bytes,
+        "predicted_bytes": [stage.memory.total - stage.memory.overhead for stage in stages],
+        "outcome": _outcome(trial),
+    }
 
 
-def _rewrite(path: Path, text: str) -> None:
-    """Replace a file of the user's, which stays as it is if that fails: the disk may be full."""
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        copymode(path, beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+def trial_line(row: Row) -> str:
+    """The trial in a line, as it is said when it is done."""
+    measured, predicted = row["measured_seconds"], row["predicted_seconds"]
+    expected = "" if predicted is None else f"predicted {milliseconds(predicted)} ms on {row['predicted_for']}, "
+    done = "" if measured is None else f"measured {milliseconds(measured)} ms: "
+    return f"{row['name']}: {expected}{done}{row['outcome']}"
+
+
+def _outcome(trial: Trial) -> str:
+    before = f"after a retreat by {_by_stage(trial.retreat_bytes)}: " if trial.retreat_bytes else ""
+    if trial.missing_bytes:
+        return f"{before}out of memory, {_by_stage(trial.missing_bytes)} missing"
+    return before + (f"failed: {trial.error}" if trial.error else "fits")
+
+
+def _by_stage(sizes: Sequence[int]) -> str:
+    return ", ".join(
+        f"{size} bytes ({bytes_in_words(size)}) on stage {stage}" for stage, size in enumerate(sizes) if size
+    )
+
+
+def _trials_table(trials: Sequence[Row]) -> Table:
+    """A row per trial, in the order given: time and peak as measured, and as the plan predicted them."""
+    unit, name = unit_of(size for trial in trials for size in (*trial["peak_bytes"], *trial["predicted_bytes"]))
+    return table_of(
+        trials,
+        [
+            ("trial", "{name}"),
+            ("packs", "{micro_batches}"),
+            ("recompute", lambda row: " ".join(map(str, row["recomputed"]))),
+            ("ms", lambda row: milliseconds(row["measured_seconds"])),
+            ("plan\nms", lambda row: milliseconds(row["predicted_seconds"])),
+            ("samples\na second", _rate),
+            (name, lambda row: _sizes(row["peak_bytes"], unit)),
+            (f"plan\n{name}", lambda row: _sizes(row["predicted_bytes"], unit)),
+        ],
+    )
+
+
+def _rate(trial: Row) -> str:
+    if trial["measured_seconds"] is None or trial["samples_per_step"] is None:
+        return "–"
+    return f"{trial['samples_per_step'] / trial['measured_seconds']:,.1f}"
+
+
+def _sizes(sizes: Sequence[int], unit: int) -> str:
+    return " ".join(f"{size / unit:.1f}" for size in sizes) if any(sizes) else "–"

@@ -11,18 +11,27 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from omnibal.cli.costs import measured_costs, one_sample, read_cluster, usual_limits
-from omnibal.cli.files import check_file, expect, refuse
-from omnibal.cli.opening import open_run
-from omnibal.cli.options import ClusterOption, JsonOption, LimitsOption, read_limits
-from omnibal.cli.output import answer
+from omnibal.cli.opening import expect, open_workspace
+from omnibal.cli.options import (
+    ClusterOption,
+    JsonOption,
+    LimitsOption,
+    answer,
+    check_file,
+    read_cluster,
+    read_limits,
+    refuse,
+    working,
+)
+from omnibal.cli.planning import usual_limits
+from omnibal.config import OmnibalSection
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
-from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.style import MIB, Row, scaled, table_of
+from omnibal.workspace import Named, Workspace
 
 
 def profile(
@@ -68,7 +77,14 @@ def profile(
     fixed = read_limits(limits)
     if kind == "ds_config":
         refuse({"dtype": dtype, "frozen": frozen, "tensor-parallel": tensor_parallel}, "the ds_config says it")
-        made, notes, out, fixed = _of_config(source, out, cluster, fixed, measure=measure)
+        workspace = open_workspace(source, cluster=cluster, measures=measure, replaces=out is None)
+        out = out or workspace.section.run.files.profile
+        check_file("out", out)
+        if measure:
+            largest = workspace.limits if fixed is None else PackLimits(*fixed)
+            made, fixed = workspace.make_profile(largest), (largest.vision_units, largest.llm_tokens)
+        else:
+            made = workspace.profile
     elif out is None:
         raise ConfigError(f"out must name a file for the profile, got none: {source} is no ds_config")
     elif measure == (cluster is not None):
@@ -77,27 +93,36 @@ def profile(
     elif measure and tensor_parallel:
         raise ConfigError(f"--tensor-parallel must come with --cluster, got {tensor_parallel} with --measure")
     else:
-        options = {"dtype": dtype or "bfloat16", "frozen": frozen or ()}
-        made, notes = _of_model(source, cluster, fixed, tensor_parallel or 1, **options)
+        workspace = _workspace_of(source, dtype or "bfloat16", frozen or [], cluster, measures=measure)
+        most = PackLimits(*(fixed or usual_limits(workspace.records))) if measure else None
+        made = workspace.make_profile(most, num_tensor=tensor_parallel or 1)
     out.parent.mkdir(parents=True, exist_ok=True)
     made.save(out)
-    _say(made, fixed or usual_limits(made.layers), notes, out, as_json=as_json)
+    _say(made, fixed or usual_limits(made.layers), workspace.warnings, out, as_json=as_json)
+
+
+def _workspace_of(folder: Path, dtype: str, frozen: list[str], cluster: str | None, *, measures: bool) -> Workspace:
+    """What a ds_config would say of a model's folder."""
+    config = {"bf16": {"enabled": dtype == "bfloat16"}}
+    section = OmnibalSection.model_validate({"model": {"path": str(folder), "frozen": frozen}})
+    named = Named(cluster=None if cluster is None else read_cluster(cluster))
+    return Workspace(config, section, named=named, measures=measures, working=working)
 
 
 def _say(made: ModelProfile, limits: tuple[int, int], notes: list[str], out: Path, *, as_json: bool) -> None:
-    """Show what layers cost for a pack as large as the limits."""
-    rows = _layer_rows(made, one_sample(limits))
-    sizes = dict(zip(("vision units", "LLM tokens"), limits, strict=True))
+    """Show what layers cost for a pack of one sample, with one image, as large as the limits."""
+    units, tokens = limits
+    rows = _layer_rows(made, Load(units, tokens, tokens**2, units**2))
     record = {
         "profile": out,
         "hash": made.content_hash,
         "device": made.devices,
         "dtype": made.dtype,
-        "pack": sizes,
+        "pack": dict(zip(("vision units", "LLM tokens"), limits, strict=True)),
         "warnings": notes,
         "kinds": rows,
     }
-    pack_of = f"{limits[0]:,} {vision_unit_of(made.layers)} and {limits[1]:,} LLM tokens"
+    pack_of = f"{units:,} {vision_unit_of(made.layers)} and {tokens:,} LLM tokens"
     answer(
         record,
         f"a layer of each kind on {made.devices} ({made.dtype}), a pack of {pack_of}",
@@ -107,32 +132,6 @@ def _say(made: ModelProfile, limits: tuple[int, int], notes: list[str], out: Pat
         f"written: {out} (hash {made.content_hash})",
         as_json=as_json,
     )
-
-
-def _of_config(
-    source: Path, out: Path | None, cluster: str | None, limits: tuple[int, int] | None, *, measure: bool
-) -> tuple[ModelProfile, list[str], Path, tuple[int, int] | None]:
-    """The profile of a ds_config, what makes it doubtful, where it goes, and the limits that it is for."""
-    run = open_run(source, cluster=cluster, measure=measure, replaces=out is None)
-    out = out or run.files.profile
-    check_file("out", out)
-    if not measure:
-        return run.profile, [], out, limits
-    largest = run.limits if limits is None else PackLimits(*limits)
-    return run.make_profile(largest), run.doubts, out, (largest.vision_units, largest.llm_tokens)
-
-
-def _of_model(
-    folder: Path, cluster: str | None, limits: tuple[int, int] | None, tensor_parallel: int, **options: Any
-) -> tuple[ModelProfile, list[str]]:
-    """The profile of a model's folder, and what makes it doubtful."""
-    from omnibal.vlm import load_model, load_records
-
-    if cluster is None:
-        model = load_model(folder)
-        return measured_costs(model, PackLimits(*(limits or usual_limits(model.records))), **options)
-    device = read_cluster(cluster).device
-    return analytic_profile(load_records(folder), device, tensor_parallel=tensor_parallel, **options), []
 
 
 def _layer_rows(profile: ModelProfile, load: Load) -> list[dict[str, Any]]:

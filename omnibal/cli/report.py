@@ -5,11 +5,9 @@ from typing import Annotated
 
 import typer
 
-from omnibal.cli.files import check_file, expect
-from omnibal.cli.opening import open_run
-from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, ProfileOption
-from omnibal.cli.output import answer, say
-from omnibal.cli.run import Run
+from omnibal.cli.opening import expect, open_workspace
+from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, ProfileOption, answer, check_file, say
+from omnibal.cli.planning import plan_of
 from omnibal.config import RunFiles
 from omnibal.data.limits import largest_load
 from omnibal.errors import ConfigError, require
@@ -50,14 +48,16 @@ def report(
     check_file("--out", out)
     part, files = None, RunFiles(source) if kind == "run" else None
     if kind != "run":
-        run = open_run(source, kinds=(kind,), profile=profile, lengths=lengths, cluster=cluster)
-        files = run.files if run.has_config else RunFiles(source.parent)
-        if run.named_plan is not None or run.known_cluster is not None or files.plan.is_file():
-            part = _plan_part(run, batch_size, steps)
+        workspace = open_workspace(source, kinds=(kind,), profile=profile, lengths=lengths, cluster=cluster)
+        files = workspace.files or RunFiles(source.parent)
+        if workspace.named_plan is not None or workspace.known_cluster is not None or files.plan.is_file():
+            plan, found = plan_of(workspace), workspace.lengths
+            variants = variants_up_to(plan, workspace.profile, found, batch_size=batch_size, steps=steps)
+            part = PlanPart(variants, largest_load(found, plan.limits))
         elif files.metrics.is_file():
             say("what a plan changes is left out: nothing says which cluster; --cluster 8xA100-80GB does")
         else:
-            run.cluster  # says how to give one  # noqa: B018
+            workspace.cluster  # says how to give one  # noqa: B018
     assert files is not None
     metrics = _read_run(files, is_needed=part is None)
     out = out or (files.report if kind == "ds_config" else Path("report.html"))
@@ -67,20 +67,8 @@ def report(
     answer({"written": out, "samples_per_second": rates}, f"written: {out}", as_json=as_json)
 
 
-def _plan_part(run: Run, batch_size: int, steps: int) -> PlanPart:
-    """What the page says of a plan."""
-    plan, lengths = run.plan, run.lengths
-    variants = variants_up_to(plan, run.profile, lengths, batch_size=batch_size, steps=steps)
-    return PlanPart(variants, largest_load(lengths, plan.limits))
-
-
 def _read_run(files: RunFiles, *, is_needed: bool) -> Metrics | None:
-    """The log of a run.
-
-    Raises:
-        ConfigError: It is needed, and the folder has none, or no step in it.
-        DataError: A line cannot be read.
-    """
+    """The log of a run, refused where it is needed and has no step."""
     metrics = read_metrics(files.metrics) if files.metrics.is_file() else None
     if metrics is not None and metrics.steps:
         return metrics

@@ -1,4 +1,4 @@
-"""omnibal simulate: when each stage of a pipeline runs what, and how long it waits."""
+"""omnibal simulate and partition: what each stage of a pipeline does when, and where to cut a model into stages."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -6,21 +6,42 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from omnibal.cli.files import check_picture
-from omnibal.cli.opening import open_run
-from omnibal.cli.options import ClusterOption, JsonOption, LengthsOption, PictureOption, PresentOption, ProfileOption
-from omnibal.cli.output import answer
-from omnibal.cli.present import median_packs, present_plan
+from omnibal.cli.opening import open_workspace
+from omnibal.cli.options import (
+    ClusterOption,
+    JsonOption,
+    LengthsOption,
+    LimitsOption,
+    PictureOption,
+    PresentOption,
+    ProfileOption,
+    StagesOption,
+    answer,
+    check_picture,
+    read_limits,
+)
+from omnibal.cli.planning import median_packs, plan_of, present_plan
+from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
+from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import ScheduleName
+from omnibal.pipeline.search import METHODS, PartitionSearch, search_partition
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
 from omnibal.planner.packings import Packing
 from omnibal.profile.records import ModelProfile
-from omnibal.report.stages import plot_timeline, stage_table, step_figures
+from omnibal.report.stages import (
+    candidates_table,
+    cut_of,
+    methods_table,
+    plot_timeline,
+    stage_table,
+    step_figures,
+)
 from omnibal.report.style import Row, milliseconds
 
 MOST_PANELS: Final = 3
+SHOWN: Final = 5  # candidates of a search
 
 
 def simulate(
@@ -45,19 +66,20 @@ def simulate(
     Example: omnibal simulate runs/mine/plan.json --schedule 1f1b
     """
     check_picture("--plot", plot)
-    run = open_run(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
-    plan = present_plan(run) if present else run.plan
+    workspace = open_workspace(source, kinds=("ds_config", "plan"), profile=profile, lengths=lengths, cluster=cluster)
+    plan = present_plan(workspace) if present else plan_of(workspace)
+    costs = workspace.profile
     if schedule is not None and schedule != plan.schedule:
         plan = replace(plan, schedule=schedule, predicted=None)
-    packing = median_packs(run, plan)
-    simulated = plan.simulate(run.profile, packing.steps[0])
-    figures = step_figures(run.profile, plan, simulated, packing.largest)
+    packing = median_packs(workspace, plan)
+    simulated = plan.simulate(costs, packing.steps[0])
+    figures = step_figures(costs, plan, simulated, packing.largest)
     written = [] if plot is None else [str(plot)]
     if plot is not None:
         plot_timeline(_panels(simulated), plot)
     answer(
-        record_of(run.profile, plan, packing) | dict(figures) | {"written": written},
-        title_of(run.profile, plan, packing),
+        _record_of(costs, plan, packing) | dict(figures) | {"written": written},
+        _title_of(costs, plan, packing),
         stage_table(figures["stages"]),
         _summary(figures),
         *(f"written: {path}" for path in written),
@@ -65,7 +87,77 @@ def simulate(
     )
 
 
-def record_of(profile: ModelProfile, plan: Plan, packing: Packing) -> dict[str, Any]:
+def partition(
+    source: Annotated[Path, typer.Argument(help="A ds_config; or, without one, a profile.")],
+    num_stages: StagesOption = None,
+    lengths: LengthsOption = None,
+    cluster: ClusterOption = None,
+    limits: LimitsOption = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show DeepSpeed's methods, the paper's and others beside it.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find where to cut a model into pipeline stages.
+
+    Searches the partition with the shortest 1F1B step for limits and recompute
+    levels as they are, and says how far any other could be below it at most.
+    With --compare: uniform and parameters are DeepSpeed's methods, paper is
+    OmniBal's; search is never worse than any of them. omnibal plan chooses
+    limits, partition, recomputation and schedule together.
+
+    Example: omnibal partition ds_configs/mine.json --compare
+    """
+    fixed = read_limits(limits)
+    workspace = open_workspace(source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster)
+    if workspace.files is None and num_stages is None:
+        raise ConfigError(f"--num-stages must be given beside a profile, got none with {source}")
+    pipeline = {"partition": "uniform", "plan": None, "schedule": "1f1b"}
+    base = present_plan(workspace, num_stages, limits=fixed, pipeline=pipeline)
+    costs, packing = workspace.profile, median_packs(workspace, base)
+
+    def figures_of(cut: Partition) -> Row:
+        plan = replace(base, partition=cut, predicted=None)
+        step = plan.simulate(costs, packing.steps[0])
+        return step_figures(costs, plan, step, packing.largest)
+
+    found = {
+        name: search_partition(
+            costs, packing.steps[0], base.num_stages, base.links, method=name,
+            zero_stage=base.layout.zero_stage, recompute=base.recompute, top=SHOWN,
+        )
+        for name in (METHODS if compare else ("search",))
+    }  # fmt: skip
+    figures = {name: figures_of(result.best.partition) for name, result in found.items()}
+    best, bound = figures["search"], found["search"].lower_bound_seconds
+    record = _record_of(costs, base, packing) | {
+        "lower_bound_seconds": bound,
+        "chosen": best["boundaries"],
+        "methods": {name: _found_record(found[name], entry) for name, entry in figures.items()},
+    }
+    answer(
+        record,
+        _title_of(costs, base, packing),
+        *([methods_table(figures, bound)] if compare else []),
+        "best candidates",
+        candidates_table(record["methods"]["search"]["candidates"], bound),
+        f"chosen: {cut_of(best['boundaries'])}, bubble ratio {best['bubble_ratio']:.1%}",
+        stage_table(best["stages"]),
+        f"predicted step {milliseconds(best['step_seconds'])} ms; no partition is below {milliseconds(bound)} ms: "
+        f"at most {max(1 - bound / best['step_seconds'], 0.0):.2%} are to be gained",
+        as_json=as_json,
+    )
+
+
+def _found_record(found: PartitionSearch, best: Row) -> dict[str, Any]:
+    """What a method found, as JSON values."""
+    candidates = [
+        {"boundaries": entry.partition.boundaries, "step_seconds": entry.step_seconds} for entry in found.candidates
+    ]
+    return {"gap": found.gap, **best, "candidates": candidates}
+
+
+def _record_of(profile: ModelProfile, plan: Plan, packing: Packing) -> dict[str, Any]:
     """What a step is simulated of, as JSON values."""
     limits = plan.limits
     return {
@@ -80,8 +172,8 @@ def record_of(profile: ModelProfile, plan: Plan, packing: Packing) -> dict[str, 
     }
 
 
-def title_of(profile: ModelProfile, plan: Plan, packing: Packing) -> str:
-    """The same in two lines."""
+def _title_of(profile: ModelProfile, plan: Plan, packing: Packing) -> str:
+    """What a step is simulated of, in two lines."""
     limits = plan.limits
     packs = f"step {packing.numbers[0]} of an epoch, packs of at most" if packing.numbers else "equal packs of"
     return (

@@ -3,16 +3,19 @@
 from omnibal.config.rules import (
     check_apart_from_layout,
     check_batch,
+    check_deferral,
     check_learning_rates,
     complete_deepspeed_config,
     dtype_of,
+    fill_in_steps,
     keys_of_plan,
     layout_of,
     micro_batches_of,
-    named_plan,
+    resolve_plan,
     sums_in_float32,
 )
 from omnibal.config.section import (
+    DataSection,
     LearningRates,
     LoraSection,
     ModelSection,
@@ -26,6 +29,7 @@ from omnibal.config.section import (
 )
 
 __all__ = [
+    "DataSection",
     "LearningRates",
     "LoraSection",
     "ModelSection",
@@ -37,13 +41,15 @@ __all__ = [
     "RunSection",
     "check_apart_from_layout",
     "check_batch",
+    "check_deferral",
     "check_learning_rates",
     "complete_deepspeed_config",
     "dtype_of",
+    "fill_in_steps",
     "keys_of_plan",
     "layout_of",
     "micro_batches_of",
-    "named_plan",
     "read_config",
+    "resolve_plan",
     "sums_in_float32",
 ]

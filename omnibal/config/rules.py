@@ -1,43 +1,34 @@
-"""What a ds_config says beside its "omnibal" section, and the rules that it must keep under a pipeline."""
+"""The rules that a ds_config must keep under a pipeline, and the plan that it names or spells out."""
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from omnibal.cluster import Layout, Precision
 from omnibal.config.section import LearningRates, OmnibalSection
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits, choose_limits
 from omnibal.errors import ConfigError
-from omnibal.pipeline.schedule import ScheduleName
+from omnibal.families.base import LayerRecord, check_frozen
+from omnibal.pipeline.partition import Partition, balanced_boundaries
 from omnibal.plan import Plan
 
 
-def complete_deepspeed_config(
-    config: dict[str, Any],
-    layout: Layout,
-    *,
-    total_steps: int,
-    schedule: ScheduleName = "1f1b",
-) -> dict[str, Any]:
+def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Fill in what follows from the pipeline, and refuse what cannot be right under one.
 
     Args:
         config: ds_config without the "omnibal" section.
         layout: Its ``layout_of``.
-        total_steps: Optimizer steps of the whole run; takes the place of ``"auto"`` in the scheduler's
-            ``total_num_steps``, and a twentieth of it in ``warmup_num_steps``.
-        schedule: What the pipeline runs.
 
     Returns:
-        A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size; without
-        ZeRO's contiguous gradients, whose two buffers of ``reduce_bucket_size`` are of no use where gradients stay,
-        and without the waiting of DeepSpeed's throughput timer, which drains the device before each forward pass;
-        with bfloat16 gradients summed in float32 (``sums_in_float32``) unless it says otherwise.
+        A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size; with
+        bfloat16 gradients summed in float32 (``sums_in_float32``) unless it says otherwise. The number of steps may
+        still be ``"auto"`` in the scheduler: see ``fill_in_steps``.
 
     Raises:
-        ConfigError: A micro-batch size other than 1; batch sizes that contradict each other; gradient clipping that
-            DeepSpeed would get wrong (fp32, ZeRO stage 0, several stages: the norm then counts only the first stage; a
-            ds_config that does not mention clipping clips at 1.0); checkpoints written in the background; parameters
-            kept elsewhere and master weights in 16 bits, which DeepSpeed would pass over; what cannot be under a
-            zero-bubble schedule.
+        ConfigError: A micro-batch size other than 1; batch sizes that contradict each other; what DeepSpeed's pipeline
+            engine would pass over or get wrong.
     """
     micro_batches = micro_batches_of(config)
     _check_clipping(config, layout)
@@ -46,25 +37,32 @@ def complete_deepspeed_config(
     _check_precision(config)
     if config.get("wall_clock_breakdown") and not config.get("steps_per_print"):
         raise ConfigError("steps_per_print must be given with wall_clock_breakdown, got none; it says when to print")
-    if schedule != "1f1b":
-        _check_deferral(config)
     check_batch(config, layout.num_replicas)
-    derived = {
+    scheduler = config.get("scheduler")
+    return {
+        **config,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         "train_batch_size": micro_batches * layout.num_replicas,
+        # Contiguous gradients are two buffers of reduce_bucket_size, of no use where gradients stay on their stage.
+        "zero_optimization": {"contiguous_gradients": False} | config.get("zero_optimization", {}),
+        # A synchronized throughput timer drains the device before each forward pass.
+        "timers": {
+            **config.get("timers", {}),
+            "throughput": {"synchronized": False} | config.get("timers", {}).get("throughput", {}),
+        },
+        "data_types": ({"grad_accum_dtype": "fp32"} if sums_in_float32(config) else {}) | config.get("data_types", {}),
+        # A dictionary of the run's own, which fill_in_steps may change.
+        **({} if scheduler is None else {"scheduler": {**scheduler, "params": {**scheduler.get("params", {})}}}),
     }
-    zero = {"contiguous_gradients": False} | config.get("zero_optimization", {})
-    timer = {"synchronized": False} | config.get("timers", {}).get("throughput", {})
-    sums = {"grad_accum_dtype": "fp32"} if sums_in_float32(config) else {}
-    return {
-        **config,
-        **derived,
-        "zero_optimization": zero,
-        "timers": {**config.get("timers", {}), "throughput": timer},
-        "data_types": sums | config.get("data_types", {}),
-        **_complete_scheduler(config, total_steps),
-    }
+
+
+def fill_in_steps(scheduler_params: dict[str, Any], total_steps: int) -> None:
+    """Put the steps of the whole run, and a twentieth of them to warm up, in place of ``"auto"``."""
+    automatic = {"total_num_steps": total_steps, "warmup_num_steps": max(1, total_steps // 20)}
+    for key, steps in automatic.items():
+        if scheduler_params.get(key) == "auto":
+            scheduler_params[key] = steps
 
 
 def check_batch(config: dict[str, Any], num_replicas: int) -> None:
@@ -85,27 +83,89 @@ def check_batch(config: dict[str, Any], num_replicas: int) -> None:
 
 
 def check_apart_from_layout(config: dict[str, Any]) -> None:
-    """Refuse what cannot be right under a pipeline, however many processes it has.
-
-    Raises:
-        ConfigError: As of ``complete_deepspeed_config``.
-    """
+    """Refuse what cannot be right under a pipeline, however many processes it has."""
     alone = {key: value for key, value in config.items() if key != "train_batch_size"}
-    complete_deepspeed_config(alone, layout_of(config, 1, 1), total_steps=1)
+    complete_deepspeed_config(alone, layout_of(config, 1, 1))
 
 
-def named_plan(section: OmnibalSection) -> Plan | None:
-    """The plan that a ds_config names, if it names one.
+def resolve_plan(
+    config: dict[str, Any],
+    section: OmnibalSection,
+    named: Plan | None,
+    records: Sequence[LayerRecord],
+    layout: Layout,
+    lengths: SampleLengths | None,
+) -> Plan:
+    """The plan that training follows: the one that the ds_config names, or what its keys spell out.
+
+    Args:
+        config: ds_config without the "omnibal" section.
+        section: That section.
+        named: The plan that it names, if it does.
+        records: Layers of the model.
+        layout: How the run lies on its devices.
+        lengths: Of the samples, by which limits are chosen; None for streams.
 
     Raises:
-        ConfigError: The plan's file is not there, or cannot be read.
+        ConfigError: The plan does not fit the model, the layout, the micro-batches or the frozen parts of the run; or
+            what is frozen does not fit the model.
     """
-    path = section.pipeline.plan
-    if path is None:
-        return None
-    if Path(path) == section.run.files.plan and not Path(path).exists():
-        raise ConfigError(f"omnibal.pipeline.plan must be a file, got {path}; `omnibal plan --write` makes it")
-    return Plan.load(path)
+    pipeline, packing, frozen = section.pipeline, section.packing, section.model.frozen
+    num_layers, micro_batches, parts = len(records), micro_batches_of(config), check_frozen(records, frozen)
+    if named is not None:
+        _check("micro_batches of the plan", named.micro_batches, micro_batches)
+        if "frozen" in named.made_from:  # times and memory are other ones where other layers are trained
+            _check("frozen parts of the plan", sorted(named.made_from["frozen"]), list(parts))
+            adapters = sum(record.sizes.get("adapters", 0) for record in records)
+            _check("adapters' parameters in the plan", named.made_from.get("adapters", 0), adapters)
+        _check_partition(named.partition, num_layers, layout.num_stages)
+        if named.cluster is not None:  # predicted for this layout; else it is a default that nobody chose
+            _check_layout(named.layout, layout)
+        schedule = named.schedule if pipeline.schedule == "auto" else pipeline.schedule
+        # a prediction holds for its schedule only
+        return named if schedule == named.schedule else replace(named, schedule=schedule, predicted=None)
+    if isinstance(pipeline.partition, list):
+        partition = Partition(pipeline.partition)
+    elif pipeline.partition == "parameters":
+        trained = [record.trainable_parameters(frozen) for record in records]
+        partition = Partition(balanced_boundaries(trained, layout.num_stages))
+    else:
+        partition = Partition.uniform(num_layers, layout.num_stages)
+    _check_partition(partition, num_layers, layout.num_stages)
+    levels = pipeline.recompute
+    recompute = tuple(levels) if isinstance(levels, list) else (levels,) * num_layers
+    schedule = "1f1b" if pipeline.schedule == "auto" else pipeline.schedule
+    stated = packing.vision_units, packing.llm_tokens
+    limits = _stated_limits(*stated) if lengths is None else choose_limits(lengths, *stated)
+    return Plan(limits, micro_batches, partition, recompute, schedule=schedule)
+
+
+def _stated_limits(vision_units: int | None, llm_tokens: int | None) -> PackLimits:
+    if vision_units is None or llm_tokens is None:
+        raise ConfigError(
+            "omnibal.packing must give vision_units and llm_tokens for a stream, whose lengths nobody knows, got "
+            f"{vision_units} and {llm_tokens}"
+        )
+    return PackLimits(vision_units, llm_tokens)
+
+
+def _check_partition(partition: Partition, num_layers: int, num_stages: int) -> None:
+    _check("layers of the partition", partition.num_layers, num_layers)
+    _check("stages of the partition", partition.num_stages, num_stages)
+
+
+def _check_layout(planned: Layout, run: Layout) -> None:
+    """Refuse a plan whose predictions, of memory above all, are of another layout."""
+    names = ("num_replicas", "num_tensor", "encoder", "zero_stage", "precision", "sums_float32")
+    differing = [name for name in names if getattr(planned, name) != getattr(run, name)]
+    if differing:
+        ours, theirs = (", ".join(f"{name} {getattr(layout, name)}" for name in differing) for layout in (run, planned))
+        raise ConfigError(f"layout of the plan must be that of the run, {ours}, got {theirs}; plan again for this run")
+
+
+def _check(name: str, got: object, expected: object) -> None:
+    if got != expected:
+        raise ConfigError(f"{name} must be {expected} as the model and the ds_config say, got {got}")
 
 
 def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, path: str) -> dict[tuple[str, ...], Any]:
@@ -274,7 +334,7 @@ def _check_precision(config: dict[str, Any]) -> None:
             raise ConfigError(f"bf16.{key} must be false, got true; under a pipeline the optimizer computes in float32")
 
 
-def _check_deferral(config: dict[str, Any]) -> None:
+def check_deferral(config: dict[str, Any]) -> None:
     """Refuse what takes gradients from autograd's hooks, which deferred ones do not pass, or casts within a layer."""
     for section, key in (
         ("zero_optimization", "overlap_comm"),
@@ -286,15 +346,3 @@ def _check_deferral(config: dict[str, Any]) -> None:
                 f"{section}.{key} must be false under zero-bubble, got true; set it to false, or "
                 "omnibal.pipeline.schedule to '1f1b'"
             )
-
-
-def _complete_scheduler(config: dict[str, Any], total_steps: int) -> dict[str, Any]:
-    if "scheduler" not in config:
-        return {}
-    scheduler = config["scheduler"]
-    automatic = {"total_num_steps": total_steps, "warmup_num_steps": max(1, total_steps // 20)}
-    parameters = {
-        key: automatic[key] if value == "auto" and key in automatic else value
-        for key, value in scheduler.get("params", {}).items()
-    }
-    return {"scheduler": {**scheduler, "params": parameters}}

@@ -1,17 +1,19 @@
-"""The "omnibal" section of a ds_config: its keys, and how a ds_config is read."""
+"""The keys of a ds_config: its "omnibal" section, and those beside it that a pipeline heeds; and how it is read."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from omnibal import families
 from omnibal.cluster import ClusterValue
-from omnibal.config.deepspeed_keys import MONITORS, check_keys
 from omnibal.data.mixture import Mixture
+from omnibal.data.packing_spec import PackingOptions
 from omnibal.data.policies import EXCHANGE_STEPS
 from omnibal.errors import ConfigError
+from omnibal.families import load as load_family
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.profile.records import Level
 from omnibal.records import explain, parse_relaxed, read_json
@@ -20,6 +22,46 @@ Count = Annotated[int, Field(ge=1)]
 Place = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser()) if path.startswith("~") else path)]
 """A path; a shell would replace ``~``, JSON does not."""
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+# DeepSpeed passes over keys that it does not know, and its pipeline engine over much that it does know.
+HEEDED: Final = frozenset({
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "optimizer", "scheduler", "gradient_clipping", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "bf16", "fp16", "torch_autocast", "data_types",
+    "zero_optimization", "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
+    "checkpoint", "datastates_ckpt",
+    "tensorboard", "wandb", "comet", "csv_monitor",
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "comms_logger", "dump_state", "log_level", "timers",
+    "disable_python_gc",
+})  # fmt: skip
+"""What DeepSpeed does as it says, or ``rules`` refuses with a reason of its own."""
+MONITORS: Final = ("tensorboard", "csv_monitor")
+"""Those that write files: ``output_path`` and ``job_name`` say where."""
+INSTEAD: Final[Mapping[str, str]] = {
+    "pipeline": "omnibal.pipeline says how the model is cut",
+    "activation_checkpointing": "omnibal.pipeline.recompute says which layers recompute",
+    "data_efficiency": "omnibal.data says what is trained on, and omnibal.data.mixture when",
+    "curriculum_learning": "omnibal.data says what is trained on, and omnibal.data.mixture when",
+    "tensor_parallel": "a layer is on one device: omnibal.pipeline.num_stages says how many share the model",
+    "sequence_parallel_size": "a pack is on one device: omnibal.packing.llm_tokens says how long it may be",
+    "amp": "enable bf16",
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype says it",
+    "seed": "omnibal.packing.seed decides about data, omnibal.model.seed about dropout and initial weights",
+    "gradient_allreduce_op": "gradients are averaged over the target tokens of a step",
+    "flops_profiler": "`omnibal profile --measure` measures layers",
+    "autotuning": "`omnibal plan` finds what is fastest",
+}  # fmt: skip
+"""What to do without keys that are not heeded."""
+OBJECTS: Final = (
+    "bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "optimizer.params", "scheduler",
+    "scheduler.params", "timers", "timers.throughput", "checkpoint", "checkpoint.writer", *MONITORS,
+)  # fmt: skip
+"""What has inner keys that matter here."""
+AUTOMATIC: Final = frozenset({
+    "train_batch_size", "train_micro_batch_size_per_gpu", "scheduler.params.total_num_steps",
+    "scheduler.params.warmup_num_steps",
+})  # fmt: skip
+"""What may be ``"auto"``; of ``zero_optimization`` DeepSpeed then takes its defaults."""
 
 
 def _mixture(value: Any) -> Any:
@@ -122,6 +164,13 @@ class PackingSection(Section):
     seed: int = 0
     """Decides every draw: the same seed gives the same epochs."""
 
+    @property
+    def options(self) -> PackingOptions:
+        """How packs are made and arranged, as the keywords of what makes them."""
+        return PackingOptions(
+            method=self.method, seed=self.seed, oversized=self.oversized, exchange_steps=self.exchange_steps
+        )
+
 
 class PipelineSection(Section):
     """Where the model is cut and what recomputes."""
@@ -159,76 +208,50 @@ class OptimizerSection(Section):
     learning_rates: LearningRates = LearningRates()
 
 
+class _File:
+    """A file of a run, whose path follows from the run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, files: "RunFiles", owner: type | None = None) -> Path:
+        return files.folder / self.name
+
+
 @dataclass(frozen=True)
 class RunFiles:
     """Where a run and the commands about it keep what they make: fixed names in ``run.output``."""
 
     folder: Path
-
-    @property
-    def lengths(self) -> Path:
-        """Folder of the training samples' lengths, and of what was measured of any data."""
-        return self.folder / "lengths"
-
-    @property
-    def profile(self) -> Path:
-        """What each layer costs."""
-        return self.folder / "profile.json"
-
-    @property
-    def plan(self) -> Path:
-        """What `omnibal plan` chose."""
-        return self.folder / "plan.json"
-
-    @property
-    def run_plan(self) -> Path:
-        """The plan that the run was begun with, which it resumes under."""
-        return self.folder / "run_plan.json"
+    lengths: ClassVar = _File("lengths")
+    """Folder of the training samples' lengths, and of what was measured of any data."""
+    profile: ClassVar = _File("profile.json")
+    """What each layer costs."""
+    plan: ClassVar = _File("plan.json")
+    """What `omnibal plan` chose."""
+    run_plan: ClassVar = _File("run_plan.json")
+    """The plan that the run was begun with, which it resumes under."""
+    metrics: ClassVar = _File("metrics.jsonl")
+    """A line for each step and each evaluation."""
+    monitor: ClassVar = _File("monitor")
+    """Folder of what DeepSpeed's monitors write."""
+    loss_curve: ClassVar = _File("loss.png")
+    """Loss over samples."""
+    lock: ClassVar = _File("lock")
+    """Held while a run trains into the folder."""
+    checkpoints: ClassVar = _File("checkpoints")
+    """Folder of checkpoints."""
+    model: ClassVar = _File("model")
+    """The newest checkpoint as a Hugging Face folder."""
+    exported: ClassVar = _File("model.json")
+    """Which checkpoint ``model`` is of."""
+    report: ClassVar = _File("report.html")
+    """What `omnibal report` writes."""
 
     @property
     def what_if(self) -> "RunFiles":
         """Plans that were made, and not entered, while training follows another; and their profiles."""
         return RunFiles(self.folder / "what-if")
-
-    @property
-    def metrics(self) -> Path:
-        """A line for each step and each evaluation."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def monitor(self) -> Path:
-        """Folder of what DeepSpeed's monitors write."""
-        return self.folder / "monitor"
-
-    @property
-    def loss_curve(self) -> Path:
-        """Loss over samples."""
-        return self.folder / "loss.png"
-
-    @property
-    def lock(self) -> Path:
-        """Held while a run trains into the folder."""
-        return self.folder / "lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.folder / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The newest checkpoint as a Hugging Face folder."""
-        return self.folder / "model"
-
-    @property
-    def exported(self) -> Path:
-        """Which checkpoint that is of."""
-        return self.folder / "model.json"
-
-    @property
-    def report(self) -> Path:
-        """What `omnibal report` writes."""
-        return self.folder / "report.html"
 
 
 class RunSection(Section):
@@ -292,7 +315,7 @@ def read_config(config: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Om
     except ValidationError as error:
         raise ConfigError(explain(OmnibalSection, error, "omnibal")) from None
     if section.model.family is not None:
-        families.load(section.model.family)
+        load_family(section.model.family)
     section = _located(section, None if isinstance(config, dict) else Path(config).stem)
     return _with_monitors(deepspeed_config, section.run), section
 
@@ -322,3 +345,61 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"ds_config must be a JSON object, got {path} with a {type(content).__name__}")
     return content
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Refuse what would be passed over in silence, and ``"auto"`` where nobody fills it in.
+
+    Args:
+        config: ds_config without the "omnibal" section.
+
+    Raises:
+        ConfigError: A key asks for something that a pipeline does not do, or is unknown: the message names what does
+            it, or the nearest key. Or a value is of the wrong kind.
+    """
+    for key, value in config.items():
+        if key not in HEEDED and not _asks_for_nothing(value):
+            raise ConfigError(f"{key} of a ds_config must be left out, got {value!r:.80}; {_remedy(key)}")
+    for place in OBJECTS:
+        value = _value(config, place)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{place} of a ds_config must be an object, got {value!r:.80}")
+    for place in _automatic(config):
+        if place not in AUTOMATIC and not place.startswith("zero_optimization."):
+            raise ConfigError(
+                f"{place} of a ds_config must be a value, got 'auto', which transformers' Trainer would fill in; "
+                f"here only {', '.join(sorted(AUTOMATIC))} may be"
+            )
+    for place in ("bf16", "fp16", "torch_autocast"):
+        enabled = config.get(place, {}).get("enabled", False)
+        if not isinstance(enabled, bool):
+            raise ConfigError(f"{place}.enabled of a ds_config must be true or false, got {enabled!r:.80}")
+
+
+def _value(config: Any, place: str) -> Any:
+    """What stands there; an empty object where nothing does."""
+    for key in place.split("."):
+        config = config.get(key, {})
+    return config
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or all(map(_asks_for_nothing, value.values()))
+    return not value
+
+
+def _remedy(key: str) -> str:
+    if key in INSTEAD:
+        return INSTEAD[key]
+    nearest = get_close_matches(key, HEEDED, n=1, cutoff=0.7)
+    return f"did you mean {nearest[0]!r}?" if nearest else "nothing in a pipeline heeds it"
+
+
+def _automatic(value: Any, place: str = "") -> Iterator[str]:
+    """Where ``"auto"`` stands."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _automatic(inner, f"{place}.{key}" if place else str(key))
+    elif value == "auto":
+        yield place

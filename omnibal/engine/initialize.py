@@ -1,28 +1,30 @@
-"""omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape."""
+"""omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape.
+
+A run is read (`Workspace`), resolved (`ResolvedRun`: layers on ranks) and built, each once. What one rank finds wrong
+all ranks learn before anybody waits: whatever can fail runs in ``run_on_all_ranks``.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
-from omnibal.config import (
-    OmnibalSection,
-    complete_deepspeed_config,
-)
+from omnibal.config import check_deferral, complete_deepspeed_config, fill_in_steps
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits
+from omnibal.data.packing_spec import PackingOptions
 from omnibal.data.source_draws import typical_lengths
 from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.distributed import meet
-from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.loader import Loader, PackReader, VlmDataset, view_of
+from omnibal.engine.loader import Loader, PackReader, VlmDataset, cores_of_process, view_of
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import (
     MakeOptimizer,
@@ -31,29 +33,23 @@ from omnibal.engine.resolve import (
     ResolvedRun,
     UserOptimizer,
     Weights,
-    named,
-    read,
-    resolve_plan,
+    resolve,
 )
-from omnibal.engine.streams import is_stream, open_annotations, stream_feed
+from omnibal.engine.streams import stream_feed
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import trained_in_words
 from omnibal.feeds.feed import Feed
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.formats.conversations import ConversationDataset, open_dataset
-from omnibal.pipeline.schedule import ScheduleName
+from omnibal.formats.conversations import ConversationDataset
 from omnibal.plan import Plan
 from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
 from omnibal.ranks.extensions import ExplainedWait
 from omnibal.vlm.weights import spare_weights
+from omnibal.workspace import Workspace
 
 LOG: Final = logging.getLogger(__name__)
 E = TypeVar("E", bound=OmnibalEngine)
-
-MEASURES: Final = "measures the samples"
-"""What rank 0 does while the others wait."""
-
-
+MEASURES: Final = "measures the samples"  # what rank 0 does while the others wait
 OTHERWISE = {
     "args": "pass the ds_config as config",
     "model_parameters": "all are trained but what omnibal.model.frozen names, in the groups that "
@@ -104,14 +100,48 @@ def initialize(
             model without a folder; an optimizer or scheduler that is made already, or named twice.
         DataError: The dataset has broken samples (the message names files and lines), or other lengths than samples.
     """
-    _refuse(others)
+    own = user_optimizer(optimizer, lr_scheduler, on_gradient, **others)
     meet(get_accelerator().communication_backend_name())
-    rank, num_processes = dist.get_rank(), dist.get_world_size()
-    own = UserOptimizer(optimizer, lr_scheduler, on_gradient)
-    resolved = run_on_all_ranks(lambda: _read(config, model, num_processes, own))
-    samples: Any = _training_data(resolved.section) if dataset is None else dataset
-    place = resolved.layout.place(rank)
-    if rank == 0:
+    engine = start(run_on_all_ranks(lambda: Workspace.read(config)), model, dataset, own)
+    return engine, engine.optimizer, engine.loader, engine.lr_scheduler
+
+
+def user_optimizer(
+    optimizer: MakeOptimizer | None = None,
+    lr_scheduler: MakeScheduler | None = None,
+    on_gradient: OnGradient | None = None,
+    **others: object,
+) -> UserOptimizer:
+    """What a caller of initialize makes itself; refuses what else ``deepspeed.initialize`` takes."""
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(
+                "arguments of initialize must be config, model, dataset, optimizer, lr_scheduler and on_gradient, "
+                f"got {name}; {OTHERWISE.get(name, 'leave it out')}"
+            )
+    return UserOptimizer(optimizer, lr_scheduler, on_gradient)
+
+
+def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) -> OmnibalEngine:
+    """The engine of this process for a run that is read; all ranks together, which have met.
+
+    Args:
+        workspace: The run's ds_config, and what its folder holds.
+        model: As of ``initialize``.
+        dataset: As of ``initialize``.
+        own: What the caller makes itself.
+    """
+    # Whatever can be refused is refused here, before samples are measured, which may take hours, and weights are read.
+    resolved, config = run_on_all_ranks(lambda: _resolve(workspace, model, own))
+    section, place = workspace.section, resolved.layout.place(dist.get_rank())
+    samples = dataset
+    if dataset is None and section.data.streaming:
+        # A process to read each of this process's cores but one, which trains.
+        workers = cores_of_process() - 1 if section.data.workers is None else section.data.workers
+        samples = run_on_all_ranks(lambda: workspace.streams(workers))
+    elif dataset is None:
+        samples = open_together(workspace, "train")
+    if dist.get_rank() == 0:
         LOG.info("parameters trained: %s", trained_in_words(resolved.trained))
         warn_of_float32(get_accelerator().device_name(), resolved.layout.precision)
         warn_of_added_end(samples)
@@ -121,41 +151,35 @@ def initialize(
         pixel_dtype=resolved.dtype,
         image_integers=resolved.vlm.image_integers,
         positions=resolved.vlm.positions,
-        workers=resolved.section.data.workers,
+        workers=section.data.workers,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
     feed: Feed
-    if is_stream(samples):
-        plan, feed = run_on_all_ranks(lambda: stream_feed(resolved, samples, place, reader))
+    if not hasattr(samples, "lengths"):  # a stream: samples are drawn one by one
+        plan, feed = run_on_all_ranks(lambda: stream_feed(workspace, resolved, samples, place, reader))
     else:
         lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
-        plan, sampler = run_on_all_ranks(lambda: _arrange(resolved, samples, lengths, place.replica))
+        plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, place.replica))
         sampler.verify(gather)
         checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
         step_seconds = None if plan.predicted is None else plan.predicted.step_seconds
         feed = reader.feed(checked, sampler, step_seconds=step_seconds)
     loader = Loader(feed, reader)
-    total_steps = resolved.section.run.max_steps or loader.steps_left(resolved.section.run.epochs)
+    total_steps = section.run.max_steps or loader.steps_left(section.run.epochs)
     weights = model.state_dict() if isinstance(model, nn.Module) else None
-    engine: OmnibalEngine = build_engine(resolved, plan, loader, total_steps, own, weights=weights)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return build_engine(resolved, plan, loader, total_steps, own, weights=weights, deepspeed_config=config)
 
 
-def _read(config: Any, model: Any, num_processes: int, own: UserOptimizer) -> ResolvedRun:
-    """What the arguments say, refused before samples are measured and weights are read."""
-    resolved = read(config, model, num_processes)
+def _resolve(workspace: Workspace, model: Any, own: UserOptimizer) -> tuple[ResolvedRun, DeepSpeedConfig]:
+    resolved = resolve(workspace, model, dist.get_world_size())
     own.check(resolved.config)
-    _deepspeed_config(resolved, total_steps=1)
-    return resolved
+    return resolved, _deepspeed_config(resolved)
 
 
-def _deepspeed_config(resolved: ResolvedRun, *, total_steps: int, schedule: ScheduleName = "1f1b") -> DeepSpeedConfig:
-    """The ds_config as DeepSpeed reads it.
-
-    Raises:
-        ConfigError: It cannot be right under a pipeline, or DeepSpeed refuses it.
-    """
-    config = complete_deepspeed_config(resolved.config, resolved.layout, total_steps=total_steps, schedule=schedule)
+def _deepspeed_config(resolved: ResolvedRun) -> DeepSpeedConfig:
+    """The ds_config as DeepSpeed reads it, where the steps of the run may still be ``"auto"``."""
+    config = complete_deepspeed_config(resolved.config, resolved.layout)
+    # DeepSpeedConfig asks its mpu for nothing but the data-parallel ranks; the grid that knows them is yet to be made.
     replicas = SimpleNamespace(get_data_parallel_world_size=lambda: resolved.layout.num_replicas)
     try:
         return DeepSpeedConfig(config, replicas)
@@ -163,25 +187,10 @@ def _deepspeed_config(resolved: ResolvedRun, *, total_steps: int, schedule: Sche
         raise ConfigError(f"ds_config must be one that DeepSpeed takes, got: {said(error)}") from error
 
 
-def _refuse(others: Mapping[str, object]) -> None:
-    for name, value in others.items():
-        if value is not None:
-            raise ConfigError(
-                "arguments of initialize must be config, model, dataset, optimizer, lr_scheduler and on_gradient, "
-                f"got {name}; {OTHERWISE.get(name, 'leave it out')}"
-            )
-
-
-def _training_data(section: OmnibalSection) -> Any:
-    if section.data.streaming:
-        return run_on_all_ranks(lambda: open_annotations(section))
-    return open_together(section, "train")
-
-
 def _arrange(
-    resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
+    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
 ) -> tuple[Plan, BalancedBatchSampler]:
-    packing, mixture = resolved.section.packing, resolved.section.data.mixture
+    packing, mixture = workspace.section.packing, workspace.section.data.mixture
     if mixture == "repeat_time":
         if not isinstance(samples, ConversationDataset):
             raise ConfigError(
@@ -189,65 +198,47 @@ def _arrange(
             )
         mixture = samples.repeat_time()
     typical = typical_lengths(lengths, mixture)
-    plan = resolve_plan(resolved, typical)
+    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, typical)
     if dist.get_rank() == 0:
         warn_of_other_data(plan, typical)
         if packing.oversized != "drop":
             warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
+    options: PackingOptions = {**packing.options, "mixture": mixture}
     sampler = BalancedBatchSampler(
-        lengths,
-        plan.limits,
-        num_replicas=resolved.layout.num_replicas,
-        rank=replica,
-        micro_batches=plan.micro_batches,
-        method=packing.method,
-        seed=packing.seed,
-        oversized=packing.oversized,
-        exchange_steps=packing.exchange_steps,
-        mixture=mixture,
-    )
+        lengths, plan.limits, num_replicas=resolved.layout.num_replicas, rank=replica,
+        micro_batches=plan.micro_batches, **options,
+    )  # fmt: skip
     return plan, sampler
 
 
-def open_together(section: OmnibalSection, part: str) -> ConversationDataset:
+def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> ConversationDataset:
     """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
 
     Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
-    were. The others read what it has kept in ``run.output``.
-
-    Raises:
-        ConfigError: It or ``model.path`` (for tokenizer and preprocessor) is not named, or the hosts do not share
-            ``run.output``.
-        DataError: A file it names is missing, or samples are broken.
+    were. The others read what it has kept in ``run.output``, which all hosts must share.
     """
 
     def open_and_measure() -> ConversationDataset:
-        dataset = _open(section, part, measured=dist.get_rank() != 0)
+        dataset = workspace.dataset(part, measured=dist.get_rank() != 0)
         dataset.lengths()
         return dataset
 
-    check_shared(Path(section.run.output), name="run.output")
+    check_shared(Path(workspace.section.run.output), name="run.output")
     return rank_zero_first(open_and_measure, doing=MEASURES)
-
-
-def _open(section: OmnibalSection, part: str, *, measured: bool) -> ConversationDataset:
-    path = named(None, getattr(section.data, part), "dataset", f"omnibal.data.{part}")
-    processor = named(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path")
-    return open_dataset(
-        path,
-        processor,
-        image_folder=section.data.images,
-        max_tiles=section.data.max_tiles,
-        max_image_pixels=section.data.max_image_pixels,
-        broken=section.data.broken,
-        cache=section.run.files.lengths,
-        measured=measured,
-        each_once=part == "train" and section.data.mixture is not None,
-    )
 
 
 def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, Tensor]:
     return spare_weights(resolved.vlm, source, seed=resolved.section.model.seed) if dist.get_rank() == 0 else {}
+
+
+def _settled(resolved: ResolvedRun, config: DeepSpeedConfig | None, plan: Plan, total_steps: int) -> DeepSpeedConfig:
+    """DeepSpeed's configuration of a run whose plan and number of steps are known."""
+    if plan.schedule != "1f1b":
+        check_deferral(resolved.config)
+    config = config or _deepspeed_config(resolved)
+    if config.scheduler_params:  # what DeepSpeed's engine will make its schedule from; config._param_dict holds it, too
+        fill_in_steps(config.scheduler_params, total_steps)
+    return config
 
 
 def build_engine(
@@ -258,6 +249,7 @@ def build_engine(
     own: UserOptimizer | None = None,
     *,
     weights: Mapping[str, Tensor] | None = None,
+    deepspeed_config: DeepSpeedConfig | None = None,
     module_class: type[VlmPipelineModule] = VlmPipelineModule,
     engine_class: type[E] = OmnibalEngine,  # type: ignore[assignment]  # mypy has no defaults for type variables
     **others: Any,
@@ -273,6 +265,7 @@ def build_engine(
         total_steps: Optimizer steps of the whole run.
         own: What the caller makes itself.
         weights: All of the model's weights by name, where they are in memory; by default the ds_config says.
+        deepspeed_config: The ds_config as DeepSpeed reads it, where that has been made.
         module_class: What holds this process's layers.
         engine_class: What is made.
         **others: Further arguments of the engine class.
@@ -281,9 +274,7 @@ def build_engine(
         ConfigError: The ds_config cannot be right under a pipeline, or weights do not fit.
     """
     own = (own or UserOptimizer()).over(total_steps)
-    config = run_on_all_ranks(
-        lambda: _deepspeed_config(resolved, total_steps=total_steps, schedule=plan.schedule),
-    )
+    config = run_on_all_ranks(lambda: _settled(resolved, deepspeed_config, plan, total_steps))
     source = weights or resolved.weights_folder
     module = module_class(resolved, plan, source)
     spare = run_on_all_ranks(lambda: _spare_weights(resolved, source))
@@ -304,4 +295,52 @@ def build_engine(
             config=config._param_dict,
             config_class=config,
             **others,
+        )
+
+
+def warn_of_float32(device_name: str, dtype: str) -> None:
+    """Say what float32 costs on a GPU, whose kernel for packs takes 16 bits only."""
+    if device_name == "cuda" and dtype == "float32":
+        LOG.warning(
+            "bf16.enabled should be true on a GPU, got float32; it takes twice the memory, and attention runs sample "
+            'by sample: set "bf16": {"enabled": true}'
+        )
+
+
+def warn_of_added_end(samples: Any) -> None:
+    """Say that answers are trained with an end which the model's chat template does not write, if they are.
+
+    Args:
+        samples: As of ``initialize``: a dataset, a stream, or several streams by name.
+    """
+    sources = samples.values() if isinstance(samples, Mapping) else (samples,)
+    for end in {getattr(source, "added_end", "") for source in sources} - {""}:
+        LOG.warning(
+            "the model's chat template should end answers, got one that writes nothing behind them (as Vicuna's): each "
+            "answer is trained with %r behind it, the tokenizer's eos_token, or the model would not learn to stop; a "
+            "template that ends answers itself decides otherwise",
+            end,
+        )
+
+
+def warn_of_other_data(plan: Plan, lengths: SampleLengths) -> None:
+    """Say that a plan was made for other samples, if it was."""
+    if plan.made_from.get("lengths", lengths.content_hash) != lengths.content_hash:
+        LOG.warning(
+            "omnibal.pipeline.plan should be made for this run's data, got one made for other data; its packs and "
+            "times may not suit these: `omnibal plan --write` makes another"
+        )
+
+
+def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits) -> None:
+    """Say that samples are longer than what the model has learned positions for, if some are."""
+    positions, longest = getattr(config.text_config, "max_position_embeddings", None), lengths.summary.max_llm_tokens
+    if positions is not None and longest > positions:
+        LOG.warning(
+            "samples should have at most the model's %d positions, got one of %d tokens, which is trained whole; a "
+            "smaller omnibal.data.max_tiles makes samples shorter, omnibal.packing.oversized 'drop' leaves out those "
+            "beyond omnibal.packing.llm_tokens (%d)",
+            positions,
+            longest,
+            limits.llm_tokens,
         )

@@ -17,8 +17,8 @@ from omnibal.config import OmnibalSection
 from omnibal.data.mixture import Mixture
 from omnibal.engine.contract import SampleRules
 from omnibal.engine.distributed import set_device
-from omnibal.engine.loader import Batch, PackReader, cores_of_process
-from omnibal.engine.resolve import ResolvedRun, named, resolve_plan
+from omnibal.engine.loader import Batch, PackReader
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.buffer_plan import buffer_of
@@ -26,9 +26,9 @@ from omnibal.feeds.feed import Step
 from omnibal.feeds.sources import part_of
 from omnibal.feeds.stream import PlannedWindow, StreamFeed
 from omnibal.formats.collate import IGNORED
-from omnibal.formats.conversations import ConversationStream, open_streams
 from omnibal.plan import Plan
 from omnibal.ranks import gather, new_gloo_group
+from omnibal.workspace import Workspace
 
 
 class PipelineStreamFeed(StreamFeed):
@@ -115,31 +115,13 @@ class PipelineStreamFeed(StreamFeed):
         return [self._pinned({"labels": part[None]}) for part in labels.split(tokens)]
 
 
-def is_stream(dataset: Any) -> bool:
-    """Whether samples are drawn one by one, from one source or several by name: their lengths are not known."""
-    return not hasattr(dataset, "lengths")
-
-
-def open_annotations(section: OmnibalSection) -> dict[str, ConversationStream]:
-    """The section's ``data.train`` as streams, by their names."""
-    return open_streams(
-        named(None, section.data.train, "dataset", "omnibal.data.train"),
-        named(None, section.model.path, "tokenizer and preprocessor", "omnibal.model.path"),
-        image_folder=section.data.images,
-        max_tiles=section.data.max_tiles,
-        max_image_pixels=section.data.max_image_pixels,
-        broken=section.data.broken,
-        workers=cores_of_process() - 1 if section.data.workers is None else section.data.workers,
-    )
-
-
 def stream_feed(
-    resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
+    workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
 ) -> tuple[Plan, PipelineStreamFeed]:
     """The plan of a run on streams, and this rank's feed."""
-    section, rules = resolved.section, SampleRules.of(resolved.vlm)
+    section, rules = workspace.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
-    plan = resolve_plan(resolved, None)
+    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None)
     feed = PipelineStreamFeed(
         sources if isinstance(sources, Mapping) else {"data": sources},
         plan.limits,

@@ -105,5 +105,5 @@ def stand_in(monkeypatch, profile):
     records = [
         LayerRecord(cost.name, cost.kind, cost.sizes, cost.tied_key, module=cost.module) for cost in profile.layers
     ]
-    monkeypatch.setattr(omnibal.vlm, "load_records", lambda path, *adapters: records)
+    monkeypatch.setattr(vlm, "load_records", lambda path, *adapters: records)
     monkeypatch.setattr(vlm, "load_model", lambda path, *adapters: SimpleNamespace(records=records))

@@ -11,12 +11,11 @@ import torch
 
 import omnibal.trials as trials_module
 from omnibal import vlm
-from omnibal.cli.plan_report import enter
+from omnibal.cli.entering import enter
 from omnibal.cluster import Cluster
 from omnibal.config import read_config
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.engine.resolve import ResolvedRun, resolve_plan
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES
@@ -24,6 +23,7 @@ from omnibal.plan import Plan
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.profile.records import ModelProfile
 from omnibal.trials import Trial
+from omnibal.workspace import Workspace
 from tests.cli.conftest import cluster_of, stand_in
 from tests.planner.test_solve import PROFILE
 
@@ -222,8 +222,9 @@ def test_a_plan_is_entered_and_training_follows_it(omnibal, ds_config, tmp_path)
     assert section.pipeline.num_stages == 4
     assert deepspeed_config["gradient_accumulation_steps"] == plan.micro_batches
     assert deepspeed_config["train_batch_size"] == plan.micro_batches * plan.layout.num_replicas
-    resolved = ResolvedRun(deepspeed_config, section, None, vlm.load_model(section.model.path), plan.layout)
-    assert resolve_plan(resolved, SampleLengths.load(tmp_path / "run" / "lengths")) == plan
+    lengths = SampleLengths.load(tmp_path / "run" / "lengths")
+    records = vlm.load_records(section.model.path)
+    assert Workspace.read(config).resolve_plan(records, plan.layout, lengths) == plan
     # planned again, the present configuration is the plan
     record = json.loads(omnibal("plan", config, "--num-stages", 4, "--json").stdout)
     assert record["gain"] == pytest.approx(1)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from PIL import Image
 
-from omnibal.cli import run
+from omnibal import workspace
 from omnibal.data.limits import PackLimits
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.pipeline.partition import Partition
@@ -70,7 +70,7 @@ def test_a_ds_config_says_where_plan_and_run_are(omnibal, ds_config, monkeypatch
     text = (tmp_path / "run" / "report.html").read_text()
     assert "How uneven the work is" in text and "29 steps were measured" in text
     assert (tmp_path / "run" / "plan.json").is_file()
-    monkeypatch.setattr(run, "devices_at_hand", lambda: None)
+    monkeypatch.setattr(workspace, "devices_at_hand", lambda: None)
     path = ds_config(cluster=None, run={"output": str(tmp_path / "trained")})
     write_metrics(tmp_path / "trained" / "metrics.jsonl")
     assert "what a plan changes is left out" in omnibal("report", path).stderr

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnibal.cli.rewrite import set_keys
+from omnibal.cli.entering import set_keys
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -5,9 +5,11 @@ import pytest
 
 from omnibal.config import (
     LearningRates,
+    check_deferral,
     check_learning_rates,
     complete_deepspeed_config,
     dtype_of,
+    fill_in_steps,
     layout_of,
     read_config,
 )
@@ -17,9 +19,10 @@ BF16 = {"bf16": {"enabled": True}}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 
 
-def complete(config, *, num_stages=2, num_replicas=3, total_steps=200, schedule="1f1b"):
-    layout = layout_of(config, num_stages, num_replicas)
-    return complete_deepspeed_config(config, layout, total_steps=total_steps, schedule=schedule)
+def complete(config, *, num_stages=2, num_replicas=3, schedule="1f1b"):
+    if schedule != "1f1b":
+        check_deferral(config)
+    return complete_deepspeed_config(config, layout_of(config, num_stages, num_replicas))
 
 
 @pytest.mark.parametrize(
@@ -310,8 +313,10 @@ def test_one_stage_clips_right():
 
 def test_schedule_follows_the_true_number_of_steps():
     parameters = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
-    filled = complete(ZERO_1 | {"scheduler": {"type": "WarmupCosineLR", "params": parameters}})
-    assert filled["scheduler"]["params"] == {"total_num_steps": 200, "warmup_num_steps": 10, "warmup_type": "linear"}
+    filled = complete(ZERO_1 | {"scheduler": {"type": "WarmupCosineLR", "params": parameters}})["scheduler"]["params"]
+    fill_in_steps(filled, 200)
+    assert filled == {"total_num_steps": 200, "warmup_num_steps": 10, "warmup_type": "linear"}
+    assert parameters["total_num_steps"] == "auto"  # the user's own stays as it is
 
 
 @pytest.mark.parametrize(

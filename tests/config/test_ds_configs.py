@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
-from omnibal.config import dtype_of, layout_of, read_config
+from omnibal.config import dtype_of
 from omnibal.data.limits import largest_load
-from omnibal.engine.resolve import ResolvedRun, resolve_plan, shape_of
 from omnibal.plan import Plan
 from omnibal.profile.counted import analytic_profile
 from omnibal.vlm import load_model
+from omnibal.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "ds_configs").glob("*gpu.json"))}
@@ -38,15 +38,15 @@ def in_repository(monkeypatch):
 def test_a_configuration_has_a_plan_that_fits(name, in_repository):
     from plans import LENGTHS
 
-    config, section = read_config(CONFIGS[name])
+    workspace = Workspace.read(CONFIGS[name])
+    config, section = workspace.config, workspace.section
     model = load_model(section.model.path, section.model.lora, section.model.frozen)
     plan, lengths = Plan.load(section.pipeline.plan), LENGTHS[name]()
     assert Path(section.pipeline.plan).stem == name
     assert name.endswith(f"-{section.cluster.num_devices}gpu")
     assert plan.cluster == section.cluster
-    num_stages, _ = shape_of(section, len(model.records), section.cluster.num_devices)
-    layout = layout_of(config, num_stages, section.cluster.num_devices // num_stages)
-    assert resolve_plan(ResolvedRun(config, section, Path(section.model.path), model, layout), lengths) == plan
+    layout = workspace.layout_on(section.cluster.num_devices, "processes", len(model.records))
+    assert workspace.resolve_plan(model.records, layout, lengths) == plan
     assert plan.made_from["lengths"] == lengths.content_hash
     assert plan.predicted.samples_per_step == pytest.approx(section.packing.samples_per_step, rel=0.1)
     profile = analytic_profile(

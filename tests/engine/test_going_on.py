@@ -11,8 +11,9 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from transformers import InternVLForConditionalGeneration
 
 from omnibal.engine.initialize import initialize
-from omnibal.engine.resolve import UserOptimizer, read
+from omnibal.engine.resolve import UserOptimizer, resolve
 from omnibal.errors import ConfigError
+from omnibal.workspace import Workspace
 from tests.engine.cases import SmallDataset, changed, settings
 from tests.engine.launch import launch
 from tests.engine.small import save_small_model, small_config
@@ -190,12 +191,12 @@ def test_a_schedule_has_the_steps_of_the_run_where_it_asks_for_them():
 
 def test_a_model_in_memory_must_be_what_is_trained(model):
     instance, config = InternVLForConditionalGeneration(small_config()), settings(model, num_stages=1)
-    assert read(config, instance, 1).weights_folder is None
+    assert resolve(Workspace.read(config), instance, 1).weights_folder is None
     with pytest.raises(ConfigError, match="weights must be 'load' with a model that has weights, got 'random'"):
-        read(changed(config, "model", weights="random"), instance, 1)
+        resolve(Workspace.read(changed(config, "model", weights="random")), instance, 1)
     with pytest.raises(ConfigError, match="model or configuration, got an instance of Linear"):
-        read(config, torch.nn.Linear(1, 1), 1)
+        resolve(Workspace.read(config), torch.nn.Linear(1, 1), 1)
     instance.model.vision_tower.embeddings.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"parameters of model must be trained but .* got model\.vision_tower"):
-        read(config, instance, 1)
-    assert read(changed(config, "model", frozen=["patch_embedding"]), instance, 1)
+        resolve(Workspace.read(config), instance, 1)
+    assert resolve(Workspace.read(changed(config, "model", frozen=["patch_embedding"])), instance, 1)

@@ -8,7 +8,8 @@ from threading import Event
 
 import pytest
 
-from omnibal.engine.launch import _command, _parent, _watch, end_with_launcher, keep_extensions_apart
+from omnibal.engine.distributed import _command, _parent, _watch, end_with_launcher
+from omnibal.engine.launch import keep_extensions_apart
 
 WAITS = [sys.executable, "-c", "input()"]
 
@@ -36,9 +37,11 @@ def test_processes_are_known_by_their_command_and_parent():
 
 def test_only_a_deepspeed_launcher_is_watched(monkeypatch):
     watched = []
-    monkeypatch.setattr("omnibal.engine.launch._watch", lambda process, then: watched.append(process))
+    monkeypatch.setattr("omnibal.engine.distributed._watch", lambda process, then: watched.append(process))
     end_with_launcher()
-    monkeypatch.setattr("omnibal.engine.launch._command", lambda process: ["python", "-m", "deepspeed.launcher.launch"])
+    monkeypatch.setattr(
+        "omnibal.engine.distributed._command", lambda process: ["python", "-m", "deepspeed.launcher.launch"]
+    )
     assert not watched
     end_with_launcher()
     assert watched == [os.getppid(), _parent(os.getppid())]
@@ -46,7 +49,7 @@ def test_only_a_deepspeed_launcher_is_watched(monkeypatch):
 
 def test_a_launcher_that_is_killed_takes_its_processes_along():
     """The chain of a real launch in small: a launcher by its command line, and a process below it."""
-    child = "from omnibal.engine.launch import end_with_launcher as e; e(); print('watches', flush=True); input()"
+    child = "from omnibal.engine.distributed import end_with_launcher as e; e(); print('watches', flush=True); input()"
     launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     command = [sys.executable, "-c", launch, "deepspeed.launcher.launch"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

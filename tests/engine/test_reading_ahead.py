@@ -9,7 +9,7 @@ import torch
 
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.engine.doubts import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
+from omnibal.engine.initialize import warn_of_added_end, warn_of_float32, warn_of_long_samples, warn_of_other_data
 from omnibal.engine.loader import Loader, PackReader, workers_for
 from omnibal.errors import DataError
 from omnibal.feeds.feed import PacksFromHere

@@ -7,10 +7,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from omnibal.data.limits import PackLimits
-from omnibal.engine.resolve import read
+from omnibal.engine.resolve import resolve
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan
+from omnibal.workspace import Workspace
 from tests.engine.cases import changed, settings
 from tests.engine.launch import launch
 from tests.engine.small import save_small_model, small_config
@@ -90,8 +91,8 @@ def test_a_configuration_has_no_weights_to_load(model):
     for path in (str(model), None):  # the folder of the section is not the model that is trained
         config = changed(settings(model, num_stages=1), "model", path=path)
         with pytest.raises(ConfigError, match="weights must be 'random' with a configuration as model, got 'load'"):
-            read(config, small_config(), 1)
-    assert read(changed(config, "model", weights="random"), small_config(), 1).folder is None
+            resolve(Workspace.read(config), small_config(), 1)
+    assert resolve(Workspace.read(changed(config, "model", weights="random")), small_config(), 1).folder is None
 
 
 def test_a_sample_that_is_not_as_promised_stops_all_ranks(model):

@@ -8,14 +8,13 @@ from omnibal.config import OmnibalSection, layout_of
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, paper_limits
 from omnibal.demo import write_demo
-from omnibal.engine.initialize import _open
-from omnibal.engine.resolve import ResolvedRun, resolve_plan, shape_of
 from omnibal.errors import ConfigError
 from omnibal.formats.conversations import open_dataset
 from omnibal.memory.footprint import StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan, Prediction, StagePrediction
 from omnibal.vlm import load_model
+from omnibal.workspace import Workspace
 from tests.engine.small import NUM_LAYERS, small_config
 
 LENGTHS = SampleLengths([1, 3, 5, 1], [300, 900, 1400, 290])
@@ -32,7 +31,13 @@ def section(**parts):
 
 def plan_of(vlm, num_stages=2, **parts):
     config = {"gradient_accumulation_steps": 4}
-    return resolve_plan(ResolvedRun(config, section(**parts), None, vlm, layout_of(config, num_stages, 1)), LENGTHS)
+    workspace = Workspace(config, section(**parts))
+    return workspace.resolve_plan(vlm.records, layout_of(config, num_stages, 1), LENGTHS)
+
+
+def shape_of(section, num_layers, num_processes):
+    layout = Workspace({}, section).layout_on(num_processes, "processes", num_layers)
+    return layout.num_stages, layout.num_replicas
 
 
 def test_number_of_stages():
@@ -146,7 +151,7 @@ def test_a_run_reads_what_lengths_are_measured_of(tmp_path):
 
     def read(**data):
         run = section(model={"path": str(demo.model)}, data=data, run={"output": str(tmp_path / "run")})
-        return _open(run, "train", measured=False).lengths()
+        return Workspace({}, run).dataset("train").lengths()
 
     assert read(train=str(demo.meta)).content_hash == open_dataset(demo.meta, demo.model).lengths().content_hash
     expected = open_dataset(annotation, demo.model, image_folder=images).lengths()

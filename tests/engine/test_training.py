@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
 
-from omnibal.config import complete_deepspeed_config, layout_of
+from omnibal.config import complete_deepspeed_config, fill_in_steps, layout_of
 from tests.engine.launch import launch
 from tests.engine.small import Case, plain_training, save_small_model, small_samples
 
@@ -43,7 +43,8 @@ def grouped(parameters, rates):
 
 
 def expected(folder, **options):
-    config = complete_deepspeed_config(SETTINGS, layout_of(SETTINGS, 1, 1), total_steps=STEPS)
+    config = complete_deepspeed_config(SETTINGS, layout_of(SETTINGS, 1, 1))
+    fill_in_steps(config["scheduler"]["params"], STEPS)
     losses, norms, weights = plain_training(
         folder,
         small_samples(),

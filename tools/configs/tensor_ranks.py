@@ -5,8 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from omnibal.cli.opening import open_run
-from omnibal.cli.plan import request_of
+from omnibal.cli.opening import open_workspace
+from omnibal.cli.planning import request_of
 from omnibal.plan import Plan
 from omnibal.planner import make_plan
 from omnibal.profile.counted import analytic_profile
@@ -30,11 +30,13 @@ def row(name: str, schedule: Literal["1f1b", "auto"]) -> tuple[str, ...]:
     stages, ranks = PAPERS[name]
     with TemporaryDirectory() as folder:
         LENGTHS[name]().save(Path(folder))
-        run = open_run(Path("ds_configs", f"{name}.json"), lengths=[Path(folder)])
-        lengths, request = run.lengths, replace(request_of(run), schedule=schedule)
-    shared = analytic_profile(load_records(Path(run.section.model.path)), run.cluster.device, tensor_parallel=ranks)
+        workspace = open_workspace(Path("ds_configs", f"{name}.json"), lengths=[Path(folder)])
+        lengths, request = workspace.lengths, replace(request_of(workspace), schedule=schedule)
+    shared = analytic_profile(
+        load_records(Path(workspace.section.model.path)), workspace.cluster.device, tensor_parallel=ranks
+    )
     papers = make_plan(shared, lengths, replace(request, num_stages=stages)).plan
-    without = make_plan(run.profile, lengths, request).plan
+    without = make_plan(workspace.profile, lengths, request).plan
     before, after = rate(papers), rate(without)
     slower = f"{1 - after / before:.0%}"
     return f"{name}, {schedule}", layout(papers), f"{before:.1f}", layout(without), f"{after:.1f}", slower

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import InternVLForConditionalGeneration
 
-from omnibal.config import complete_deepspeed_config, layout_of
+from omnibal.config import complete_deepspeed_config, fill_in_steps, layout_of
 from omnibal.data.limits import PackLimits
 from omnibal.demo import write_demo
 from omnibal.engine.launch import free_port
@@ -130,7 +130,8 @@ def train_on_padded_batches(
     model = InternVLForConditionalGeneration.from_pretrained(start)
     epochs = config["omnibal"]["run"]["epochs"]
     total_steps = epochs * steps_per_epoch
-    complete = complete_deepspeed_config(config, layout_of(config, 1, 1), total_steps=total_steps)
+    complete = complete_deepspeed_config(config, layout_of(config, 1, 1))
+    fill_in_steps(complete["scheduler"]["params"], total_steps)
     settings = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
     schedule = WarmupCosineLR(optimizer, **complete["scheduler"]["params"])

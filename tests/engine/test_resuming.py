@@ -6,9 +6,8 @@ import pytest
 from pydantic import BaseModel
 
 from omnibal.config import OmnibalSection
-from omnibal.config.deepspeed_keys import HEEDED
-from omnibal.config.resuming import RULES, Change, changes, is_refused, rule_of, settings_of
-from omnibal.config.section import LoraSection, Section
+from omnibal.config.section import HEEDED, LoraSection, Section
+from omnibal.engine.settings import RULES, Change, changes, is_refused, rule_of, settings_of
 
 
 def keys_of(section: type[BaseModel], place: str) -> Iterator[str]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.cli import costs, run
-from omnibal.cli.opening import open_run
+from omnibal import workspace
+from omnibal.cli.opening import open_workspace
 from omnibal.cluster import Cluster
 from omnibal.config import RunFiles
 from omnibal.data.lengths import SampleLengths
@@ -96,7 +96,7 @@ def test_a_command_may_name_what_it_takes_instead(omnibal, ds_config, token_leng
 
 @pytest.mark.parametrize("verb", ["plan", "partition", "simulate", "emulate", "report", "profile"])
 def test_without_a_cluster_it_says_how_to_give_one(refusal, ds_config, monkeypatch, verb):
-    monkeypatch.setattr(run, "devices_at_hand", lambda: None)
+    monkeypatch.setattr(workspace, "devices_at_hand", lambda: None)
     config = ds_config(cluster=None)
     assert refusal(verb, config) == (
         f'cluster must be known here, got none and no CUDA device; set "omnibal": {{"cluster": …}} in {config}, or say '
@@ -110,7 +110,7 @@ def test_the_devices_at_hand_are_the_cluster(omnibal, ds_config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert costs.devices_at_hand() == Cluster.parse("2xH200-141GB")
+    assert workspace.devices_at_hand() == Cluster.parse("2xH200-141GB")
     record = json.loads(omnibal("simulate", ds_config(cluster=None), "--present", "--json").stdout)
     assert (record["cluster"], record["profile"]["device"]) == ("2xH200-141GB", "H200-141GB")
 
@@ -118,11 +118,11 @@ def test_the_devices_at_hand_are_the_cluster(omnibal, ds_config, monkeypatch):
 def test_a_measured_profile_stays_while_its_device_does(ds_config, demo, tmp_path):
     """As torch calls the device; a counted one gives way to it only where that is asked for."""
     config = ds_config()
-    counted = open_run(config).profile
+    counted = open_workspace(config).profile
     measured = type(counted)(counted.layers, device="NVIDIA A100-SXM4-80GB", dtype="float32", versions={"torch": "2"})
     measured.save(tmp_path / "run" / "profile.json")
-    assert open_run(config, measure=True).profile == measured == open_run(config).profile
-    assert open_run(config, cluster="4xA100-40GB").profile.device == "A100-40GB"
+    assert open_workspace(config, measures=True).profile == measured == open_workspace(config).profile
+    assert open_workspace(config, cluster="4xA100-40GB").profile.device == "A100-40GB"
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,7 @@ def test_a_plan_without_its_profile_says_what_is_missing(omnibal, refusal, ds_co
 
 
 def test_nothing_in_a_run_folder_has_the_name_of_something_else():
-    properties = [name for name in vars(RunFiles) if isinstance(getattr(RunFiles, name), property)]
-    names = [getattr(RunFiles(Path("run")), name) for name in properties]
+    files = RunFiles(Path("run"))
+    names = [getattr(files, name) for name in vars(RunFiles) if isinstance(getattr(files, name), Path)]
+    assert len(names) > 10
     assert len(set(names)) == len(names)

@@ -1,13 +1,78 @@
-"""Set keys of a user's JSON file, and leave all else of its text as it is."""
+"""How `omnibal plan --write` enters a plan in a ds_config: its keys are set, and all else of the text stays."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from json.decoder import scanstring  # type: ignore[attr-defined]  # it is there, undocumented
+from pathlib import Path
+from shutil import copymode
 from typing import Any, Final, NamedTuple
+
+from omnibal.config import keys_of_plan, read_config
+from omnibal.errors import ConfigError
+from omnibal.plan import Plan
 
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _DECODER: Final = json.JSONDecoder()
+
+
+def check_alone(config: Path, path: Path) -> None:
+    """Refuse to enter a plan in a ds_config, and thereby replace a plan's file, where another ds_config follows that.
+
+    Raises:
+        ConfigError: The plan in the file was made for another ds_config, which is there and names it.
+    """
+    try:
+        other = Path(Plan.load(path).made_from.get("ds_config", config))
+        if not other.is_file() or other.samefile(config):
+            return
+        followed = read_config(other)[1].pipeline.plan
+    except ConfigError:  # what cannot be read nobody follows
+        return
+    if followed is not None and Path(followed).resolve() == path.resolve():
+        raise ConfigError(
+            f"omnibal.run.output must be another folder than that of {other}, which follows {path}, got "
+            f"{path.parent} for {config}; leave it out (the folder is then runs/{config.stem}), or name one"
+        )
+
+
+def enter(config: Path, plan: Plan, path: Path) -> None:
+    """Enter a plan in a ds_config: where it is, and what else must be as it says.
+
+    Args:
+        config: The file; all else in it stays as it is.
+        plan: The plan.
+        path: Its file.
+
+    Raises:
+        ConfigError: The file has another form than JSON objects one within the other, or comments.
+    """
+    text = config.read_text(encoding="utf-8-sig")
+    content, section = read_config(config)
+    # a copy of the ds_config then looks in a folder of its own
+    values = keys_of_plan(content, section, plan, "auto" if path == section.run.files.plan else str(path))
+    if section.pipeline.schedule not in ("auto", plan.schedule):
+        values["omnibal", "pipeline", "schedule"] = "auto"
+    try:
+        json.loads(text)
+    except ValueError as error:
+        wanted = ", ".join(f"{'.'.join(keys)} {json.dumps(value)}" for keys, value in values.items())
+        raise ConfigError(
+            f"ds_config must be JSON without comments for --write, got {config} ({error}); set {wanted}"
+        ) from error
+    _rewrite(config.resolve(), set_keys(text, values))
+    read_config(config)
+
+
+def _rewrite(path: Path, text: str) -> None:
+    """Replace a file of the user's, which stays as it is if that fails: the disk may be full."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class _Member(NamedTuple):

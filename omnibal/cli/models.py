@@ -1,0 +1,155 @@
+"""omnibal demo, export and ask: a model to try everything with, a trained one as a folder, and what it says."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from omnibal.cli.opening import expect
+from omnibal.cli.options import JsonOption, answer, check_new_folder, working
+from omnibal.config import RunFiles, read_config
+from omnibal.errors import ConfigError
+from omnibal.report.style import make_table
+
+
+def demo(
+    folder: Annotated[Path, typer.Argument(help="Where everything goes.")],
+    samples: Annotated[int, typer.Option(help="Training samples.", min=20)] = 4000,
+    held_out: Annotated[int, typer.Option(help="Samples to measure accuracy on.", min=20)] = 300,
+    as_json: JsonOption = False,
+) -> None:
+    """Write pictures of coloured shapes, questions about them, and a small InternVL to learn them.
+
+    The data has the form of real InternVL data: image files, JSONL conversations, and a meta file that names them.
+    The model is a configuration, a tokenizer and a preprocessor; its weights are yours to train.
+
+    Example: omnibal demo runs/quickstart/data
+    """
+    from omnibal.demo import majority_accuracy, write_demo
+
+    check_new_folder("folder", folder)
+    paths = write_demo(folder, samples=samples, held_out=held_out)
+    chance = majority_accuracy(paths.train_annotations, paths.held_out_annotations)
+    answer(
+        {**asdict(paths), "chance": chance},
+        f"data {paths.meta}, held out {paths.held_out_meta}, model {paths.model}",
+        f"always the most frequent answer to a question is right for {chance:.1%} of the held-out ones",
+        as_json=as_json,
+    )
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(help="A ds_config or a folder of checkpoints, for the newest one; or one checkpoint.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where the model goes; by default in the ds_config's run.output.")
+    ] = None,
+    merged: Annotated[
+        bool,
+        typer.Option("--merged", help="Add LoRA adapters to the weights of their model, and write the whole of it."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as an ordinary Hugging Face folder.
+
+    Config, weights, tokenizer and preprocessor: what AutoModelForImageTextToText.from_pretrained loads. Of LoRA
+    adapters, what PeftModel.from_pretrained loads onto the original model. Layers are read one at a time; no GPU and
+    no second process is needed.
+
+    Example: omnibal export ds_configs/mine.json my-model
+
+    Example: omnibal export runs/quickstart/checkpoints/global_step300 model
+    """
+    from omnibal.engine.checkpoint import export as export_checkpoint
+    from omnibal.engine.saved_files import latest_checkpoint
+
+    kind = expect("source", source, ("ds_config", "checkpoints", "checkpoint", "run"))
+    if folder is not None:
+        check_new_folder("folder", folder)
+    elif merged or kind != "ds_config":
+        reason = "--merged writes the whole model" if merged else f"{source} is no ds_config"
+        raise ConfigError(f"folder must say where the model goes, got none: {reason}")
+    files = read_config(source)[1].run.files if kind == "ds_config" else RunFiles(source)
+    folders = {"ds_config": files.checkpoints, "run": files.checkpoints, "checkpoints": source}
+    checkpoint = latest_checkpoint(folders[kind]) if kind in folders else source
+    if folder is None:
+        folder = _newest_model(files)
+    else:
+        export_checkpoint(checkpoint, folder, merged=merged)
+    answer({"checkpoint": checkpoint, "model": folder}, f"{checkpoint} → {folder}", as_json=as_json)
+
+
+def _newest_model(files: RunFiles) -> Path:
+    """A run's newest checkpoint as a Hugging Face folder: exported before, or now."""
+    from omnibal.engine.checkpoint import export_newest
+
+    with working("exporting the newest checkpoint"):
+        return export_newest(files)
+
+
+def ask(
+    source: Annotated[Path, typer.Argument(help="A ds_config, for its newest checkpoint; or a Hugging Face folder.")],
+    question: Annotated[str, typer.Argument(help="What to ask.")] = "",
+    image: Annotated[list[Path] | None, typer.Option(help="An image of the question; repeatable.")] = None,
+    meta: Annotated[
+        Path | None,
+        typer.Option(
+            help="Data to take questions, images and right answers from; by default, where no question is given, the "
+            "ds_config's held-out data."
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(help="How many questions to take from data.", min=1)] = 5,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, …")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+) -> None:
+    """Ask a model about images, or about data it has not seen.
+
+    The model is loaded by transformers alone, as anybody else would load it.
+
+    Example: omnibal ask ds_configs/quickstart.json --count 6
+
+    Example: omnibal ask my-model "What colour is the ring?" --image photo.png
+    """
+    section = None
+    if expect("source", source, ("ds_config", "model")) == "ds_config":
+        section = read_config(source)[1]
+        if not question and meta is None and section.data.held_out is not None:
+            meta = Path(section.data.held_out)
+    if bool(question) == (meta is not None):
+        raise ConfigError("ask must get a question or --meta, got both or neither")
+    from omnibal.formats.images import named
+    from omnibal.vlm.answer import Answerer
+
+    model = source if section is None else _newest_model(section.run.files)
+    asked = [(question, tuple(image or ()), None)] if meta is None else list(_questions(meta, count))
+    answerer = Answerer(model, device=device)
+    answers = [(*entry, answerer.answer(entry[0], entry[1])) for entry in asked]
+    if as_json:
+        for text, images, right, said in answers:
+            typer.echo(json.dumps({"question": text, "images": [*map(named, images)], "right": right, "answer": said}))
+        return
+    rows = (
+        (text.replace("<image>", "").strip(), " ".join(Path(named(image)).name for image in images), said, right or "")
+        for text, images, right, said in answers
+    )
+    table = make_table(("question", "images", "answer", "right answer"), rows, words=4)
+    Console(markup=False).print(f"{model} answers", table)  # an answer may hold [/INST]
+
+
+def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path | bytes, ...], str]]:
+    """The first exchange of ``count`` samples, spread evenly over the data."""
+    from omnibal.formats.shards import open_shards
+
+    shards = open_shards(meta)
+    entries = [(shard, item) for shard in shards for item in range(len(shard.rows))]
+    for number in range(min(count, len(entries))):
+        shard, item = entries[number * len(entries) // min(count, len(entries))]
+        conversation = shard.conversation(item)
+        turns = [turn for turn in conversation.turns if turn.role != "system"]
+        marks = turns[0].text.count("<image>")
+        yield turns[0].text, conversation.images[:marks], turns[1].text

@@ -1,0 +1,147 @@
+"""Plans of a workspace: the one that is there or a new one, the present configuration, and the packs of either."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from omnibal.config import layout_of, resolve_plan
+from omnibal.data.epoch import arrange_epoch
+from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.errors import ConfigError
+from omnibal.families.base import LayerRecord
+from omnibal.pipeline.partition import parameter_cut
+from omnibal.plan import Plan
+from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.planner.packings import Packing, spread_steps
+from omnibal.profile.records import LayerCost, every_layer
+from omnibal.workspace import Workspace
+
+# Of a pack where nothing is said. With InternVL's 256 tokens a tile these are the OmniBal paper's limits.
+LLM_TOKENS: Final = 4096
+IMAGE_TOKENS: Final = 9 * 256
+MICRO_BATCHES_PER_STAGE: Final = 4  # where nothing is said: the bubble is then a fifth at most
+MEDIAN_OF: Final = 32  # steps, spread over an epoch, of which the median one is taken
+
+
+def plan_of(workspace: Workspace) -> Plan:
+    """The workspace's plan, with a cluster; where it has none, a new one, which is kept."""
+    plan, profile = workspace.found_plan, workspace.profile
+    if plan is None:
+        plan = solve(workspace, request_of(workspace)).plan
+        plan.save(workspace.kept.plan)
+        workspace.say(f"planned: {workspace.kept.plan}")
+    if plan.partition.num_layers != len(profile.layers):
+        raise ConfigError(
+            f"plan must be of the profile's {len(profile.layers)} layers, got {plan.partition.num_layers}"
+            + "; `omnibal plan --write` makes another" * (workspace.files is not None)
+        )
+    # A plan may name a level for all layers alike; costs do not tell all levels of all layers apart.
+    recompute = profile.levels_like(plan.recompute)
+    return replace(plan, recompute=recompute, cluster=workspace.asked_cluster or plan.cluster or workspace.cluster)
+
+
+def solve(workspace: Workspace, request: PlanRequest) -> PlanResult:
+    """Plan what a request asks for; keeps nothing."""
+    profile, lengths = workspace.profile, workspace.lengths  # made before, each with a bar of its own
+    with workspace.working("planning") as report:
+        return make_plan(profile, lengths, request, report=report)
+
+
+def request_of(
+    workspace: Workspace,
+    samples_per_step: int | None = None,
+    limits: tuple[int, int] | None = None,
+    num_stages: int | None = None,
+) -> PlanRequest:
+    """What the ds_config asks of a plan, but for what is given."""
+    packing, pipeline = workspace.section.packing, workspace.section.pipeline
+    layout = layout_of(workspace.config, 1, 1)
+    return PlanRequest(
+        cluster=workspace.cluster,
+        num_stages=num_stages or (None if pipeline.num_stages == "auto" else pipeline.num_stages),
+        global_batch=samples_per_step or workspace.samples_per_step or _present_samples(workspace),
+        zero_stage=layout.zero_stage,
+        accumulate_float32=layout.accumulate_float32,
+        limits=None if limits is None else PackLimits(*limits),
+        method=packing.method,
+        schedule=pipeline.schedule,
+        seed=packing.seed,
+    )
+
+
+def _present_samples(workspace: Workspace) -> int:
+    """Samples of a step of the present configuration, on average."""
+    if workspace.files is None:
+        raise ConfigError(f"--samples-per-step must be given beside a profile, got none with {workspace.source}")
+    _readable = workspace.profile, workspace.lengths  # outside: a missing file is no matter of the configuration
+    try:
+        return round(real_packs(workspace, present_plan(workspace), steps=1).samples_per_step)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--samples-per-step must be given where the present configuration cannot train, got none: {error}"
+        ) from error
+
+
+def present_plan(
+    workspace: Workspace,
+    num_stages: int | None = None,
+    *,
+    limits: tuple[int, int] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
+) -> Plan:
+    """What training does now, as a plan on the cluster: what the ds_config names or spells out.
+
+    Without a ds_config the model is cut by parameters and nothing recomputes.
+
+    Args:
+        workspace: What the command line names.
+        num_stages: In place of the ds_config's.
+        limits: Vision units and LLM tokens, in place of the ds_config's.
+        pipeline: Keys of its ``pipeline``, in place of the ds_config's and of the plan that it names.
+    """
+    layout, profile, section = workspace.layout(num_stages), workspace.profile, workspace.section
+    if workspace.files is not None and section.model.path is not None:
+        most = {} if limits is None else dict(zip(("vision_units", "llm_tokens"), limits, strict=True))
+        parts = {
+            "pipeline": section.pipeline.model_copy(update=dict(pipeline or {})),
+            "packing": section.packing.model_copy(update=most),
+        }
+        plan = resolve_plan(
+            workspace.config, section.model_copy(update=parts), None if pipeline else workspace.named_plan,
+            workspace.model.records, layout, workspace.lengths,
+        )  # fmt: skip
+    else:
+        chosen = choose_limits(workspace.lengths, *(limits or ())) if workspace.has_lengths else None
+        plan = Plan(
+            chosen or PackLimits(*(limits or usual_limits(profile.layers))),
+            MICRO_BATCHES_PER_STAGE * layout.num_stages,
+            parameter_cut(profile, layout.num_stages),
+            every_layer("none", len(profile.layers)),
+        )
+    # Trained are all layers at the level that the ds_config says, but costs do not tell all levels of all layers apart.
+    return replace(plan, recompute=profile.levels_like(plan.recompute), layout=layout, cluster=workspace.cluster)
+
+
+def real_packs(workspace: Workspace, plan: Plan, *, steps: int) -> Packing:
+    """At most so many steps of the first epoch under a plan; one step of equal packs where lengths are not known."""
+    replicas, micro_batches = plan.layout.num_replicas, plan.micro_batches
+    if not workspace.has_lengths:
+        return Packing.alike(plan.limits, num_replicas=replicas, micro_batches=micro_batches)
+    lengths, options = workspace.lengths, workspace.section.packing.options
+    epoch = arrange_epoch(lengths, plan.limits, num_replicas=replicas, micro_batches=micro_batches, **options)
+    return Packing.of(epoch, lengths, plan.limits, spread_steps(epoch.num_steps, steps))
+
+
+def median_packs(workspace: Workspace, plan: Plan) -> Packing:
+    """Packs of the median one of some steps."""
+    return real_packs(workspace, plan, steps=MEDIAN_OF).median_step(workspace.profile)
+
+
+def usual_limits(layers: Sequence[LayerCost | LayerRecord]) -> tuple[int, int]:
+    """Vision units and LLM tokens of a pack where nothing is said: as many units as bring ``IMAGE_TOKENS``."""
+    for layer in layers:
+        if "image_tokens_per_tile" in layer.sizes:
+            return max(IMAGE_TOKENS // layer.sizes["image_tokens_per_tile"], 1), LLM_TOKENS
+        if "units_per_token" in layer.sizes:
+            return IMAGE_TOKENS * layer.sizes["units_per_token"], LLM_TOKENS
+    return IMAGE_TOKENS // 256, LLM_TOKENS

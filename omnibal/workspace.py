@@ -1,0 +1,431 @@
+"""What a ds_config and its ``run.output`` hold: data, profile, cluster, plan; found, or made and kept when asked for.
+
+The commands, ``omnibal.train`` and ``omnibal.initialize`` read a ds_config through a `Workspace`, so that all of them
+open the same data, lay the model out alike and follow the same plan. It prints nothing: it is given whom to tell.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from omnibal.cluster import Cluster, Layout, replicas_of
+from omnibal.config import OmnibalSection, RunFiles, dtype_of, layout_of, read_config, resolve_plan
+from omnibal.data.lengths import SampleLengths
+from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.data.mixture import Mixture
+from omnibal.data.source_draws import typical_lengths
+from omnibal.device import Device
+from omnibal.errors import ConfigError, DataError
+from omnibal.families.base import LayerRecord, vision_unit_of
+from omnibal.plan import Plan
+from omnibal.profile.counted import analytic_profile
+from omnibal.profile.records import ModelProfile
+
+if TYPE_CHECKING:
+    from omnibal.formats.conversations import ConversationDataset, ConversationStream
+    from omnibal.formats.files import Problem
+    from omnibal.vlm import VisionLanguageModel
+
+LOG: Final = logging.getLogger(__name__)
+Say = Callable[[str], object]
+Working = Callable[[str], AbstractContextManager[Say]]
+"""Shows what takes long while it does; what it yields is called with what is being done by then."""
+
+
+@contextmanager
+def _unseen(doing: str) -> Iterator[Say]:
+    LOG.debug(doing)
+    yield LOG.debug
+
+
+@dataclass(frozen=True)
+class FoundLengths:
+    """Lengths of samples, and what could not be used.
+
+    Raises:
+        DataError: There is no sample.
+    """
+
+    lengths: SampleLengths
+    place: str
+    """Where they were read or measured."""
+    problems: tuple["Problem", ...] = ()
+    """Items that were left out."""
+    repeat_time: Mixture | None = None
+    """The mixture that a meta file's repetitions make, where each item was measured once."""
+
+    def __post_init__(self) -> None:
+        if not len(self.lengths):
+            raise DataError(f"lengths must hold at least one sample, got none in {self.place}")
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a command line names in place of what the ds_config says and its folder holds."""
+
+    lengths: FoundLengths | None = None
+    profile: ModelProfile | None = None
+    cluster: Cluster | None = None
+    plan: Plan | None = None
+
+
+@dataclass(eq=False)
+class Workspace:
+    """A ds_config, with what its ``run.output`` holds; or files of someone who has no ds_config.
+
+    What the command line names comes first, then what the ds_config says, then what is kept and still fits.
+    """
+
+    config: dict[str, Any]
+    """ds_config without its "omnibal" section."""
+    section: OmnibalSection
+    """That section."""
+    files: RunFiles | None = None
+    """Where things are kept; None without a ds_config."""
+    source: object = "the ds_config"
+    """What messages call it."""
+    named: Named = Named()
+    makes: bool = False
+    """Whether a plan that is missing may be made: commands make one, training refuses to begin."""
+    measures: bool = False
+    """Whether layers are measured on this machine, not counted."""
+    replaces: bool = False
+    """Whether the plan that training follows, and its profile, may be replaced."""
+    processes: int | None = None
+    """Most processes that measure lengths."""
+    say: Say = LOG.info
+    working: Working = _unseen
+    warnings: list[str] = field(default_factory=list)
+    """What makes measured costs doubtful."""
+
+    @classmethod
+    def read(cls, config: str | Path | dict[str, Any], **options: Any) -> "Workspace":
+        """The workspace of a ds_config: its path, or its content."""
+        deepspeed_config, section = read_config(config)
+        return cls(deepspeed_config, section, section.run.files, **options)
+
+    @property
+    def kept(self) -> RunFiles:
+        """Where a plan and a profile are kept: beside the plan that training follows unless it may be replaced."""
+        assert self.files is not None, "only a ds_config keeps something"
+        return self.files if self.replaces or self.followed_plan is None else self.files.what_if
+
+    @property
+    def whole_config(self) -> dict[str, Any]:
+        """The ds_config with its section, as a file would hold it."""
+        return self.config | {"omnibal": self.section.model_dump(mode="json")}
+
+    @property
+    def followed_plan(self) -> Path | None:
+        """The plan's file that the ds_config names, be it there or not."""
+        return None if self.section.pipeline.plan is None else Path(self.section.pipeline.plan)
+
+    @cached_property
+    def named_plan(self) -> Plan | None:
+        """The plan of the command line or the ds_config, if they name one."""
+        path = self.followed_plan
+        if self.named.plan is not None or path is None:
+            return self.named.plan
+        if self.files is not None and path == self.files.plan and not path.exists():
+            if not self.makes:
+                raise ConfigError(f"omnibal.pipeline.plan must be a file, got {path}; `omnibal plan --write` makes it")
+            self.say(f"{path} is not there: the ds_config's other keys count until `omnibal plan --write` makes it")
+            return None
+        return Plan.load(path)
+
+    @property
+    def model_folder(self) -> Path:
+        """The model's Hugging Face folder."""
+        if self.section.model.path is None:
+            raise ConfigError(f"omnibal.model.path must name the model's folder, got none in {self.source}")
+        return Path(self.section.model.path)
+
+    @cached_property
+    def model(self) -> "VisionLanguageModel":
+        """The ds_config's model, of a family that can be trained."""
+        from omnibal.vlm import load_model
+
+        return load_model(self.model_folder, self.section.model.lora, self.section.model.frozen)
+
+    @cached_property
+    def records(self) -> tuple[LayerRecord, ...]:
+        """The model's layers; of any family that can be planned."""
+        from omnibal.vlm import load_records
+
+        return load_records(self.model_folder, self.section.model.lora, self.section.model.frozen)
+
+    def dataset(
+        self, part: Literal["train", "held_out"], cache: Path | None = None, *, measured: bool = False
+    ) -> "ConversationDataset":
+        """The section's ``data.train`` or ``data.held_out``.
+
+        Args:
+            part: Which of them.
+            cache: Folder of what is measured; by default the one in ``run.output``.
+            measured: Whether another process of the run has measured the samples: they are then only read.
+        """
+        from omnibal.formats.conversations import open_dataset
+
+        data = self.section.data
+        return open_dataset(
+            self._data(part), self.model_folder, image_folder=data.images, max_tiles=data.max_tiles,
+            max_image_pixels=data.max_image_pixels, broken=data.broken, processes=self.processes,
+            cache=self.section.run.files.lengths if cache is None else cache, measured=measured,
+            each_once=part == "train" and data.mixture is not None,
+        )  # fmt: skip
+
+    def streams(self, workers: int) -> "dict[str, ConversationStream]":
+        """The section's ``data.train`` read line by line, by the names of its sources.
+
+        Args:
+            workers: Processes that read ahead.
+        """
+        from omnibal.formats.conversations import open_streams
+
+        data = self.section.data
+        return open_streams(
+            self._data("train"), self.model_folder, image_folder=data.images, max_tiles=data.max_tiles,
+            max_image_pixels=data.max_image_pixels, broken=data.broken, workers=workers,
+        )  # fmt: skip
+
+    def _data(self, part: str) -> str:
+        path: str | None = getattr(self.section.data, part)
+        if path is None:
+            raise ConfigError(
+                f"dataset must be given, got none; pass it to initialize or set omnibal.data.{part} in {self.source}"
+            )
+        return path
+
+    def measured_lengths(self, cache: Path) -> FoundLengths:
+        """Lengths of the samples that are trained on, measured or as a folder has kept them."""
+        dataset = self.dataset("train", cache)
+        return FoundLengths(dataset.lengths(), str(self.section.data.train), dataset.skipped, dataset.repeat_time())
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether anything says what samples hold."""
+        return bool(self.named.lengths or self.section.data.train)
+
+    @cached_property
+    def found_lengths(self) -> FoundLengths:
+        """Lengths of every sample; measured and kept unless the command line names them."""
+        if self.named.lengths is not None:
+            return self.named.lengths
+        if not self.section.data.train:
+            key = "" if self.files is None else f"set omnibal.data.train in {self.source}, or "
+            raise ConfigError(f"lengths must be known here, got none; {key}name a folder of lengths with --lengths")
+        folder = self.section.run.files.lengths
+        found = self.measured_lengths(folder)
+        if _hash_of(folder) != found.lengths.content_hash:
+            found.lengths.save(folder)
+        return found
+
+    @cached_property
+    def lengths(self) -> SampleLengths:
+        """Lengths of samples; under a mixture, of samples as it draws them."""
+        found, mixture = self.found_lengths, self.section.data.mixture
+        return typical_lengths(found.lengths, found.repeat_time if mixture == "repeat_time" else mixture)
+
+    @property
+    def vision_unit(self) -> str:
+        """What the model counts images in: tiles or patches."""
+        unit = self.lengths.vision_unit
+        if unit != "patches" and self.named.lengths is None and self.section.model.path is not None:
+            return vision_unit_of(self.records)
+        return unit
+
+    @property
+    def limits(self) -> PackLimits:
+        """What the ds_config says that a pack may hold, or the paper's rule for its data."""
+        return choose_limits(self.lengths, self.section.packing.vision_units, self.section.packing.llm_tokens)
+
+    @property
+    def asked_cluster(self) -> Cluster | None:
+        """The machines of the command line, or of the ds_config."""
+        return self.named.cluster or self.section.cluster
+
+    @property
+    def known_cluster(self) -> Cluster | None:
+        """The machines of the command line, the ds_config or a named plan, or this machine's CUDA devices, if any."""
+        return self.asked_cluster or (self.named.plan and self.named.plan.cluster) or devices_at_hand()
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The machines, which something must name."""
+        found = self.known_cluster
+        if found is None:
+            key = "" if self.files is None else f'set "omnibal": {{"cluster": …}} in {self.source}, or '
+            raise ConfigError(
+                f"cluster must be known here, got none and no CUDA device; {key}say --cluster 4x8xA100-80GB"
+            )
+        return found
+
+    def layout_on(
+        self, num_devices: int, devices: str, num_layers: int, *, num_stages: int | None = None, num_tensor: int = 1
+    ) -> Layout:
+        """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices.
+
+        Args:
+            num_devices: Devices, or processes of a launch.
+            devices: What messages call them.
+            num_layers: Layers of the model.
+            num_stages: In place of what the ds_config says.
+            num_tensor: Devices that share each layer.
+
+        Raises:
+            ConfigError: The stages do not divide the devices, or are more than the layers.
+        """
+        stages = num_stages or self.section.pipeline.num_stages
+        if stages == "auto":
+            stages = num_devices // num_tensor if self.named_plan is None else self.named_plan.num_stages
+        replicas = replicas_of(stages, num_devices, num_layers=num_layers, num_tensor=num_tensor, devices=devices)
+        return replace(layout_of(self.config, stages, replicas), num_tensor=num_tensor)
+
+    def layout(self, num_stages: int | None = None, cluster: Cluster | None = None) -> Layout:
+        """How the run lies on the cluster, or on another one, with so many stages or as many as the ds_config says."""
+        cluster, profile = cluster or self.cluster, self.profile
+        devices, layers = f"devices of the cluster {cluster}", len(profile.layers)
+        return self.layout_on(
+            cluster.num_devices, devices, layers, num_stages=num_stages, num_tensor=profile.tensor_parallel
+        )
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """What each layer costs: named, kept and still true, or made for the cluster's device."""
+        if self.named.profile is not None:
+            if self.files is not None:
+                self._check_profile(self.named.profile)
+            return self.named.profile
+        return self._kept_profile() or self.make_profile()
+
+    def make_profile(self, limits: PackLimits | None = None, *, num_tensor: int = 1) -> ModelProfile:
+        """Count what layers cost, or measure it, and keep it.
+
+        Args:
+            limits: Of the largest pack to measure; by default those of the ds_config.
+            num_tensor: Devices that share each layer, where costs are counted.
+        """
+        dtype, frozen = dtype_of(self.config), self.section.model.frozen
+        if self.measures:
+            made = self._measured_profile(limits or self.limits)
+        else:
+            records, device = self.records, self.cluster.device
+            made = analytic_profile(records, device, dtype=dtype, frozen=frozen, tensor_parallel=num_tensor)
+        if self.files is not None:
+            self.kept.folder.mkdir(parents=True, exist_ok=True)
+            made.save(self.kept.profile)
+        return made
+
+    def _measured_profile(self, limits: PackLimits) -> ModelProfile:
+        import torch
+
+        from omnibal.vlm.measure import measure_profile
+        from omnibal.vlm.passes import MeasurementWarning, this_device
+
+        with self.working("measuring") as report, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", MeasurementWarning)
+            made = measure_profile(
+                self.model, limits, dtype=getattr(torch, dtype_of(self.config)), device=this_device(),
+                frozen=self.section.model.frozen, report=lambda name: report(f"measuring {name}"),
+            )  # fmt: skip
+        self.warnings += [str(entry.message) for entry in caught if issubclass(entry.category, MeasurementWarning)]
+        return made
+
+    def _check_profile(self, profile: ModelProfile) -> None:
+        records = None if self.section.model.path is None else self.records
+        profile.check_matches(records=records, dtype=dtype_of(self.config), frozen=self.section.model.frozen)
+
+    def _kept_profile(self) -> ModelProfile | None:
+        """The run's profile, else that of its what-ifs, if one still fits; says why it does not."""
+        if self.files is None:
+            return None
+        for file in (self.files.profile, self.files.what_if.profile):
+            if not file.is_file():
+                continue
+            try:
+                found = ModelProfile.load(file)
+                self._check_kept_profile(found)
+            except ConfigError as error:
+                self.say(f"{file} is {'made anew' if file == self.kept.profile else 'left alone'}: {error}")
+                continue
+            if self.replaces and file != self.files.profile:
+                found.save(self.files.profile)
+            return found
+        return None
+
+    def _check_kept_profile(self, found: ModelProfile) -> None:
+        self._check_profile(found)
+        cluster = self.known_cluster
+        if cluster is not None and not found.is_of(cluster.device):
+            raise ConfigError(f"profile must be of {cluster.device.name}, got {found.device}")
+        if self.measures and not found.versions:
+            raise ConfigError("profile must be measured, got a counted one")
+
+    @cached_property
+    def found_plan(self) -> Plan | None:
+        """The named plan, else the kept one if it still fits; says why it does not."""
+        return self.named_plan or self._kept_plan()
+
+    def _kept_plan(self) -> Plan | None:
+        if self.files is None or not self.kept.plan.is_file():
+            return None
+        try:
+            plan = Plan.load(self.kept.plan)
+            now = layout_of(self.config, plan.num_stages, plan.layout.num_replicas)
+        except ConfigError as error:
+            self.say(f"{self.kept.plan} is made anew: {error}")
+            return None
+        packing, pipeline, asked = self.section.packing, self.section.pipeline, plan.made_from.get("request", {})
+        # Each setting as the plan has it, and as it is now; "auto" asks for nothing.
+        settings = {
+            "lengths": (plan.made_from.get("lengths"), self.lengths.content_hash),
+            "costs": (plan.made_from.get("profile"), self.profile.content_hash),
+            "ZeRO stage": (plan.layout.zero_stage, now.zero_stage),
+            "sums of gradients": (plan.layout.sums_float32, now.sums_float32),
+            "cluster": (plan.cluster, self.asked_cluster or plan.cluster),
+            "number of stages": (plan.num_stages, pipeline.num_stages),
+            "schedule": (plan.schedule, pipeline.schedule),
+            "samples of a step": (asked.get("global_batch"), self.samples_per_step or "auto"),
+            "method of packing": (asked.get("method", packing.method), packing.method),
+            "seed of packing": (asked.get("seed", packing.seed), packing.seed),
+        }
+        changed = [name for name, (planned, present) in settings.items() if present not in ("auto", planned)]
+        if changed:
+            self.say(f"{self.kept.plan} is made anew: {', '.join(changed)} changed")
+            return None
+        return plan
+
+    @cached_property
+    def samples_per_step(self) -> int | None:
+        """Samples that the ds_config asks of a plan's steps, if it does; all samples where they are fewer."""
+        asked = self.section.packing.samples_per_step
+        if asked is None or asked <= len(self.lengths):
+            return asked
+        self.say(f"omnibal.packing.samples_per_step is {asked}, a step of the plan has all {len(self.lengths)} samples")
+        return len(self.lengths)
+
+    def resolve_plan(self, records: Sequence[LayerRecord], layout: Layout, lengths: SampleLengths | None) -> Plan:
+        """The plan that a run on these layers and ranks follows; ``lengths`` None: samples of a stream."""
+        return resolve_plan(self.config, self.section, self.named_plan, records, layout, lengths)
+
+
+def devices_at_hand() -> Cluster | None:
+    """This machine's CUDA devices, if it has any; of a kind that something is known of."""
+    try:
+        import torch
+    except ModuleNotFoundError:  # the base install plans too
+        return None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Cluster(1, count, Device.named(torch.cuda.get_device_name())) if count else None
+
+
+def _hash_of(folder: Path) -> str | None:
+    try:
+        return SampleLengths.load(folder).content_hash
+    except DataError:
+        return None
