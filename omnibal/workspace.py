@@ -65,7 +65,7 @@ class FoundLengths:
 
 
 @dataclass(frozen=True)
-class Named:
+class Overrides:
     """What a command line names in place of what the ds_config says and its folder holds."""
 
     lengths: FoundLengths | None = None
@@ -89,7 +89,7 @@ class Workspace:
     """Where things are kept; None without a ds_config."""
     source: object = "the ds_config"
     """What messages call it."""
-    named: Named = Named()
+    overrides: Overrides = Overrides()
     makes: bool = False
     """Whether a plan that is missing may be made: commands make one, training refuses to begin."""
     measures: bool = False
@@ -129,8 +129,8 @@ class Workspace:
     def named_plan(self) -> Plan | None:
         """The plan of the command line or the ds_config, if they name one."""
         path = self.followed_plan
-        if self.named.plan is not None or path is None:
-            return self.named.plan
+        if self.overrides.plan is not None or path is None:
+            return self.overrides.plan
         if self.files is not None and path == self.files.plan and not path.exists():
             if not self.makes:
                 raise ConfigError(f"omnibal.pipeline.plan must be a file, got {path}; `omnibal plan --write` makes it")
@@ -209,13 +209,13 @@ class Workspace:
     @property
     def has_lengths(self) -> bool:
         """Whether anything says what samples hold."""
-        return bool(self.named.lengths or self.section.data.train)
+        return bool(self.overrides.lengths or self.section.data.train)
 
     @cached_property
     def found_lengths(self) -> FoundLengths:
         """Lengths of every sample; measured and kept unless the command line names them."""
-        if self.named.lengths is not None:
-            return self.named.lengths
+        if self.overrides.lengths is not None:
+            return self.overrides.lengths
         if not self.section.data.train:
             key = "" if self.files is None else f"set omnibal.data.train in {self.source}, or "
             raise ConfigError(f"lengths must be known here, got none; {key}name a folder of lengths with --lengths")
@@ -235,7 +235,7 @@ class Workspace:
     def vision_unit(self) -> str:
         """What the model counts images in: tiles or patches."""
         unit = self.lengths.vision_unit
-        if unit != "patches" and self.named.lengths is None and self.section.model.path is not None:
+        if unit != "patches" and self.overrides.lengths is None and self.section.model.path is not None:
             return vision_unit_of(self.records)
         return unit
 
@@ -247,12 +247,12 @@ class Workspace:
     @property
     def asked_cluster(self) -> Cluster | None:
         """The machines of the command line, or of the ds_config."""
-        return self.named.cluster or self.section.cluster
+        return self.overrides.cluster or self.section.cluster
 
     @property
     def known_cluster(self) -> Cluster | None:
         """The machines of the command line, the ds_config or a named plan, or this machine's CUDA devices, if any."""
-        return self.asked_cluster or (self.named.plan and self.named.plan.cluster) or devices_at_hand()
+        return self.asked_cluster or (self.overrides.plan and self.overrides.plan.cluster) or devices_at_hand()
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -297,10 +297,10 @@ class Workspace:
     @cached_property
     def profile(self) -> ModelProfile:
         """What each layer costs: named, kept and still true, or made for the cluster's device."""
-        if self.named.profile is not None:
+        if self.overrides.profile is not None:
             if self.files is not None:
-                self._check_profile(self.named.profile)
-            return self.named.profile
+                self._check_profile(self.overrides.profile)
+            return self.overrides.profile
         return self._kept_profile() or self.make_profile()
 
     def make_profile(self, limits: PackLimits | None = None, *, num_tensor: int = 1) -> ModelProfile:

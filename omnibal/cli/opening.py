@@ -13,7 +13,7 @@ from omnibal.formats.files import KINDS, is_dataset
 from omnibal.plan import Plan
 from omnibal.profile.records import ModelProfile
 from omnibal.records import parse_json, parse_relaxed, read_json
-from omnibal.workspace import FoundLengths, Named, Workspace
+from omnibal.workspace import FoundLengths, Overrides, Workspace
 
 Kind = Literal[
     "ds_config", "plan", "profile", "token lengths", "saved lengths", "dataset", "model", "checkpoint", "checkpoints",
@@ -170,21 +170,21 @@ def open_workspace(
         ConfigError: A file is of another kind, or wrong; the message names it.
     """
     kind = expect("source", source, kinds)
-    named = Named(
+    named = Overrides(
         None if not lengths else read_lengths(lengths, "--lengths"),
         None if profile is None else ModelProfile.load(profile),
         None if cluster is None else read_cluster(cluster),
     )
     options = {"source": source, "makes": True, "say": say, "working": working, **options}
     if kind == "ds_config":
-        workspace = _read_config(source, named=named, **options)
+        workspace = _read_config(source, overrides=named, **options)
         if broken is not None:
             data = workspace.section.data.model_copy(update={"broken": broken})
             workspace.section = workspace.section.model_copy(update={"data": data})
         return workspace
     if kind == "profile":
         costs = ModelProfile.load(source)
-        return Workspace(*_config_of(costs, 1), named=replace(named, profile=costs), **options)
+        return Workspace(*_config_of(costs, 1), overrides=replace(named, profile=costs), **options)
     plan, beside = Plan.load(source), RunFiles(source.parent)
     costs_file = None if named.profile is not None else beside.profile
     if costs_file is not None and not costs_file.is_file():
@@ -194,7 +194,7 @@ def open_workspace(
     if lengths is None and (beside.lengths / "lengths.json").is_file():
         found = read_lengths([beside.lengths], "--lengths")
     config, section = _config_of(costs, plan.layout.zero_stage, plan.made_from.get("request", {}))
-    return Workspace(config, section, named=Named(found, costs, named.cluster, plan), **options)
+    return Workspace(config, section, overrides=Overrides(found, costs, named.cluster, plan), **options)
 
 
 def _read_config(path: Path, **options: Any) -> Workspace:

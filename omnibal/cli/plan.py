@@ -23,7 +23,7 @@ from omnibal.cli.options import (
     read_limits,
     say,
 )
-from omnibal.cli.plan_report import Gain, PlanReport, trial_line, trial_row
+from omnibal.cli.plan_report import GainOverPresent, PlanReport, trial_line, trial_row
 from omnibal.cli.planning import request_of, solve
 from omnibal.config import check_batch
 from omnibal.errors import ConfigError, InfeasibleError
@@ -94,7 +94,7 @@ def plan(
         made_from = {**result.plan.made_from, "ds_config": str(source)}
         result = replace(result, plan=replace(result.plan, made_from=made_from))
     result.plan.save(out)
-    gain = Gain.of(workspace, result.plan)
+    gain = GainOverPresent.of(workspace, result.plan)
     if write:
         enter(source, result.plan, out)
     followed = None if write else workspace.followed_plan

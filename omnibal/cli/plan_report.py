@@ -32,7 +32,7 @@ STEPS: Final = 32
 
 
 @dataclass(frozen=True)
-class Gain:
+class GainOverPresent:
     """What a plan gains over the present configuration.
 
     Attributes:
@@ -45,7 +45,7 @@ class Gain:
     problem: str = ""
 
     @classmethod
-    def of(cls, workspace: Workspace, plan: Plan) -> Gain:
+    def of(cls, workspace: Workspace, plan: Plan) -> GainOverPresent:
         """Simulate both, and what lies between them, on the same samples."""
         if workspace.files is None:
             return cls()
@@ -115,7 +115,7 @@ class PlanReport:
 
     result: PlanResult
     """The solver's plan, after trials the best of those that ran, and how it came about."""
-    gain: Gain
+    gain: GainOverPresent
     """Over the present configuration."""
     out: Path
     """Where the plan is."""

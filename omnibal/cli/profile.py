@@ -31,7 +31,7 @@ from omnibal.errors import ConfigError
 from omnibal.families.base import vision_unit_of
 from omnibal.profile.records import LayerCost, ModelProfile
 from omnibal.report.style import MIB, Row, scaled, table_of
-from omnibal.workspace import Named, Workspace
+from omnibal.workspace import Overrides, Workspace
 
 
 def profile(
@@ -105,8 +105,8 @@ def _workspace_of(folder: Path, dtype: str, frozen: list[str], cluster: str | No
     """What a ds_config would say of a model's folder."""
     config = {"bf16": {"enabled": dtype == "bfloat16"}}
     section = OmnibalSection.model_validate({"model": {"path": str(folder), "frozen": frozen}})
-    named = Named(cluster=None if cluster is None else read_cluster(cluster))
-    return Workspace(config, section, named=named, measures=measures, working=working)
+    named = Overrides(cluster=None if cluster is None else read_cluster(cluster))
+    return Workspace(config, section, overrides=named, measures=measures, working=working)
 
 
 def _say(made: ModelProfile, limits: tuple[int, int], notes: list[str], out: Path, *, as_json: bool) -> None:

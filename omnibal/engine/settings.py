@@ -76,7 +76,7 @@ _NOT_KEPT: Final = ("comet.api_key",)
 """A checkpoint goes to more people than a ds_config."""
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A setting that is not that of the checkpoint."""
 
     key: str
@@ -112,13 +112,13 @@ def settings_of(config: Mapping[str, Any], section: OmnibalSection) -> dict[str,
     return {key: value for key, value in _leaves(whole) if key not in _NOT_KEPT}
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
     """Settings that differ; what is left out is None."""
     keys = dict.fromkeys((*saved, *now))
-    return [Change(key, saved.get(key), now.get(key)) for key in keys if saved.get(key) != now.get(key)]
+    return [SettingChange(key, saved.get(key), now.get(key)) for key in keys if saved.get(key) != now.get(key)]
 
 
-def is_refused(change: Change) -> bool:
+def is_refused(change: SettingChange) -> bool:
     """Whether a run does not go on with it; to leave out what is off changes nothing."""
     return rule_of(change.key) == "refused" and (change.saved or None) != (change.value or None)
 
@@ -161,7 +161,9 @@ class Settings:
         record: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return record
 
-    def changed_from(self, saved: Mapping[str, Any], *, with_optimizer: bool, with_schedule: bool) -> list[Change]:
+    def changed_from(
+        self, saved: Mapping[str, Any], *, with_optimizer: bool, with_schedule: bool
+    ) -> list[SettingChange]:
         """What differs from the settings of a checkpoint.
 
         Args:
@@ -175,12 +177,12 @@ class Settings:
         now = self.record()
         of_keys = changes(saved["keys"], now["keys"])
         refused = [change for change in of_keys if is_refused(change)] if with_optimizer else []
-        of_groups: dict[str, Change] = {}
+        of_groups: dict[str, SettingChange] = {}
         if with_optimizer:
             for group, of_group in zip(saved["groups"], now["groups"], strict=True):
                 for name, before, value in changes(group, of_group):
                     key = f"optimizer.params.{name}"
-                    of_groups.setdefault(key, Change(key, before, value))
+                    of_groups.setdefault(key, SettingChange(key, before, value))
             refused += [change for key, change in of_groups.items() if rule_of(key) != "taken"]
         of_schedule = changes(saved["schedule"], now["schedule"]) if with_schedule else []
         refused += [

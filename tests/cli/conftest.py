@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-import omnibal.vlm
 from omnibal import vlm
 from omnibal.cli.main import app
 from omnibal.data.synthetic import INTERNVL_MIX, tiled_lengths

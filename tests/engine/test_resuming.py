@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from omnibal.config import OmnibalSection
 from omnibal.config.section import HEEDED, LoraSection, Section
-from omnibal.engine.settings import RULES, Change, changes, is_refused, rule_of, settings_of
+from omnibal.engine.settings import RULES, SettingChange, changes, is_refused, rule_of, settings_of
 
 
 def keys_of(section: type[BaseModel], place: str) -> Iterator[str]:
@@ -70,5 +70,5 @@ def test_changes_are_those_of_single_keys():
 
 
 def test_what_was_off_may_be_left_out():
-    assert is_refused(Change("zero_optimization.round_robin_gradients", None, True))
-    assert not is_refused(Change("zero_optimization.round_robin_gradients", None, False))
+    assert is_refused(SettingChange("zero_optimization.round_robin_gradients", None, True))
+    assert not is_refused(SettingChange("zero_optimization.round_robin_gradients", None, False))
