@@ -55,17 +55,17 @@ class HostSyntax:
 
 
 _PLUGINS: Final = '$(python -c "import omnibal; print(omnibal.__path__[0])")/integrations/plugins'
-_BALANCE: Final = ("from omnibal import PackLimits", "from omnibal.integrations.transformers import balance")
 HOSTS: Final[dict[Host, HostSyntax]] = {
     "transformers": HostSyntax(
         packs=(
-            *_BALANCE,
+            "from omnibal import PackLimits",
+            "from omnibal.integrations.transformers import balance",
             "balance(trainer, PackLimits({vision}, {tokens}), samples_per_step={samples})  # before trainer.train()",
         ),
         stream_packs=(
-            *_BALANCE,
-            "balance(trainer, PackLimits({vision}, {tokens}))  # before trainer.train(), with max_steps in its "
-            "arguments",
+            "from omnibal import PackLimits",
+            "from omnibal.integrations.transformers import balance_stream",
+            "balance_stream(trainer, PackLimits({vision}, {tokens}))  # before trainer.train(), with max_steps set",
         ),
         accumulation="gradient_accumulation_steps={}",
         batch="per_device_train_batch_size={}",

@@ -37,53 +37,48 @@ if TYPE_CHECKING:  # hosts on torch 2.1 have it elsewhere
     from torch.distributed.device_mesh import DeviceMesh
 
 TOKEN_WEIGHT: Final = "token_weight"
-"""What a batch says beside the model's arguments: by what the sum of its target tokens' losses is multiplied."""
+"""Name in a batch of the factor of its target tokens' summed losses: replicas / target tokens of the step."""
 
 
 class PackLoader(DataLoader[Any]):
-    """A loader that tells its batch sampler which epoch it is, as trainers tell the loader."""
-
-    _is_accelerate_prepared = True
-    """``accelerator.prepare`` then hands it back as it is, in place of dealing each rank's packs to all ranks again."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; where it is the current one, stay where a state was loaded."""
-        self.pack_sampler.set_epoch(epoch)
-
-    @property
-    def pack_sampler(self) -> PackSampler:
-        """Who deals the packs."""
-        sampler: Any = self.batch_sampler
-        return sampler  # type: ignore[no-any-return]
-
-
-class StepLoader(PackLoader):
-    """A loader whose batches weigh their tokens for ``pack_loss``, and that goes on in the middle of an epoch.
+    """A loader of this rank's packs, which is told the epoch and goes on in the middle of one.
 
     Its state says how many whole steps the loop has taken from it, so save it behind an optimizer step. Packs that
     workers have prefetched do not count.
     """
 
-    _taken = 0
-    """Batches that the loop has taken since the epoch began, or since it was resumed."""
+    _is_accelerate_prepared = True  # or accelerator.prepare would deal each rank's packs to all ranks again
+    weighs_tokens = False
+    """Whether batches hold what ``pack_loss`` needs."""
+    _taken = 0  # batches that the loop has taken since the epoch began, or since it was resumed
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
-        if epoch != self.epoch:
-            self._taken = 0
-        super().set_epoch(epoch)
+    @property
+    def pack_sampler(self) -> PackSampler:
+        """The sampler that deals the packs."""
+        sampler: Any = self.batch_sampler
+        return sampler  # type: ignore[no-any-return]
 
     @property
     def epoch(self) -> int:
         """The current epoch: the one to begin with after ``load_state_dict``."""
         return self.pack_sampler.epoch
 
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; where it is the current one, stay where ``load_state_dict`` went."""
+        if epoch != self.epoch:
+            self._taken = 0
+        self.pack_sampler.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a loop asks for no more than an iterator
         sampler = self.pack_sampler
         for number, batch in enumerate(super().__iter__()):
             self._taken = number + 1
-            targets = sampler.step(sampler.steps_done + number // sampler.micro_batches).target_tokens(sampler.lengths)
-            yield batch | {TOKEN_WEIGHT: torch.tensor(sampler.num_replicas / max(targets, 1))}
+            if self.weighs_tokens:
+                step = sampler.step(sampler.steps_done + number // sampler.micro_batches)
+                targets = max(step.target_tokens(sampler.lengths), 1)
+                yield batch | {TOKEN_WEIGHT: torch.tensor(sampler.num_replicas / targets)}
+            else:
+                yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands, the same on all ranks, as a few JSON values."""
@@ -91,11 +86,7 @@ class StepLoader(PackLoader):
         return sampler.state_dict(sampler.steps_done + self._taken // sampler.micro_batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, also one of another number of ranks.
-
-        Raises:
-            ConfigError: As of ``BalancedBatchSampler``: the plan is another one.
-        """
+        """Go on from a state, also one of another number of ranks; a state of another plan is refused."""
         self.pack_sampler.load_state_dict(state)
         self._taken = 0
 
@@ -104,7 +95,7 @@ class ItemCollator:
     """A host's own collator of several items, for hosts that flatten or pad the items of a batch themselves.
 
     Args:
-        collate: The host's: from a list of items to a batch.
+        collate: From a list of items to a batch.
         measure: Vision units, LLM tokens and target tokens of an item.
         lengths: What the packs were planned with; None to take any samples.
         absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
@@ -122,31 +113,24 @@ class ItemCollator:
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
     def measure(self, dataset: Dataset, numbers: Sequence[int]) -> list[Loads]:
-        """Vision units, LLM tokens and target tokens of some samples: reads each of them once."""
+        """Loads of some samples, each of which is read once."""
         return [self.loads(dataset[number]) for number in numbers]
 
     def sample(self, item: Any) -> Any:
-        """An item as a pack holds it: as it is."""
         return item
 
     def loads(self, item: Any) -> Loads:
-        """Vision units, LLM tokens and target tokens of an item."""
         return self._measure(item)
 
     def without_targets(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
-        """An item as a filler."""
+        """The item as a filler."""
         return {**item, "labels": torch.full_like(torch.as_tensor(item["labels"]), IGNORED)}
 
     def pack(self, items: Sequence[Any]) -> Any:
-        """The host's batch of items."""
         return self._collate([*items])
 
-    def __call__(self, drawn: PackItems) -> Any:
-        """The host's batch; the filler's labels are all ignored.
-
-        Raises:
-            DataError: A sample has another length than was planned.
-        """
+    def __call__(self, drawn: Drawn) -> Any:
+        """The host's batch of a pack's items; DataError where a sample has another length than was planned."""
         if self._planned is not None:
             self._planned.check(drawn.samples, [self.loads(item) for item in drawn.items])
         items = list(drawn.items)
@@ -182,7 +166,7 @@ def balanced_loader(
     weigh_tokens: bool = True,
     mixture: Mixture | Mapping[str, Any] | None = None,
     **options: Any,
-) -> Any:
+) -> PackLoader:
     """A loader of this rank's packs: every sample once an epoch, and ranks that end together.
 
     Call it on all ranks, behind ``init_process_group`` and before the model is wrapped or sharded. Hand the loader to
@@ -213,7 +197,7 @@ def balanced_loader(
         options: Of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory`` and the like.
 
     Returns:
-        A ``StepLoader``, or a ``PackLoader`` where tokens are not weighed.
+        A ``PackLoader``.
 
     Raises:
         ConfigError: An argument or the model does not allow packs, or ranks hold different data.
@@ -257,8 +241,9 @@ def balanced_loader(
     if model is not None:
         check_packed(model, collator, [dataset[sample] for sample in two_samples(lengths)])
     view: Any = PackedView(dataset)
-    kind = StepLoader if weigh_tokens else PackLoader
-    return kind(view, batch_sampler=sampler, collate_fn=collator, **options)
+    loader = PackLoader(view, batch_sampler=sampler, collate_fn=collator, **options)
+    loader.weighs_tokens = weigh_tokens
+    return loader
 
 
 def replace_loader(trainer: Any, limits: PackLimits, **options: Any) -> PackLoader:
@@ -277,7 +262,7 @@ def replace_loader(trainer: Any, limits: PackLimits, **options: Any) -> PackLoad
         The loader, which the trainer will use as it is.
     """
     args = trainer.args
-    loader: PackLoader = balanced_loader(
+    loader = balanced_loader(
         trainer.train_dataset,
         trainer.data_collator,
         limits,
@@ -302,7 +287,7 @@ def pack_loss(
 
     Args:
         model: Returns ``logits``, wrapped or not.
-        batch: Of a ``StepLoader``.
+        batch: Of a loader that weighs tokens.
         device: Where to send the batch; by default to the model's first parameter, where the batch is in the host's
             memory.
     """

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import models
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -23,10 +25,52 @@ from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import as_one_row
-from omnibal.integrations.step_check import Passes, StepCheck
-from omnibal.ranks import failures_reach_all_ranks
+from omnibal.ranks import Meeting, failures_reach_all_ranks
 
 Sample = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """The place of a micro-batch and the hash of its plan, which all ranks compare before they exchange its samples."""
+
+    meeting: Meeting
+    place: tuple[int, int, int]
+    """Iteration of the loader, step, micro-batch; all from 0."""
+    digest: int
+    """Hash of the plan."""
+
+    def compare(self, *, backward: bool) -> None:
+        """Meet the other ranks before a pass, which costs log₂(ranks) small messages.
+
+        Raises:
+            ConfigError: On all ranks alike: ranks are about to run other passes, or hold other plans of the same pass.
+        """
+        least, greatest = self.meeting.extremes(self.place, (int(backward), self.digest))
+        *first, first_digest, first_rank = least
+        *last, last_digest, last_rank = greatest
+        if first != last:
+            raise ConfigError(
+                "all ranks must run the same pass, got "
+                f"{_pass(*first)} on rank {first_rank} and {_pass(*last)} on rank {last_rank}; "
+                "a rank that skips a step or catches an error, such as being out of memory, must not go on alone"
+            )
+        if first_digest != last_digest:
+            raise ConfigError(
+                f"all ranks must plan alike, got another plan of {_pass(*first)} on rank {last_rank} than on rank "
+                f"{first_rank}; install the same versions of numpy, scipy and numba on all hosts"
+            )
+
+    def __str__(self) -> str:
+        return _micro_batch(*self.place)
+
+
+def _micro_batch(iteration: int, step: int, micro_batch: int) -> str:
+    return f"step {step}, micro-batch {micro_batch}" + (f", iteration {iteration}" if iteration else "")
+
+
+def _pass(iteration: int, step: int, micro_batch: int, backward: int) -> str:
+    return f"the {'backward' if backward else 'forward'} pass of {_micro_batch(iteration, step, micro_batch)}"
 
 
 @dataclass(frozen=True)
@@ -34,11 +78,11 @@ class Drawn:
     """A rank's samples of a micro-batch, as ``RearrangingLoader`` hands them to ``RearrangedModel``."""
 
     tokens: Tensor
-    """Ids, labels and positions of all samples' tokens, sample after sample, (tokens, 2 + rows of positions); where
-    samples become padded rows, the types of tokens stand before the positions."""
+    """Columns of ids, labels and positions of all tokens, sample after sample, (tokens, 2 + rows of positions); where
+    samples become padded rows, a column of token types stands before the positions."""
     images: Mapping[str, Tensor]
-    """Tensors of all samples' images, sample after sample; ``plan.sizes`` has each sample's rows by the same names. The
-    same names on all ranks, with no rows on a rank without images; none where no rank has any."""
+    """Tensors of images, sample after sample, under the same names on all ranks: with no rows on a rank without images;
+    empty where no rank has any. ``plan.sizes`` has each sample's rows by the same names."""
     plan: StepPlan
     check: StepCheck
     """Compares this micro-batch with those of the other ranks."""
@@ -85,15 +129,7 @@ class RearrangedModel(nn.Module):
 
 
 class Phases:
-    """The encoder and the LLM of a model, and what travels before, between and after them.
-
-    Args:
-        model: As of ``RearrangedModel``.
-        forward: What computes the model's outputs: the model itself, or its own ``forward`` where this is called in
-            place of it.
-        group: As of ``RearrangedModel``.
-        blank: As of ``RearrangedModel``.
-    """
+    """The forward pass of ``RearrangedModel``; ``forward`` computes the model's outputs once images are encoded."""
 
     def __init__(
         self,
@@ -115,7 +151,6 @@ class Phases:
         self._listed = False
 
     def __call__(self, drawn: Drawn) -> Tensor:
-        """As of ``RearrangedModel.forward``."""
         if (planned := drawn.plan.to_llm.num_ranks) != (num_ranks := dist.get_world_size(self._group)):
             raise ConfigError(f"group must be that of the loader, of {planned} ranks, got one of {num_ranks}")
         self._passes.begin_forward(drawn.check)  # raises on all ranks alike
@@ -124,6 +159,7 @@ class Phases:
         return self._passes.begin_backward(loss, drawn.check)
 
     def _loss(self, drawn: Drawn) -> Tensor:
+        # Three all-to-alls at most: pixels with text, features, and in the backward pass the features' gradients.
         plan, sizes = drawn.plan, drawn.plan.sizes
         tensors = {name: self._placed(tensor) for name, tensor in drawn.images.items()}  # none where no rank has any
         moves = dict.fromkeys(tensors, plan.to_vision) | {"tokens": plan.to_llm}
@@ -135,7 +171,7 @@ class Phases:
         return self._language(tokens, features, plan)
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """Where the model computes; what is no integer in the model's precision, before it travels."""
+        """Bring a tensor to the model's device, and floats to its precision, which is less to send than 32 bits."""
         device, dtype = _place(self.model)
         # A copy from pinned memory that converts would convert on the processor, into memory that is not pinned.
         tensor = tensor.to(device, non_blocking=True)
@@ -150,7 +186,7 @@ class Phases:
             raise ConfigError(f"images must come as {takes}, got {', '.join(sorted(unknown))} too")
         given = {name: self._placed(tensor) for name, tensor in self._blank.items()} if blank else images
         encoded = inner.get_image_features(**as_one_row(given))
-        # As they came, features are lists with a tensor for each image in some models.
+        # Some models give features as a list with a tensor for each image, and want them back like this.
         self._listed = not isinstance(encoded.pooler_output, Tensor)
         features = {"features": _joined(encoded.pooler_output)}
         for number, layer in enumerate(getattr(encoded, "deepstack_features", None) or ()):
@@ -173,11 +209,11 @@ class Phases:
             }
         outputs = self._forward(**arguments)
         loss = loss_per_target(outputs, labels, plan.total_targets)
-        # What this rank does not use must take part in the exchange of gradients all the same.
+        # All ranks must call the backward all-to-all, also a rank that uses none of its features.
         return loss + sum(0 * value.sum() for value in features.values())
 
     def _rows(self, tokens: Tensor, sizes: IntArray) -> tuple[dict[str, Any], Tensor]:
-        """Samples as rows, padded behind to the longest, and their labels."""
+        """Samples as rows, padded behind to the longest, and the labels of the rows."""
         rows = pad_sequence([*torch.split(tokens, sizes.tolist())], batch_first=True)  # (samples, longest, columns)
         mask = torch.arange(rows.shape[1], device=rows.device) < torch.tensor(sizes, device=rows.device)[:, None]
         ids, labels, types, *positions = rows.unbind(dim=-1)
@@ -190,7 +226,7 @@ class Phases:
 
 
 def _pack(tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Samples one after another in one row, and their labels."""
+    """Samples one after another in one row, and the labels of the row."""
     ids, labels, *positions = tokens.T
     where = torch.stack(positions)[:, None] if len(positions) > 1 else positions[0][None]
     return {"input_ids": ids[None], "position_ids": where, "use_cache": False}, labels[None]
@@ -217,14 +253,14 @@ def blank_image(model: Any) -> dict[str, Tensor]:
 
 
 def _taken_of_images(model: Any) -> dict[str, Parameter]:
-    """What a model's encoder takes, tensors and settings."""
+    """Arguments of a model's encoder, tensors and settings."""
     parameters = signature(model.model.get_image_features).parameters
     gathering = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in gathering}
 
 
 def _blank_patches(model: Any) -> dict[str, Tensor]:
-    """As many patches of an encoder of native resolution as make one token."""
+    """A blank image for encoders of native resolution: as many patches as make one token."""
     vision = model.config.vision_config
     side = vision.spatial_merge_size
     values = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
@@ -233,7 +269,7 @@ def _blank_patches(model: Any) -> dict[str, Tensor]:
 
 
 def _blank_tiles(model: Any, takes: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """One tile; of models that cut images into a grid and look at the whole as well, the smallest grid."""
+    """A blank image of one tile; for models that see a grid of tiles beside the whole, the smallest grid."""
     config, vision, tiles = model.config, model.config.vision_config, 1
     # Pixtral takes images of any size: two by two tokens, for Mistral3 cannot encode a single one.
     native = hasattr(config, "spatial_merge_size")
@@ -251,7 +287,7 @@ def _blank_tiles(model: Any, takes: Mapping[str, Parameter]) -> dict[str, Tensor
 
 
 def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where a model computes, and in what: of its first weight that is not quantized to integers."""
+    """Device and precision of a model: those of its first weight that is not quantized to integers."""
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     return weight.device, weight.dtype
 
@@ -263,7 +299,74 @@ def taking_encoded_images() -> list[str]:
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Of all images, (image tokens, hidden)."""
+    """Features of all images, (image tokens, hidden)."""
     if isinstance(features, Tensor):
         return features.reshape(-1, features.shape[-1])
     return torch.cat([*features])
+
+
+class Passes:
+    """Follows the passes of a model on this rank, and compares each with those of the other ranks before it begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._unfinished: StepCheck | None = None
+        self._looks_for_unused = True
+
+    def begin_forward(self, check: StepCheck) -> None:
+        """Compare the forward pass that begins, before anything is sent."""
+        if self._unfinished is not None:
+            with failures_reach_all_ranks():
+                raise ConfigError(
+                    f"each backward pass must end, got an error in that of {self._unfinished} which was caught; the "
+                    "other ranks wait for the rest of it: let the error end the run"
+                )
+        check.compare(backward=False)
+
+    def begin_backward(self, loss: Tensor, check: StepCheck) -> Tensor:
+        """Return the loss with a hook: its backward pass is compared when it begins."""
+        if not loss.requires_grad:
+            return loss
+        # DDP names itself here for the time of a forward pass. It waits for the gradients of all parameters, unless it
+        # looks for unused ones.
+        host = DistributedDataParallel._active_ddp_module
+        waits_for_all = (
+            host is not None
+            and host.require_backward_grad_sync
+            and not (host.find_unused_parameters or host.static_graph)
+        )
+
+        def begin() -> None:
+            check.compare(backward=True)
+            self._unfinished = check
+            # Autograd calls this at the end of the whole backward pass, and not if the pass fails.
+            Variable._execution_engine.queue_callback(lambda: self._end_backward(waits_for_all))
+
+        began: Tensor = _Begin.apply(loss, begin)  # type: ignore[no-untyped-call]
+        return began
+
+    def _end_backward(self, waits_for_all: bool) -> None:
+        self._unfinished = None
+        if waits_for_all and self._looks_for_unused:
+            unused = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
+            if unused:
+                raise ConfigError(
+                    f"DistributedDataParallel must have find_unused_parameters=True for {type(self._model).__name__}, "
+                    f"got False: {len(unused)} of its parameters take no part in the loss, such as {unused[0]}; pass "
+                    "it, or freeze them"
+                )
+            self._looks_for_unused = False
+
+
+class _Begin(torch.autograd.Function):
+    """Passes a value on, and calls a function when its gradient comes."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, begin: Callable[[], None]) -> Tensor:
+        context.begin = begin
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        context.begin()
+        return gradient, None

@@ -1,8 +1,10 @@
-"""Draws micro-batches ahead, and has them planned by the time that the model wants them."""
+"""Draws micro-batches ahead, has ranks agree on where samples go, and counts what samples cost and exchanges take."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from itertools import chain, count, islice
 from typing import Any, Final
 
@@ -12,30 +14,46 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from omnibal.cost import IntArray
-from omnibal.dispatch.step_plan import COLUMNS, Costs, StepPlan, plan_step
+from omnibal.advise.wait import phase_costs
+from omnibal.cost import CostModel, IntArray
+from omnibal.data.limits import PackLimits
+from omnibal.dispatch.step_plan import COLUMNS, Costs, Link, StepPlan, plan_step
 from omnibal.errors import ConfigError, DataError, said
 from omnibal.feeds.feed import ahead
 from omnibal.formats.collate import IGNORED
 from omnibal.integrations.packing import PER_IMAGE, PackCollator
 from omnibal.integrations.padded import RowCollator
-from omnibal.integrations.rearranging import Drawn
-from omnibal.integrations.rearranging_lengths import TOLD, LengthsExchange, Shapes, rows_of_images
-from omnibal.integrations.step_check import StepCheck
-from omnibal.ranks import Meeting, new_gloo_group
+from omnibal.integrations.rearranging import Drawn, StepCheck, blank_image
+from omnibal.integrations.trainer_steps import counted_profile
+from omnibal.profile.records import Level
+from omnibal.ranks import Meeting, gather, new_gloo_group
 
-AHEAD: Final = 2
-"""Steps that are drawn and planned before they are wanted."""
+AHEAD: Final = 2  # steps that are drawn and planned before they are wanted
+TOLD: Final = (*COLUMNS, *PER_IMAGE)
+"""What ranks tell each other of a sample: the columns of a plan, and the rows of each tensor of its images."""
+SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask"})
+"""Tensors that tell how much of an image is real: beside them smaller images may be padded to the largest."""
+DTYPES: Final = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+MOST_DIMENSIONS: Final = 4  # of a row of an image's tensor
 
-_iterations = count()
-"""Of all loaders of this process: ranks iterate them alike."""
+Shape = tuple[tuple[int, ...], torch.dtype]
+"""Of one row of an image's tensor: a tile, a patch, an image."""
+Shapes = dict[str, Shape]
+
+MEASURED_BYTES: Final = 2**24  # that each rank sends to measure the link: some ten images
+RUNS: Final = 4  # exchanges that are timed: the fastest counts, since the first ones connect the ranks
+
+_iterations = count()  # numbers the iterations of all loaders of this process, which ranks begin in the same order
 
 
 @dataclass(frozen=True)
 class _Step:
     micro_batches: list[Drawn]
     state: Any
-    """Of the source, once this step is drawn."""
+    """State of the source behind this step."""
 
 
 class RearrangingLoader:
@@ -48,13 +66,13 @@ class RearrangingLoader:
     rank. Where CUDA is there, tensors lie in pinned memory.
 
     Args:
-        source: Of this rank: yields lists of items of a dataset, a micro-batch each. Iterated once for every iteration
+        source: Yields lists of items of a dataset, a micro-batch of this rank each. Iterated once for every iteration
             of the loader. If it has ``state_dict`` and ``load_state_dict``, as torchdata's loaders do, they are used to
             resume; else as many micro-batches as were trained are drawn and thrown away.
         collator: Makes tensors of an item: a ``PackCollator``, or a ``RowCollator`` for models that cannot pack.
         image_token_id: Stands in ``input_ids`` for each of an image's features.
-        costs: Of a sample in both phases.
-        micro_batches: Of a step (gradient accumulation): the loss is a mean over the targets of all.
+        costs: What a sample costs in both phases; by default tiles or patches, and a decoder block's operations.
+        micro_batches: Micro-batches of a step (gradient accumulation): the loss is a mean over the targets of all.
         group: The ranks that share samples, the same as of the ``RearrangedModel``; by default all. The loss is the
             mean over the target tokens of this group.
         prints: Whether rank 0 says how even the first step was and is.
@@ -102,15 +120,11 @@ class RearrangingLoader:
         self._steps_done, self._state = 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank, between two steps: what goes on from here, on as many ranks."""
+        """The state of this rank between two steps, from which as many ranks go on."""
         return {"steps_done": self._steps_done, "source": self._state, "num_ranks": self._num_ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where this rank's state was taken.
-
-        Raises:
-            ConfigError: There are other ranks now: each had drawn from a source of its own.
-        """
+        """Let the next iteration go on where this rank's state was taken, on as many ranks."""
         if state["num_ranks"] != self._num_ranks:
             raise ConfigError(
                 f"state must be of a run on {self._num_ranks} ranks, got {state['num_ranks']}; "
@@ -119,7 +133,7 @@ class RearrangingLoader:
         self._steps_done, self._state = state["steps_done"], state["source"]
 
     def _steps(self, iteration: int) -> Iterator[_Step]:
-        """What the thread makes: draws, tells the others what was drawn, plans."""
+        """Run in a thread beside the model: draw steps, tell the other ranks what was drawn, plan."""
         batches, first = self._batches(), self._steps_done
         for number in count(first):
             step = self._next_step(batches, iteration, number)
@@ -128,14 +142,19 @@ class RearrangingLoader:
             yield step
 
     def _batches(self) -> Iterator[Sequence[Any]]:
-        """This rank's draws from where it stands; what fails at the beginning is told as what fails later."""
+        # A generator, so that a source which cannot begin fails in the first draw, and the other ranks are told.
         if self._state is not None:
             self._source.load_state_dict(self._state)  # type: ignore[attr-defined]
         trained = 0 if self._state is not None else self._steps_done * self._micro_batches
         yield from islice(self._source, trained, None)
 
     def _next_step(self, batches: Iterator[Sequence[Any]], iteration: int, number: int) -> _Step | None:
-        """One step of this rank, or None where all ranks' sources have ended."""
+        """One step of this rank, or None where all ranks' sources have ended.
+
+        1. This rank draws its micro-batches of the step, fewer or none where its source has ended.
+        2. All ranks gather the sizes of all samples; what failed on one rank is raised on all.
+        3. Every rank makes the same plans of all micro-batches from the same numbers.
+        """
         told: tuple[list[IntArray], Shapes] | DataError
         try:
             read = [[self._collator.sample(item) for item in batch] for batch in islice(batches, self._micro_batches)]
@@ -152,7 +171,7 @@ class RearrangingLoader:
             [sizes[batch] if batch < len(sizes) else nothing for sizes in of_ranks]
             for batch in range(max(map(len, of_ranks)))
         ]
-        # A step's last micro-batch is the one after which weights change: a short step is filled up with empty ones.
+        # Weights change after the last micro-batch of a step: a short step is filled up with empty micro-batches.
         per_batch += [[nothing] * len(of_ranks)] * (self._micro_batches - len(per_batch))
         total = sum(int(sizes[COLUMNS.index("target_tokens")].sum()) for ranks in per_batch for sizes in ranks)
         missing = self._micro_batches - len(read)
@@ -167,15 +186,14 @@ class RearrangingLoader:
         return _Step(drawn, state)
 
     def _plan(self, ranks: Sequence[IntArray], total_targets: int) -> StepPlan:
-        """The same on all ranks, from the same numbers."""
         source = np.repeat(np.arange(len(ranks)), [sizes.shape[1] for sizes in ranks])
         sizes = dict(zip(TOLD, np.concatenate(ranks, axis=1), strict=True))
         plan = plan_step(source, sizes, len(ranks), self._costs, total_targets=total_targets)
-        _ = plan.features, plan.imbalance, plan.digest  # here, rather than when the model runs
+        _ = plan.features, plan.imbalance, plan.digest  # cached in this thread, rather than when the model runs
         return plan
 
     def _sizes(self, samples: Sequence[Mapping[str, Tensor]]) -> IntArray:
-        """Of each sample a column with all of ``TOLD``."""
+        """All of ``TOLD``, (len(TOLD), samples)."""
         rows = [
             (
                 len(sample.get("pixel_values", ())),
@@ -190,7 +208,7 @@ class RearrangingLoader:
         return np.array(rows, dtype=np.int64).reshape(-1, len(TOLD)).T
 
     def _tokens(self, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """As of ``Drawn``."""
+        """``Drawn.tokens`` of samples."""
         padded = self._costs.padded
         tokens = [torch.empty((0, 2 + padded + self._collator.num_positions), dtype=torch.int64)]
         for sample in samples:
@@ -201,7 +219,7 @@ class RearrangingLoader:
 
 
 def _images_of(samples: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, Tensor]:
-    """This rank's images, with no rows where others have some."""
+    """``Drawn.images`` of this rank's samples; ``shapes`` names the tensors that any rank has."""
     images = {}
     for name, (shape, dtype) in shapes.items():
         rows = [_padded(sample[name], shape) for sample in samples if name in sample]
@@ -210,11 +228,229 @@ def _images_of(samples: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> dict[
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """The tensor where a GPU copies it from while the processor goes on."""
+    # From pinned memory a GPU copies while the processor goes on.
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Rows of some shape, with zeros behind."""
+    """Rows with zeros behind, in the given shape of a row."""
     behind = [most - size for most, size in zip(shape, rows.shape[1:], strict=True)]
     return pad(rows, [amount for size in reversed(behind) for amount in (0, size)])
+
+
+class LengthsExchange:
+    """Gathers the sizes of a step's samples from all ranks, as integers in one all-gather over a gloo group.
+
+    All ranks send records of the same length:
+
+        [failed?, hash of settings, iteration, step | micro-batches, samples | shapes of images' rows | samples' sizes]
+
+    with room for as many samples as any rank has ever drawn in a step. A step in which a rank has drawn more is
+    gathered a second time, with more room. Only what has gone wrong travels as objects.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, settings: str) -> None:
+        self._group, self._settings = group, settings
+        self._ranks, self._room = dist.get_process_group_ranks(group), 0
+
+    def gather(
+        self, drawn: tuple[Sequence[IntArray], Shapes] | DataError, iteration: int, step: int
+    ) -> tuple[list[list[IntArray]], Shapes]:
+        """Sizes of the micro-batches of all ranks, each (len(TOLD), samples), and the largest rows of images.
+
+        Args:
+            drawn: Sizes of this rank's micro-batches, and rows of its images; or why there are none.
+            iteration: Number of the loader's iteration.
+            step: Number of the step in the iteration.
+
+        Raises:
+            DataError: On all ranks alike: a rank has failed, or has images unlike those of another rank.
+            ConfigError: On all ranks alike: a rank has other settings, or is at another step.
+        """
+        batches, shapes = ((), {}) if isinstance(drawn, DataError) else drawn
+        numbers = np.repeat(np.arange(len(batches)), [lengths.shape[1] for lengths in batches])
+        samples = np.concatenate([numbers[None], np.concatenate([np.zeros((len(TOLD), 0)), *batches], axis=1)]).T
+        settings = int.from_bytes(sha256(self._settings.encode()).digest()[:8], "little") >> 1
+        agreed = [isinstance(drawn, DataError), settings, iteration, step]
+        head = np.array([*agreed, len(batches), len(samples), *_encoded(shapes)], dtype=np.int64)
+        while True:
+            records = self._gathered(head, samples.astype(np.int64))
+            if records[:, 0].any() or (records[:, : len(agreed)] != records[0, : len(agreed)]).any():
+                self._explain(drawn, iteration, step)
+            counts = records[:, len(agreed) + 1]
+            if counts.max() <= self._room:
+                break
+            self._room = 1 << int(counts.max() - 1).bit_length()
+        of_ranks = []
+        for record, num_samples, batches_there in zip(records, counts, records[:, len(agreed)], strict=True):
+            number, *lengths = record[len(head) :].reshape(-1, 1 + len(TOLD))[:num_samples].T
+            of_ranks.append([np.stack(lengths)[:, number == batch] for batch in range(batches_there)])
+        rows = [
+            (f"rank {rank}: ", name, shape)
+            for rank, record in zip(self._ranks, records, strict=True)
+            for name, shape in _decoded(record[len(agreed) + 2 : len(head)]).items()
+        ]
+        return of_ranks, largest_rows(rows)
+
+    def _gathered(self, head: IntArray, samples: IntArray) -> IntArray:
+        """Records of all ranks, (ranks, integers): the head, and as many samples as there is room for."""
+        own = np.zeros((self._room, 1 + len(TOLD)), dtype=np.int64)
+        own[: len(samples)] = samples[: self._room]
+        record = torch.from_numpy(np.concatenate([head, own.ravel()]))
+        records = record.new_empty((len(self._ranks), len(record)))
+        dist.all_gather([*records], record, group=self._group)
+        found: IntArray = records.numpy()
+        return found
+
+    def _explain(self, drawn: object, iteration: int, step: int) -> None:
+        """Raise on all ranks what failed on one, or what differs between ranks."""
+        told = gather(drawn if isinstance(drawn, DataError) else (self._settings, iteration, step), group=self._group)
+        for rank, (settings, *place) in zip(self._ranks, told, strict=True):
+            if settings != told[0][0]:
+                expected = f"those of rank {self._ranks[0]}, {told[0][0]}"
+                raise ConfigError(f"rank {rank}: settings must be {expected}, got {settings}")
+            if place != [*told[0][1:]]:
+                here, there = (f"step {step} of iteration {iteration}" for iteration, step in (place, told[0][1:]))
+                expected = f"stand at {there}, as on rank {self._ranks[0]}"
+                raise ConfigError(f"rank {rank}: the loader must {expected}, got {here}")
+
+
+def rows_of_images(samples: Iterable[Mapping[str, Tensor]]) -> Shapes:
+    """The largest row of each tensor of a rank's images; DataError where rows are unlike each other."""
+    rows = [
+        ("", name, (tuple(of[name].shape[1:]), of[name].dtype)) for of in samples for name in PER_IMAGE if name in of
+    ]
+    for _, name, (shape, dtype) in rows:
+        if len(shape) > MOST_DIMENSIONS or dtype not in DTYPES:
+            got = f"{shape} of {dtype}"
+            raise DataError(f"rows of {name} must have at most {MOST_DIMENSIONS} dimensions of numbers, got {got}")
+    return largest_rows(rows)
+
+
+def largest_rows(rows: Iterable[tuple[str, str, Shape]]) -> Shapes:
+    """The largest row of each tensor: images may differ where ``SIZED`` tells how much of an image is real.
+
+    Args:
+        rows: Where each row was found, as a message begins; name of the tensor; shape of the row.
+
+    Raises:
+        DataError: Rows of a tensor are unlike each other.
+    """
+    rows, found = [*rows], dict[str, Shape]()
+    may_differ = any(name in SIZED for _, name, _ in rows)
+    for where, name, (shape, dtype) in rows:
+        most, kind = found.setdefault(name, (shape, dtype))
+        if (len(most), kind) != (len(shape), dtype) or (most != shape and not may_differ):
+            got = f"{most} of {kind}, got {shape} of {dtype}"
+            raise DataError(f"{where}rows of {name} must be alike in all samples, {got}")
+        found[name] = tuple(map(max, most, shape)), kind
+    return found
+
+
+def _encoded(shapes: Shapes) -> list[int]:
+    """For each of ``PER_IMAGE``: 1 + the number of its dtype, or 0 without such a tensor; dimensions; sizes."""
+    numbers = []
+    for name in PER_IMAGE:
+        shape, dtype = shapes.get(name, ((), None))
+        padding = [0] * (MOST_DIMENSIONS - len(shape))
+        numbers += [0 if dtype is None else 1 + DTYPES.index(dtype), len(shape), *shape, *padding]
+    return numbers
+
+
+def _decoded(numbers: IntArray) -> Shapes:
+    rows = zip(PER_IMAGE, numbers.reshape(len(PER_IMAGE), -1).tolist(), strict=True)
+    return {name: (tuple(sizes[:count]), DTYPES[kind - 1]) for name, (kind, count, *sizes) in rows if kind}
+
+
+def counted_costs(
+    model: Any,
+    *,
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+    limits: PackLimits | None = None,
+    recompute: Level = "none",
+    phases_meet: bool = True,
+    num_positions: int = 1,
+) -> Costs:
+    """What samples cost in seconds, counted, beside what it takes to exchange them, measured; all ranks together.
+
+    Args:
+        model: A model of transformers, before it is wrapped or sharded.
+        device: Where the model will train; by default where it is.
+        group: The ranks that share samples; by default all.
+        limits: The most that a rank may hold, as in ``Costs``.
+        recompute: At which level layers run their backward passes.
+        phases_meet: Whether ranks wait for each other between phases, as in ``Link``.
+        num_positions: Rows of a token's positions.
+
+    Returns:
+        Costs; without a link on a CPU, whose seconds nobody has counted; default costs for a family whose layers
+        nobody has counted.
+    """
+    device = device or next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    profile = counted_profile(model, torch.cuda.get_device_name(device) if on_gpu else None)
+    if profile is None:
+        return Costs(limits=limits)
+    phases = phase_costs(profile, recompute=recompute)
+    costs = Costs(vision=_per_sample(phases, "vision"), llm=_per_sample(phases, "language"), limits=limits)
+    if not on_gpu:
+        return costs
+    latency, speed = measured_link(group, device)
+    return replace(costs, link=Link(latency, speed, **carried_bytes(model, num_positions), phases_meet=phases_meet))
+
+
+def _per_sample(costs: Mapping[str, CostModel], part: str) -> CostModel:
+    # The fixed part, what a micro-batch costs whatever it holds, is the same on all ranks.
+    return replace(costs[f"{part} forward"] + costs[f"{part} backward"], fixed=0.0)
+
+
+def carried_bytes(model: Any, num_positions: int) -> dict[str, float]:
+    """The fields of ``Link`` in bytes, for a model of transformers."""
+    config, pixels = model.config, blank_image(model)["pixel_values"]
+    layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    features = config.get_text_config().hidden_size * pixels.element_size() * layers
+    # Gradients of features travel if anything outside of the LLM and its head is trained.
+    head = model.get_output_embeddings()
+    modules = [model.model.language_model, *([] if head is None else [head])]
+    language = {id(parameter) for module in modules for parameter in module.parameters()}
+    comes_back = any(p.requires_grad and id(p) not in language for p in model.parameters())
+    return {
+        "vision_unit_bytes": float(pixels.nbytes / len(pixels)),
+        "image_token_bytes": float(features * (2 if comes_back else 1)),
+        "token_bytes": 8.0 * (2 + num_positions),
+    }
+
+
+def measured_link(group: dist.ProcessGroup | None, device: torch.device) -> tuple[float, float]:
+    """Seconds of an all-to-all that brings next to nothing, and bytes a second of one that brings 16 MiB a rank.
+
+    The slowest rank counts, so all ranks get the same numbers.
+    """
+    ranks = dist.get_world_size(group)
+    least, most = (_seconds(group, device, size) for size in (ranks, max(MEASURED_BYTES // ranks, 1) * ranks))
+    found = torch.tensor([least, most], dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    latency, whole = found.tolist()
+    # What a rank sends to itself travels through its memory alone.
+    travels = MEASURED_BYTES * (ranks - 1) / ranks
+    return latency, travels / max(whole - latency, 1e-9)
+
+
+def _seconds(group: dist.ProcessGroup | None, device: torch.device, size: int) -> float:
+    """Seconds of the fastest of several exchanges of ``size`` bytes."""
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    arrived, found = torch.empty_like(sent), []
+    for _ in range(RUNS):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # begin together
+        _finish(device)
+        begun = time.perf_counter()
+        dist.all_to_all_single(arrived, sent, group=group)
+        _finish(device)
+        found.append(time.perf_counter() - begun)
+    return min(found)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

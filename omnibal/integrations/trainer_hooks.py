@@ -1,37 +1,171 @@
-"""What a transformers.Trainer does on the way that packs need: check, record, measure, and go on from checkpoints."""
+"""What packs need of a transformers.Trainer: what its settings say, what would break packs, and hooks on its way."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+import transformers
+from packaging.version import Version
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import seed_worker
 
+from omnibal.advise.memory import RankMemory
 from omnibal.advise.wait import Sharding
+from omnibal.cluster import OVERHEAD_BYTES, Cluster
 from omnibal.cost import Load
+from omnibal.device import Device
 from omnibal.errors import ConfigError
-from omnibal.integrations.expected import Costs, Waiting
 from omnibal.integrations.loading import PackSampler
+from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
 from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
+from omnibal.integrations.trainer_steps import Costs, Waiting
+from omnibal.profile.records import Level, ModelProfile
 from omnibal.ranks.extensions import ExplainedWait
 
+FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
 GIB: Final = 2**30
 
 
-class Trained(NamedTuple):
-    """A step that was trained."""
+def layout_of(trainer: Trainer) -> Sharding:
+    """How the trainer's ranks share their work."""
+    if trainer.is_deepspeed_enabled:
+        layouts: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
+        return layouts[int(trainer.accelerator.state.deepspeed_plugin.zero_stage)]
+    return "fsdp" if trainer.is_fsdp_enabled or _of_mesh(trainer, "fsdp_size") > 1 else "ddp"
 
-    seconds: float
-    samples: int
-    waiting: Waiting
-    shares: Mapping[str, tuple[float, float]]
-    """Of a mixture's sources: asked for, and held."""
+
+def _of_mesh(trainer: Trainer, name: str) -> int:
+    """A size of the mesh that ``from_pretrained(distributed_config=...)`` has laid the model on."""
+    config = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
+    return int(getattr(config, name, None) or 1)
+
+
+def replicas_of(trainer: Trainer) -> tuple[int, int]:
+    """This process's data-parallel rank, and how many there are: ranks that share each tensor get the same packs."""
+    sharing = trainer.get_tp_size()  # the innermost dimension of the device mesh
+    return trainer.args.process_index // sharing, trainer.args.world_size // sharing
+
+
+def data_seed(trainer: Trainer) -> int:
+    args = trainer.args
+    return int(args.seed if args.data_seed is None else args.data_seed)
+
+
+def worker_options(args: TrainingArguments) -> dict[str, Any]:
+    """What a trainer's arguments say about the processes of a DataLoader, as Trainer's own loader takes it."""
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+    }
+
+
+def set_micro_batches(trainer: Trainer, micro_batches: int) -> None:
+    """Let an optimizer step have as many micro-batches of each rank; the arguments that the user holds stay."""
+    if micro_batches == trainer.args.gradient_accumulation_steps:
+        return
+    trainer.args = copy(trainer.args)
+    trainer.args.gradient_accumulation_steps = micro_batches
+    if trainer.is_deepspeed_enabled:  # DeepSpeed has a count of its own, and checks that its batch sizes agree
+        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        config["gradient_accumulation_steps"] = micro_batches
+        config.pop("train_batch_size", None)
+
+
+def recompute_of(trainer: Trainer) -> Level:
+    """What layers compute again in their backward passes."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    by_model = trainer.args.gradient_checkpointing or getattr(model, "is_activation_checkpointing", False)
+    by_fsdp = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing
+    return "full" if by_model or by_fsdp else "none"
+
+
+def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float) -> RankMemory:
+    """What ranks hold, where they have so much memory each.
+
+    Raises:
+        ConfigError: Nobody has counted the model's family, or there is no memory.
+    """
+    if profile is None:
+        raise ConfigError(
+            f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
+            f"{type(trainer.model).__name__}; say how much a pack may hold: balance(trainer, PackLimits(…))"
+        )
+    least = OVERHEAD_BYTES / GIB
+    if not least < memory_gib < float("inf"):
+        raise ConfigError(
+            f"memory_gib must be more than the {least:.1f} GiB that a device holds beside the model, got {memory_gib}"
+        )
+    cluster = Cluster(1, trainer.args.world_size, Device.named(profile.device), memory_bytes=memory_gib * GIB)
+    return RankMemory(profile, layout_of(trainer), cluster, recompute_of(trainer), works_on_targets(trainer))
+
+
+def wants_all_gradients(trainer: Trainer) -> bool:
+    """Whether the host cannot do without the ViT's gradients, even where no rank has an image.
+
+    DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not where the
+    model, by itself or by the trainer's settings, computes activations again. DeepSpeed reduces gradients bucket by
+    bucket, and ZeRO 3 gathers weights in the order of the steps before.
+    """
+    ddp = trainer.accelerator.ddp_handler
+    return bool(trainer.is_deepspeed_enabled or ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def refuse_settings(trainer: Trainer) -> None:
+    """Refuse settings that packs would silently break, or be broken by; the message says what each must be."""
+    if Version(transformers.__version__) < Version(FLOOR):
+        raise ConfigError(
+            f"transformers must be {FLOOR} or newer, got {transformers.__version__}; "
+            "omnibal.integrations.loops.replace_loader serves older ones"
+        )
+    args, kind = trainer.args, type(trainer)
+    if "get_train_dataloader" in vars(trainer):
+        raise ConfigError("balance must be called once for a trainer, got one that trains on packs")
+    of_loss = () if keeps_sft_loss(trainer) else ("compute_loss", "training_step")
+    for method in ("get_train_dataloader", "_get_train_sampler", *of_loss):
+        if getattr(kind, method) is not getattr(Trainer, method):
+            raise ConfigError(
+                f"trainer must have Trainer's own {method}, got that of {kind.__name__}; "
+                "omnibal.integrations.loops.replace_loader(trainer, limits, model=model) changes its loader alone"
+            )
+    settings = {
+        "train_sampling_strategy": (args.train_sampling_strategy, "random"),
+        "remove_unused_columns": (args.remove_unused_columns, False),
+        "average_tokens_across_devices": (args.average_tokens_across_devices, True),
+        "label_smoothing_factor": (args.label_smoothing_factor, 0.0),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, None),  # its noise shrinks with the length of what is run
+        "auto_find_batch_size": (args.auto_find_batch_size, False),
+        "packing": (getattr(args, "packing", None) or False, False),  # SFTTrainer's
+        "padding_free": (getattr(args, "padding_free", None) or False, False),
+        "pipeline-parallel ranks": (_of_mesh(trainer, "pp_size"), 1),
+        "n_gpu of a process": (max(args.n_gpu, 1), 1),
+    }
+    for name, (value, expected) in settings.items():
+        if value != expected:
+            raise ConfigError(f"{name} must be {expected} to train on packs, got {value}")
+    for name, ranks in (("context", trainer.get_cp_size()), ("sequence", trainer.get_sp_size())):
+        if ranks > 1:
+            raise ConfigError(
+                f"{name}-parallel ranks must be 1 to train on packs, got {ranks}; Trainer splits batches along their "
+                "tokens, which pixels lack; balanced_loader(mesh=...) deals packs to groups of ranks in other loops"
+            )
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not hasattr(model, "config"):
+        raise ConfigError(f"model must be one of transformers' to train on packs, got {type(model).__name__}")
+    if trainer.compute_loss_func is not None:
+        raise ConfigError(
+            "compute_loss_func must be None to train on packs, got one; their loss is exact over all tokens"
+        )
 
 
 class RecipeCallback(TrainerCallback):  # type: ignore[misc]
-    """Keeps in Trainer's checkpoints what batches depend on, goes on from no other one, and checks the model."""
+    """Keeps in Trainer's checkpoints what batches depend on, goes on from no other checkpoint, and checks the model."""
 
     def made_from(self) -> dict[str, Any]:
         """What must be the same to go on, as JSON keeps it."""
@@ -42,12 +176,8 @@ class RecipeCallback(TrainerCallback):  # type: ignore[misc]
         raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        """Refuse a checkpoint with other batches, on all ranks alike, and check the model.
-
-        Raises:
-            ConfigError: The checkpoint has other batches, or as of ``check``.
-        """
-        # Under a name that is no callback's: Trainer makes callbacks anew of what it finds under theirs.
+        """Refuse a checkpoint with other batches, on all ranks alike, and check the model."""
+        # Not under a callback's own name: Trainer makes callbacks anew of what it finds under their names.
         own, name = self.made_from(), f"omnibal.{type(self).__name__}"
         kept: Any = state.stateful_callbacks
         if state.global_step and not args.ignore_data_skip:
@@ -66,23 +196,23 @@ class RecipeCallback(TrainerCallback):  # type: ignore[misc]
         self.check()
 
 
-class PacksCallback(RecipeCallback):
-    """Goes on with the same packs only, and tells how even steps were.
+class TrainedStep(NamedTuple):
+    seconds: float
+    samples: int
+    waiting: Waiting
+    shares: Mapping[str, tuple[float, float]]
+    """Of each source of a mixture: the share that was asked for, and the share of the step."""
 
-    Args:
-        trainer: Trains on packs.
-        sampler: Theirs.
-        costs: Of each phase of a micro-batch, if known.
-        layout: How ranks share their work.
-        check: As of ``RecipeCallback``.
-    """
+
+class PacksCallback(RecipeCallback):
+    """Goes on with the same packs only, and tells how even steps were; ``check`` checks the model before the first."""
 
     def __init__(
         self, trainer: Trainer, sampler: PackSampler, costs: Costs | None, layout: Sharding, check: Callable[[], None]
     ) -> None:
         self._trainer, self._sampler, self._check = trainer, sampler, check
         self._costs, self._layout, self._accumulation = costs, layout, trainer.args.gradient_accumulation_steps
-        self._began, self._steps, self._unlogged = 0.0, list[Trained](), list[Trained]()
+        self._began, self._steps, self._unlogged = 0.0, list[TrainedStep](), list[TrainedStep]()
         self._peaks: list[float] = []
 
     @property
@@ -91,18 +221,14 @@ class PacksCallback(RecipeCallback):
         return self._sampler.lengths.vision_unit
 
     def made_from(self) -> dict[str, Any]:
-        """The packs', and who trains them."""
+        """What the packs were made from, and for which ranks."""
         sampler = self._sampler
         ranks = {"num_replicas": sampler.num_replicas, "gradient_accumulation_steps": sampler.micro_batches}
         kept: dict[str, Any] = sampler.state_dict(0)["made_from"]
         return kept | ranks | {"padded": isinstance(sampler, PaddedSampler)}
 
     def check(self) -> None:
-        """Refuse micro-batches that changed since ``balance``, then run the check that was given.
-
-        Raises:
-            ConfigError: Their number is another one, as where a search of hyperparameters sets it.
-        """
+        """Refuse micro-batches that changed since ``balance``, as where a search of hyperparameters sets them."""
         found = self._trainer.args.gradient_accumulation_steps
         if found != self._accumulation:
             raise ConfigError(
@@ -125,7 +251,7 @@ class PacksCallback(RecipeCallback):
         """Note how long the step took, and how even it was."""
         load, samples, shares = self.held(state)
         waiting = Waiting.of(Load.stack([load]), self._costs, self._layout)
-        self._unlogged.append(Trained(time.perf_counter() - self._began, samples, waiting, shares))
+        self._unlogged.append(TrainedStep(time.perf_counter() - self._began, samples, waiting, shares))
 
     def logged(self) -> dict[str, float]:
         """Figures of the steps since the last call; all ranks together."""
@@ -161,8 +287,8 @@ class PacksCallback(RecipeCallback):
         print(text)
 
 
-def _means(steps: list[Trained]) -> dict[str, float]:
-    """Over the steps; seconds that ranks waited are the counted share of the seconds that were measured."""
+def _means(steps: list[TrainedStep]) -> dict[str, float]:
+    """Figures over the steps; seconds that ranks waited are the counted share of the seconds that were measured."""
     if not steps:
         return {}
     count = len(steps)
@@ -189,11 +315,7 @@ class ExplainsStart(TrainerCallback):
 
 
 def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:
-    """Check packs in the model as it is trained: only its wrapper can gather the weights of ZeRO 3 and FSDP.
-
-    Raises:
-        ConfigError: As of ``check_packed``.
-    """
+    """Check packs in the model as it is trained: only its wrapper can gather the weights of ZeRO 3 and FSDP."""
     model = trainer.model_wrapped
     # DeepSpeed rounds to 16 bits without telling Accelerate.
     rounded = trainer.accelerator.mixed_precision != "no" or next(model.parameters()).dtype.itemsize < 4
@@ -240,6 +362,7 @@ def load_by_names_on_disk(trainer: Trainer) -> None:
             )
         model.load_state_dict(found.state_dict())
 
+    # _issue_warnings_after_load gets no folder: these two keep it.
     def load_from(path: str, model: Any = None) -> None:
         nonlocal folder
         folder = path

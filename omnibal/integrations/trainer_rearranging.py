@@ -15,22 +15,23 @@ from transformers import Trainer, TrainerState
 from omnibal.advise.wait import MEETINGS
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError
-from omnibal.integrations.exchange_costs import counted_costs
 from omnibal.integrations.losses import keeps_sft_loss
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.padded import RowCollator
 from omnibal.integrations.rearranging import Drawn, Phases
-from omnibal.integrations.rearranging_loader import RearrangingLoader
-from omnibal.integrations.trainer_hooks import RecipeCallback, check_model, load_by_names_on_disk, log_figures
-from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
-from omnibal.integrations.trainer_streams import (
-    PlacedBatches,
-    Stream,
-    as_it_is,
+from omnibal.integrations.rearranging_loader import RearrangingLoader, counted_costs
+from omnibal.integrations.trainer_hooks import (
+    RecipeCallback,
+    check_model,
     data_seed,
-    keep_place,
+    layout_of,
+    load_by_names_on_disk,
+    log_figures,
+    recompute_of,
+    replicas_of,
     worker_options,
 )
+from omnibal.integrations.trainer_streams import PlacedBatches, Stream, as_it_is, keep_place
 
 
 class DatasetDraws:

@@ -9,7 +9,6 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState
-from transformers.trainer_utils import seed_worker
 
 from omnibal.advise.wait import phase_costs
 from omnibal.cost import Load
@@ -20,11 +19,20 @@ from omnibal.errors import ConfigError, said
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated
 from omnibal.feeds.stream import FATES, FREE
-from omnibal.integrations.expected import Costs
 from omnibal.integrations.packing import PackCollator, arguments_of, positions_of, two_texts
 from omnibal.integrations.streams import StreamLoader
-from omnibal.integrations.trainer_hooks import PacksCallback, check_model, load_by_names_on_disk, log_figures
-from omnibal.integrations.trainer_settings import layout_of, recompute_of, replicas_of
+from omnibal.integrations.trainer_hooks import (
+    PacksCallback,
+    check_model,
+    data_seed,
+    layout_of,
+    load_by_names_on_disk,
+    log_figures,
+    recompute_of,
+    replicas_of,
+    worker_options,
+)
+from omnibal.integrations.trainer_steps import Costs
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather, place, run_on_all_ranks
 from omnibal.vlm.weights import check_data, load_data
@@ -128,22 +136,6 @@ class _Share(EveryNth, IterableDataset[Any]):
 def as_it_is(items: Any) -> Any:
     """Collate nothing: batches come collated, draws are collated later."""
     return items
-
-
-def data_seed(trainer: Trainer) -> int:
-    """What decides the order of a trainer's samples."""
-    seed: int = trainer.args.seed if trainer.args.data_seed is None else trainer.args.data_seed
-    return seed
-
-
-def worker_options(args: Any) -> dict[str, Any]:
-    """What a trainer's arguments say of a DataLoader's workers."""
-    return {
-        "num_workers": args.dataloader_num_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
-        "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-    }
 
 
 class PlacedBatches(IterableDataset[Any]):

@@ -56,7 +56,7 @@ def test_what_is_pasted_exists():
     from omnibal.integrations import loops, plugins, transformers
 
     assert all(hasattr(loops, name) for name in ("balanced_loader", "pack_loss"))
-    assert hasattr(transformers, "balance")
+    assert all(hasattr(transformers, name) for name in ("balance", "balance_stream", "rearrange"))
     folder = plugins.__path__[0]
     text = " ".join(line for host in HOSTS.values() for line in host.packs)
     for name in ("ms_swift", "llama_factory"):

@@ -130,7 +130,7 @@ def test_a_stream_is_piped_and_told_what_its_buffer_gives_up():
     assert 0 < cost < 5
     assert 0 < of_all[2] < 5
     assert any(line.startswith("2. balance: ") and "takes a buffer on each rank" in line for line in lines)
-    assert any("balance(trainer, PackLimits(" in line and "max_steps" in line for line in lines)
+    assert any("balance_stream(trainer, PackLimits(" in line and "max_steps" in line for line in lines)
     assert not any("packs of all samples" in line for line in lines)
 
 

@@ -23,12 +23,10 @@ from omnibal.dispatch.exchange import _exchange, exchange
 from omnibal.dispatch.rearrangement import Rearrangement
 from omnibal.dispatch.step_plan import Costs, Link
 from omnibal.errors import ConfigError, DataError, InfeasibleError
-from omnibal.integrations.exchange_costs import carried_bytes, counted_costs, measured_link
 from omnibal.integrations.packing import FAMILIES, PackCollator, positions_of
 from omnibal.integrations.padded import RowCollator
-from omnibal.integrations.rearranging import Phases, RearrangedModel
-from omnibal.integrations.rearranging_loader import RearrangingLoader
-from omnibal.integrations.step_check import Passes
+from omnibal.integrations.rearranging import Passes, Phases, RearrangedModel
+from omnibal.integrations.rearranging_loader import RearrangingLoader, carried_bytes, counted_costs, measured_link
 from omnibal.ranks import failures
 from tests.engine.launch import ROOT, launch
 from tests.families.models import small_config

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate")
 
@@ -26,11 +25,11 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
-from omnibal.integrations.expected import counted_profile
 from omnibal.integrations.loops import balanced_loader
 from omnibal.integrations.losses import StepLoss, loss_per_target
-from omnibal.integrations.trainer_settings import memory_of, recompute_of, replicas_of, wants_all_gradients
-from omnibal.integrations.transformers import balance
+from omnibal.integrations.trainer_hooks import memory_of, recompute_of, replicas_of, wants_all_gradients
+from omnibal.integrations.trainer_steps import counted_profile
+from omnibal.integrations.transformers import balance, rearrange
 from omnibal.ranks import extensions, place
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
@@ -554,8 +553,8 @@ def test_a_router_whose_loss_nobody_knows_is_refused(tmp_path):
     trainer.model.config.text_config.output_router_logits = True
     with pytest.raises(ConfigError, match="output_router_logits must be False for a model_type other than qwen3_vl_"):
         balance(trainer, LIMITS["internvl"])
-    with pytest.raises(ConfigError, match=r"rearrange must stand without .* output_router_logits, got one"):
-        balance(trainer_of(Case("qwen3_vl_moe", router_factor=1.0), tmp_path), rearrange=True)
+    with pytest.raises(ConfigError, match="output_router_logits must be False to rearrange samples, got True"):
+        rearrange(trainer_of(Case("qwen3_vl_moe", router_factor=1.0), tmp_path))
 
 
 def test_evaluation_keeps_its_batches(tmp_path):
@@ -567,11 +566,6 @@ def test_evaluation_keeps_its_batches(tmp_path):
     assert batch["input_ids"].shape[0] == 3
     expected = plain_backward(plain_family_model(config_of("internvl")), items[:3])[0]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter(())
 
 
 def own(method):
@@ -616,12 +610,6 @@ def with_video(items):
         ],
         (
             {},
-            {"train_dataset": Endless()},
-            ConfigError,
-            "max_steps must be positive to train on a stream, got -1",
-        ),
-        (
-            {},
             {"data_collator": with_video},
             DataError,
             "rank 0: sample 0: data_collator must leave out video_grid_thw .* got .*video_grid_thw",
@@ -647,10 +635,6 @@ def test_limits_that_nothing_keeps_are_refused(tmp_path):
 def test_samples_of_a_step_are_at_least_one_of_each_rank(tmp_path):
     with pytest.raises(ConfigError, match="samples_per_step must be at least 1, got 0"):
         balance(trainer_of("internvl", tmp_path), samples_per_step=0)
-    with pytest.raises(ConfigError, match=r"a stream must be packed without lengths, samples_per_step, .* got one"):
-        stream = trainer_of("internvl", tmp_path, max_steps=1)
-        stream.train_dataset = Endless()
-        balance(stream, LIMITS["internvl"], samples_per_step=4)
 
 
 @pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl"])
@@ -693,7 +677,7 @@ def test_an_sft_trainer_keeps_its_loss_and_counts_its_tokens(family, tmp_path):
     with pytest.raises(
         ConfigError, match="trainer must be a Trainer with its own loss to rearrange samples, got SFTTrainer"
     ):
-        balance(sft(), rearrange=True)
+        rearrange(sft())
 
 
 def test_packs_of_unlike_lengths_are_compiled_once(tmp_path):

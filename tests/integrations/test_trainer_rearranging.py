@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 from omnibal.errors import ConfigError
 from omnibal.integrations.trainer_rearranging import DatasetDraws
 from omnibal.integrations.trainer_streams import Stream
-from omnibal.integrations.transformers import balance
+from omnibal.integrations.transformers import balance, rearrange
 from tests.engine.launch import launch
 from tests.integrations.items import collated_backward, items_of
 from tests.integrations.trainers import (
@@ -49,7 +49,7 @@ def check_exact(case, folder):
     trainer = trainer_of(case, folder, max_steps=4, eval_dataset=items[:3], **options)
     weights = Weights(trainer)
     trainer.add_callback(weights)
-    balance(trainer, padded=case.padded, rearrange=True)
+    rearrange(trainer, padded=case.padded)
     trainer.train()
     args = trainer.args
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
@@ -88,7 +88,7 @@ def check_resumes(case, folder, stream=None):
     for trainer in (whole, again):
         if stream is not None:
             trainer.train_dataset = stream(case.family)
-        balance(trainer, rearrange=True)
+        rearrange(trainer)
     whole.train()
     again.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
     assert_close(weights_of(again.model), weights_of(whole.model))
@@ -118,13 +118,13 @@ class Endless(IterableDataset):
 
 def check_faults(folder):
     trainer = trainer_of("internvl", folder, max_steps=2, **SAVED | {"save_steps": 1})
-    with pytest.raises(ConfigError, match="rearrange must stand without lengths"):
+    with pytest.raises(ConfigError, match="memory_gib must be left out of balance for what rearrange does, got one"):
         balance(trainer, memory_gib=8, rearrange=True)
     trainer.model_init = min
     with pytest.raises(ConfigError, match="model_init must be None to rearrange samples, got one"):
-        balance(trainer, rearrange=True)
+        rearrange(trainer)
     trainer.model_init = None
-    balance(trainer, rearrange=True)
+    rearrange(trainer)
     trainer.train()
     copied = deepcopy(trainer.model)
     copied.lm_head.weight.data.zero_()
@@ -135,12 +135,12 @@ def check_faults(folder):
     with pytest.raises(ConfigError, match="the checkpoint must have been saved under balance as it is called now"):
         packs.train(**resumed)
     other = trainer_of("internvl", folder, max_steps=2, per_device_train_batch_size=2)
-    balance(other, rearrange=True)
+    rearrange(other)
     with pytest.raises(ConfigError, match="samples_a_draw must be that of the checkpoint, 1, got 2"):
         other.train(**resumed)
     stream = trainer_of("internvl", folder, max_steps=2)
     stream.train_dataset = Endless("internvl")
-    balance(stream, rearrange=True)
+    rearrange(stream)
     with pytest.raises(ConfigError, match=r"omnibal_stream_0\.pt must be a rank's place in its stream, got"):
         stream.train(**resumed)
     torch.save(Payload(folder / "ran"), folder / "checkpoint-1" / f"omnibal_stream_{dist.get_rank()}.pt")
@@ -184,7 +184,7 @@ def test_ranks_that_share_samples_train_what_plain_transformers_would(tmp_path):
 
 def test_one_process_has_nobody_to_share_with(tmp_path):
     with pytest.raises(ConfigError, match="world_size must be above 1 to rearrange samples, got 1"):
-        balance(trainer_of("internvl", tmp_path), rearrange=True)
+        rearrange(trainer_of("internvl", tmp_path))
 
 
 def drawn_by(ranks, draws):

@@ -11,7 +11,7 @@ pytest.importorskip("accelerate")
 from omnibal.errors import ConfigError
 from omnibal.integrations import trainer_streams
 from omnibal.integrations.packing import PackCollator
-from omnibal.integrations.transformers import balance
+from omnibal.integrations.transformers import balance, balance_stream, rearrange
 from tests.engine.launch import launch
 from tests.integrations.items import items_of
 from tests.integrations.test_trainer_rearranging import Endless
@@ -54,7 +54,7 @@ def check_exact(case, folder):
     weights = Weights(trainer)
     trainer.add_callback(weights)
     Noting.packs = []
-    balance(trainer, LIMITS[case.family], loss_reduction=case.loss_reduction)
+    balance_stream(trainer, LIMITS[case.family], loss_reduction=case.loss_reduction)
     trainer.train()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, Noting.packs)
@@ -94,7 +94,7 @@ def check_mixture(case, folder):
     whole, again = (trainer_of(case, folder, **options, **logging) for _ in range(2))
     for trainer in (whole, again):
         trainer.train_dataset = streams_of(case.family)
-        balance(trainer, LIMITS[case.family], mixture={"endless": 2, "indexed": 1, "passes": 1})
+        balance_stream(trainer, LIMITS[case.family], mixture={"endless": 2, "indexed": 1, "passes": 1})
     whole.train()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -133,13 +133,27 @@ def test_two_ranks_pack_a_stream_as_plain_transformers_would_train_it(tmp_path):
     ("options", "message"),
     [
         ({"limits": None}, "limits must say what a pack of a stream may hold, got None"),
-        ({"padded": True}, "a stream must be packed without lengths, samples_per_step, padded and memory_gib, got one"),
         ({"mixture": {"a": 1}}, "train_dataset must be streams by name, as the mixture calls them, got Endless"),
     ],
 )
 def test_what_a_stream_cannot_have_is_refused(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        balance(trainer_on_stream(Case("internvl"), tmp_path, max_steps=2), **{"limits": LIMITS["internvl"], **options})
+        trainer = trainer_on_stream(Case("internvl"), tmp_path, max_steps=2)
+        balance_stream(trainer, **{"limits": LIMITS["internvl"], **options})
+
+
+def test_a_stream_is_balanced_by_the_old_call_too_with_a_warning(tmp_path):
+    trainer = trainer_on_stream(Case("internvl"), tmp_path, max_steps=2)
+    for options in ({"padded": True}, {"samples_per_step": 4}):
+        with pytest.raises(ConfigError, match="must be left out of balance for what balance_stream does, got one"):
+            balance(trainer, LIMITS["internvl"], **options)
+    with pytest.warns(DeprecationWarning, match="call balance_stream"):
+        assert balance(trainer, LIMITS["internvl"], oversized="drop") is None
+    assert "get_train_dataloader" in vars(trainer)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'overzised'"):
+        balance(trainer, overzised="drop")
+    with pytest.raises(ConfigError, match="oversized must be 'alone' for a dataset that is no stream, got 'drop'"):
+        balance(trainer_of("internvl", tmp_path), oversized="drop")
 
 
 @pytest.mark.parametrize(
@@ -160,11 +174,11 @@ def test_what_a_mixture_of_streams_cannot_have_is_refused(options, max_steps, me
     trainer = trainer_of("internvl", tmp_path, max_steps=max_steps)
     trainer.train_dataset = streams_of("internvl")
     with pytest.raises(ConfigError, match=message):
-        balance(trainer, LIMITS["internvl"], **options)
+        balance_stream(trainer, LIMITS["internvl"], **options)
 
 
 def test_streams_by_name_are_not_rearranged(tmp_path):
     trainer = trainer_of("internvl", tmp_path)
     trainer.train_dataset = streams_of("internvl")
     with pytest.raises(ConfigError, match="train_dataset must be a dataset or stream to rearrange samples, got dict"):
-        balance(trainer, rearrange=True)
+        rearrange(trainer)

@@ -12,7 +12,7 @@ from typing import Any
 from omnibal.integrations.loops import replace_loader
 from omnibal.integrations.losses import loss_per_target
 from omnibal.integrations.packing import PER_IMAGE, PER_TOKEN
-from omnibal.integrations.plugins.limits import given_limits
+from omnibal.integrations.plugins import given_limits
 
 KEPT = (*PER_TOKEN, *PER_IMAGE, "attention_mask")
 

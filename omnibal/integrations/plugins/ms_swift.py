@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from omnibal.integrations.loops import PackLoader, replace_loader
-from omnibal.integrations.plugins.limits import given_limits
+from omnibal.integrations.plugins import given_limits
 
 
 def get_train_dataloader(trainer: Any, skip_batches: int = 0) -> PackLoader:

@@ -11,26 +11,26 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
-from omnibal.integrations.expected import (
+from omnibal.integrations.loading import PackSampler
+from omnibal.integrations.padded import PaddedSampler
+from omnibal.integrations.trainer_steps import (
     KEPT,
     Schedule,
     Waiting,
     compare,
     counted_profile,
     describe,
+    fit_step,
     padding_share,
     step_seconds,
 )
-from omnibal.integrations.loading import PackSampler
-from omnibal.integrations.padded import PaddedSampler
-from omnibal.integrations.searched import fit_step
 from tests.integrations.items import config_of
 from tests.vlm.families import plain_family_model
 
 LENGTHS = tiled_lengths(4000, seed=0)
 COSTS = {"vision": CostModel(vision_units=400), "language": CostModel(llm_tokens=1)}
 RANKS = {"num_replicas": 4, "micro_batches": 2}
-BATCHES = {"batch_size": 4, "micro_batches": 2}
+BATCHES = Schedule(32, batch_size=4, micro_batches=2, epochs=1.0)
 ONE_NODE = {"num_nodes": 1, "devices_per_node": 4, "device": "A100-80GB"}
 
 
@@ -46,17 +46,15 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_between_meetings():
 
 def test_gains_of_packing_and_of_balance_multiply():
     limits = PackLimits(9, 4096)
-    packed = compare(PackSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", **BATCHES)
+    packed = compare(PackSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", BATCHES)
     assert packed.packing > 1.2
     assert packed.balance > 1.05
     assert packed.grouped > 1.02
-    padded = compare(PaddedSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", **BATCHES)
+    padded = compare(PaddedSampler(LENGTHS, limits, rank=0, **RANKS), limits, COSTS, "ddp", BATCHES)
     assert padded.packing is None
     assert 1.2 < padded.balance < packed.packing * packed.balance
     even = SampleLengths([1] * 400, [100] * 400)
-    nothing = compare(
-        PackSampler(even, PackLimits(4, 400), rank=0, **RANKS), PackLimits(4, 400), COSTS, "ddp", **BATCHES
-    )
+    nothing = compare(PackSampler(even, PackLimits(4, 400), rank=0, **RANKS), PackLimits(4, 400), COSTS, "ddp", BATCHES)
     assert str(nothing) == "no gain here: 1.00x the samples a second of random batches is expected"
 
 
