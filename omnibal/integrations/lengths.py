@@ -1,4 +1,4 @@
-"""Lengths of a dataset that the ranks measure together, keep on disk and compare with the data at the next start."""
+"""Lengths of a dataset: ranks measure them together, keep them on disk and compare them with the data at each start."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ def two_samples(lengths: SampleLengths) -> list[int]:
 
 
 def refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:
-    """Refuse lengths of another dataset, on all ranks alike: none may wait for one that has stopped."""
+    """Refuse lengths of another dataset, on all ranks alike: no rank may wait for one that has stopped."""
     for rank, (theirs, their_lengths) in enumerate(gather((samples, num_lengths))):
         if theirs != samples:
             raise DataError(f"train_dataset must have as many samples on all ranks, got {theirs} on rank {rank}")
@@ -37,7 +37,7 @@ def refuse_unlike_sizes(samples: int, num_lengths: int | None) -> None:
 
 
 class _Reader(TorchDataset[Loads | str]):
-    """Reads samples, and says what is wrong with one in place of its loads."""
+    """Reads the loads of samples; of a sample that cannot be read, the message."""
 
     def __init__(self, collator: Any, dataset: Dataset) -> None:
         self._collator, self._dataset = collator, dataset
@@ -54,12 +54,12 @@ def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLen
     """Measure a dataset with all ranks, each of which reads every ``num_ranks``-th sample in ``num_workers`` processes.
 
     Raises:
-        DataError: On all ranks alike: a sample could not be read; the message names its rank and number.
+        DataError: On all ranks alike: a sample could not be read; the message names rank and sample.
     """
     rank, num_ranks = place()
     own = range(rank, len(dataset), num_ranks)
     options: dict[str, Any] = {"batch_size": READ_AT_ONCE, "collate_fn": list, "num_workers": num_workers}
-    # With a generator of its own: the default one goes on with what trains.
+    # A generator of its own: drawing from the default one would change what is trained.
     loader = DataLoader(_Reader(collator, dataset), sampler=own, generator=torch.Generator(), **options)
     found: list[Loads] = []
     problem = None
@@ -92,14 +92,11 @@ def kept_lengths(
     Lengths that are damaged, missing on some rank, or of other data (as far as a few samples tell) are measured again.
 
     Args:
-        collator: Measures samples.
+        collator: Its ``measure`` gives the loads of samples.
         dataset: The same on all ranks.
         folder: Where lengths are kept; None to keep none.
         saves: Whether this rank writes to the folder.
         num_workers: Processes of each rank that read.
-
-    Raises:
-        DataError: On all ranks alike: a sample could not be read, or a rank could not write the folder.
     """
     found = None
     if folder is not None:
@@ -123,11 +120,7 @@ def _save(lengths: SampleLengths, folder: Path) -> None:
 
 
 def refuse_other_lengths(collator: Any, dataset: Dataset, lengths: SampleLengths) -> None:
-    """Refuse a dataset that is not alike on all ranks, or not the one that was measured: a few samples tell.
-
-    Raises:
-        DataError: On all ranks alike; the message names the rank and the sample.
-    """
+    """Refuse, on all ranks alike, a dataset that differs between ranks or from the lengths: a few samples tell."""
     problem = None
     numbers = np.unique(np.linspace(0, len(dataset) - 1, CHECKED_SAMPLES, dtype=np.int64)).tolist()
     try:

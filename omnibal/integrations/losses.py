@@ -1,4 +1,4 @@
-"""The loss of a step, exact over all of its packs: of its target tokens, weighed or not, and of a router."""
+"""The loss of a step, exact over all of its packs: of target tokens, weighed or not, and of a router."""
 
 import sys
 from collections import deque
@@ -19,13 +19,10 @@ from omnibal.integrations.packing import FAMILIES, vary_lengths
 
 Reduction = Literal["token", "sample", "square"]
 POWERS: Final[Mapping[Reduction, float]] = MappingProxyType({"token": 0.0, "sample": 1.0, "square": 0.5})
-"""A target token of a sample with n of them weighs 1 / n to this power; named as InternVL's ``loss_reduction``."""
-ROUTED: Final = ("qwen3_vl_moe",)
-"""Of each ``model_type`` whose router's loss is known to be ``router_loss``."""
-SFT_FLOOR: Final = "1.16"
-"""The oldest TRL that the tests run with: its SFTTrainer's loss is called with the target tokens of the whole step."""
-LEAST: Final = 1e-8
-"""A step without any target has no loss, rather than none that is a number."""
+"""A target token of a sample with n targets weighs n^-power; named as InternVL's ``loss_reduction``."""
+ROUTED: Final = ("qwen3_vl_moe",)  # model types whose router's loss is known to be router_loss
+SFT_FLOOR: Final = "1.16"  # the oldest TRL in the tests: its loss is called with the target tokens of the whole step
+LEAST: Final = 1e-8  # divisor of a step without any target, whose loss is then 0 rather than not a number
 
 
 def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -53,7 +50,7 @@ def _per_target(outputs: Any, labels: Tensor, count: Any) -> Tensor:
 
 
 def _cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
-    """Of each target token, in their order."""
+    """Cross entropy of each target token, in the order of tokens."""
     targets = labels[:, 1:]
     counted = targets != IGNORED
     return functional.cross_entropy(outputs["logits"][:, :-1][counted].float(), targets[counted], reduction="none")
@@ -62,12 +59,12 @@ def _cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
 def router_loss(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Tensor:
     """How unevenly tokens are sent to experts: at least ``top_k``, where all experts get as much.
 
-    The number of experts times the sum, over them, of the share of tokens that each is chosen for, times its mean
-    probability; over the tokens of all layers together, as transformers computes it.
+    experts · Σ over experts (share of tokens that the expert is chosen for · mean probability of the expert), over the
+    tokens of all layers together, as transformers computes it.
 
     Args:
         router_logits: Of each layer, (tokens, experts).
-        counted: (tokens,), true for those to count; one at least.
+        counted: Which tokens count, (tokens,); one at least.
         top_k: Experts that a token is sent to.
 
     Source: Fedus et al., Switch Transformers, JMLR 2022, equations 4 to 6.
@@ -84,10 +81,9 @@ def router_loss(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) ->
 
 
 def sample_of_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Numbers of the samples that tokens belong to, shape (rows, tokens), as ``labels``.
+    """The number of the sample that each token belongs to, shape (rows, tokens), as ``labels``.
 
-    Args:
-        batch: A pack, whose positions restart at each sample, or a padded batch of one sample a row.
+    ``batch`` is a pack, whose positions restart at each sample, or a padded batch of one sample a row.
     """
     rows = batch["labels"]
     if "position_ids" in batch and not batch.get("use_cache", True):  # a pack; the first row tells samples apart
@@ -99,10 +95,6 @@ def sample_of_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 def token_weights(batch: Mapping[str, Any], reduction: Reduction) -> Tensor:
     """How much each token's loss counts, 0 without a target; shape (rows, tokens), as ``labels``.
-
-    Args:
-        batch: As of ``sample_of_tokens``.
-        reduction: How.
 
     >>> labels = torch.tensor([[-100, 1, 2, 3, 4, -100, 5]])
     >>> batch = {"labels": labels, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1]]), "use_cache": False}
@@ -116,9 +108,6 @@ def token_weights(batch: Mapping[str, Any], reduction: Reduction) -> Tensor:
 
 def routed_tokens(batch: Mapping[str, Any]) -> Tensor:
     """Which tokens count in a router's loss: those of samples with a target, so neither fillers' nor padding's.
-
-    Args:
-        batch: As of ``sample_of_tokens``.
 
     >>> labels = torch.tensor([[-100, 1, -100, -100]])
     >>> batch = {"labels": labels, "position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": False}
@@ -136,37 +125,29 @@ def _targets_of_sample(batch: Mapping[str, Any]) -> Tensor:
 
 
 def works_on_targets(trainer: Any) -> bool:
-    """Whether the head of a transformers.Trainer's model works on target rows alone under ``StepLoss``.
-
-    A graph cannot hold gradients that are made in a forward pass; a rank with a part of the words knows no loss; and of
-    other models than these nobody has shown that their heads' logits are what the loss gets.
-    """
+    """Whether the head of a transformers.Trainer's model works on target rows alone under ``StepLoss``."""
+    # A compiled graph cannot hold gradients that are made in a forward pass; a tensor-parallel rank has a part of the
+    # words and knows no loss; of models outside of FAMILIES nobody has shown that the loss gets what the head gives.
     kind = trainer.accelerator.unwrap_model(trainer.model).config.model_type
     return not trainer.args.torch_compile and trainer.get_tp_size() == 1 and kind in FAMILIES
 
 
 def keeps_sft_loss(trainer: Any) -> bool:
-    """Whether a trainer is TRL's SFTTrainer with its own loss: that of a step's target tokens, if they are counted.
-
-    Older versions than ``SFT_FLOOR`` hand the loss to the model.
-    """
+    """Whether a trainer is TRL's SFTTrainer with its own loss, which divides by the target tokens of the step."""
     module = sys.modules.get("trl.trainer.sft_trainer")  # not imported for trainers of other kinds
     if module is None or not isinstance(trainer, module.SFTTrainer):
         return False
     methods = ("compute_loss", "training_step", "log")
     is_own = all(getattr(type(trainer), name) is getattr(module.SFTTrainer, name) for name in methods)
+    # Older versions hand the loss to the model.
     return is_own and Version(version("trl")) >= Version(SFT_FLOOR)
 
 
 class StepLoss:
-    """Losses of a step's target tokens by their weights, over the sum of the weights, on all ranks and in all packs.
+    """The loss of a transformers.Trainer's step: Σ weight · loss / Σ weight over target tokens of all ranks and packs.
 
-    A router's loss is that of each pack, by the pack's share of the step's tokens that count. Over the whole step at
-    once it cannot be had: the first backward pass would wait for the last forward pass.
-
-    Args:
-        trainer: A transformers.Trainer that is to train with it.
-        reduction: How tokens are weighed.
+    A router's loss is that of each pack, times the pack's share of the step's tokens that count. It is not taken over
+    the whole step: the first backward pass would wait for the last forward pass.
 
     Raises:
         ConfigError: There is no such reduction; or the model has a router's loss, and nobody has shown that it is
@@ -193,17 +174,15 @@ class StepLoss:
             self._top_k, self._factor = text.num_experts_per_tok, text.router_aux_loss_coef
         self._trainer, self._reduction = trainer, reduction
         self._draw, self._compute = trainer.get_batch_samples, trainer.compute_loss
-        self._weights = deque[Tensor]()  # of the step's micro-batches, in their order
-        self._routed = deque[Tensor]()
+        # Filled by draw, a tensor for each micro-batch of the step, and emptied by the loss in the same order.
+        self._weights, self._routed = deque[Tensor](), deque[Tensor]()
         self._routed_of_step = torch.zeros(())
-        self._tokens = 0
-        """Of all steps that were drawn, on all ranks."""
-        self._head: Any = None
-        """The head of the micro-batch that is computed, where it works on target rows alone."""
+        self._tokens = 0  # of all steps that were drawn, on all ranks
+        self._head: Any = None  # of the micro-batch that is computed, where it works on target rows alone
         self._replicas = trainer.args.world_size // trainer.get_tp_size()
 
     def install(self) -> None:
-        """Let the trainer train with it."""
+        """Let the trainer train with this loss."""
         vars(self._trainer).update(get_batch_samples=self.draw, compute_loss=self.compute)
         if self._keeps_loss:
             self._trainer.loss_is_scaled_for_ga = True  # by the target tokens of the step
@@ -211,15 +190,15 @@ class StepLoss:
             self._trainer.compute_loss_func = self
 
     def compute(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
-        """In the place of ``compute_loss``: where it trains, the model's head works on target rows alone, if it can.
+        """In the place of ``compute_loss``: in training the model's head works on target rows alone, if it can.
 
-        The model is as ever before and behind it: to be copied, saved, evaluated or given to another trainer.
+        Outside of this call the model is what it was: to be copied, saved, evaluated or given to another trainer.
         """
         if self._trainer.args.torch_compile:
             vary_lengths(inputs)
         if self._keeps_loss:
             loss = self._compute(model, inputs, *others, **options)
-            if self._trains():  # SFTTrainer counts one token of positions in several rows
+            if self._trains():  # SFTTrainer counts a token once where its positions have several rows
                 self._trainer._total_train_tokens = self._tokens
                 self._trainer._metrics["train"]["num_tokens"] = [self._tokens]
             return loss
@@ -234,11 +213,11 @@ class StepLoss:
             return self._compute(model, inputs, *others, **options)
 
     def _trains(self) -> bool:
-        """Whether a micro-batch of a step is computed: steps may be evaluated within, or end before all are."""
+        # Trainer may evaluate within a step, or end before all micro-batches that were drawn are computed.
         return bool(self._weights) and torch.is_grad_enabled()
 
     def draw(self, iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """A step's micro-batches in training, and the sum of all ranks' weights in place of their tokens' number."""
+        """In the place of ``get_batch_samples``: a step's micro-batches, and Σ weight of all ranks as their tokens."""
         batches, _ = self._draw(iterator, num_batches, device)
         self._weights = deque(token_weights(batch, self._reduction)[:, 1:].to(device) for batch in batches)
         self._routed = deque(routed_tokens(batch).flatten().to(device) for batch in batches if self.routes)
@@ -253,7 +232,7 @@ class StepLoss:
         return batches, total
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """In evaluation as ``loss_per_target``, with the model's own router's loss."""
+        """In the place of ``compute_loss_func``; in evaluation as ``loss_per_target``, with the model's router loss."""
         if not self._trains():
             loss: Tensor = _per_target(outputs, labels, num_items_in_batch)
             if self.routes:  # Trainer multiplies what it gets by the replicas

@@ -16,8 +16,8 @@ from omnibal.errors import ConfigError
 from omnibal.formats.collate import IGNORED
 from omnibal.loss import summed_loss
 
+# Settings by which models change logits between head and loss.
 BEHIND_HEADS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Settings by which models change logits between head and loss."""
 
 
 def target_rows(model: Any) -> None:
@@ -44,18 +44,15 @@ def target_rows(model: Any) -> None:
 
 
 def base_of(model: Any) -> Any:
-    """The model that has the head: itself, or what peft's model was made of."""
+    """The model that has the head: the model itself, or the model within peft's."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def check_head(model: Any) -> None:
-    """Check that what the head gives is what the loss gets.
-
-    Raises:
-        ConfigError: It is not, as far as can be seen without a step.
-    """
+    """Check that the loss gets what the head gives, as far as can be seen without a step."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model must be one of transformers' for target_rows, got {type(model).__name__}")
+    # The names that the code of forward uses: transformers' decorators wrap it.
     name, used = type(model).__name__, inspect.unwrap(type(model).forward).__code__.co_names
     if not {"lm_head", "loss_function"} <= set(used) or not hasattr(model, "lm_head"):
         raise ConfigError(f"model must hand what lm_head gives to loss_function, got {name}, which does not")
@@ -71,28 +68,22 @@ def check_head(model: Any) -> None:
 
 
 class HeadOnTargets:
-    """Takes the place of a model's head: where there are targets it gives the sum of their losses for logits.
+    """Takes the place of a model's head: where there are targets, it gives the sum of their losses for logits.
 
     Args:
         model: As ``check_head`` wants it.
-        targets: Tells, when the head is called, of each row the token that it predicts (``IGNORED`` for none), shape
-            (batch, tokens), and how much each counts, None for once; or None in all, for logits as ever.
+        targets: Called with each forward pass of the head: (the token that each row predicts, ``IGNORED`` for none,
+            shape (batch, tokens); how much each counts, or None for once), or None for logits as ever.
     """
 
     def __init__(self, model: Any, targets: Callable[[], tuple[Tensor, Tensor | None] | None]) -> None:
         self._head, self._logits, self._targets = model.lm_head, model.lm_head.forward, targets
-        self._given: tuple[int, int] | None = None
-        """Where the number lies that was given last, and how often it was changed."""
-        self.is_used = False
-        """Whether the model's last output, if it was looked at, has such a number for its logits."""
+        self._given: tuple[int, int] | None = None  # (data_ptr, version) of the sum that was given last
+        self.is_used = False  # whether the output that ``look`` saw last has such a sum for its logits
         vars(model.lm_head)["forward"] = self
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits, or the sum of losses as logits of one row and one word.
-
-        Raises:
-            ConfigError: The head gets other rows than there are labels.
-        """
+        """Logits, or the sum of losses as logits of one row and one word."""
         targets, self._given = self._targets(), None
         if targets is None:
             logits: Tensor = self._logits(hidden)
@@ -111,11 +102,7 @@ class HeadOnTargets:
         return loss
 
     def has_given(self, logits: Any) -> bool:
-        """Whether these are a sum of losses.
-
-        Raises:
-            ConfigError: The head gave a sum, and these are not what it gave.
-        """
+        """Whether logits are a sum of losses; refuses logits that were changed since the head gave a sum."""
         if self._given is None:
             return False
         if not isinstance(logits, Tensor) or (logits.data_ptr(), logits._version) != self._given:
@@ -123,25 +110,21 @@ class HeadOnTargets:
         return True
 
     def look(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Behind the model's own forward pass."""
+        """Hook behind the model's own forward pass."""
         self.is_used = self.has_given(getattr(output, "logits", None))
 
 
 @contextmanager
 def head_on_targets(model: Any, targets: tuple[Tensor, Tensor | None]) -> Iterator[HeadOnTargets]:
-    """Within it, a model's head gives the sum of its targets' losses; behind it, the model is what it was.
-
-    Args:
-        model: As ``check_head`` wants it.
-        targets: As of ``HeadOnTargets``.
+    """Within the block, a model's head gives the sum of its targets' losses; then the model is what it was.
 
     Yields:
-        The head; its ``is_used`` tells, when the model's forward pass is done, whether its logits are that sum.
+        The head; ``is_used`` tells, when the model's forward pass is done, whether the output's logits are that sum.
     """
     own = vars(model.lm_head)
     before = {name: value for name, value in own.items() if name == "forward"}
     head = HeadOnTargets(model, lambda: targets)
-    # Before whatever else looks at the output, and may copy it.
+    # prepend: before other hooks, which may copy the output.
     seen = model.register_forward_hook(head.look, prepend=True)
     try:
         yield head
@@ -152,7 +135,7 @@ def head_on_targets(model: Any, targets: tuple[Tensor, Tensor | None]) -> Iterat
 
 
 class _TargetRows:
-    """What passes from labels to the head, and from there to the loss, in one forward pass of a model."""
+    """Takes labels to the head, and the sum from the head to the loss, in each forward pass of a model."""
 
     def __init__(self, model: Any) -> None:
         self._signature = inspect.signature(type(model).forward)
@@ -161,11 +144,11 @@ class _TargetRows:
         self._head = HeadOnTargets(model, self._targets)
 
     def _targets(self) -> tuple[Tensor, None] | None:
-        """No lambda, which a copy of the model would share with it."""
+        # No lambda in __init__: a copy of the model would share it with the original.
         return None if self._labels is None else (self._labels, None)
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model's forward pass."""
+        """Hook before the model's forward pass: keep its labels, shifted."""
         given = self._signature.bind_partial(model, *args, **kwargs).arguments
         given |= given.get("kwargs", {})
         labels, self._labels, self._is_used = given.get("labels"), None, False
@@ -177,11 +160,7 @@ class _TargetRows:
     def loss(
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **options: Any
     ) -> Tensor:
-        """In the place of the model's loss; as ``ForCausalLMLoss`` where the head gave logits.
-
-        Raises:
-            ConfigError: These are not what the head gave, or the loss is told to ignore other labels.
-        """
+        """In the place of the model's loss; as ``ForCausalLMLoss`` where the head gave logits."""
         if self._labels is None or not self._head.has_given(logits):
             plain: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, **options)
             return plain
@@ -192,11 +171,7 @@ class _TargetRows:
         return logits.sum() / (total.to(logits.device) if isinstance(total, Tensor) else total)
 
     def end(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """Behind the model's forward pass: its output without logits, which there are none of.
-
-        Raises:
-            ConfigError: The model has labels and no loss from here, or its output is a tuple.
-        """
+        """Hook behind the model's forward pass: drop the sum that stands for logits from the output."""
         if self._labels is None:
             return None
         self._labels = None
