@@ -23,7 +23,7 @@ Collator = Callable[[list[Any]], Mapping[str, Any]]
 ONE_ROW: Final = ("internvl", "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm")
 FOUR_ROWS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FAMILIES: Final[Mapping[str, bool]] = MappingProxyType(dict.fromkeys(ONE_ROW, False) | dict.fromkeys(FOUR_ROWS, True))
-"""Of each ``model_type`` that packs: whether its positions have three rows (time, height, width) beside the text's."""
+"""Model types that pack, and whether their positions have three rows (time, height, width) beside the text's."""
 PER_TOKEN: Final = ("input_ids", "labels", "mm_token_type_ids")
 PER_IMAGE: Final = (
     *("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask"),
@@ -33,19 +33,19 @@ WHY_LEFT_OUT: Final = MappingProxyType(
     {"position_ids": "packs count positions themselves"}
     | dict.fromkeys(("pixel_values_videos", "video_grid_thw"), "packs hold images and text")
 )
-"""Why packs cannot have a field, whether the model names it or not."""
+"""Fields that packs cannot have, whether the model names them or not, and why."""
 CHECKED_TOKENS: Final = 8
+# How far a pack's logits may be from those of its samples alone, in 32 bits and more, and in 16 bits.
 EXACT: Final = 1e-3
 ROUNDED: Final = 0.05
-"""How far a pack's logits may be from those of its samples alone, in 32 bits and more, and in 16 bits."""
 
 
 def positions_of(config: Any, *, packed: bool = True) -> Positions | None:
     """How positions of a sample's tokens are counted; None for one row that counts up.
 
     Args:
-        config: Of a model of transformers.
-        packed: Whether they are to tell samples apart.
+        config: Configuration of a model of transformers.
+        packed: Whether positions are to tell samples apart.
 
     Raises:
         ConfigError: Models of this type do not pack, or nobody has shown that they do.
@@ -65,16 +65,12 @@ def positions_of(config: Any, *, packed: bool = True) -> Positions | None:
 def arguments_of(model: Any) -> frozenset[str] | None:
     """Names that a model's forward pass takes; None where it does not name them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    names = frozenset(signature(type(base).forward).parameters)  # an instance's own may be a host's wrapper
+    names = frozenset(signature(type(base).forward).parameters)  # an instance's own forward may be a host's wrapper
     return names if "input_ids" in names else None
 
 
 def refuse_missing(fields: Mapping[str, Any], arguments: frozenset[str] | None) -> None:
-    """Refuse what a collator gives of a sample or batch where the model would learn nothing, or something wrong.
-
-    Raises:
-        DataError: The message names the field that is missing, and what to write.
-    """
+    """Refuse a sample or batch without fields that the model needs to learn, or to learn what is right."""
     for name, remedy in (("input_ids", ""), ("labels", "; labels are input_ids, with -100 where nothing is learned")):
         if name not in fields:
             raise DataError(f"data_collator must give {name}, got only {', '.join(map(str, fields))}{remedy}")
@@ -89,13 +85,11 @@ def refuse_missing(fields: Mapping[str, Any], arguments: frozenset[str] | None) 
 
 
 def vary_lengths(batch: Mapping[str, Any]) -> None:
-    """Tell torch.compile which sizes differ from pack to pack, so that it compiles once for all of them.
-
-    Images of a grid are left alone: models read the grid's numbers, and are compiled for each anyway.
-    """
+    """Tell torch.compile which sizes differ from pack to pack, so that it compiles once for all of them."""
     for name in (*PER_TOKEN, "position_ids"):
         if name in batch:
             torch._dynamo.maybe_mark_dynamic(batch[name], batch[name].dim() - 1)
+    # Models with a grid of patches read its numbers in Python, and are compiled again for each anyway.
     if "pixel_values" in batch and "image_grid_thw" not in batch:
         torch._dynamo.maybe_mark_dynamic(batch["pixel_values"], 0)
 
@@ -106,19 +100,19 @@ def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
 
 
 class PackCollator:
-    """Collates each sample alone by the host's collator, and lays them one after another.
+    """Collates each sample alone by the host's collator, and lays samples one after another.
 
     Args:
-        collate: The host's: from a list of items to tensors, ``input_ids`` and ``labels`` (1, tokens) among them; what
-            its ``attention_mask`` marks as padding is cut off.
-        positions: As ``positions_of`` gives it.
+        collate: From a list of items to tensors, ``input_ids`` and ``labels`` (1, tokens) among them; what
+            ``attention_mask`` marks as padding is cut off.
+        positions: How positions are counted, as ``positions_of`` gives it.
         lengths: What the packs were planned with, to refuse other samples than were planned; None to take any.
         absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
-        arguments: As of ``arguments_of``: tensors under other names are dropped, as the model would ignore them.
+        arguments: Names that the model takes: tensors under other names are dropped, as the model would ignore them.
     """
 
     per_token: ClassVar[tuple[str, ...]] = PER_TOKEN
-    """What the host's collator may give of each token."""
+    """Fields of each token that the host's collator may give."""
 
     def __init__(
         self,
@@ -133,10 +127,10 @@ class PackCollator:
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
     def sample(self, item: Any) -> dict[str, Tensor]:
-        """One item as a pack of its own would hold it: per token (tokens,), per image as the model takes it.
+        """The fields of one item: per token (tokens,), per image as the model takes it.
 
         Raises:
-            DataError: The collator gives a field that packs cannot have, or as of ``refuse_missing``.
+            DataError: The collator gives a field that packs cannot have, or leaves out one that the model needs.
         """
         fields = dict(self._collate([item]))
         mask = fields.pop("attention_mask", None)
@@ -155,21 +149,17 @@ class PackCollator:
                 fields[name] = fields[name][0] if mask is None else fields[name][0][mask[0].bool()]
         fields |= unpadded_images(fields)
         fields["labels"] = fields["labels"].clone()
-        fields["labels"][:1] = IGNORED  # or the sample before it would predict it
+        fields["labels"][:1] = IGNORED  # or the last token of the sample before would predict the first of this one
         return fields
 
     def _is_idle(self, name: str, value: Any) -> bool:
-        """Whether the model does nothing with a field: notes of the dataset, such as names and indices of samples."""
+        """Whether the model ignores a field: a note of the dataset, such as the name or index of a sample."""
         if name in {*self.per_token, *PER_IMAGE, *WHY_LEFT_OUT}:
             return False
         return not isinstance(value, Tensor) or (self._arguments is not None and name not in self._arguments)
 
-    def __call__(self, drawn: PackItems) -> dict[str, Any]:
-        """The arguments of the model's forward pass for a pack.
-
-        Raises:
-            DataError: As of ``sample``; or a sample has another length than was planned.
-        """
+    def __call__(self, drawn: Drawn) -> dict[str, Any]:
+        """The arguments of the model's forward pass for a pack; DataError for samples that are not as planned."""
         samples = [self.sample(item) for item in drawn.items]
         if self._planned is not None:
             self._planned.check(drawn.samples, [self.loads(sample) for sample in samples])
@@ -188,16 +178,17 @@ class PackCollator:
         return torch.arange(len(ids))[None] if self._positions is None else self._positions(ids, sample)
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-        """Lay samples, as ``sample`` gives them, one after another."""
+        """Lay samples, as ``sample`` gives them, one after another: (1, tokens), and images one after another."""
         placed = [self.positions(sample) for sample in samples]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
         positions = torch.cat(placed, dim=-1)
         if self.num_positions > 1:
             positions = positions[:, None]
+        # No mask and no cache: with one of them transformers' attention ignores that positions restart.
         return tokens | _images(samples) | {"position_ids": positions, "use_cache": False}
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
-        """Vision units, LLM tokens and target tokens of some samples: reads each of them once."""
+        """Loads of some samples, each of which is read once."""
         return [self.loads(self.sample(dataset[number])) for number in numbers]
 
     @staticmethod
@@ -208,7 +199,7 @@ class PackCollator:
 
     @staticmethod
     def without_targets(sample: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A sample as a filler."""
+        """The sample as a filler."""
         return {**sample, "labels": torch.full_like(sample["labels"], IGNORED)}
 
 
@@ -231,16 +222,13 @@ def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _images(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Images of several samples, as the model takes them."""
     names = [name for name in PER_IMAGE if any(name in sample for sample in samples)]
     return as_one_row({name: torch.cat([sample[name] for sample in samples if name in sample]) for name in names})
 
 
 def as_one_row(images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Images as the model takes them, from tensors whose rows are images or their tiles.
-
-    Idefics2, Idefics3 and SmolVLM want the tiles of each row of a batch, (rows, tiles, ...): here there is one row.
-    """
+    """Images as the model takes them, from tensors whose rows are images or their tiles."""
+    # Idefics2, Idefics3 and SmolVLM want the tiles of each row of a batch, (rows, tiles, ...): here there is one row.
     if "pixel_attention_mask" not in images or images["pixel_values"].dim() != 4:
         return dict(images)
     return {**images, **{name: images[name][None] for name in ("pixel_values", "pixel_attention_mask")}}
@@ -261,12 +249,9 @@ def check_packed(
     Args:
         model: As it is trained: wrapped, if it is.
         collator: Makes the packs.
-        items: Of the dataset.
+        items: Items of the dataset.
         device: Where the model computes; by default where its first parameter is.
-        rounded: Whether it computes in 16 bits whatever its logits are handed out in, as under autocast.
-
-    Raises:
-        ConfigError: It does not; the message says by how much.
+        rounded: Whether the model computes in 16 bits whatever its logits come in, as under autocast.
     """
     device = device or next(model.parameters()).device
     were_training = [module for module in model.modules() if module.training]  # a frozen ViT may not be
@@ -289,7 +274,7 @@ def check_packed(
 
 
 def two_texts(config: Any) -> tuple[PackCollator, list[list[int]]]:
-    """Made-up items, the same on all ranks, and their collator: to check a model before it is known what is drawn."""
+    """A collator and two made-up texts, the same on all ranks: to check a model before anything is drawn."""
     special = {value for name, value in config.to_dict().items() if name.endswith("token_id")}
     ids = [token for token in range(config.get_text_config().vocab_size) if token not in special]
     texts = [ids[:CHECKED_TOKENS], ids[CHECKED_TOKENS : 3 * CHECKED_TOKENS]]
@@ -302,7 +287,7 @@ def _text(items: list[list[int]]) -> dict[str, Tensor]:
 
 
 def _plain(sample: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A sample as the model takes it without any packing."""
+    """The sample as the model takes it without any packing."""
     rows = {name: value[None] for name, value in sample.items() if name in PER_TOKEN}
     return rows | _images([sample]) | {"attention_mask": torch.ones_like(rows["input_ids"])}
 

@@ -21,7 +21,7 @@ from omnibal.integrations.loading import Loads, PackItems, PackSampler, PlannedL
 from omnibal.integrations.packing import PER_TOKEN, Collator, PackCollator, refuse_missing, unpadded_images
 
 PLANNED_SHARE: Final = 0.75
-"""Of the limits that packs are planned with: the rest is for padding, and for what sorting leaves uneven.
+"""Share of the limits that packs are planned with: the rest is for padding, and for what sorting leaves uneven.
 
 On made-up tile lengths at 8 ranks and limits of 16 tiles and 4096 tokens, 1 % of the steps then have a larger batch, by
 2 % at the most; with 0.8 it is 29 % of the steps, by 15 %.
@@ -33,11 +33,6 @@ class PaddedSampler(PackSampler):
 
     Steps hold the samples that the planner chose at random, so nothing but the place of a sample within its step
     depends on its length. A step that cannot be dealt within the limits is dealt as evenly as it can be.
-
-    Args:
-        lengths: As of ``PackSampler``.
-        limits: The most that a padded micro-batch may hold.
-        options: As of ``PackSampler``.
     """
 
     def __init__(self, lengths: SampleLengths, limits: PackLimits, **options: Any) -> None:
@@ -49,7 +44,8 @@ class PaddedSampler(PackSampler):
         """The batches of a step, in the order of ``packs_of_all_ranks``."""
         samples = self.step(step).packs.samples
         dealt = deal_padded(samples, self.lengths, self._most, self.num_replicas * self.micro_batches)
-        # Ranks that run at the same time get images alike, and over the step's micro-batches they even out.
+        # Rows of the grid are micro-batches, which ranks run at the same time: each row gets batches with about as many
+        # images. Every second row is turned round, so that over the step no rank gets more images than others.
         by_vision = np.argsort(-dealt.vision_units(self.lengths), kind="stable")
         grid = by_vision.reshape(self.micro_batches, self.num_replicas)
         grid[1::2] = grid[1::2, ::-1]
@@ -68,13 +64,7 @@ def deal_padded(samples: IntArray, lengths: SampleLengths, limits: PackLimits, c
     """Deal samples into batches such that the largest one, padding included, is as small as sorting allows.
 
     Batches are runs of the samples in order of their length, so each is padded little. A batch with more vision units
-    than the limit is made only where there is no other way.
-
-    Args:
-        samples: Indices into the lengths.
-        lengths: Of the dataset.
-        limits: Their vision units.
-        count: How many batches; some are empty where there are fewer samples.
+    than the limit is made only where there is no other way. Batches are empty only where there are fewer samples.
 
     >>> lengths = SampleLengths([0, 0, 0, 0], [100, 10, 90, 20])
     >>> [batch.tolist() for batch in deal_padded(np.arange(4), lengths, PackLimits(1, 200), 2)]
@@ -87,7 +77,7 @@ def deal_padded(samples: IntArray, lengths: SampleLengths, limits: PackLimits, c
     everything = int(tokens[0]) * len(tokens)
     fits = _num_runs(tokens, vision, everything, limits.vision_units) <= count
     most_vision = limits.vision_units if fits else int(vision.sum())
-    least, most = int(tokens[0]), everything
+    least, most = int(tokens[0]), everything  # the largest padded size is searched by halving
     while least < most:
         middle = (least + most) // 2
         if _num_runs(tokens, vision, middle, most_vision) <= count:
@@ -127,12 +117,8 @@ def _cut(tokens: IntArray, vision: IntArray, most: int, most_vision: int, bounds
 class PaddedCollator:
     """The host's own batches of the samples that a sampler draws, whatever fields they have.
 
-    Args:
-        collate: The host's: from a list of items to tensors, with ``input_ids`` and ``labels`` (samples, tokens), an
-            ``attention_mask`` of them where samples are padded, and images as rows of ``pixel_values``.
-        lengths: What the batches were planned with, to refuse other samples than were planned; None to take any.
-        absorb: Whether samples of other lengths are trained all the same, with a warning, as far as ranks stay alike.
-        arguments: As of ``arguments_of``.
+    Arguments are those of ``PackCollator``. ``collate`` gives ``input_ids`` and ``labels`` (samples, tokens), an
+    ``attention_mask`` where samples are padded, and images as rows of ``pixel_values``.
     """
 
     def __init__(
@@ -146,14 +132,10 @@ class PaddedCollator:
         self._collate, self._arguments = collate, arguments
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
-    def __call__(self, drawn: PackItems) -> dict[str, Any]:
-        """The arguments of the model's forward pass, and the labels.
-
-        Raises:
-            DataError: As of ``measure``; or samples have other lengths than were planned.
-        """
+    def __call__(self, drawn: Drawn) -> dict[str, Any]:
+        """The arguments of the model's forward pass; DataError for samples that are not as planned."""
         batch = self._collated(drawn.items)
-        if self._planned is not None:  # rows tell their tokens, images only how many there are in all
+        if self._planned is not None:  # a row tells its tokens, pixel_values only the images of all rows
             rows = [(None, *row) for row in _rows(batch)]
             self._planned.check(drawn.samples, rows, _units(batch))
         if drawn.has_filler:
@@ -161,11 +143,7 @@ class PaddedCollator:
         return batch
 
     def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
-        """Vision units, LLM tokens and target tokens of some samples: reads each of them once.
-
-        Raises:
-            DataError: As of ``refuse_missing``.
-        """
+        """Loads of some samples, each of which is read once."""
         batches = (self._collated([dataset[number]]) for number in numbers)
         return [(_units(batch), *_rows(batch)[0]) for batch in batches]
 
@@ -173,16 +151,14 @@ class PaddedCollator:
         batch = {name: value for name, value in self._collate(list(items)).items() if value is not None}
         refuse_missing(batch, self._arguments)
         batch["labels"] = batch["labels"].clone()
-        batch["labels"][:, :1] = IGNORED  # nothing predicts it: some hosts count it
+        batch["labels"][:, :1] = IGNORED  # nothing predicts a first token, but some hosts count it as a target
         return batch
 
 
 class RowCollator(PackCollator):
     """Samples one by one, to become rows of a batch that is padded behind: for models that cannot pack.
 
-    Args:
-        collate: The host's, as of ``PackCollator``; it may give ``token_type_ids`` too.
-        positions: As ``positions_of(config, packed=False)`` gives it.
+    ``positions`` is what ``positions_of(config, packed=False)`` gives; the host's collator may give ``token_type_ids``.
     """
 
     per_token = (*PER_TOKEN, "token_type_ids")
@@ -193,7 +169,7 @@ class RowCollator(PackCollator):
         return 0 if self._positions is None else 3
 
     def positions(self, sample: Mapping[str, Tensor]) -> Tensor:
-        """In time, height and width, without the text's own that would tell samples apart."""
+        """Positions in time, height and width, without the text's row, which would tell samples apart."""
         ids = sample["input_ids"]
         return ids.new_empty((0, len(ids))) if self._positions is None else self._positions(ids, sample)[1:]
 
@@ -206,6 +182,6 @@ def _rows(batch: Mapping[str, Tensor]) -> list[tuple[int, int]]:
 
 
 def _units(fields: Mapping[str, Tensor]) -> int:
-    """Tiles or patches."""
+    """Vision units: tiles or patches."""
     pixels = fields.get("pixel_values")
     return 0 if pixels is None else len(unpadded_images(fields).get("pixel_values", pixels))
