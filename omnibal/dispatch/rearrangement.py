@@ -93,7 +93,7 @@ class Rearrangement:
         """What goes from which rank to which, (num_ranks before, num_ranks after); what stays is on the diagonal.
 
         Args:
-            sizes: Of each sample, in any unit, (samples,).
+            sizes: What each sample weighs, in any unit, (samples,).
         """
         dense: FloatArray = self.sparse_volumes(sizes).toarray()
         return dense

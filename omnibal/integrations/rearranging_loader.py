@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from itertools import chain, count, islice
 from typing import Any, Final
 
@@ -33,11 +32,6 @@ TOLD: Final = (*COLUMNS, *PER_IMAGE)
 """What ranks tell each other of a sample: the columns of a plan, and the rows of each tensor of its images."""
 SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask"})
 """Tensors that tell how much of an image is real: beside them smaller images may be padded to the largest."""
-DTYPES: Final = (
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-)
-MOST_DIMENSIONS: Final = 4  # of a row of an image's tensor
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Of one row of an image's tensor: a tile, a patch, an image."""
@@ -96,8 +90,10 @@ class RearrangingLoader:
         self._micro_batches = micro_batches
         positions = collator.num_positions
         settings = f"micro_batches={micro_batches}, {positions} rows of positions, {self._costs}"
-        self._lengths, self._meeting = LengthsExchange(new_gloo_group(group), settings), Meeting(group)
-        self._num_ranks = dist.get_world_size(group)
+        # A gloo group of its own, since a thread gathers what ranks draw.
+        self._settings, self._group, self._meeting = settings, new_gloo_group(group), Meeting(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._num_ranks = len(self._ranks)
         self._prints = prints and dist.get_rank() == 0
         self._steps_done, self._state = 0, None
 
@@ -163,7 +159,7 @@ class RearrangingLoader:
             told = [self._sizes(batch) for batch in read], rows_of_images(chain(*read))
         except Exception as error:
             told = DataError(said(error))
-        of_ranks, shapes = self._lengths.gather(told, iteration, number)
+        of_ranks, shapes = self._gather(told, iteration, number)
         if not any(of_ranks):
             return None
         nothing = np.zeros((len(TOLD), 0), dtype=np.int64)
@@ -184,6 +180,34 @@ class RearrangingLoader:
                 Drawn(_pinned(of_samples), {name: _pinned(rows) for name, rows in images.items()}, plan, check)
             )
         return _Step(drawn, state)
+
+    def _gather(
+        self, told: tuple[list[IntArray], Shapes] | DataError, iteration: int, step: int
+    ) -> tuple[list[list[IntArray]], Shapes]:
+        """Sizes of the micro-batches of all ranks, each (len(TOLD), samples), and the largest rows of images.
+
+        Args:
+            told: Sizes of this rank's micro-batches, and rows of its images; or why there are none.
+            iteration: Number of the loader's iteration.
+            step: Number of the step in the iteration.
+
+        Raises:
+            DataError: On all ranks alike: a rank has failed, or has images unlike those of another rank.
+            ConfigError: On all ranks alike: a rank has other settings, or is at another step.
+        """
+        own = told if isinstance(told, DataError) else (self._settings, (iteration, step), *told)
+        gathered: list[Any] = gather(own, group=self._group)
+        rows = []
+        for rank, (settings, at, _, shapes) in zip(self._ranks, gathered, strict=True):
+            if settings != gathered[0][0]:
+                expected = f"those of rank {self._ranks[0]}, {gathered[0][0]}"
+                raise ConfigError(f"rank {rank}: settings must be {expected}, got {settings}")
+            if at != gathered[0][1]:
+                here, there = (f"step {step} of iteration {iteration}" for iteration, step in (at, gathered[0][1]))
+                expected = f"stand at {there}, as on rank {self._ranks[0]}"
+                raise ConfigError(f"rank {rank}: the loader must {expected}, got {here}")
+            rows += [(f"rank {rank}: ", name, shape) for name, shape in shapes.items()]
+        return [sizes for _, _, sizes, _ in gathered], largest_rows(rows)
 
     def _plan(self, ranks: Sequence[IntArray], total_targets: int) -> StepPlan:
         source = np.repeat(np.arange(len(ranks)), [sizes.shape[1] for sizes in ranks])
@@ -238,93 +262,11 @@ def _padded(rows: Tensor, shape: Sequence[int]) -> Tensor:
     return pad(rows, [amount for size in reversed(behind) for amount in (0, size)])
 
 
-class LengthsExchange:
-    """Gathers the sizes of a step's samples from all ranks, as integers in one all-gather over a gloo group.
-
-    All ranks send records of the same length:
-
-        [failed?, hash of settings, iteration, step | micro-batches, samples | shapes of images' rows | samples' sizes]
-
-    with room for as many samples as any rank has ever drawn in a step. A step in which a rank has drawn more is
-    gathered a second time, with more room. Only what has gone wrong travels as objects.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, settings: str) -> None:
-        self._group, self._settings = group, settings
-        self._ranks, self._room = dist.get_process_group_ranks(group), 0
-
-    def gather(
-        self, drawn: tuple[Sequence[IntArray], Shapes] | DataError, iteration: int, step: int
-    ) -> tuple[list[list[IntArray]], Shapes]:
-        """Sizes of the micro-batches of all ranks, each (len(TOLD), samples), and the largest rows of images.
-
-        Args:
-            drawn: Sizes of this rank's micro-batches, and rows of its images; or why there are none.
-            iteration: Number of the loader's iteration.
-            step: Number of the step in the iteration.
-
-        Raises:
-            DataError: On all ranks alike: a rank has failed, or has images unlike those of another rank.
-            ConfigError: On all ranks alike: a rank has other settings, or is at another step.
-        """
-        batches, shapes = ((), {}) if isinstance(drawn, DataError) else drawn
-        numbers = np.repeat(np.arange(len(batches)), [lengths.shape[1] for lengths in batches])
-        samples = np.concatenate([numbers[None], np.concatenate([np.zeros((len(TOLD), 0)), *batches], axis=1)]).T
-        settings = int.from_bytes(sha256(self._settings.encode()).digest()[:8], "little") >> 1
-        agreed = [isinstance(drawn, DataError), settings, iteration, step]
-        head = np.array([*agreed, len(batches), len(samples), *_encoded(shapes)], dtype=np.int64)
-        while True:
-            records = self._gathered(head, samples.astype(np.int64))
-            if records[:, 0].any() or (records[:, : len(agreed)] != records[0, : len(agreed)]).any():
-                self._explain(drawn, iteration, step)
-            counts = records[:, len(agreed) + 1]
-            if counts.max() <= self._room:
-                break
-            self._room = 1 << int(counts.max() - 1).bit_length()
-        of_ranks = []
-        for record, num_samples, batches_there in zip(records, counts, records[:, len(agreed)], strict=True):
-            number, *lengths = record[len(head) :].reshape(-1, 1 + len(TOLD))[:num_samples].T
-            of_ranks.append([np.stack(lengths)[:, number == batch] for batch in range(batches_there)])
-        rows = [
-            (f"rank {rank}: ", name, shape)
-            for rank, record in zip(self._ranks, records, strict=True)
-            for name, shape in _decoded(record[len(agreed) + 2 : len(head)]).items()
-        ]
-        return of_ranks, largest_rows(rows)
-
-    def _gathered(self, head: IntArray, samples: IntArray) -> IntArray:
-        """Records of all ranks, (ranks, integers): the head, and as many samples as there is room for."""
-        own = np.zeros((self._room, 1 + len(TOLD)), dtype=np.int64)
-        own[: len(samples)] = samples[: self._room]
-        record = torch.from_numpy(np.concatenate([head, own.ravel()]))
-        records = record.new_empty((len(self._ranks), len(record)))
-        dist.all_gather([*records], record, group=self._group)
-        found: IntArray = records.numpy()
-        return found
-
-    def _explain(self, drawn: object, iteration: int, step: int) -> None:
-        """Raise on all ranks what failed on one, or what differs between ranks."""
-        told = gather(drawn if isinstance(drawn, DataError) else (self._settings, iteration, step), group=self._group)
-        for rank, (settings, *place) in zip(self._ranks, told, strict=True):
-            if settings != told[0][0]:
-                expected = f"those of rank {self._ranks[0]}, {told[0][0]}"
-                raise ConfigError(f"rank {rank}: settings must be {expected}, got {settings}")
-            if place != [*told[0][1:]]:
-                here, there = (f"step {step} of iteration {iteration}" for iteration, step in (place, told[0][1:]))
-                expected = f"stand at {there}, as on rank {self._ranks[0]}"
-                raise ConfigError(f"rank {rank}: the loader must {expected}, got {here}")
-
-
 def rows_of_images(samples: Iterable[Mapping[str, Tensor]]) -> Shapes:
     """The largest row of each tensor of a rank's images; DataError where rows are unlike each other."""
-    rows = [
+    return largest_rows(
         ("", name, (tuple(of[name].shape[1:]), of[name].dtype)) for of in samples for name in PER_IMAGE if name in of
-    ]
-    for _, name, (shape, dtype) in rows:
-        if len(shape) > MOST_DIMENSIONS or dtype not in DTYPES:
-            got = f"{shape} of {dtype}"
-            raise DataError(f"rows of {name} must have at most {MOST_DIMENSIONS} dimensions of numbers, got {got}")
-    return largest_rows(rows)
+    )
 
 
 def largest_rows(rows: Iterable[tuple[str, str, Shape]]) -> Shapes:
@@ -345,21 +287,6 @@ def largest_rows(rows: Iterable[tuple[str, str, Shape]]) -> Shapes:
             raise DataError(f"{where}rows of {name} must be alike in all samples, {got}")
         found[name] = tuple(map(max, most, shape)), kind
     return found
-
-
-def _encoded(shapes: Shapes) -> list[int]:
-    """For each of ``PER_IMAGE``: 1 + the number of its dtype, or 0 without such a tensor; dimensions; sizes."""
-    numbers = []
-    for name in PER_IMAGE:
-        shape, dtype = shapes.get(name, ((), None))
-        padding = [0] * (MOST_DIMENSIONS - len(shape))
-        numbers += [0 if dtype is None else 1 + DTYPES.index(dtype), len(shape), *shape, *padding]
-    return numbers
-
-
-def _decoded(numbers: IntArray) -> Shapes:
-    rows = zip(PER_IMAGE, numbers.reshape(len(PER_IMAGE), -1).tolist(), strict=True)
-    return {name: (tuple(sizes[:count]), DTYPES[kind - 1]) for name, (kind, count, *sizes) in rows if kind}
 
 
 def counted_costs(
