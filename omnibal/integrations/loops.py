@@ -27,9 +27,16 @@ from omnibal.integrations.lengths import (
     two_samples,
     with_sources,
 )
-from omnibal.integrations.loading import Dataset, Loads, PackedView, PackItems, PackSampler, PlannedLoads
+from omnibal.integrations.loading import Dataset, Loads, PackedView, PackSampler
 from omnibal.integrations.losses import loss_per_target
-from omnibal.integrations.packing import Collator, PackCollator, arguments_of, check_packed, positions_of
+from omnibal.integrations.packing import (
+    Collator,
+    PackCollator,
+    SampleCollator,
+    arguments_of,
+    check_packed,
+    positions_of,
+)
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.ranks import gather, place
 
@@ -91,14 +98,14 @@ class PackLoader(DataLoader[Any]):
         self._taken = 0
 
 
-class ItemCollator:
+class ItemCollator(SampleCollator):
     """A host's own collator of several items, for hosts that flatten or pad the items of a batch themselves.
 
     Args:
         collate: From a list of items to a batch.
         measure: Vision units, LLM tokens and target tokens of an item.
-        lengths: What the packs were planned with; None to take any samples.
-        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
+        lengths: As of ``SampleCollator``, like ``absorb``.
+        absorb: Of ``SampleCollator``.
     """
 
     def __init__(
@@ -109,34 +116,17 @@ class ItemCollator:
         *,
         absorb: bool = False,
     ) -> None:
+        super().__init__(lengths, absorb=absorb)
         self._collate, self._measure = collate, measure
-        self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
-
-    def measure(self, dataset: Dataset, numbers: Sequence[int]) -> list[Loads]:
-        """Loads of some samples, each of which is read once."""
-        return [self.loads(dataset[number]) for number in numbers]
 
     def sample(self, item: Any) -> Any:
         return item
 
-    def loads(self, item: Any) -> Loads:
-        return self._measure(item)
+    def loads(self, sample: Any) -> Loads:
+        return self._measure(sample)
 
-    def without_targets(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The item as a filler."""
-        return {**item, "labels": torch.full_like(torch.as_tensor(item["labels"]), IGNORED)}
-
-    def pack(self, items: Sequence[Any]) -> Any:
-        return self._collate([*items])
-
-    def __call__(self, drawn: Drawn) -> Any:
-        """The host's batch of a pack's items; DataError where a sample has another length than was planned."""
-        if self._planned is not None:
-            self._planned.check(drawn.samples, [self.loads(item) for item in drawn.items])
-        items = list(drawn.items)
-        if drawn.has_filler:
-            items[-1] = self.without_targets(items[-1])
-        return self.pack(items)
+    def pack(self, samples: Sequence[Any]) -> Any:
+        return self._collate([*samples])
 
 
 def item_loads(item: Mapping[str, Any]) -> Loads:

@@ -99,15 +99,56 @@ def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
     return torch.cat([torch.arange(len(ids))[None], mrope_positions(ids, sample, **sizes)])
 
 
-class PackCollator:
+class SampleCollator:
+    """Makes packs of samples that are read one by one: subclasses say how an item becomes a sample, and samples a pack.
+
+    Args:
+        lengths: What the packs were planned with, to refuse other samples than were planned; None to take any.
+        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
+    """
+
+    def __init__(self, lengths: SampleLengths | None = None, *, absorb: bool = False) -> None:
+        self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
+
+    def sample(self, item: Any) -> Any:
+        """An item of the dataset as ``pack`` takes it."""
+        raise NotImplementedError
+
+    def loads(self, sample: Any) -> Loads:
+        """Vision units, LLM tokens and target tokens of a sample."""
+        raise NotImplementedError
+
+    def pack(self, samples: Sequence[Any]) -> Any:
+        """A batch of samples, as the model or the host takes it."""
+        raise NotImplementedError
+
+    def without_targets(self, sample: Any) -> dict[str, Any]:
+        """The sample as a filler."""
+        return {**sample, "labels": torch.full_like(torch.as_tensor(sample["labels"]), IGNORED)}
+
+    def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
+        """Loads of some samples, each of which is read once."""
+        return [self.loads(self.sample(dataset[number])) for number in numbers]
+
+    def __call__(self, drawn: Drawn) -> Any:
+        """The batch of a pack; DataError for samples that are not as planned."""
+        samples = [self.sample(item) for item in drawn.items]
+        if self._planned is not None:
+            self._planned.check(drawn.samples, [self.loads(sample) for sample in samples])
+        if drawn.has_filler:
+            samples[-1] = self.without_targets(samples[-1])
+        return self.pack(samples)
+
+
+class PackCollator(SampleCollator):
     """Collates each sample alone by the host's collator, and lays samples one after another.
 
     Args:
         collate: From a list of items to tensors, ``input_ids`` and ``labels`` (1, tokens) among them; what
             ``attention_mask`` marks as padding is cut off.
         positions: How positions are counted, as ``positions_of`` gives it.
-        lengths: What the packs were planned with, to refuse other samples than were planned; None to take any.
-        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
+        lengths: As of ``SampleCollator``, like ``absorb``.
+        absorb: Of ``SampleCollator``.
         arguments: Names that the model takes: tensors under other names are dropped, as the model would ignore them.
     """
 
@@ -123,8 +164,8 @@ class PackCollator:
         absorb: bool = False,
         arguments: frozenset[str] | None = None,
     ) -> None:
+        super().__init__(lengths, absorb=absorb)
         self._collate, self._positions, self._arguments = collate, positions, arguments
-        self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
     def sample(self, item: Any) -> dict[str, Tensor]:
         """The fields of one item: per token (tokens,), per image as the model takes it.
@@ -158,15 +199,6 @@ class PackCollator:
             return False
         return not isinstance(value, Tensor) or (self._arguments is not None and name not in self._arguments)
 
-    def __call__(self, drawn: Drawn) -> dict[str, Any]:
-        """The arguments of the model's forward pass for a pack; DataError for samples that are not as planned."""
-        samples = [self.sample(item) for item in drawn.items]
-        if self._planned is not None:
-            self._planned.check(drawn.samples, [self.loads(sample) for sample in samples])
-        if drawn.has_filler:
-            samples[-1] = self.without_targets(samples[-1])
-        return self.pack(samples)
-
     @property
     def num_positions(self) -> int:
         """Rows of a token's positions."""
@@ -178,7 +210,7 @@ class PackCollator:
         return torch.arange(len(ids))[None] if self._positions is None else self._positions(ids, sample)
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-        """Lay samples, as ``sample`` gives them, one after another: (1, tokens), and images one after another."""
+        """The arguments of the model's forward pass: tokens one after another, (1, tokens), and so images."""
         placed = [self.positions(sample) for sample in samples]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
         positions = torch.cat(placed, dim=-1)
@@ -187,20 +219,9 @@ class PackCollator:
         # No mask and no cache: with one of them transformers' attention ignores that positions restart.
         return tokens | _images(samples) | {"position_ids": positions, "use_cache": False}
 
-    def measure(self, dataset: Any, numbers: Sequence[int]) -> list[Loads]:
-        """Loads of some samples, each of which is read once."""
-        return [self.loads(self.sample(dataset[number])) for number in numbers]
-
-    @staticmethod
-    def loads(sample: Mapping[str, Tensor]) -> Loads:
-        """Vision units, LLM tokens and target tokens of a sample, as ``sample`` gives it."""
+    def loads(self, sample: Mapping[str, Tensor]) -> Loads:
         vision_units = len(sample["pixel_values"]) if "pixel_values" in sample else 0
         return vision_units, len(sample["input_ids"]), int((sample["labels"] != IGNORED).sum())
-
-    @staticmethod
-    def without_targets(sample: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sample as a filler."""
-        return {**sample, "labels": torch.full_like(sample["labels"], IGNORED)}
 
 
 def unpadded_images(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
