@@ -128,11 +128,12 @@ def _columns(values: FloatArray) -> FloatArray:
 def _even(costs: FloatArray, num_ranks: int, sizes: FloatArray, most: FloatArray) -> IntArray | None:
     """Divide samples so that ranks have about as much of every cost and hold no more than ``most``; None if none fits.
 
-    Large samples first, each to the rank where the sum of all squared loads grows least, loads measured in the mean
-    rank's: that is the rank with least of what this sample has most of, and for one cost Algorithm 1. Then the rank
-    with most of a cost exchanges a sample (for one or for none) with a rank that has little of it, as long as squares
-    fall. O(n num_ranks), compiled: 0.2 s of one core for 2560 ranks with 60 samples each and one cost.
+    O(n num_ranks), compiled: 0.2 s of one core for 2560 ranks with 60 samples each and one cost.
     """
+    # 1. Large samples first, each to the rank where the sum of all squared loads grows least, loads measured in the
+    #    mean rank's: that is the rank with least of what this sample has most of, and for one cost Algorithm 1.
+    # 2. The rank with most of a cost exchanges a sample (for one or for none) with a rank that has little of it, as
+    #    long as squares fall.
     mean = costs.sum(axis=0) / num_ranks
     parts = np.ascontiguousarray(costs / np.where(mean > 0, mean, 1.0))
     shares = np.ascontiguousarray(sizes / np.where(most > 0, most, 1.0))
@@ -189,6 +190,7 @@ def _exchange(destination: IntArray, parts: FloatArray, shares: FloatArray, room
         loads[rank] += parts[sample]
         held[rank] += shares[sample]
     stuck, tries = 0, EXCHANGES * num_ranks
+    # Costs take turns; all are stuck when the rank with most of each has found no exchange.
     while stuck < num_costs and tries > 0:
         cost = tries % num_costs
         tries -= 1
@@ -214,8 +216,9 @@ def _exchange_best(
 ) -> bool:
     """Make the one exchange between two ranks that lets squares fall most, if any does."""
     num_costs, num_limits = parts.shape[1], shares.shape[1]
-    theirs = np.append(np.flatnonzero(destination == partner), -1)  # -1: nothing comes back
-    best_given, best_taken, best = -1, -1, -1e-12
+    # All pairs of a sample of the full rank, and one of the partner's or -1, where nothing comes back.
+    theirs = np.append(np.flatnonzero(destination == partner), -1)
+    best_given, best_taken, best = -1, -1, -1e-12  # a change that is no rounding error
     for given in np.flatnonzero(destination == full):
         for taken in theirs:
             # Moving d from one load to the other changes the sum of squares by 2 d (d - difference).

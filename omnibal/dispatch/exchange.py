@@ -69,11 +69,9 @@ def _exchange(
     moves: Sequence[Rearrangement],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """Send tensors without gradients, or tensors of one dtype, in one all-to-all.
-
-    A message to a rank holds tensor after tensor, and of each its samples in ascending order. What is sent is copied
-    once, into that order, and what arrives once, out of it; a single tensor that lies in that order is not copied.
-    """
+    """Send tensors without gradients, or tensors of one dtype, in one all-to-all."""
+    # A message to a rank holds tensor after tensor, and of each tensor its samples in ascending order. What is sent is
+    # copied once, into that order, and what arrives once, out of it; a single tensor in that order is not copied.
     rank, num_ranks = dist.get_rank(group), moves[0].num_ranks
     widths, dtype = [prod(tensor.shape[1:]) for tensor in tensors], tensors[0].dtype
     if not tensors[0].requires_grad:  # as bytes: as the widest integers that rows of all tensors consist of
@@ -134,6 +132,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         context: Any, flat: Tensor, out_splits: list[int], in_splits: list[int], group: dist.ProcessGroup | None
     ) -> Tensor:
+        # Gradients take the way back: what arrived from a rank returns to it.
         context.splits, context.group = (in_splits, out_splits), group
         arrived = flat.new_empty(sum(out_splits))
         dist.all_to_all_single(arrived, flat.contiguous(), out_splits, in_splits, group=group)

@@ -89,6 +89,7 @@ def padded_attention(lengths: FloatArray, num_ranks: int) -> IntArray:
     are open, what is left goes to the rank with the least sum. (The pseudo-code multiplies by a rank's shortest sample;
     padding goes by its longest.) No ratio is proved.
     """
+    # 1. The bound: the largest sum of Algorithm 1. 2. Open rank after rank. 3. Deal what is left, the longest first.
     samples = _sorted(lengths, num_ranks)
     sums, destination = np.zeros((2, num_ranks), dtype=np.int64), np.empty(len(lengths), dtype=np.int64)
     _add_up(samples.keys, samples.bits, _deal(samples, num_ranks), sums[0])
@@ -120,12 +121,14 @@ def differencing(costs: FloatArray, num_ranks: int) -> IntArray:
     ]
     heapq.heapify(waiting)
     while len(waiting) > 1:
+        # Join the two divisions that differ most: sums ascend, so one is turned round against the other. Empty sets,
+        # which come first, were left out to save memory, and are written as node -1.
         _, _, sums, nodes = heapq.heappop(waiting)
         _, number, others, other_nodes = waiting[0]
         sums, nodes = with_empty_sets(sums, nodes)
         others, other_nodes = with_empty_sets(others, other_nodes)
         sums, other_nodes = sums + others[::-1], other_nodes[::-1]
-        both = (nodes >= 0) & (other_nodes >= 0)
+        both = (nodes >= 0) & (other_nodes >= 0)  # pairs of two sets that hold samples get a node above them
         joined = np.arange(num_nodes, num_nodes + both.sum())
         above[nodes[both]] = above[other_nodes[both]] = joined
         nodes = np.maximum(nodes, other_nodes)
@@ -134,6 +137,7 @@ def differencing(costs: FloatArray, num_ranks: int) -> IntArray:
         order = np.lexsort((nodes, sums))[np.count_nonzero(nodes < 0) :]
         least = 0.0 if len(order) < num_ranks else sums[order[0]]
         heapq.heapreplace(waiting, (float(least - sums[order[-1]]), number, sums[order], nodes[order]))
+    # The sets of the last division are the ranks; each sample lies where the topmost node above it does.
     ranks = np.zeros(len(above), dtype=np.int64)
     if waiting:
         nodes = waiting[0][3]
@@ -249,6 +253,7 @@ def _first_round(leaves: IntArray) -> IntArray:
 @compiled
 def _fill(ascending: IntArray, bound: int) -> IntArray:
     """The rank of each sample, ranks filled one after another as long as their padded size stays within the bound."""
+    # Lengths ascend: a rank that gets another sample is padded to that one.
     rank, first = 0, 0
     ranks = np.zeros(max(len(ascending), 1), dtype=np.int64)
     for position, length in enumerate(ascending):

@@ -142,6 +142,8 @@ def plan_step(
     """
     if (sizes["llm_tokens"] < 1).any():
         raise DataError(f"samples must have tokens, got none in sample {int(sizes['llm_tokens'].argmin())}")
+    # 1. Divide each phase on its own. 2. Keep what was drawn where a move does not pay: by seconds of computing and of
+    # exchanges with a link, by the share of the cost that it saves without one.
     phases = _phases(sizes, costs)
     drawn = Rearrangement(source, source, num_ranks)
     divided = [_divided(drawn, phase, costs.ranks_per_node) for phase in phases]
@@ -175,6 +177,7 @@ class _Phase:
         ranks, num_ranks = move.destination, move.num_ranks
         if not self.padded:
             return np.bincount(ranks, self.costs, num_ranks).astype(np.float64)
+        # Each of a rank's rows is as long as the longest.
         counts, longest = np.bincount(ranks, minlength=num_ranks), self._longest(move)
         units, squared = (
             np.bincount(ranks, sizes, num_ranks) for sizes in (self.loads.vision_units, self.loads.vision_squared)
@@ -229,6 +232,7 @@ def _divided(drawn: Rearrangement, phase: _Phase, ranks_per_node: int | None) ->
     else:
         destination = divide(phase.costs, num_ranks, sizes=phase.volumes, limits=[phase.limit])
     if ranks_per_node is not None:
+        # Which rank takes which of the divided lists does not matter to balance.
         volumes = Rearrangement(drawn.source, destination, num_ranks).sparse_volumes(phase.volumes)
         destination = keep_in_nodes(volumes, ranks_per_node).rank_of[destination]
     return Rearrangement(drawn.source, np.where(phase.volumes == 0, drawn.source, destination), num_ranks)
@@ -246,6 +250,7 @@ def _weighed(
     def seconds(vision: Rearrangement, llm: Rearrangement) -> tuple[float, float]:
         """Seconds of computing, until the last rank is done, and of exchanges."""
         pixels, tokens = sizes["vision_units"] * link.vision_unit_bytes, sizes["llm_tokens"] * link.token_bytes
+        # Pixels and text leave together; features follow when they are encoded.
         features = (llm.after(vision.inverse()), sizes["image_tokens"] * link.image_token_bytes)
         exchanged = link.seconds((vision, pixels), (llm, tokens)) + link.seconds(features)
         if exchanged or link.phases_meet:
@@ -253,8 +258,10 @@ def _weighed(
         # Nobody waits between phases: a rank with less of the one may have more of the other.
         return float(np.sum([phase.of_ranks(vision) for phase in phases], axis=0).max()), 0.0
 
+    # Four pairs of moves at most: each phase as drawn, unless that breaks a limit, or as divided.
     choices = [[drawn, move] if phase.fits(drawn) else [move] for phase, move in zip(phases, divided, strict=True)]
     vision, llm = min(product(*choices), key=lambda moves: sum(seconds(*moves)))  # the first of equals: as drawn
+    # For the line that says why: each phase moved and not, beside what the other does.
     pairs = {"vision": ((drawn, llm), (divided[0], llm)), "llm": ((vision, drawn), (vision, divided[1]))}
     weighed = {}
     for name, (stays, moves) in pairs.items():
