@@ -51,11 +51,7 @@ class _Reader(TorchDataset[Loads | str]):
 
 
 def measured(collator: Any, dataset: Dataset, num_workers: int = 0) -> SampleLengths:
-    """Measure a dataset with all ranks, each of which reads every ``num_ranks``-th sample in ``num_workers`` processes.
-
-    Raises:
-        DataError: On all ranks alike: a sample could not be read; the message names rank and sample.
-    """
+    """Measure a dataset with all ranks, each of which reads a share of the samples in ``num_workers`` processes."""
     rank, num_ranks = place()
     own = range(rank, len(dataset), num_ranks)
     options: dict[str, Any] = {"batch_size": READ_AT_ONCE, "collate_fn": list, "num_workers": num_workers}
@@ -90,13 +86,7 @@ def kept_lengths(
     """Lengths as they were measured before, or measured now; all ranks together.
 
     Lengths that are damaged, missing on some rank, or of other data (as far as a few samples tell) are measured again.
-
-    Args:
-        collator: Its ``measure`` gives the loads of samples.
-        dataset: The same on all ranks.
-        folder: Where lengths are kept; None to keep none.
-        saves: Whether this rank writes to the folder.
-        num_workers: Processes of each rank that read.
+    ``saves`` says whether this rank writes to the folder; ``num_workers`` are processes of each rank that read.
     """
     found = None
     if folder is not None:

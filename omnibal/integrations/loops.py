@@ -99,14 +99,7 @@ class PackLoader(DataLoader[Any]):
 
 
 class ItemCollator(SampleCollator):
-    """A host's own collator of several items, for hosts that flatten or pad the items of a batch themselves.
-
-    Args:
-        collate: From a list of items to a batch.
-        measure: Vision units, LLM tokens and target tokens of an item.
-        lengths: As of ``SampleCollator``, like ``absorb``.
-        absorb: Of ``SampleCollator``.
-    """
+    """A host's own collator of several items, for hosts that flatten or pad the items of a batch themselves."""
 
     def __init__(
         self,

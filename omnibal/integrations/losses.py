@@ -60,12 +60,8 @@ def router_loss(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) ->
     """How unevenly tokens are sent to experts: at least ``top_k``, where all experts get as much.
 
     experts · Σ over experts (share of tokens that the expert is chosen for · mean probability of the expert), over the
-    tokens of all layers together, as transformers computes it.
-
-    Args:
-        router_logits: Of each layer, (tokens, experts).
-        counted: Which tokens count, (tokens,); one at least.
-        top_k: Experts that a token is sent to.
+    tokens of all layers together, as transformers computes it. ``router_logits`` are (tokens, experts) of each layer;
+    ``counted`` says which tokens count, one at least; a token is sent to ``top_k`` experts.
 
     Source: Fedus et al., Switch Transformers, JMLR 2022, equations 4 to 6.
     """
@@ -81,12 +77,10 @@ def router_loss(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) ->
 
 
 def sample_of_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """The number of the sample that each token belongs to, shape (rows, tokens), as ``labels``.
-
-    ``batch`` is a pack, whose positions restart at each sample, or a padded batch of one sample a row.
-    """
+    """The number of the sample that each token belongs to, shape (rows, tokens), as ``labels``."""
     rows = batch["labels"]
-    if "position_ids" in batch and not batch.get("use_cache", True):  # a pack; the first row tells samples apart
+    # In a pack positions restart at each sample, in the first row of several; else each row is a sample.
+    if "position_ids" in batch and not batch.get("use_cache", True):
         text = batch["position_ids"].flatten(0, -2)[0]
         starts: Tensor = text == 0
         return starts.cumsum(0)[None]
@@ -190,10 +184,7 @@ class StepLoss:
             self._trainer.compute_loss_func = self
 
     def compute(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
-        """In the place of ``compute_loss``: in training the model's head works on target rows alone, if it can.
-
-        Outside of this call the model is what it was: to be copied, saved, evaluated or given to another trainer.
-        """
+        """In the place of ``compute_loss``: in training the model's head works on target rows alone, if it can."""
         if self._trainer.args.torch_compile:
             vary_lengths(inputs)
         if self._keeps_loss:
@@ -209,6 +200,7 @@ class StepLoss:
         base = base_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
         weights = None if self._reduction == "token" else functional.pad(self._weights[0], (0, 1))
         targets = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED), weights
+        # Outside of the block the model is what it was: to be copied, saved, evaluated or given to another trainer.
         with head_on_targets(base, targets) as self._head:
             return self._compute(model, inputs, *others, **options)
 

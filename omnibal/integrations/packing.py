@@ -41,15 +41,7 @@ ROUNDED: Final = 0.05
 
 
 def positions_of(config: Any, *, packed: bool = True) -> Positions | None:
-    """How positions of a sample's tokens are counted; None for one row that counts up.
-
-    Args:
-        config: Configuration of a model of transformers.
-        packed: Whether positions are to tell samples apart.
-
-    Raises:
-        ConfigError: Models of this type do not pack, or nobody has shown that they do.
-    """
+    """How a model of transformers counts positions of a sample's tokens; None for one row that counts up."""
     if packed and config.model_type not in FAMILIES:
         raise ConfigError(
             f"model_type must be one of {', '.join(FAMILIES)} to train on packs, got {config.model_type!r}; "
@@ -102,9 +94,8 @@ def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
 class SampleCollator:
     """Makes packs of samples that are read one by one: subclasses say how an item becomes a sample, and samples a pack.
 
-    Args:
-        lengths: What the packs were planned with, to refuse other samples than were planned; None to take any.
-        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
+    Samples of other ``lengths`` than the packs were planned with are refused, or with ``absorb`` trained all the same,
+    as far as ranks stay alike; without lengths any samples are taken.
     """
 
     def __init__(self, lengths: SampleLengths | None = None, *, absorb: bool = False) -> None:
@@ -147,8 +138,8 @@ class PackCollator(SampleCollator):
         collate: From a list of items to tensors, ``input_ids`` and ``labels`` (1, tokens) among them; what
             ``attention_mask`` marks as padding is cut off.
         positions: How positions are counted, as ``positions_of`` gives it.
-        lengths: As of ``SampleCollator``, like ``absorb``.
-        absorb: Of ``SampleCollator``.
+        lengths: Vision units and tokens that the packs were planned with, to refuse other samples; None to take any.
+        absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
         arguments: Names that the model takes: tensors under other names are dropped, as the model would ignore them.
     """
 
@@ -265,14 +256,8 @@ def check_packed(
 ) -> None:
     """Check that a pack gives each sample the logits that it gets alone.
 
-    Where layers gather their weights from other ranks, all ranks check the same items at the same time.
-
-    Args:
-        model: As it is trained: wrapped, if it is.
-        collator: Makes the packs.
-        items: Items of the dataset.
-        device: Where the model computes; by default where its first parameter is.
-        rounded: Whether the model computes in 16 bits whatever its logits come in, as under autocast.
+    The model is wrapped if it is trained so: where layers gather their weights from other ranks, all ranks check the
+    same items at the same time. ``rounded``: it computes in 16 bits whatever its logits come in, as under autocast.
     """
     device = device or next(model.parameters()).device
     were_training = [module for module in model.modules() if module.training]  # a frozen ViT may not be

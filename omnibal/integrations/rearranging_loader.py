@@ -186,14 +186,8 @@ class RearrangingLoader:
     ) -> tuple[list[list[IntArray]], Shapes]:
         """Sizes of the micro-batches of all ranks, each (len(TOLD), samples), and the largest rows of images.
 
-        Args:
-            told: Sizes of this rank's micro-batches, and rows of its images; or why there are none.
-            iteration: Number of the loader's iteration.
-            step: Number of the step in the iteration.
-
-        Raises:
-            DataError: On all ranks alike: a rank has failed, or has images unlike those of another rank.
-            ConfigError: On all ranks alike: a rank has other settings, or is at another step.
+        A rank that has failed (a DataError in place of what it has drawn), has other settings, or is at another step
+        ends all ranks.
         """
         own = told if isinstance(told, DataError) else (self._settings, (iteration, step), *told)
         gathered: list[Any] = gather(own, group=self._group)
@@ -270,13 +264,9 @@ def rows_of_images(samples: Iterable[Mapping[str, Tensor]]) -> Shapes:
 
 
 def largest_rows(rows: Iterable[tuple[str, str, Shape]]) -> Shapes:
-    """The largest row of each tensor: images may differ where ``SIZED`` tells how much of an image is real.
+    """The largest row of each tensor, of rows that are (beginning of a message, name of the tensor, shape).
 
-    Args:
-        rows: Where each row was found, as a message begins; name of the tensor; shape of the row.
-
-    Raises:
-        DataError: Rows of a tensor are unlike each other.
+    Images may differ where ``SIZED`` tells how much of an image is real; a DataError names others.
     """
     rows, found = [*rows], dict[str, Shape]()
     may_differ = any(name in SIZED for _, name, _ in rows)

@@ -87,11 +87,7 @@ def recompute_of(trainer: Trainer) -> Level:
 
 
 def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float) -> RankMemory:
-    """What ranks hold, where they have so much memory each.
-
-    Raises:
-        ConfigError: Nobody has counted the model's family, or there is no memory.
-    """
+    """What ranks hold, where they have so much memory each."""
     if profile is None:
         raise ConfigError(
             f"memory_gib must be None for a model whose layers are not counted, got {memory_gib} for "
@@ -107,12 +103,10 @@ def memory_of(trainer: Trainer, profile: ModelProfile | None, memory_gib: float)
 
 
 def wants_all_gradients(trainer: Trainer) -> bool:
-    """Whether the host cannot do without the ViT's gradients, even where no rank has an image.
-
-    DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not where the
-    model, by itself or by the trainer's settings, computes activations again. DeepSpeed reduces gradients bucket by
-    bucket, and ZeRO 3 gathers weights in the order of the steps before.
-    """
+    """Whether the host cannot do without the ViT's gradients, even where no rank has an image."""
+    # DDP waits for the gradients of all parameters, unless it looks for unused ones in every step: it does not where
+    # the model, by itself or by the trainer's settings, computes activations again. DeepSpeed reduces gradients bucket
+    # by bucket, and ZeRO 3 gathers weights in the order of the steps before.
     ddp = trainer.accelerator.ddp_handler
     return bool(trainer.is_deepspeed_enabled or ddp.static_graph or not ddp.find_unused_parameters)
 
@@ -244,7 +238,6 @@ class PacksCallback(RecipeCallback):
         return self._sampler.load(step), samples, self._sampler.shares_of(step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        """Begin to measure."""
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
@@ -310,8 +303,7 @@ class ExplainsStart(TrainerCallback):
         self._wait = ExplainedWait()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
-        """The optimizer is there: all extensions are loaded."""
-        self._wait.close()
+        self._wait.close()  # the optimizer is there: all extensions are loaded
 
 
 def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) -> None:
@@ -336,12 +328,9 @@ def log_figures(trainer: Trainer, logged: Callable[[], dict[str, float]]) -> Non
 
 
 def load_by_names_on_disk(trainer: Trainer) -> None:
-    """Load checkpoints whose weights have other names on disk than in the model.
-
-    transformers 5.23 saves InternVL and others under their names on disk, looks for the model's names when it goes on
-    or takes the best model, and trains on with what the model had, with a warning. A checkpoint that lacks weights is
-    then refused: a ConfigError ends the call of ``trainer.train`` on all ranks.
-    """
+    """Load checkpoints whose weights have other names on disk than in the model; refuse those that lack weights."""
+    # transformers 5.23 saves InternVL and others under their names on disk, looks for the model's names when it goes on
+    # or takes the best model, and trains on with what the model had, with a warning.
     warn = trainer._issue_warnings_after_load
     load, load_best = trainer._load_from_checkpoint, trainer._load_best_model
     folder = ""

@@ -49,7 +49,7 @@ class DatasetDraws:
         order = np.random.default_rng((self._seed, self._epoch)).permutation(len(self._dataset))
         draws = [order[start : start + self._size].tolist() for start in range(0, len(order), self._size)]
         mine = draws[self._rank :: self._num_ranks][self._start :]
-        # Of its own, since this runs in a thread beside the model's: the workers' seeds come from it.
+        # A generator of its own, for the workers' seeds: this runs in a thread beside the model's.
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         self._epoch, self._start = self._epoch + 1, 0
         loader = DataLoader(
@@ -67,16 +67,7 @@ class DatasetDraws:
 
 
 def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bool = False) -> None:
-    """Let a trainer's ranks work on each other's samples; on all ranks, before training.
-
-    Args:
-        trainer: Its settings allow packs.
-        limits: The most that a rank may hold; by default what it draws is not bounded.
-        padded: Whether a rank's samples are rows of a padded batch.
-
-    Raises:
-        ConfigError: Its ranks, its settings or its model do not allow to rearrange.
-    """
+    """Let a trainer, whose settings allow packs, rearrange samples over its ranks."""
     rank, num_ranks = replicas_of(trainer)
     dataset = trainer.train_dataset
     settings = {
@@ -135,7 +126,7 @@ def _source(trainer: Trainer, rank: int, num_ranks: int) -> Stream | DatasetDraw
 
 
 def _rearrange_forward(model: Any) -> None:
-    """Let the model's own forward pass take what a loader drew: its modules, names and wrappers stay as they are."""
+    """Let the model's own forward pass take what a loader drew: modules, names and wrappers of the model stay."""
     plain = model.forward
     phases = Phases(model, plain)
     # A copy of the model shares this function, and must not run the original.
@@ -167,12 +158,12 @@ class RearrangedBatches(PlacedBatches):
         self.imbalances: list[list[tuple[float, float]]] = []
 
     def _batches(self) -> Iterator[dict[str, Any]]:
-        # Trainer leaves an epoch's last iteration unfinished.
+        # From the beginning, where nothing was resumed: Trainer leaves an epoch's last iteration unfinished.
         self._loader.load_state_dict(self._next)
         self._next = self._beginning
         for drawn in self._loader:
             self.imbalances.append([*drawn.plan.imbalance.values()])
-            # The ids are there to be counted.
+            # Trainer counts tokens by input_ids.
             yield {"input_ids": drawn.tokens[None, :, 0], "rearranged": drawn}
 
     def __len__(self) -> int:
@@ -183,11 +174,9 @@ class RearrangedBatches(PlacedBatches):
         return ceil(len(self.source) / micro_batches) * micro_batches
 
     def place(self) -> dict[str, Any] | None:
-        """As of ``PlacedBatches``."""
         return super().place() if isinstance(self.source, Stream) else None
 
     def go_on(self, folder: Path) -> None:
-        """As of ``PlacedBatches``."""
         if isinstance(self.source, Stream):
             super().go_on(folder)
             self._next = self._loader.state_dict()
@@ -206,7 +195,6 @@ class RearrangingCallback(RecipeCallback):
         self._sum, self._count = np.zeros((2, 2)), 0
 
     def made_from(self) -> dict[str, Any]:
-        """What must be the same to go on."""
         return dict(self._made_from)
 
     def check(self) -> None:

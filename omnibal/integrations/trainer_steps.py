@@ -66,22 +66,22 @@ def fit_step(
 ) -> StepSize:
     """Limits and micro-batches under which steps hold as many samples as were asked for, within ``KEPT`` if possible.
 
-    Limits that are given stay where some number of micro-batches fits them. Otherwise limits are searched: those that
-    hold every sample, and only where packs would then be too large for a step also smaller ones, under which larger
-    samples are alone in their packs. Of all that fit, those are taken that waste least.
-
     Args:
-        lengths: Of the dataset.
-        samples_per_step: Asked for, of all ranks together.
+        lengths: Lengths of the dataset.
+        samples_per_step: Samples of a step that are asked for, of all ranks together.
         batch_size: Samples of a micro-batch that the device is known to hold; packs hold as many, or fewer.
         num_replicas: Data-parallel ranks.
         most: Limits that packs must keep, in place of ``batch_size``.
-        padded: Whether they are for padded batches, which are planned with a part of their limits.
+        padded: Whether limits are for padded batches, which are planned with a part of them.
         memory: What ranks hold, and how much they have; for limits that are searched.
 
     Raises:
         InfeasibleError: The memory does not suffice for the largest sample.
     """
+    # 1. Limits that are given stay where some number of micro-batches fits them.
+    # 2. Limits that hold every sample are searched; of those that fit, the ones that waste least are taken.
+    # 3. Where packs are then too large for a step: also smaller limits, under which larger samples are alone in packs.
+    # 4. Where packs still hold too many samples, as of texts, whose limits are few: fewer tokens, found by halving.
     search = _Search(lengths, samples_per_step, batch_size, num_replicas, padded, memory)
     if most is not None:
         given = search.sized(_scaled(most, PLANNED_SHARE) if padded else most)
@@ -168,11 +168,7 @@ class _Search:
         return min(size, again, key=self.off)
 
     def best(self, least: PackLimits, ceiling: PackLimits, *, fills_batches: bool) -> StepSize:
-        """The limits that waste least of those under which steps fit, or those under which they fit best.
-
-        Raises:
-            InfeasibleError: The memory does not suffice for any limits.
-        """
+        """The limits that waste least of those under which steps fit, or those under which they fit best."""
 
         def promising(candidates: Sequence[PackLimits]) -> Iterable[PackLimits]:
             fitting = [limits for limits in candidates if self.lacking_bytes(limits) <= 0]
@@ -184,15 +180,17 @@ class _Search:
                     f"{self.lacking_bytes(smallest) / 2**30:.1f} GiB too little; let activations be computed again, or "
                     "share more of the model"
                 )
-            # How far packs stay below the bound is measured where steps are nearest by the bound alone.
+            # 1. How far packs stay below the bound is measured where steps are nearest by the bound alone.
             size = self.sized(min(fitting, key=lambda limits: self.counted(limits)[1]))
             packs = self.steps[size] * size.micro_batches * self.num_replicas
             self.fullness = len(self.lengths) / packs / self.bound(size.limits)
+            # 2. Keep limits whose steps come near by the bound.
             counted = {limits: self.counted(limits) for limits in fitting}
             near = sorted((limits for limits in fitting if counted[limits][1] <= COUNTED), key=lambda x: counted[x][1])
             if not near:
                 return [min(fitting, key=lambda limits: counted[limits][1])]
-            # Packs that hold what the user's batches held, as many as they were; else as few as can be.
+            # 3. Of these, packs that hold what the user's batches held, as many as the batches were (larger packs may
+            # not fit into memory); else as few packs as can be.
             enough = [limits for limits in near if fills_batches and self.fills_batch(limits)]
             fewest = self.batches if enough else min(counted[limits][0] for limits in near)
             as_many = [limits for limits in enough or near if counted[limits][0] == fewest]
@@ -237,11 +235,9 @@ class _Search:
 
 
 def counted_profile(model: Any, device_name: str | None) -> ModelProfile | None:
-    """What layers cost, counted; None for a family that nobody has counted.
+    """What the layers of a model of transformers or peft cost, counted; None for a family that nobody has counted.
 
-    Args:
-        model: A transformers model, or a peft one; what it does not train has no backward pass to weights.
-        device_name: As torch calls it; None on a CPU.
+    ``device_name`` is torch's, None on a CPU. What is not trained has no backward pass to weights.
     """
     try:
         records = layer_records(model.config.to_dict())
@@ -364,15 +360,7 @@ class Schedule:
 
 
 def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Sharding, schedule: Schedule) -> Gains:
-    """Compare the sampler's steps with what the host would do, and with packs that are not balanced.
-
-    Args:
-        sampler: At the beginning of an epoch.
-        limits: What the user allows a micro-batch.
-        costs: As of ``phase_costs``.
-        layout: How ranks share their work.
-        schedule: The host's batches.
-    """
+    """Compare the sampler's steps with the host's own batches, and with packs that are not balanced."""
     samples, ranks = _drawn(sampler, schedule)
 
     def per_sample(loads: Load, samples_a_step: float) -> float:
@@ -420,16 +408,7 @@ def describe(
     *,
     device: str | None = None,
 ) -> str:
-    """One line before training: what an epoch becomes, what changes, and what is expected of it.
-
-    Args:
-        sampler: At the beginning of an epoch.
-        limits: Of a micro-batch.
-        costs: As of ``phase_costs``.
-        layout: How ranks share their work.
-        schedule: What the host's settings say of its steps.
-        device: What the costs are counted for.
-    """
+    """One line before training: what an epoch becomes, what changes, and what is expected of it."""
     lengths, padded = sampler.lengths, isinstance(sampler, PaddedSampler)
     samples, ranks = _drawn(sampler, schedule)
     random, first = padded_batches(samples, batch=schedule.batch_size, **ranks), _first_steps(sampler)
