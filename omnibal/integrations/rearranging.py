@@ -156,7 +156,8 @@ class Phases:
         self._passes.begin_forward(drawn.check)  # raises on all ranks alike
         with failures_reach_all_ranks():
             loss = self._loss(drawn) * num_ranks
-        return self._passes.begin_backward(loss, drawn.check)
+        self._passes.compare_backward(loss, drawn.check)
+        return loss
 
     def _loss(self, drawn: Drawn) -> Tensor:
         # Three all-to-alls at most: pixels with text, features, and in the backward pass the features' gradients.
@@ -323,10 +324,10 @@ class Passes:
                 )
         check.compare(backward=False)
 
-    def begin_backward(self, loss: Tensor, check: StepCheck) -> Tensor:
-        """Return the loss with a hook: its backward pass is compared when it begins."""
+    def compare_backward(self, loss: Tensor, check: StepCheck) -> None:
+        """Compare the backward pass of a loss when it begins."""
         if not loss.requires_grad:
-            return loss
+            return
         # DDP names itself here for the time of a forward pass. It waits for the gradients of all parameters, unless it
         # looks for unused ones.
         host = DistributedDataParallel._active_ddp_module
@@ -336,14 +337,14 @@ class Passes:
             and not (host.find_unused_parameters or host.static_graph)
         )
 
-        def begin() -> None:
+        def begin(_: Tensor) -> None:
             check.compare(backward=True)
             self._unfinished = check
             # Autograd calls this at the end of the whole backward pass, and not if the pass fails.
             Variable._execution_engine.queue_callback(lambda: self._end_backward(waits_for_all))
 
-        began: Tensor = _Begin.apply(loss, begin)  # type: ignore[no-untyped-call]
-        return began
+        # A tensor's hook runs before the backward pass goes on to what the tensor was computed from.
+        loss.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def _end_backward(self, waits_for_all: bool) -> None:
         self._unfinished = None
@@ -356,17 +357,3 @@ class Passes:
                     "it, or freeze them"
                 )
             self._looks_for_unused = False
-
-
-class _Begin(torch.autograd.Function):
-    """Passes a value on, and calls a function when its gradient comes."""
-
-    @staticmethod
-    def forward(context: Any, value: Tensor, begin: Callable[[], None]) -> Tensor:
-        context.begin = begin
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        context.begin()
-        return gradient, None

@@ -560,11 +560,15 @@ def test_what_travels_is_weighed():
 def test_a_rank_goes_on_after_whole_backward_passes_alone():
     weight, check = torch.ones(1, requires_grad=True), Mock(place=(0, 3, 0))
     passes = Passes(torch.nn.Linear(1, 1))
-    passes.begin_backward((2 * weight).sum(), check).backward()
+    loss = (2 * weight).sum()
+    passes.compare_backward(loss, check)
+    loss.backward()
     passes.begin_forward(check)
     assert [call.kwargs["backward"] for call in check.compare.call_args_list] == [True, False]
     interrupted = 2 * weight
     interrupted.register_hook(fail)
+    loss = interrupted.sum()
+    passes.compare_backward(loss, check)
     with pytest.raises(MemoryError):
-        passes.begin_backward(interrupted.sum(), check).backward()
+        loss.backward()
     assert passes._unfinished is check
