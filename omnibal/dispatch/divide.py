@@ -90,6 +90,7 @@ def divide(
         raise ConfigError(
             f"sizes must be of shape ({len(columns)} samples, {len(most)} limits), got {taken.shape}; give limits too"
         )
+    # What is plainly infeasible is named; whether the rest fits, only the search tells.
     _refuse_too_much(taken, most, num_ranks)
     destination = _even(columns, int(num_ranks), taken, most)
     if destination is None:
@@ -134,6 +135,7 @@ def _even(costs: FloatArray, num_ranks: int, sizes: FloatArray, most: FloatArray
     #    mean rank's: that is the rank with least of what this sample has most of, and for one cost Algorithm 1.
     # 2. The rank with most of a cost exchanges a sample (for one or for none) with a rank that has little of it, as
     #    long as squares fall.
+    # In parts of the mean rank's load and of the limits, so that costs and limits of unlike units compare.
     mean = costs.sum(axis=0) / num_ranks
     parts = np.ascontiguousarray(costs / np.where(mean > 0, mean, 1.0))
     shares = np.ascontiguousarray(sizes / np.where(most > 0, most, 1.0))

@@ -78,6 +78,7 @@ def _exchange(
         widths = [width * tensor.element_size() for width, tensor in zip(widths, tensors, strict=True)]
         unit = gcd(8, *widths)
         widths, dtype = [width // unit for width in widths], CARRIERS[unit]
+    # Rows of unlike widths travel together flat, split by elements.
     flats = [_flat(tensor, dtype) for tensor in tensors]
     sizes = [count * width for count, width in zip(rows, widths, strict=True)]  # elements of each sample
     # Pieces are samples of tensors, tensor after tensor: those of this rank, and those that come to it.
@@ -95,6 +96,7 @@ def _exchange(
         parts = [torch.split(flat, size[of].tolist()) for flat, size, of in zip(flats, sizes, held, strict=True)]
         pieces = [piece for of_tensor in parts for piece in of_tensor]
         message = torch.cat([pieces[number] for number in send_order] or flats)
+    # Every rank knows the sizes of all samples, so nobody needs to tell how much it sends.
     splits = _per_rank(received, source, num_ranks), _per_rank(sent, to, num_ranks)
     arrived: Tensor = _AllToAll.apply(message, *splits, group)  # type: ignore[no-untyped-call]
     if len(flats) == 1 and (receive_order[1:] > receive_order[:-1]).all():

@@ -68,6 +68,7 @@ def keep_in_nodes(volumes: Any, ranks_per_node: int) -> NodePlan:
     node_of = np.arange(num_ranks) // ranks_per_node
     before = after = float(_sent(held, node_of, ranks_per_node).max(initial=0.0))
     if num_ranks > ranks_per_node:
+        # Balance does not depend on the placement: a search that finds nothing better leaves the identity.
         found = _search(held, ranks_per_node)
         sent = float(_sent(held, found, ranks_per_node).max(initial=0.0))
         if sent < before:
@@ -184,7 +185,7 @@ def _relieve(
                 stays = free_from[wanted[entry]] > number or free_from[other] > number
                 if growth < lowest and not (stays and largest >= least):
                     come, go, lowest = wanted[entry], other, growth
-        trials -= max(tried * ranks_per_node, 1)
+        trials -= max(tried * ranks_per_node, 1)  # at least 1, so that the loop ends where nothing can be tried
         if come < 0:  # all of them stay for now, or the rank has nothing elsewhere
             continue
         _write_change(change, come, go, node_of, list_starts, holders, volumes)

@@ -57,15 +57,15 @@ def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float 
 def padded(lengths: FloatArray, num_ranks: int) -> IntArray:
     """Algorithm 2: the largest of (samples on a rank × the longest of them) is as small as it can be.
 
-    Ranks hold neighbours in the order of lengths, and the search for the least bound is exact (the paper's pseudo-code
-    starts it at the shortest sample and may return a packing that does not fit). O(n log n), and O(n) for each of at
-    most 62 tried bounds.
+    The search for the least bound is exact (the paper's pseudo-code starts it at the shortest sample and may return a
+    packing that does not fit). O(n log n), and O(n) for each of at most 62 tried bounds.
 
     Raises:
         ConfigError: A length is no whole number.
     """
     if (wrong := lengths[lengths % 1 > 0]).size:
         raise ConfigError(f"lengths must be whole numbers, got {wrong[0]:g}")
+    # Where the bound is least, ranks hold neighbours in the order of lengths: exchanging two samples pads no less.
     order = np.argsort(lengths, kind="stable")
     ascending = lengths[order].astype(np.int64)
     # The longest has to lie somewhere. With samples spread equally, no rank gets more than the upper bound.
@@ -214,6 +214,7 @@ def _deal_keys(
     """
     num_ranks, num_samples = len(loads), len(destination)
     squares, ranks, lowest = (1 << square_bits) - 1, (1 << rank_bits) - 1, (1 << sample_bits) - 1
+    # The winner's load grows by each sample that it gets; the tournament then names the next winner.
     losers = _first_round(((loads >> coarse) << (square_bits + rank_bits)) | np.arange(num_ranks))
     best = losers[0]
     for position in range(len(keys) - 1, -1, -1):

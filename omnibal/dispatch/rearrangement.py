@@ -37,7 +37,7 @@ class Rearrangement:
 
     def __post_init__(self) -> None:
         for name in ("source", "destination"):
-            ranks = np.array(getattr(self, name), dtype=np.int64)
+            ranks = np.array(getattr(self, name), dtype=np.int64)  # a copy: the caller's arrays stay writable
             wrong = ranks[(ranks < 0) | (ranks >= self.num_ranks)]
             if ranks.ndim != 1 or wrong.size:
                 got = f"shape {ranks.shape}" if ranks.ndim != 1 else f"{wrong[0]}"

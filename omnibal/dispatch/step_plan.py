@@ -169,8 +169,7 @@ class _Phase:
 
     @cached_property
     def costs(self) -> FloatArray:
-        """Cost of each sample, (samples,)."""
-        return self.cost(self.loads)
+        return self.cost(self.loads)  # of each sample
 
     def of_ranks(self, move: Rearrangement) -> FloatArray:
         """What each rank computes once samples have moved, (num_ranks,)."""
@@ -193,7 +192,8 @@ class _Phase:
         return float(self.of_ranks(move).max(initial=0))
 
     def over_mean(self, move: Rearrangement) -> float:
-        """The rank with most over the mean, which has no padding; 1 where nothing is to do."""
+        """The rank with most over the mean; 1 where nothing is to do."""
+        # Padding is waste: the mean is of real rows, so that the figure counts it.
         mean = float(self.costs.sum()) / move.num_ranks
         return self.largest(move) / mean if mean else 1.0
 
