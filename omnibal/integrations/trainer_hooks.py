@@ -169,6 +169,10 @@ class RecipeCallback(TrainerCallback):  # type: ignore[misc]
         """Called once, when the model is wrapped and loaded, before the first step."""
         raise NotImplementedError
 
+    def logged(self) -> dict[str, float]:
+        """Figures of the steps since the last call; all ranks together."""
+        raise NotImplementedError
+
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Refuse a checkpoint with other batches, on all ranks alike, and check the model."""
         # Not under a callback's own name: Trainer makes callbacks anew of what it finds under their names.
@@ -247,7 +251,6 @@ class PacksCallback(RecipeCallback):
         self._unlogged.append(TrainedStep(time.perf_counter() - self._began, samples, waiting, shares))
 
     def logged(self) -> dict[str, float]:
-        """Figures of the steps since the last call; all ranks together."""
         steps, self._unlogged = self._unlogged, []
         self._steps += steps
         figures = _means(steps)
@@ -317,17 +320,19 @@ def check_model(trainer: Trainer, collator: PackCollator, items: Sequence[Any]) 
         check_packed(model, collator, items, device=trainer.args.device, rounded=rounded)
 
 
-def log_figures(trainer: Trainer, logged: Callable[[], dict[str, float]]) -> None:
-    """Let what Trainer logs of a step hold further figures, for whoever reports them."""
+def add_recipe(trainer: Trainer, callback: RecipeCallback) -> None:
+    """Add a callback whose figures stand in what Trainer logs of a step, for whoever reports them."""
     log = trainer.log
 
     def with_figures(logs: dict[str, float], start_time: float | None = None) -> None:
-        log(logs | logged() if "loss" in logs else logs, start_time)
+        log(logs | callback.logged() if "loss" in logs else logs, start_time)
 
     vars(trainer)["log"] = with_figures
+    trainer.add_callback(callback)
+    _load_by_names_on_disk(trainer)
 
 
-def load_by_names_on_disk(trainer: Trainer) -> None:
+def _load_by_names_on_disk(trainer: Trainer) -> None:
     """Load checkpoints whose weights have other names on disk than in the model; refuse those that lack weights."""
     # transformers 5.23 saves InternVL and others under their names on disk, looks for the model's names when it goes on
     # or takes the best model, and trains on with what the model had, with a warning.

@@ -22,11 +22,10 @@ from omnibal.integrations.rearranging import Drawn, Phases
 from omnibal.integrations.rearranging_loader import RearrangingLoader, counted_costs
 from omnibal.integrations.trainer_hooks import (
     RecipeCallback,
+    add_recipe,
     check_model,
     data_seed,
     layout_of,
-    load_by_names_on_disk,
-    log_figures,
     recompute_of,
     replicas_of,
     worker_options,
@@ -100,7 +99,13 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
         source, collator, image_token_id=model.config.image_token_id, costs=costs, micro_batches=micro_batches
     )
     batches = RearrangedBatches(loader, source, trainer)
-    vars(trainer)["get_train_dataloader"] = lambda: StepLoader(batches, batch_size=None, collate_fn=as_it_is)
+
+    def batches_of_epochs() -> DataLoader[Any]:
+        found = DataLoader[Any](batches, batch_size=None, collate_fn=as_it_is)
+        vars(found)["set_epoch"] = source.set_epoch  # Trainer tells a loader the epoch
+        return found
+
+    vars(trainer)["get_train_dataloader"] = batches_of_epochs
     trainer.loss_is_scaled_for_ga = True  # over all target tokens of the step
     made_from = {
         "samples_a_draw": trainer.args.per_device_train_batch_size,
@@ -110,10 +115,7 @@ def rearrange_samples(trainer: Trainer, limits: PackLimits | None, *, padded: bo
     }
     if isinstance(source, DatasetDraws):  # a stream keeps its own place
         made_from |= {"samples": source.num_samples, "seed": data_seed(trainer)}
-    callback = RearrangingCallback(trainer, made_from, batches)
-    trainer.add_callback(callback)
-    log_figures(trainer, callback.logged)
-    load_by_names_on_disk(trainer)
+    add_recipe(trainer, RearrangingCallback(trainer, made_from, batches))
     keep_place(trainer, batches)
 
 
@@ -137,15 +139,6 @@ def _rearrange_forward(model: Any) -> None:
         return of_any(self, *args, **inputs) if rearranged is None else {"loss": phases(rearranged)}
 
     vars(model)["forward"] = MethodType(forward, model)
-
-
-class StepLoader(DataLoader[Any]):
-    """What a trainer iterates, once an epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the source."""
-        batches: Any = self.dataset
-        batches.source.set_epoch(epoch)
 
 
 class RearrangedBatches(PlacedBatches):

@@ -23,11 +23,10 @@ from omnibal.integrations.packing import PackCollator, arguments_of, positions_o
 from omnibal.integrations.streams import StreamLoader
 from omnibal.integrations.trainer_hooks import (
     PacksCallback,
+    add_recipe,
     check_model,
     data_seed,
     layout_of,
-    load_by_names_on_disk,
-    log_figures,
     recompute_of,
     replicas_of,
     worker_options,
@@ -76,10 +75,7 @@ def pack_stream(
         view, batch_size=None, collate_fn=as_it_is, pin_memory=args.dataloader_pin_memory
     )
     costs = None if profile is None else phase_costs(profile, recompute=recompute_of(trainer))
-    callback = StreamCallback(trainer, loader, costs)
-    trainer.add_callback(callback)
-    log_figures(trainer, callback.logged)
-    load_by_names_on_disk(trainer)
+    add_recipe(trainer, StreamCallback(trainer, loader, costs))
     keep_place(trainer, batches)
     if trainer.is_world_process_zero():
         print(

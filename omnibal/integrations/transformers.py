@@ -35,11 +35,10 @@ from omnibal.integrations.padded import PaddedCollator, PaddedSampler
 from omnibal.integrations.trainer_hooks import (
     ExplainsStart,
     PacksCallback,
+    add_recipe,
     check_model,
     data_seed,
     layout_of,
-    load_by_names_on_disk,
-    log_figures,
     memory_of,
     recompute_of,
     refuse_settings,
@@ -328,7 +327,4 @@ def _equip(trainer: Trainer, sampler: PackSampler, collator: Packing, costs: Cos
         )
 
     vars(trainer)["get_train_dataloader"] = loader
-    callback = PacksCallback(trainer, sampler, costs, layout_of(trainer), check)
-    trainer.add_callback(callback)
-    log_figures(trainer, callback.logged)
-    load_by_names_on_disk(trainer)
+    add_recipe(trainer, PacksCallback(trainer, sampler, costs, layout_of(trainer), check))
