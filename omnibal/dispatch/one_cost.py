@@ -148,7 +148,7 @@ def differencing(costs: FloatArray, num_ranks: int) -> IntArray:
     return ranks[:num_samples]
 
 
-class _Samples(NamedTuple):
+class _SortedCosts(NamedTuple):
     keys: IntArray
     """Costs as integers above ``num_samples - 1 - sample``, ascending: read from the end, equal costs come by sample.
     """
@@ -159,7 +159,7 @@ class _Samples(NamedTuple):
     total: float
 
 
-def _sorted(costs: FloatArray, num_ranks: int) -> _Samples:
+def _sorted(costs: FloatArray, num_ranks: int) -> _SortedCosts:
     bits = max(len(costs) - 1, 1).bit_length()
     largest, total = float(costs.max(initial=0.0)), float(costs.sum())
     # The largest must fit above its sample, and the sum above its rank. A power of two keeps whole numbers whole.
@@ -167,12 +167,12 @@ def _sorted(costs: FloatArray, num_ranks: int) -> _Samples:
     scale = 2.0 ** min(room, LARGEST_POWER)
     keys = _keys(costs, scale, bits)
     keys.sort()
-    return _Samples(keys, bits, scale * largest, scale * total)
+    return _SortedCosts(keys, bits, scale * largest, scale * total)
 
 
 @compiled
 def _keys(costs: FloatArray, scale: float, sample_bits: int) -> IntArray:
-    """Keys of samples as in ``_Samples``, not sorted: in one pass over the costs, where numpy would need five."""
+    """Keys of samples as in ``_SortedCosts``, not sorted: in one pass over the costs, where numpy would need five."""
     keys = np.empty(len(costs), dtype=np.int64)
     for sample in range(len(costs)):
         keys[sample] = (np.int64(np.rint(costs[sample] * scale)) << sample_bits) | (len(costs) - 1 - sample)
@@ -180,7 +180,7 @@ def _keys(costs: FloatArray, scale: float, sample_bits: int) -> IntArray:
 
 
 def _deal(
-    samples: _Samples,
+    samples: _SortedCosts,
     num_ranks: int,
     coarse: int = 0,
     square_bits: int = 0,

@@ -121,7 +121,7 @@ class SampleCollator:
         """Loads of some samples, each of which is read once."""
         return [self.loads(self.sample(dataset[number])) for number in numbers]
 
-    def __call__(self, drawn: Drawn) -> Any:
+    def __call__(self, drawn: PackItems) -> Any:
         """The batch of a pack; DataError for samples that are not as planned."""
         samples = [self.sample(item) for item in drawn.items]
         if self._planned is not None:

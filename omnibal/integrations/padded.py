@@ -132,7 +132,7 @@ class PaddedCollator:
         self._collate, self._arguments = collate, arguments
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
-    def __call__(self, drawn: Drawn) -> dict[str, Any]:
+    def __call__(self, drawn: PackItems) -> dict[str, Any]:
         """The arguments of the model's forward pass; DataError for samples that are not as planned."""
         batch = self._collated(drawn.items)
         if self._planned is not None:  # a row tells its tokens, pixel_values only the images of all rows

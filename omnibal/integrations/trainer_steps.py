@@ -326,7 +326,7 @@ class Gains:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class AskedSteps:
     """What the trainer's settings ask of a run."""
 
     samples_per_step: int
@@ -359,15 +359,15 @@ class Schedule:
         )
 
 
-def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Sharding, schedule: Schedule) -> Gains:
+def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Sharding, asked_steps: AskedSteps) -> Gains:
     """Compare the sampler's steps with the host's own batches, and with packs that are not balanced."""
-    samples, ranks = _drawn(sampler, schedule)
+    samples, ranks = _drawn(sampler, asked_steps)
 
     def per_sample(loads: Load, samples_a_step: float) -> float:
         return step_seconds(loads, costs, layout) / samples_a_step
 
     def host(batching: Batching) -> float:
-        batches = padded_batches(samples, batch=schedule.batch_size, batching=batching, **ranks)
+        batches = padded_batches(samples, batch=asked_steps.batch_size, batching=batching, **ranks)
         return per_sample(batches.loads, batches.samples_per_step)
 
     ours = per_sample(_first_steps(sampler), _samples_per_step(sampler))
@@ -379,12 +379,12 @@ def compare(sampler: PackSampler, limits: PackLimits, costs: Costs, layout: Shar
     return Gains(present / packed, packed / ours, grouped)
 
 
-def _drawn(sampler: PackSampler, schedule: Schedule) -> tuple[Samples, Any]:
+def _drawn(sampler: PackSampler, asked_steps: AskedSteps) -> tuple[Samples, Any]:
     """Samples of some steps, and the ranks and micro-batches that trained them before."""
-    per_step = schedule.batch_size * sampler.num_replicas * schedule.micro_batches
+    per_step = asked_steps.batch_size * sampler.num_replicas * asked_steps.micro_batches
     count = int(COMPARED_STEPS * max(per_step, _samples_per_step(sampler)))
     samples = Samples.draw(typical_lengths(sampler.lengths, sampler.mixture), count, np.random.default_rng(0))
-    return samples.all_rows, {"num_ranks": sampler.num_replicas, "micro_batches": schedule.micro_batches}
+    return samples.all_rows, {"num_ranks": sampler.num_replicas, "micro_batches": asked_steps.micro_batches}
 
 
 def _first_steps(sampler: PackSampler) -> Load:
@@ -404,14 +404,14 @@ def describe(
     limits: PackLimits,
     costs: Costs | None,
     layout: Sharding,
-    schedule: Schedule,
+    asked_steps: AskedSteps,
     *,
     device: str | None = None,
 ) -> str:
     """One line before training: what an epoch becomes, what changes, and what is expected of it."""
     lengths, padded = sampler.lengths, isinstance(sampler, PaddedSampler)
-    samples, ranks = _drawn(sampler, schedule)
-    random, first = padded_batches(samples, batch=schedule.batch_size, **ranks), _first_steps(sampler)
+    samples, ranks = _drawn(sampler, asked_steps)
+    random, first = padded_batches(samples, batch=asked_steps.batch_size, **ranks), _first_steps(sampler)
     padding = 1 - float(random.real.llm_tokens.sum() / random.loads.llm_tokens.sum())
     alone = len(limits.oversized(lengths))
 
@@ -423,15 +423,15 @@ def describe(
         f"{limits.vision_units} {lengths.vision_unit} and {limits.llm_tokens} tokens, "
         f"{_samples_per_step(sampler) / sampler.num_replicas / sampler.micro_batches:.1f} samples each",
         *([f"{alone} samples exceed these limits, each is alone in one"] if alone else []),
-        schedule.told(sampler),
+        asked_steps.told(sampler),
         *waiting_of(first),
         *([f"{padding_share(sampler):.0%} of tokens are padding"] if padded else []),
-        f"random batches of {schedule.batch_size}: "
+        f"random batches of {asked_steps.batch_size}: "
         + ", ".join([*waiting_of(random.loads), f"{padding:.0%} of tokens are padding"]),
     ]
     if costs is not None:
         counted = "counted" if device is None else f"counted for {device}"
-        parts.append(f"{compare(sampler, limits, costs, layout, schedule)} ({counted}, not measured)")
+        parts.append(f"{compare(sampler, limits, costs, layout, asked_steps)} ({counted}, not measured)")
     return "; ".join(parts)
 
 

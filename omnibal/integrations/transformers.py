@@ -48,12 +48,12 @@ from omnibal.integrations.trainer_hooks import (
     worker_options,
 )
 from omnibal.integrations.trainer_rearranging import rearrange_samples
-from omnibal.integrations.trainer_steps import Costs, Schedule, counted_profile, describe, fit_step
+from omnibal.integrations.trainer_steps import AskedSteps, Costs, counted_profile, describe, fit_step
 from omnibal.integrations.trainer_streams import pack_stream
 from omnibal.profile.records import ModelProfile
 from omnibal.ranks import gather
 
-Packing = PackCollator | PaddedCollator
+PlannedCollator = PackCollator | PaddedCollator
 
 
 def balance(
@@ -165,9 +165,11 @@ def balance(
     if trainer.is_world_process_zero():
         # Batches of the samples asked for are what packs are compared with.
         batches = max(round(asked / batch), 1)
-        schedule = Schedule(asked, args.per_device_train_batch_size, batches, args.num_train_epochs, args.max_steps)
+        asked_steps = AskedSteps(
+            asked, args.per_device_train_batch_size, batches, args.num_train_epochs, args.max_steps
+        )
         device = None if profile is None else profile.device
-        print(describe(sampler, size.limits, costs, layout_of(trainer), schedule, device=device))
+        print(describe(sampler, size.limits, costs, layout_of(trainer), asked_steps, device=device))
     return sampler
 
 
@@ -268,7 +270,7 @@ def _begin(trainer: Trainer) -> None:
         trainer.add_callback(ExplainsStart())
 
 
-def _collator_of(trainer: Trainer, padded: bool) -> Callable[..., Packing]:
+def _collator_of(trainer: Trainer, padded: bool) -> Callable[..., PlannedCollator]:
     """Makes a collator of packs from the trainer's own, for the lengths that packs were planned with."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     kind = PaddedCollator if padded else partial(PackCollator, positions=positions_of(model.config))
@@ -276,7 +278,7 @@ def _collator_of(trainer: Trainer, padded: bool) -> Callable[..., Packing]:
 
 
 def _lengths(
-    trainer: Trainer, collator: Packing, lengths: SampleLengths | None, mixture: Mixture | None
+    trainer: Trainer, collator: PlannedCollator, lengths: SampleLengths | None, mixture: Mixture | None
 ) -> SampleLengths:
     """Lengths of the training dataset that are the same on all ranks: given, kept, or measured now."""
     args, dataset = trainer.args, cast(Any, trainer.train_dataset)
@@ -297,7 +299,7 @@ def _profile(trainer: Trainer) -> ModelProfile | None:
     return counted_profile(trainer.accelerator.unwrap_model(trainer.model), name)
 
 
-def _equip(trainer: Trainer, sampler: PackSampler, collator: Packing, costs: Costs | None) -> None:
+def _equip(trainer: Trainer, sampler: PackSampler, collator: PlannedCollator, costs: Costs | None) -> None:
     """Change what the trainer loads, computes, logs and goes on from."""
     dataset: Any = trainer.train_dataset
 

@@ -15,7 +15,7 @@ from omnibal.integrations.loading import PackSampler
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.integrations.trainer_steps import (
     KEPT,
-    Schedule,
+    AskedSteps,
     Waiting,
     compare,
     counted_profile,
@@ -30,7 +30,7 @@ from tests.vlm.families import plain_family_model
 LENGTHS = tiled_lengths(4000, seed=0)
 COSTS = {"vision": CostModel(vision_units=400), "language": CostModel(llm_tokens=1)}
 RANKS = {"num_replicas": 4, "micro_batches": 2}
-BATCHES = Schedule(32, batch_size=4, micro_batches=2, epochs=1.0)
+BATCHES = AskedSteps(32, batch_size=4, micro_batches=2, epochs=1.0)
 ONE_NODE = {"num_nodes": 1, "devices_per_node": 4, "device": "A100-80GB"}
 
 
@@ -93,13 +93,13 @@ def test_a_step_holds_the_samples_that_were_asked_for(asked, batch_size, most, m
 def test_the_line_says_what_was_asked_and_what_a_step_holds():
     size, samples = sized(LENGTHS, 512, most=PackLimits(9, 4096))
     sampler = PackSampler(LENGTHS, size.limits, rank=0, num_replicas=4, micro_batches=size.micro_batches)
-    line = describe(sampler, size.limits, None, "ddp", Schedule(512, 4, 32, 1.0))
+    line = describe(sampler, size.limits, None, "ddp", AskedSteps(512, 4, 32, 1.0))
     assert f"{sampler.num_steps} steps an epoch, 512 samples a step asked, {samples:.0f} on average" in line
     assert f" (gradient_accumulation_steps is {size.micro_batches}, was 32); " in line
     assert "expected" not in line
     small = PackLimits(3, 1200)
     sampler = PackSampler(LENGTHS, small, rank=0, num_replicas=4, micro_batches=2)
-    line = describe(sampler, small, None, "ddp", Schedule(64, 4, 4, 2.0))
+    line = describe(sampler, small, None, "ddp", AskedSteps(64, 4, 4, 2.0))
     assert f"; {len(small.oversized(LENGTHS))} samples exceed these limits, each is alone in one; " in line
     assert f"as near as packs come: {2 * sampler.num_steps} optimizer steps in all instead of 126" in line
 
@@ -107,7 +107,7 @@ def test_the_line_says_what_was_asked_and_what_a_step_holds():
 def test_a_part_of_an_epoch_is_whole_steps():
     sampler = PackSampler(SampleLengths([0] * 7, [10] * 7), PackLimits(1, 10), num_replicas=1, rank=0)
     told = "7 steps an epoch, 2 samples a step asked, 1.0 on average, as near as packs come: 11 optimizer steps in all "
-    assert Schedule(2, 2, 1, 1.5).told(sampler).startswith(f"{told}instead of 6, over")
+    assert AskedSteps(2, 2, 1, 1.5).told(sampler).startswith(f"{told}instead of 6, over")
 
 
 def test_texts_alone_get_limits():
