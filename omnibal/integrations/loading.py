@@ -102,7 +102,7 @@ class PackSampler(BalancedBatchSampler):
 
 @dataclass(frozen=True)
 class PackItems:
-    """What a dataset holds for a pack: what a pack's collator gets."""
+    """The items of a pack, as its collator gets them; where it has a filler, that is the last one."""
 
     samples: tuple[int, ...]
     items: tuple[Any, ...]
@@ -130,7 +130,7 @@ class PackedView:
         return self.dataset[sample]
 
     def __getitems__(self, pack: Pack) -> PackItems:
-        """What a DataLoader calls in place of one ``[sample]`` after the other."""
+        """The items of a pack; a DataLoader calls this in place of one ``[sample]`` after the other."""
         samples = (*pack, *([] if pack.filler is None else [pack.filler]))
         return PackItems(samples, tuple(self.dataset[sample] for sample in samples), pack.filler is not None)
 
