@@ -48,8 +48,8 @@ from omnibal.report.training import MetricsLog, peak_text, plot_training, read_m
 from omnibal.vlm.passes import device_name
 from omnibal.workspace import Workspace
 
+# Between two states of the progress bar where it goes into a file.
 LOG_SECONDS: Final = 10.0
-"""Between two states of the progress bar where it goes into a file."""
 LOG: Final = logging.getLogger(__name__)
 OnEvaluation = Callable[[OmnibalEngine], object]
 

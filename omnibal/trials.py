@@ -82,9 +82,6 @@ def run_trials(
 
     Returns:
         The trials, fastest first, failed ones last. Source: Yao et al., OmniBal, ICML 2025 (3 steps per candidate).
-
-    Raises:
-        ConfigError: ``steps`` is below 1.
     """
     if steps < 1:
         raise ConfigError(f"steps must be at least 1, got {steps}")

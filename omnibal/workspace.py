@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 LOG: Final = logging.getLogger(__name__)
 Say = Callable[[str], object]
+# Shows what takes long while it does; what it yields is called with what is being done by then.
 Working = Callable[[str], AbstractContextManager[Say]]
-"""Shows what takes long while it does; what it yields is called with what is being done by then."""
 
 
 @contextmanager
@@ -45,11 +45,7 @@ def _unseen(doing: str) -> Iterator[Say]:
 
 @dataclass(frozen=True)
 class FoundLengths:
-    """Lengths of samples, and what could not be used.
-
-    Raises:
-        DataError: There is no sample.
-    """
+    """Lengths of samples, and what could not be used."""
 
     lengths: SampleLengths
     place: str
@@ -128,6 +124,7 @@ class Workspace:
     @cached_property
     def named_plan(self) -> Plan | None:
         """The plan of the command line or the ds_config, if they name one."""
+        # Read once: layout, plan and messages of a run must be of one and the same file.
         path = self.followed_plan
         if self.overrides.plan is not None or path is None:
             return self.overrides.plan
@@ -180,11 +177,7 @@ class Workspace:
         )  # fmt: skip
 
     def streams(self, workers: int) -> "dict[str, ConversationStream]":
-        """The section's ``data.train`` read line by line, by the names of its sources.
-
-        Args:
-            workers: Processes that read ahead.
-        """
+        """The section's ``data.train`` read line by line, by the names of its sources."""
         from omnibal.formats.conversations import open_streams
 
         data = self.section.data
@@ -219,6 +212,7 @@ class Workspace:
         if not self.section.data.train:
             key = "" if self.files is None else f"set omnibal.data.train in {self.source}, or "
             raise ConfigError(f"lengths must be known here, got none; {key}name a folder of lengths with --lengths")
+        # Beside what the dataset caches, the folder holds the lengths themselves: SampleLengths.load opens it.
         folder = self.section.run.files.lengths
         found = self.measured_lengths(folder)
         if _hash_of(folder) != found.lengths.content_hash:
@@ -268,18 +262,7 @@ class Workspace:
     def layout_on(
         self, num_devices: int, devices: str, num_layers: int, *, num_stages: int | None = None, num_tensor: int = 1
     ) -> Layout:
-        """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices.
-
-        Args:
-            num_devices: Devices, or processes of a launch.
-            devices: What messages call them.
-            num_layers: Layers of the model.
-            num_stages: In place of what the ds_config says.
-            num_tensor: Devices that share each layer.
-
-        Raises:
-            ConfigError: The stages do not divide the devices, or are more than the layers.
-        """
+        """How the run lies on some devices: stages as asked for, of the plan, or as many as there are devices."""
         stages = num_stages or self.section.pipeline.num_stages
         if stages == "auto":
             stages = num_devices // num_tensor if self.named_plan is None else self.named_plan.num_stages
@@ -304,12 +287,7 @@ class Workspace:
         return self._kept_profile() or self.make_profile()
 
     def make_profile(self, limits: PackLimits | None = None, *, num_tensor: int = 1) -> ModelProfile:
-        """Count what layers cost, or measure it, and keep it.
-
-        Args:
-            limits: Of the largest pack to measure; by default those of the ds_config.
-            num_tensor: Devices that share each layer, where costs are counted.
-        """
+        """Count what layers cost, or measure it, and keep it."""
         dtype, frozen = dtype_of(self.config), self.section.model.frozen
         if self.measures:
             made = self._measured_profile(limits or self.limits)
@@ -327,6 +305,7 @@ class Workspace:
         from omnibal.vlm.measure import measure_profile
         from omnibal.vlm.passes import MeasurementWarning, this_device
 
+        # Warnings are gathered, not shown: they are part of the answer, in JSON, too.
         with self.working("measuring") as report, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", MeasurementWarning)
             made = measure_profile(
@@ -344,6 +323,7 @@ class Workspace:
         """The run's profile, else that of its what-ifs, if one still fits; says why it does not."""
         if self.files is None:
             return None
+        # A what-if reads the run's profile and keeps its own beside it; what replaces takes over what a what-if made.
         for file in (self.files.profile, self.files.what_if.profile):
             if not file.is_file():
                 continue

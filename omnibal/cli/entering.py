@@ -17,11 +17,7 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def check_alone(config: Path, path: Path) -> None:
-    """Refuse to enter a plan in a ds_config, and thereby replace a plan's file, where another ds_config follows that.
-
-    Raises:
-        ConfigError: The plan in the file was made for another ds_config, which is there and names it.
-    """
+    """Refuse to replace the file of a plan that was made for another ds_config, which still follows it."""
     try:
         other = Path(Plan.load(path).made_from.get("ds_config", config))
         if not other.is_file() or other.samefile(config):
@@ -37,19 +33,10 @@ def check_alone(config: Path, path: Path) -> None:
 
 
 def enter(config: Path, plan: Plan, path: Path) -> None:
-    """Enter a plan in a ds_config: where it is, and what else must be as it says.
-
-    Args:
-        config: The file; all else in it stays as it is.
-        plan: The plan.
-        path: Its file.
-
-    Raises:
-        ConfigError: The file has another form than JSON objects one within the other, or comments.
-    """
+    """Enter a plan in a ds_config: where it is, and what else must be as it says."""
     text = config.read_text(encoding="utf-8-sig")
     content, section = read_config(config)
-    # a copy of the ds_config then looks in a folder of its own
+    # In its usual place the plan is entered as "auto": a copy of the ds_config then looks in a folder of its own.
     values = keys_of_plan(content, section, plan, "auto" if path == section.run.files.plan else str(path))
     if section.pipeline.schedule not in ("auto", plan.schedule):
         values["omnibal", "pipeline", "schedule"] = "auto"
@@ -88,10 +75,6 @@ def set_keys(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
 
     A value that is there is replaced where it stands. A new key goes behind the last one of its object: on a line of
     its own where that one has a line of its own, else beside it. Objects that are missing on the way are made.
-
-    Args:
-        text: JSON, an object.
-        values: From keys, outermost first, to what they shall hold.
 
     >>> print(set_keys('{\n  "a": 1,\n  "b": {"c": [2,  3]}\n}', {("b", "d"): None, ("a",): 4, ("e",): {"f": 5}}))
     {

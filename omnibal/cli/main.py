@@ -12,12 +12,12 @@ from typer.main import get_command
 
 from omnibal.errors import OmnibalError, explain_import, require
 
+# The module of each verb, which is a function there.
 VERBS: Final = {
     "advise": "advise", "demo": "models", "lengths": "lengths", "pack": "pack", "profile": "profile",
     "partition": "simulate", "plan": "plan", "simulate": "simulate", "emulate": "emulate", "report": "report",
     "ask": "models", "export": "models",
 }  # fmt: skip
-"""The module of each verb, which is a function there."""
 
 
 class _LazyGroup(TyperGroup):

@@ -34,11 +34,12 @@ NAMES: Final[Mapping[Kind, str]] = {
     "something else": "something else",
 }
 HEAD_CHARACTERS: Final = 1 << 16
+# An object with one of these is a ds_config.
 DEEPSPEED_KEYS: Final = frozenset({
     "omnibal", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
     "scheduler", "bf16", "fp16", "zero_optimization", "gradient_clipping", "data_types", "torch_autocast",
 })  # fmt: skip
-"""An object with one of these is a ds_config."""
+# What a folder is, by what lies in it.
 FOLDERS: Final[tuple[tuple[str, Kind], ...]] = (
     ("config.json", "model"),
     ("omnibal.json", "checkpoint"),
@@ -47,21 +48,10 @@ FOLDERS: Final[tuple[tuple[str, Kind], ...]] = (
     ("checkpoints", "run"),
     ("lengths.json", "saved lengths"),
 )
-"""What a folder is, by what lies in it."""
 
 
 def expect(name: str, path: Path, kinds: Collection[Kind], *, remedy: str = "") -> Kind:
-    """What a path holds.
-
-    Args:
-        name: What the command line calls it.
-        path: A file or folder.
-        kinds: What it may hold.
-        remedy: What else to do, for the message.
-
-    Raises:
-        ConfigError: It holds something else, cannot be read, or is no JSON where it should be.
-    """
+    """What a path holds."""
     kind = kind_of(name, path)
     if kind not in kinds:
         expected = " or ".join(NAMES[possible] for possible in kinds)
@@ -71,11 +61,7 @@ def expect(name: str, path: Path, kinds: Collection[Kind], *, remedy: str = "") 
 
 
 def kind_of(name: str, path: Path) -> Kind:
-    """What a path holds, by its content.
-
-    Raises:
-        ConfigError: It cannot be read, or is neither JSON nor JSON lines.
-    """
+    """What a path holds, by its content."""
     if path.is_dir():
         found = next((kind for file, kind in FOLDERS if (path / file).exists()), None)
         return found or ("dataset" if is_dataset(path) else "something else")
@@ -165,10 +151,8 @@ def open_workspace(
         cluster: ``--cluster``.
         broken: ``--broken``, in place of the ds_config's ``data.broken``.
         **options: As of ``Workspace``.
-
-    Raises:
-        ConfigError: A file is of another kind, or wrong; the message names it.
     """
+    # What the command line names comes before what the ds_config says or lies in its folder; see Workspace.
     kind = expect("source", source, kinds)
     named = Overrides(
         None if not lengths else read_lengths(lengths, "--lengths"),
@@ -185,6 +169,7 @@ def open_workspace(
     if kind == "profile":
         costs = ModelProfile.load(source)
         return Workspace(*_config_of(costs, 1), overrides=replace(named, profile=costs), **options)
+    # A plan lies in a run's folder, beside the profile and the lengths that it was made from.
     plan, beside = Plan.load(source), RunFiles(source.parent)
     costs_file = None if named.profile is not None else beside.profile
     if costs_file is not None and not costs_file.is_file():
@@ -217,16 +202,7 @@ def _config_of(
 
 
 def read_lengths(paths: Sequence[Path], name: str) -> FoundLengths:
-    """Lengths that were measured: JSON lists of ``{"vit_num", "token_num"}``, or one folder of saved ones.
-
-    Args:
-        paths: The files, or the folder.
-        name: What the command line calls them.
-
-    Raises:
-        ConfigError: A path holds something else, there are several folders, or one file is named twice.
-        DataError: A file is damaged, or there is no sample.
-    """
+    """Lengths that were measured: JSON lists of ``{"vit_num", "token_num"}``, or one folder of saved ones."""
     for path in paths:
         kind = expect(name, path, ("saved lengths", "token lengths"), remedy="`omnibal lengths` measures a dataset")
         if kind == "saved lengths" and len(paths) > 1:

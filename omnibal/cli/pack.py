@@ -38,12 +38,12 @@ from omnibal.report.packing import (
 )
 from omnibal.workspace import FoundLengths, Workspace
 
+# Ranks where nothing says how many.
 REPLICAS = 8
-"""Ranks where nothing says how many."""
+# What a picture sets a method against.
 BEFORE: Final[Method] = "random"
-"""What a picture sets a method against."""
+# As many samples go through a method before the clock starts: compiled code is compiled once and then cached.
 SAMPLES_TO_COMPILE: Final = 64
-"""As many samples go through a method before the clock starts: compiled code is compiled once and then cached."""
 FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
 
 

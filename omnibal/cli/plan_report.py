@@ -27,8 +27,8 @@ from omnibal.workspace import Workspace
 if TYPE_CHECKING:
     from omnibal.trials import Trial  # needs torch
 
+# Of an epoch, that ways to train are compared on.
 STEPS: Final = 32
-"""Of an epoch, that ways to train are compared on."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ def present_plan(
         limits: Vision units and LLM tokens, in place of the ds_config's.
         pipeline: Keys of its ``pipeline``, in place of the ds_config's and of the plan that it names.
     """
+    # With a model the ds_config's keys are resolved as training does; without one they say nothing of the layers.
     layout, profile, section = workspace.layout(num_stages), workspace.profile, workspace.section
     if workspace.files is not None and section.model.path is not None:
         most = {} if limits is None else dict(zip(("vision_units", "llm_tokens"), limits, strict=True))

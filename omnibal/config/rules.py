@@ -25,10 +25,6 @@ def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[st
         A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size; with
         bfloat16 gradients summed in float32 (``sums_in_float32``) unless it says otherwise. The number of steps may
         still be ``"auto"`` in the scheduler: see ``fill_in_steps``.
-
-    Raises:
-        ConfigError: A micro-batch size other than 1; batch sizes that contradict each other; what DeepSpeed's pipeline
-            engine would pass over or get wrong.
     """
     micro_batches = micro_batches_of(config)
     _check_clipping(config, layout)
@@ -66,11 +62,7 @@ def fill_in_steps(scheduler_params: dict[str, Any], total_steps: int) -> None:
 
 
 def check_batch(config: dict[str, Any], num_replicas: int) -> None:
-    """Refuse batch sizes that do not follow from the number of micro-batches: a micro-batch is one pack.
-
-    Raises:
-        ConfigError: The message says what follows.
-    """
+    """Refuse batch sizes that do not follow from the number of micro-batches: a micro-batch is one pack."""
     micro_batches = micro_batches_of(config)
     product = f"{micro_batches} micro-batches of one pack, {num_replicas} replicas"
     for key, value, reason in (
@@ -105,13 +97,10 @@ def resolve_plan(
         records: Layers of the model.
         layout: How the run lies on its devices.
         lengths: Of the samples, by which limits are chosen; None for streams.
-
-    Raises:
-        ConfigError: The plan does not fit the model, the layout, the micro-batches or the frozen parts of the run; or
-            what is frozen does not fit the model.
     """
     pipeline, packing, frozen = section.pipeline, section.packing, section.model.frozen
     num_layers, micro_batches, parts = len(records), micro_batches_of(config), check_frozen(records, frozen)
+    # A named plan takes the place of partition, recompute and limits; what was predicted of it must be of this run.
     if named is not None:
         _check("micro_batches of the plan", named.micro_batches, micro_batches)
         if "frozen" in named.made_from:  # times and memory are other ones where other layers are trained
@@ -169,14 +158,7 @@ def _check(name: str, got: object, expected: object) -> None:
 
 
 def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, path: str) -> dict[tuple[str, ...], Any]:
-    """What a ds_config must say for training to follow a plan: keys, outermost first, and their values.
-
-    Args:
-        config: ds_config without the "omnibal" section.
-        section: That section.
-        plan: The plan.
-        path: Its file, or ``"auto"``.
-    """
+    """What a ds_config must say for training to follow a plan: keys, outermost first, and their values."""
     values: dict[tuple[str, ...], Any] = {
         ("gradient_accumulation_steps",): plan.micro_batches,
         ("omnibal", "pipeline", "plan"): path,
@@ -189,16 +171,7 @@ def keys_of_plan(config: dict[str, Any], section: OmnibalSection, plan: Plan, pa
 
 
 def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Layout:
-    """How a run under a ds_config lies on its devices.
-
-    Args:
-        config: ds_config without the "omnibal" section.
-        num_stages: Pipeline stages.
-        num_replicas: Data-parallel ranks.
-
-    Raises:
-        ConfigError: float16, or a ZeRO stage that a pipeline does not have.
-    """
+    """How a run under a ds_config lies on its devices."""
     _check_zero(config)
     return Layout(
         num_stages,
@@ -210,8 +183,8 @@ def layout_of(config: dict[str, Any], num_stages: int, num_replicas: int) -> Lay
 
 
 _FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")
+# DeepSpeed's names.
 _BFLOAT16_NAMES = ("bf16", "bfloat16", "torch.bfloat16")
-"""DeepSpeed's names."""
 
 
 def sums_in_float32(config: dict[str, Any]) -> bool:
@@ -230,11 +203,7 @@ def sums_in_float32(config: dict[str, Any]) -> bool:
 
 
 def dtype_of(config: dict[str, Any]) -> Precision:
-    """What the layers compute in, by its name in torch: bfloat16 where the ds_config enables it, else float32.
-
-    Raises:
-        ConfigError: It enables float16, whose gradients would need a loss scale that the engine does not keep.
-    """
+    """What the layers compute in, by its name in torch: bfloat16 where the ds_config enables it, else float32."""
     if config.get("fp16", {}).get("enabled", False):
         raise ConfigError(
             f"fp16.enabled must be false, got {config['fp16']['enabled']!r}; enable bf16, or neither for float32"
@@ -254,15 +223,7 @@ def micro_batches_of(config: dict[str, Any]) -> int:
 
 
 def check_learning_rates(config: dict[str, Any], rates: LearningRates) -> None:
-    """Refuse a scheduler of DeepSpeed's that would give all modules one learning rate.
-
-    Args:
-        config: ds_config without the "omnibal" section.
-        rates: Of its section.
-
-    Raises:
-        ConfigError: The scheduler sets learning rates instead of scaling those of the optimizer.
-    """
+    """Refuse a scheduler of DeepSpeed's that would give all modules one learning rate."""
     given = [name for name, rate in rates if rate is not None]
     scheduler = config.get("scheduler", {})
     setting = [key for key in ("warmup_max_lr",) if scheduler.get("params", {}).get(key) is not None]

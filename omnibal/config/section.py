@@ -19,11 +19,12 @@ from omnibal.profile.records import Level
 from omnibal.records import explain, parse_relaxed, read_json
 
 Count = Annotated[int, Field(ge=1)]
+# A path; a shell would replace `~`, JSON does not.
 Place = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser()) if path.startswith("~") else path)]
-"""A path; a shell would replace ``~``, JSON does not."""
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 # DeepSpeed passes over keys that it does not know, and its pipeline engine over much that it does know.
+# What DeepSpeed does as it says, or `rules` refuses with a reason of its own.
 HEEDED: Final = frozenset({
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "optimizer", "scheduler", "gradient_clipping", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
@@ -34,9 +35,9 @@ HEEDED: Final = frozenset({
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "comms_logger", "dump_state", "log_level", "timers",
     "disable_python_gc",
 })  # fmt: skip
-"""What DeepSpeed does as it says, or ``rules`` refuses with a reason of its own."""
+# Those that write files: `output_path` and `job_name` say where.
 MONITORS: Final = ("tensorboard", "csv_monitor")
-"""Those that write files: ``output_path`` and ``job_name`` say where."""
+# What to do without keys that are not heeded.
 INSTEAD: Final[Mapping[str, str]] = {
     "pipeline": "omnibal.pipeline says how the model is cut",
     "activation_checkpointing": "omnibal.pipeline.recompute says which layers recompute",
@@ -51,17 +52,16 @@ INSTEAD: Final[Mapping[str, str]] = {
     "flops_profiler": "`omnibal profile --measure` measures layers",
     "autotuning": "`omnibal plan` finds what is fastest",
 }  # fmt: skip
-"""What to do without keys that are not heeded."""
+# What has inner keys that matter here.
 OBJECTS: Final = (
     "bf16", "fp16", "zero_optimization", "data_types", "torch_autocast", "optimizer", "optimizer.params", "scheduler",
     "scheduler.params", "timers", "timers.throughput", "checkpoint", "checkpoint.writer", *MONITORS,
 )  # fmt: skip
-"""What has inner keys that matter here."""
+# What may be `"auto"`; of `zero_optimization` DeepSpeed then takes its defaults.
 AUTOMATIC: Final = frozenset({
     "train_batch_size", "train_micro_batch_size_per_gpu", "scheduler.params.total_num_steps",
     "scheduler.params.warmup_num_steps",
 })  # fmt: skip
-"""What may be ``"auto"``; of ``zero_optimization`` DeepSpeed then takes its defaults."""
 
 
 def _mixture(value: Any) -> Any:
@@ -348,15 +348,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse what would be passed over in silence, and ``"auto"`` where nobody fills it in.
-
-    Args:
-        config: ds_config without the "omnibal" section.
-
-    Raises:
-        ConfigError: A key asks for something that a pipeline does not do, or is unknown: the message names what does
-            it, or the nearest key. Or a value is of the wrong kind.
-    """
+    """Refuse what would be passed over in silence, and ``"auto"`` where nobody fills it in."""
     for key, value in config.items():
         if key not in HEEDED and not _asks_for_nothing(value):
             raise ConfigError(f"{key} of a ds_config must be left out, got {value!r:.80}; {_remedy(key)}")

@@ -32,9 +32,6 @@ def meet(backend: str, **rendezvous: Any) -> None:
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
         **rendezvous: Where they meet, as for ``deepspeed.init_distributed``; by default as the launcher says.
-
-    Raises:
-        ConfigError: No launcher has started this process, or a host cannot be reached by gloo.
     """
     have_met = dist.is_initialized()
     if not have_met:

@@ -50,6 +50,7 @@ from omnibal.workspace import Workspace
 LOG: Final = logging.getLogger(__name__)
 E = TypeVar("E", bound=OmnibalEngine)
 MEASURES: Final = "measures the samples"  # what rank 0 does while the others wait
+# How to have what `deepspeed.initialize` takes and `initialize` does not.
 OTHERWISE = {
     "args": "pass the ds_config as config",
     "model_parameters": "all are trained but what omnibal.model.frozen names, in the groups that "
@@ -57,7 +58,6 @@ OTHERWISE = {
     "training_data": "pass it as dataset",
     "collate_fn": "samples of dataset are packed",
 }
-"""How to have what ``deepspeed.initialize`` takes and ``initialize`` does not."""
 
 
 def initialize(
@@ -269,9 +269,6 @@ def build_engine(
         module_class: What holds this process's layers.
         engine_class: What is made.
         **others: Further arguments of the engine class.
-
-    Raises:
-        ConfigError: The ds_config cannot be right under a pipeline, or weights do not fit.
     """
     own = (own or UserOptimizer()).over(total_steps)
     config = run_on_all_ranks(lambda: _settled(resolved, deepspeed_config, plan, total_steps))
@@ -308,11 +305,7 @@ def warn_of_float32(device_name: str, dtype: str) -> None:
 
 
 def warn_of_added_end(samples: Any) -> None:
-    """Say that answers are trained with an end which the model's chat template does not write, if they are.
-
-    Args:
-        samples: As of ``initialize``: a dataset, a stream, or several streams by name.
-    """
+    """Say that answers are trained with an end which the model's chat template does not write, if they are."""
     sources = samples.values() if isinstance(samples, Mapping) else (samples,)
     for end in {getattr(source, "added_end", "") for source in sources} - {""}:
         LOG.warning(

@@ -19,13 +19,13 @@ from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.workspace import Workspace
 
+# Parameters with settings of their own, as torch's optimizers take them: `params`, `lr`, `weight_decay`.
 ParameterGroup = dict[str, Any]
-"""Parameters with settings of their own, as torch's optimizers take them: ``params``, ``lr``, ``weight_decay``."""
 MakeOptimizer = Callable[[list[ParameterGroup]], Any]
 MakeScheduler = Callable[..., Any]
 OnGradient = Callable[[str, Tensor], object]
+# Where the weights of a model are read: a Hugging Face folder, or all of them by their names.
 Weights = Path | Mapping[str, Tensor]
-"""Where the weights of a model are read: a Hugging Face folder, or all of them by their names."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,7 @@ class UserOptimizer:
 
 
 def resolve(workspace: Workspace, model: Any, num_processes: int) -> ResolvedRun:
-    """Load the layers of ``initialize``'s model, and lay them out on so many processes.
-
-    Raises:
-        ConfigError: As of ``initialize``, but for what the lengths of samples decide.
-    """
+    """Load the layers of ``initialize``'s model, and lay them out on so many processes."""
     section = workspace.section
     check_learning_rates(workspace.config, section.optimizer.learning_rates)
     source = _named(model, section.model.path, "model", "omnibal.model.path")
@@ -156,11 +152,7 @@ def _check_frozen_alike(model: PreTrainedModel, vlm: VisionLanguageModel, frozen
 
 
 def _named(argument: Any, setting: Any, name: str, key: str) -> Any:
-    """An argument, or else the section's setting.
-
-    Raises:
-        ConfigError: There is neither.
-    """
+    """An argument, or else the section's setting."""
     if argument is None and setting is None:
         raise ConfigError(f"{name} must be given, got none; pass it to initialize or set {key}")
     return setting if argument is None else argument

@@ -61,19 +61,17 @@ _BY_EFFECT: Final = (
     "omnibal.packing.vision_units", "omnibal.packing.llm_tokens", "omnibal.packing.method",
     "omnibal.packing.oversized", "omnibal.packing.exchange_steps", "omnibal.packing.seed",
 )  # fmt: skip
+# The rule for a key whose value is not that of the checkpoint; keys within it follow, but for those named here.
+# `taken`: the new value holds, and a line says so. `refused`: the run does not go on. `by effect`: the run does not
+# go on where the layout of the checkpoint or the place in the data, which follow from several keys, are other ones;
+# else the new value is taken.
 RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(_TAKEN, "taken"),
     **dict.fromkeys(_REFUSED, "refused"),
     **dict.fromkeys(_BY_EFFECT, "by effect"),
 }
-"""The rule for a key whose value is not that of the checkpoint; keys within it follow, but for those named here.
-
-``taken``: the new value holds, and a line says so. ``refused``: the run does not go on. ``by effect``: the run does not
-go on where the layout of the checkpoint or the place in the data, which follow from several keys, are other ones; else
-the new value is taken.
-"""
+# A checkpoint goes to more people than a ds_config.
 _NOT_KEPT: Final = ("comet.api_key",)
-"""A checkpoint goes to more people than a ds_config."""
 
 
 class SettingChange(NamedTuple):
@@ -102,12 +100,7 @@ def rule_of(key: str) -> Rule:
 
 
 def settings_of(config: Mapping[str, Any], section: OmnibalSection) -> dict[str, Any]:
-    """All settings of a run by their keys, as a checkpoint keeps them.
-
-    Args:
-        config: ds_config without the section, complete.
-        section: Its "omnibal" section.
-    """
+    """All settings of a run by their keys, as a checkpoint keeps them."""
     whole = {**config, "omnibal": section.model_dump(mode="json")}
     return {key: value for key, value in _leaves(whole) if key not in _NOT_KEPT}
 
@@ -164,16 +157,7 @@ class Settings:
     def changed_from(
         self, saved: Mapping[str, Any], *, with_optimizer: bool, with_schedule: bool
     ) -> list[SettingChange]:
-        """What differs from the settings of a checkpoint.
-
-        Args:
-            saved: Its ``record``.
-            with_optimizer: Whether its optimizer goes on.
-            with_schedule: Whether its schedule goes on.
-
-        Raises:
-            ConfigError: Something does that cannot change while these go on.
-        """
+        """What differs from the settings of a checkpoint."""
         now = self.record()
         of_keys = changes(saved["keys"], now["keys"])
         refused = [change for change in of_keys if is_refused(change)] if with_optimizer else []
