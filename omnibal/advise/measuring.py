@@ -98,7 +98,7 @@ def measure(
         data: Annotations (one file or folder), lengths (a folder, or JSON lists of ``{"vit_num", "token_num"}``), or a
             stream: webdataset shards, or ``-`` for JSON lines on standard input.
         named: The model.
-        present: Its mixture, its cutoff and its largest image count.
+        present: Today's training: its mixture, its cutoff and its largest image change what samples bring.
         images: What the paths of images are relative to; by default the folder of the annotations.
         max_image: Most tiles of an image, or most pixels at native resolution.
 
@@ -184,7 +184,7 @@ def draw_rows(
     """Draw rows at random.
 
     Args:
-        path: As of ``open_shards``.
+        path: A file or folder that `omnibal.formats.shards.open_shards` opens.
         images: What the paths of images are relative to; by default each file's own folder.
         of_each: Whether as many are drawn of each source, for those who mix them: else some may have none.
         count: Rows to draw; all where there are fewer.

@@ -1,8 +1,8 @@
 """Rows of data files: JSON and tar shards by an index of our own, Parquet and Arrow by Hugging Face ``datasets``.
 
-``datasets`` would read all of them, by a copy of the data in Arrow. For JSON that takes many times as long as to find
-where lines begin; for tar shards it copies every picture, and the first samples of a shard must have the same members,
-where conversations have pictures or not (tools/start/RESULTS.md).
+``datasets`` would read all of them, by a copy of the data in Arrow. For JSON that takes three times as long as to find
+where lines begin, and time and memory in every process; for tar shards it copies every picture, and the first samples
+of a shard must have the same members, where conversations have pictures or not (tools/start/RESULTS.md).
 """
 
 import codecs
@@ -414,7 +414,7 @@ def _key_of(member: tarfile.TarInfo) -> str:
 
 
 def _key_and_kind(name: str) -> tuple[str, str]:
-    """Of ``folder/000.left.jpg``: ``folder/000`` and ``left.jpg``."""
+    """``folder/000.left.jpg`` is the member ``left.jpg`` of the sample ``folder/000``."""
     folder, slash, base = name.rpartition("/")
     stem, _, kind = base.partition(".")
     return folder + slash + stem, kind.lower()
