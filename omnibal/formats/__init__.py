@@ -1,1 +1,1 @@
-"""Dataset formats: annotation files and images on disk as samples for training, and their lengths."""
+"""Conversations about images, in the files and forms that people have, as samples for training and as lengths."""

@@ -98,6 +98,7 @@ def mrope_positions(ids: Tensor, sample: Mapping[str, Any], *, image_token_id: i
     >>> mrope_positions(ids, {"image_grid_thw": grid}, image_token_id=3, merge_size=2).tolist()
     [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
     """
+    # Tokens are walked run by run, a run being text or one image; ``begin`` is the position of the next run.
     is_image, grids = ids == image_token_id, [] if sample.get(GRIDS) is None else sample[GRIDS].tolist()
     changes = [] if len(ids) == 0 else (torch.where(is_image.diff())[0] + 1).tolist()
     runs = [(bool(is_image[start]), stop - start) for start, stop in pairwise([0, *changes, len(ids)]) if start < stop]

@@ -255,10 +255,7 @@ def open_dataset(
             model's folder says by default. A dataset's own ``max_dynamic_patch`` in a meta file goes first.
         min_tiles: Fewest tiles of an image; what the model's folder says by default.
         max_image_pixels: The most pixels of an image file; one that has more counts as broken.
-        broken: See `ConversationDataset`; so ``processes``, ``cache`` and ``measured``.
-        processes: See there.
-        cache: See there.
-        measured: See there.
+        broken: As of `ConversationDataset`, like ``processes``, ``cache`` and ``measured``.
         each_once: Whether every item is one sample, whatever a meta file repeats: for mixtures, which draw it as often
             as they want it.
 
@@ -365,11 +362,11 @@ def open_streams(
     """Open annotation files as streams, by their names.
 
     Args:
-        paths: As of `open_dataset`, but no JSON arrays; so the others.
-        model_folder: See there.
-        image_folder: See there.
-        max_tiles: See there.
-        max_image_pixels: See there.
+        paths: As of `open_dataset`, but no JSON arrays; the other arguments are the same there.
+        model_folder: The model's Hugging Face folder.
+        image_folder: Folder of the images.
+        max_tiles: Most tiles of an image.
+        max_image_pixels: Most pixels of an image file.
         broken: As of `ConversationStream`.
         workers: Processes that read, about; each file or folder has its own.
 

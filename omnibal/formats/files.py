@@ -488,6 +488,7 @@ class Table:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Row:
+        index = range(len(self))[index]  # refuses what is no row's number, which ends loops over rows
         return Row(self.path, index + 1, partial(self._read, index), f"row {index + 1}")
 
     def _read(self, index: int) -> Record:

@@ -17,8 +17,8 @@ from omnibal.errors import said
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 # the TIFF tag that says which end of the values is white
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
+# formats whose integers of mode ``I`` have 16 bits
 IN_16_BITS: Final = ("PNG", "PPM")
-"""Formats whose integers of mode ``I`` have 16 bits."""
 MOST_PIXELS: Final = 89_478_485
 """Pillow's own limit, behind which it warns of decompression bombs: 256 MiB decoded."""
 

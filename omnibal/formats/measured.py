@@ -126,6 +126,7 @@ def survey(
         folder: Keeps what was measured of several blocks until the lengths are saved; None for nothing. Blocks with
             problems are not kept: these may be mended before the next try.
     """
+    # A block is measured chunk by chunk and kept as a whole: an interrupted pass goes on with its first missing block.
     blocks = np.array_split(items, max(1, -(-len(items) // BLOCK_ITEMS)))
     most = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     nothing, loads, problems = (0,) * columns, list[npt.NDArray[np.int64]](), list[Problem]()

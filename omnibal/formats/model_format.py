@@ -31,11 +31,7 @@ PADDED_TILES = 5
 
 
 def load_part(auto_class: Any, folder: Path, **options: Any) -> Any:
-    """What one of transformers' Auto classes makes of a folder.
-
-    Raises:
-        ConfigError: It is no folder, or does not hold what the class reads.
-    """
+    """Read a folder by one of transformers' Auto classes; a ``ConfigError`` where the class cannot read it."""
     if not folder.is_dir():  # transformers would look for it on the hub
         raise ConfigError(f"model's folder must be one with configuration and tokenizer, got {folder}")
     try:
@@ -117,15 +113,7 @@ class ModelFormat:
         return digest.hexdigest()
 
     def image_loads(self, sizes: Sequence[Size], max_tiles: int | None = None) -> tuple[ImageLoad, ...]:
-        """What each image of a sample brings.
-
-        Args:
-            sizes: (width, height) of the images.
-            max_tiles: Goes before the one given at first.
-
-        Raises:
-            ValueError: With the reason, if the model refuses such an image.
-        """
+        """The loads of images of these sizes; a ``ValueError`` where the model refuses such an image."""
         return self._rule(max_tiles)[1](sizes)
 
     def pixels(self, images: Sequence[Image.Image], max_tiles: int | None = None) -> dict[str, Tensor]:
@@ -144,11 +132,7 @@ class ModelFormat:
         return found
 
     def prepare(self, conversation: Conversation, max_tiles: int | None = None) -> Prepared:
-        """Read the headers of a conversation's images, and render its text.
-
-        Raises:
-            ValueError: With the reason, if it cannot be used.
-        """
+        """Read the headers of a conversation's images, and render its text; a ``ValueError`` says what is wrong."""
         self.refuse_image_tokens(conversation)
         sizes = [image_size(image, self.max_image_pixels) for image in conversation.images]
         loads = self.image_loads(sizes, max_tiles)
@@ -176,18 +160,14 @@ class ModelFormat:
         return {**text, **self.pixels(images, prepared.max_tiles)}
 
     def refuse_image_tokens(self, conversation: Conversation) -> None:
-        """Refuses texts that hold by themselves what is to stand for images.
-
-        Raises:
-            ValueError: With the reason.
-        """
+        """Raise a ``ValueError`` where a text holds the token that stands for images."""
         for turn in conversation.turns:
             text = turn.text.replace(IMAGE_MARK, "") if turn.role == "user" else turn.text
             if self.image_token in text:
                 raise ValueError(f"conversations must not hold {self.image_token}, which stands for parts of images")
 
     def _rule(self, max_tiles: int | None) -> tuple[dict[str, Any], ImageRule]:
-        """What the image processor is told beside images, and the rule that this makes."""
+        """Options of the image processor for a limit of tiles, and the image rule that follows from them."""
         if max_tiles not in self._rules:
             most, fewest = self._limits
             self._rules[max_tiles] = self.family.images(

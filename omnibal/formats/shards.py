@@ -33,24 +33,14 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AnnotationFile:
-    """An annotation file or folder as it is named, unread.
-
-    Attributes:
-        name: What the user calls it.
-        path: Where it is.
-        root: Where its images are.
-        max_tiles: Most tiles of its images, where it has a limit of its own.
-        repeat: How often it is drawn in an epoch.
-        length: How many entries it is said to have.
-        meta: The meta file that names it, if one does.
-    """
+    """An annotation file or folder as the user or a meta file names it, unread."""
 
     name: str
     path: Path
-    root: Path
-    max_tiles: int | None = None
+    root: Path  # folder of the images
+    max_tiles: int | None = None  # most tiles of an image, where the meta file states it
     repeat: float = 1
-    length: Any = None
+    length: Any = None  # rows, as the meta file states them
     meta: Path | None = None
 
     def refused(self, key: str, rule: str, got: object) -> DataError:
@@ -60,30 +50,17 @@ class AnnotationFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of one annotation file.
-
-    Attributes:
-        name: What the user calls it.
-        rows: Its items.
-        root: Where its images are.
-        num_samples: Samples drawn from it: its items in order, then again from the first one.
-        max_tiles: Most tiles of its images, where it has a limit of its own.
-        repeated: What ``repeat_time`` would draw, where ``num_samples`` is another number.
-    """
+    """The rows of one annotation file, and how many samples are drawn of them: in order, then again from the first."""
 
     name: str
     rows: Rows
     root: Path
     num_samples: int
     max_tiles: int | None = None
-    repeated: int | None = None
+    repeated: int | None = None  # samples that ``repeat_time`` asks for, where ``num_samples`` is another number
 
     def conversation(self, place: int) -> Conversation:
-        """One of its items.
-
-        Raises:
-            DataError: It is no conversation; the message names file and line.
-        """
+        """The conversation of a row; a ``DataError`` that names file and line where the row holds none."""
         row = self.rows[place]
         try:
             return read_conversation(row.read(), self.root)

@@ -25,32 +25,27 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as one text in which every image is one token, and which characters carry loss.
-
-    Attributes:
-        text: What is tokenised.
-        targets: (start, stop) of each answer with its end-of-turn token.
-    """
+    """A conversation as one text in which every image is one token, and which characters carry loss."""
 
     text: str
-    targets: tuple[tuple[int, int], ...]
+    targets: tuple[tuple[int, int], ...]  # (start, stop) of each answer with its end-of-turn token
 
 
 Render = Callable[[Conversation], Rendered]
 
 
 def text_start(tokenizer: Any) -> str:
-    """The token that a tokenizer puts before every text; none in Qwen2's."""
+    """The token that a tokenizer puts before every text; empty for Qwen2's tokenizer, which puts none."""
     return str(tokenizer.bos_token) if tokenizer("")["input_ids"] == [tokenizer.bos_token_id] else ""
 
 
 def render_chatml(conversation: Conversation, image: str, start: str = "") -> Rendered:
-    r"""The text as Qwen2 and InternVL write it, without a system message where the conversation has none.
+    r"""Write a conversation in ChatML as Qwen2 and InternVL do; no system message is added.
 
     Args:
-        conversation: What is said.
-        image: What stands for an image.
-        start: What stands before the first turn.
+        conversation: The turns.
+        image: The text in place of each image mark.
+        start: The text before the first turn.
 
     >>> from omnibal.formats.chat import Turn
     >>> turns = (Turn("user", "<image>\nWhat?"), Turn("assistant", "A cat."))
@@ -92,11 +87,11 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, image_token: str) -> "ChatTemplate":
-        """Finds out how a template writes images and ends answers.
+        """Find out how a template writes images and ends answers, by two short conversations.
 
         Raises:
-            ConfigError: If there is none, or it does not write ``image_token`` for an image, among brackets perhaps, or
-                what assistants answer, or nothing ends an answer.
+            ConfigError: There is no template; or it does not write ``image_token`` once for an image, or the answer of
+                an assistant; or nothing ends an answer.
         """
         if not template:
             raise ConfigError("tokenizer or processor must have a chat template, got none")
@@ -129,6 +124,8 @@ class ChatTemplate:
             ValueError: If the template does not write turns one after another (some leave parts of earlier turns out),
                 or refuses them.
         """
+        # An answer is what the template adds to the prompt before it: each prompt must begin with all that was
+        # written until then, and each answered prompt with the prompt.
         messages = [self._message(turn.role, turn.text) for turn in conversation.turns]
         targets, text, written = [], self.start, ""
         for number, message in enumerate(messages):
