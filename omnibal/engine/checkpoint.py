@@ -80,29 +80,10 @@ def write_model_files(checkpoint: Path, resolved: ResolvedRun, spare: Mapping[st
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def check_layout(checkpoint: Path, layout: Mapping[str, Any]) -> None:
-    """Refuse to resume where optimizer states would land on other layers."""
-    saved = read_manifest(checkpoint)
-    for key, value in layout.items():
-        if saved.get(key) != value:
-            raise ConfigError(
-                f"{key} must be that of the checkpoint {checkpoint} ({saved.get(key)}) to resume, got {value}; "
-                "to go on under another one, export the checkpoint and start from the exported model"
-            )
-
-
 def export(checkpoint: Path, folder: Path, *, merged: bool = False) -> None:
     """Write a checkpoint as an ordinary Hugging Face model folder; of adapters, as peft's.
 
-    Layers are read one at a time: the memory that it takes is that of one output shard.
-
-    Args:
-        checkpoint: Folder of one checkpoint, as ``OmnibalEngine.save_checkpoint`` wrote it.
-        folder: Where the model goes: config, weights, tokenizer and preprocessor files.
-        merged: Whether to add adapters to the weights that they were trained beside, and write the whole model.
-
-    Raises:
-        ConfigError: A file that it needs is not whole, or there is nothing to merge.
+    ``merged`` adds adapters to the weights that they were trained beside, and writes the whole model.
     """
     problem = problem_of(checkpoint, lambda name, saved: name.startswith(("layer_", f"{MODEL_FOLDER}/")))
     if problem is not None:

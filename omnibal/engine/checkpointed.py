@@ -18,7 +18,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from omnibal.engine import saved_files
-from omnibal.engine.checkpoint import check_layout, join_layers, write_model_files
+from omnibal.engine.checkpoint import join_layers, write_model_files
 from omnibal.engine.loader import Loader
 from omnibal.engine.module import grouping
 from omnibal.engine.resolve import ResolvedRun
@@ -71,10 +71,6 @@ class CheckpointedEngine(TableEngine):
             save_latest: Let the file ``latest`` name it, which ``load_checkpoint`` follows.
             exclude_frozen_parameters: Leave out weights that are not trained. Always so beside adapters, where the
                 model's folder holds them.
-
-        Raises:
-            OmnibalError: A rank could not write (a full disk); raised on all ranks. Older checkpoints are as they were.
-            ConfigError: The tag cannot name a folder or is not the same on all ranks, or they share no folder.
         """
         self.settle_weights()
         # 1. Rank 0 makes an unfinished folder beside the others. 2. Every rank writes its files into it, and notes the
@@ -168,11 +164,6 @@ class CheckpointedEngine(TableEngine):
 
         Returns:
             The checkpoint's path, and the ``client_state`` it was saved with.
-
-        Raises:
-            ConfigError: There is no whole checkpoint (the message names the file, and the newest whole one), or it was
-                written under another partition or precision, or with other frozen layers, another optimizer or
-                schedule than the one that is to go on.
         """
         self.settle_weights()
         folder = Path(load_dir)
@@ -264,16 +255,7 @@ class CheckpointedEngine(TableEngine):
     ) -> bool:
         """Write the model as a Hugging Face folder, in the type that it trains in, all ranks together.
 
-        Args:
-            save_dir: The folder; all stages write to it.
-            save_filename: Of the weights; a large model's are cut into shards with an index.
-            exclude_frozen_parameters: Must be False.
-
-        Returns:
-            True.
-
-        Raises:
-            ConfigError: Another name, or a model without its frozen weights, which could not be loaded.
+        All stages write to ``save_dir``. The other two arguments are DeepSpeed's, and must be as they are.
         """
         if save_filename != SINGLE_FILE:
             raise ConfigError(f"save_filename must be {SINGLE_FILE!r}, got {save_filename!r}")
@@ -317,9 +299,19 @@ class CheckpointedEngine(TableEngine):
 
     def _check_readable(self, checkpoint: Path, layout: dict[str, Any], with_optimizer: bool, *, strict: bool) -> None:
         """Open what this rank will load; the weights must be those of its layers."""
-        check_layout(checkpoint, layout)
-        for path in self._own_files(checkpoint, with_optimizer):
-            _opened(path)
+        saved = saved_files.read_manifest(checkpoint)
+        for key, value in layout.items():  # or optimizer states would land on other layers
+            if saved.get(key) != value:
+                raise ConfigError(
+                    f"{key} must be that of the checkpoint {checkpoint} ({saved.get(key)}) to resume, got {value}; "
+                    "to go on under another one, export the checkpoint and start from the exported model"
+                )
+        folder, name = str(checkpoint.parent), checkpoint.name
+        paths = {self._get_ckpt_name(folder, name)}
+        if with_optimizer and self.save_zero_checkpoint:
+            paths.add(self._get_zero_ckpt_name(folder, name))
+        for path in sorted(paths):
+            _opened(Path(path))
         for position, layer in enumerate(self.module.forward_funcs):
             expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
             in_folder = set()
@@ -335,14 +327,6 @@ class CheckpointedEngine(TableEngine):
                         f"checkpoint must be of a model with the same weights, got {path} with other "
                         f"{', '.join(sorted(differing)[:3])}"
                     )
-
-    def _own_files(self, checkpoint: Path, with_optimizer: bool) -> list[Path]:
-        """The files that this rank loads beside its layers'."""
-        folder, name = str(checkpoint.parent), checkpoint.name
-        paths = {self._get_ckpt_name(folder, name)}
-        if with_optimizer and self.save_zero_checkpoint:
-            paths.add(self._get_zero_ckpt_name(folder, name))
-        return [Path(path) for path in sorted(paths)]
 
 
 @contextmanager

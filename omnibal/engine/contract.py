@@ -180,18 +180,9 @@ def _beyond(ids: Tensor, vocabulary: int) -> Iterator[int]:
 def read_step(
     loader: Loader, steps: Steps | None, *, layout: Layout, rank: int, device: torch.device, where: str
 ) -> tuple[Step, list[Batch], int]:
-    """Read a step whole before it starts, all ranks together.
+    """Read a step whole before it starts: the step, this rank's packs of it, and the target tokens of all ranks' packs.
 
-    Args:
-        loader: This rank's packs.
-        steps: ``iter(loader)``, where the step is to come from that.
-        layout: How the run lies on its ranks.
-        rank: This process's.
-        device: Where tensors are communicated from.
-        where: This rank's place in error messages.
-
-    Returns:
-        The step, this rank's packs of it, and the target tokens in the packs of all ranks.
+    All ranks call this together. ``steps`` is ``iter(loader)``, where the step is to come from that.
     """
     # A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
     # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step: target

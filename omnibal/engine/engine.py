@@ -41,28 +41,20 @@ MOST_SKIPPED: Final = 5
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on held-out data.
+    """Results on held-out data."""
 
-    Attributes:
-        loss: Mean loss of a target token.
-        accuracy: Share of the samples whose answer greedy decoding would give exactly.
-        samples: Samples with an answer.
-    """
-
-    loss: float
-    accuracy: float
-    samples: int
+    loss: float  # mean of a target token
+    accuracy: float  # share of the samples whose answer greedy decoding would give exactly
+    samples: int  # samples with an answer
 
 
 @dataclass(frozen=True)
 class StagePeaks:
-    """The most bytes that a device of each stage held at one time, by stage.
+    """The most bytes that a device of each stage held at one time, by stage."""
 
-    ``step`` is what tensors took in a whole step; ``overhead`` is what lies beside torch's allocator: contexts,
-    libraries, communicators, other processes' memory on the same device (zeros without a CUDA device).
-    """
-
-    step: tuple[int, ...]
+    step: tuple[int, ...]  # of tensors, in a whole step
+    # Beside torch's allocator: contexts, libraries, communicators, other processes' memory on the same device; zeros
+    # without a CUDA device.
     overhead: tuple[int, ...]
 
 
@@ -126,11 +118,7 @@ class OmnibalEngine(CheckpointedEngine):
         return self._train(nullcontext(), data_iter)
 
     def measured_batch(self) -> tuple[Tensor, StagePeaks]:
-        """As ``train_batch``, and measure the step, which takes longer on a CPU.
-
-        Returns:
-            The loss, and the most bytes that a device of each stage held at one time, and beside the tensors.
-        """
+        """As ``train_batch``, and measure the memory of the step, which takes longer on a CPU."""
         meter = DevicePeak(self.device, self._held())
         loss = self._train(meter)
         found = gather((self.stage_id, (meter.peak_bytes, overhead_bytes(self.device))))
@@ -168,24 +156,12 @@ class OmnibalEngine(CheckpointedEngine):
         return loss
 
     def held_out_loader(self, dataset: VlmDataset) -> Loader:
-        """A loader of held-out samples for ``evaluate``, all ranks together.
-
-        Raises:
-            DataError: The dataset has broken samples, or other lengths than samples.
-        """
+        """A loader of held-out samples for ``evaluate``, all ranks together."""
         lengths = rank_zero_first(lambda: checked_lengths(dataset), doing="measures held-out samples", where=self.where)
         return self.loader.over(CheckedSamples(dataset, lengths, SampleRules.of(self.module.vlm)), lengths)
 
     def evaluate(self, loader: Loader) -> Evaluation:
-        """Measure loss and accuracy on one epoch of held-out packs, all ranks together.
-
-        Args:
-            loader: What ``held_out_loader`` made.
-
-        Raises:
-            ConfigError: It is the loader of training, whose samples would be left out there.
-            OmnibalError: As of ``train_batch``.
-        """
+        """Measure loss and accuracy on one epoch of the packs of a ``held_out_loader``, all ranks together."""
         if loader is self.loader:
             raise ConfigError(
                 "loader must be of held-out samples, got that of training; engine.held_out_loader(dataset) makes one"
@@ -198,7 +174,9 @@ class OmnibalEngine(CheckpointedEngine):
             totals += self._forward_only(len(batches) or loader.micro_batches)
         self.module.train()
         self.set_dataiterator(training_iterator)
-        totals = self._share(totals.to(self.device))
+        # Sums over the last stages of all replicas, which every rank learns: the other stages bring zeros.
+        totals = totals.to(self.device)
+        dist.all_reduce(totals)
         loss, targets, exact, samples = totals.tolist()
         return Evaluation(loss / max(targets, 1), exact / max(samples, 1), int(samples))
 
@@ -211,11 +189,6 @@ class OmnibalEngine(CheckpointedEngine):
             self._exec_schedule(self._inference_schedule(micro_batches))
         nothing = torch.zeros(len(EVALUATION_STATISTICS), dtype=torch.float64)
         return nothing if self.total_loss is None else self.total_loss.cpu()
-
-    def _share(self, totals: Tensor) -> Tensor:
-        """Sum over the last stages of all replicas, and tell every rank (the other stages bring zeros)."""
-        dist.all_reduce(totals)
-        return totals
 
     def _next_step(self, loader: Loader, steps: Steps | None = None) -> tuple[Step, list[MicroBatch]]:
         """Read a step's micro-batches; each knows what a token weighs among those of the whole step."""

@@ -253,28 +253,17 @@ class _LayerReader:
         return module
 
 
-def _layer_spec(reader: _LayerReader, index: int) -> Any:
+def _layer_spec(reader: _LayerReader, index: int) -> LayerSpec:
     """What PipelineModule._build calls build() of, if the layer is in this process's stage."""
-    key = reader.resolved.vlm.records[index].tied_key
-    return _Spec(reader, index) if key is None else _TiedSpec(key, reader, index)
-
-
-class _Spec(LayerSpec):
-    def __init__(self, reader: _LayerReader, index: int) -> None:
-        super().__init__(reader.resolved.vlm.layer_class(index))
-        self._reader, self._index = reader, index
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self._reader.build(self._index)
-
-
-class _TiedSpec(TiedLayerSpec):
-    # No forward_fn: PipelineModule._build wraps the module in a partial for it, which has no state_dict, and the layer
-    # would be missing from checkpoints. The module itself tells its two uses apart by what it receives.
-    def __init__(self, key: str, reader: _LayerReader, index: int) -> None:
-        layer_class: Any = reader.resolved.vlm.layer_class(index)  # families say which weights are tied
-        super().__init__(key, layer_class, tied_weight_attr=list(layer_class.tied_weights))
-        self._reader, self._index = reader, index
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self._reader.build(self._index)
+    vlm = reader.resolved.vlm
+    key, layer_class = vlm.records[index].tied_key, vlm.layer_class(index)
+    if key is None:
+        spec = LayerSpec(layer_class)
+    else:
+        # No forward_fn: PipelineModule._build wraps the module in a partial for it, which has no state_dict, and the
+        # layer would be missing from checkpoints. The module itself tells its two uses apart by what it receives.
+        tied: Any = layer_class  # families say which weights are tied
+        spec = TiedLayerSpec(key, layer_class, tied_weight_attr=list(tied.tied_weights))
+    # In place of a call of the class, which would build the layer from its arguments.
+    spec.build = lambda log=False: reader.build(index)
+    return spec
