@@ -40,7 +40,7 @@ def write_demo(folder: str | Path, *, samples: int = 8000, held_out: int = 400, 
         folder: Made where missing; files of the same names are replaced.
         samples: Training samples, repetitions included, to within rounding; at least 20.
         held_out: Samples to measure accuracy on, one question each; at least 20.
-        seed: The same seed writes the same bytes.
+        seed: Seed of all random choices; equal seeds write equal bytes.
 
     Raises:
         ConfigError: Fewer than 20 samples are asked for, the seed is negative, or ``folder`` is a file.
