@@ -78,7 +78,7 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     """
     for key in UNSUPPORTED_KEYS:
         if record.get(key):
-            raise DataError(f"sample must hold images and text only, got a {key.rstrip('s')}")
+            raise DataError(f"sample must hold images and text only, got {key}")
     for key in PREFERENCE_KEYS:
         if record.get(key) is not None:
             raise DataError(f"sample must be for supervised training, got preferences ({key!r})")

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from omnibal.errors import DataError
 from omnibal.formats.chat import read_conversation
 
 ROOT = Path("/data")
@@ -27,6 +28,56 @@ def test_conversation_with_system_and_images():
 @pytest.mark.parametrize("image", [{}, {"image": []}, {"image": None}, {"image": ""}])
 def test_no_image(image):
     assert read_conversation(record(("human", "Hi"), ("gpt", "Hi"), **image), ROOT).images == ()
+
+
+@pytest.mark.parametrize("images", [["a.png"], ["a.png", "b.png"]])
+def test_images_without_a_mark_come_before_the_first_question(images):
+    turns = [("system", "Be kind."), ("human", "What?"), ("gpt", "One."), ("human", "Why?"), ("gpt", "So.")]
+    parsed = read_conversation(record(*turns, image=images), ROOT)
+    assert [turn.text for turn in parsed.turns] == [
+        "Be kind.",
+        "<image>\n" * len(images) + "What?",
+        "One.",
+        "Why?",
+        "So.",
+    ]
+
+
+def test_turns_of_a_table_may_stand_in_columns():
+    columns = {"role": ["user", "assistant"], "content": ["Hi", "Ho"]}
+    assert [*read_conversation({"messages": columns}, ROOT).turns] == [("user", "Hi"), ("assistant", "Ho")]
+
+
+def test_a_text_that_looks_like_a_named_image_stays_where_the_record_names_its_images():
+    parsed = read_conversation(record(("human", "<image> <img>b</img>"), ("gpt", "<img>c</img>"), image="a.png"), ROOT)
+    assert (parsed.turns[0].text, parsed.images) == ("<image> <img>b</img>", (ROOT / "a.png",))
+
+
+def test_advice_takes_what_training_refuses():
+    turns = [{"role": "tool", "content": "3"}, {"role": "user", "content": "<image><image>"}]
+    found = read_conversation({"messages": turns, "image": "http://a", "width": 3, "height": 4}, ROOT, strict=False)
+    assert ([turn.role for turn in found.turns], found.sizes, found.images) == (["user", "user"], ((3, 4),), ())
+    with pytest.raises(DataError, match=r"messages\[0\] must have role"):
+        read_conversation({"messages": turns}, ROOT)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"chosen": "a", "rejected": "b"}, r"supervised training, got preferences \('chosen'\)"),
+        ({"audios": ["a.wav"]}, "got audios"),
+        ({"caption": "a"}, "must hold a conversation .* got the keys caption"),
+        ({"query": "What?", "response": "a", "answer": "b"}, "must alternate"),
+        ({"query": "What?", "answer": ["a", "b"]}, "answer must be a text or a list of parts, got the part 'a'"),
+        (
+            {"query": "What?", "response": "a", "image": "https://a/b.png"},
+            "image must be a path, got 15 characters of an",
+        ),
+    ],
+)
+def test_other_records_are_refused(other, reason):
+    with pytest.raises(DataError, match=reason):
+        read_conversation(other, ROOT)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +110,7 @@ def test_no_image(image):
             record(("human", "<image>"), ("gpt", "Hi"), image=["/9j/4AAQ" * 600]),
             "image must be a path, got 4800 characters of data, /9j/4AAQ",
         ),
-        (record(("human", "Hi"), ("gpt", "Hi"), video="a.mp4"), "got a video"),
+        (record(("human", "Hi"), ("gpt", "Hi"), video="a.mp4"), "got video"),
     ],
 )
 def test_what_is_wrong_is_said(broken, reason):
