@@ -1,11 +1,14 @@
-"""The errors that omnibal raises on purpose.
+"""The errors that omnibal raises on purpose, and checks of arguments that raise them.
 
 Messages follow one form: ``<name> must <rule>, got <value>[; <remedy>]``.
 """
 
 import re
 from importlib.util import find_spec
-from typing import Any, Final
+from numbers import Integral
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 # What setup.cfg's extras bring, by the names they are imported by.
 _EXTRAS: Final = {
@@ -57,6 +60,32 @@ class InfeasibleError(OmnibalError):
 
 class MissingExtraError(OmnibalError, ModuleNotFoundError):
     """Something needs a package that the base install does not bring; the message says which extra does."""
+
+
+def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """The value as a plain integer, which JSON can hold; numpy's integers are integers, too.
+
+    >>> integer("rank", 1, 0, 3)
+    1
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    number = int(value)
+    if number < least or (most is not None and number > most):
+        rule = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ConfigError(f"{name} must be {rule}, got {number}")
+    return number
+
+
+def kind(name: str, value: Any, expected: type[T]) -> T:
+    """The value, which must be of a kind.
+
+    >>> kind("name", "a", str)
+    'a'
+    """
+    if not isinstance(value, expected):
+        raise ConfigError(f"{name} must be {expected.__name__}, got {value!r:.80}")
+    return value
 
 
 def require(*modules: str) -> None:

@@ -12,9 +12,9 @@ from pydantic import Field
 
 from omnibal.cluster import OVERHEAD_BYTES, Cluster, Layout, Links
 from omnibal.cost import Load
-from omnibal.data.checks import MOST_STEP_PACKS, integer, kind
 from omnibal.data.limits import PackLimits
-from omnibal.errors import ConfigError
+from omnibal.data.packing_spec import MOST_STEP_PACKS
+from omnibal.errors import ConfigError, integer, kind
 from omnibal.memory.footprint import Footprint, StageMemory
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, Schedule, ScheduleName

@@ -15,12 +15,12 @@ from omnibal.advise.estimate import Estimate
 from omnibal.advise.present import Host, Present
 from omnibal.advise.wait import Sharding
 from omnibal.cluster import Cluster
-from omnibal.data.balance.demand import survey
 from omnibal.data.balance.planner import WINDOW, blocks_of
+from omnibal.data.balance.rules import survey
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import NEARBY, TRAP_WASTE, forced_waste
 from omnibal.data.limits import MOST, PackLimits
-from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.plan import Plan
 

@@ -25,8 +25,8 @@ from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import find_trap
 from omnibal.data.limits import PackLimits, choose_limits
+from omnibal.data.packing_spec import Method, Oversized
 from omnibal.data.packs import Packs
-from omnibal.data.policies import Method, Oversized
 from omnibal.errors import ConfigError
 from omnibal.report.packing import (
     Arranged,

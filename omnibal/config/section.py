@@ -10,8 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from omnibal.cluster import ClusterValue
 from omnibal.data.mixture import Mixture
-from omnibal.data.packing_spec import PackingOptions
-from omnibal.data.policies import EXCHANGE_STEPS
+from omnibal.data.packing_spec import EXCHANGE_STEPS, PackingOptions
 from omnibal.errors import ConfigError
 from omnibal.families import load as load_family
 from omnibal.pipeline.schedule import ScheduleName

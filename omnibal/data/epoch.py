@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.data.balance import BalancedPacks
-from omnibal.data.checks import integer
 from omnibal.data.isf import ShuffledPacks
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixed_packs import MixedPacks, Origin
 from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, integer
 
 
 class Arrangement(Protocol):

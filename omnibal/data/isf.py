@@ -6,13 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.compiled import compiled
-from omnibal.data.checks import kind
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.packing_spec import PackingSpec, Ranks
+from omnibal.data.packing_spec import ITERATIONS, PackingSpec, Ranks
 from omnibal.data.packs import Packs, deal
-from omnibal.data.policies import ITERATIONS
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, kind
 
 
 def iterative_sampling_and_filtering(

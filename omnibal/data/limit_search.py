@@ -16,7 +16,7 @@ from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, histogram_bound, histogram_volume, load_histograms, volume_bound
-from omnibal.data.policies import DEFAULT_COST, Method
+from omnibal.data.packing_spec import DEFAULT_COST, Method
 from omnibal.errors import ConfigError, InfeasibleError
 
 MOST_VISION_LIMITS = 48

@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import Load
-from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
-from omnibal.errors import DataError
+from omnibal.errors import DataError, integer
 
 MOST: Final = 2**22
 """Planners count samples by size up to the limits: seconds for 4 million, and no device holds a pack of more."""

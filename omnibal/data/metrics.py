@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from omnibal.compiled import compiled
-from omnibal.data.checks import kind
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.packs import Packs
+from omnibal.errors import kind
 
 MOST_ROUNDINGS = 32  # more have not raised the lower bound on real lengths
 

@@ -9,9 +9,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from omnibal.data.balance.demand import survey
 from omnibal.data.balance.planner import ATTEMPTS, BLOCK, MARGINS, WINDOW, cut_evenly
-from omnibal.data.balance.rules import PackingTask, Rules, make_rules
+from omnibal.data.balance.rules import PackingTask, Rules, make_rules, survey
 from omnibal.data.balance.tables import Int32Array
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window
 from omnibal.data.lengths import IntArray

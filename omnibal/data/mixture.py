@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from omnibal.data.checks import integer
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, integer
 from omnibal.records import explain
 
 Unit = Literal["samples", "target_tokens", "llm_tokens"]

@@ -3,27 +3,32 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, TypedDict, get_args
+from typing import Any, Final, Literal, TypedDict, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from omnibal.cost import CostModel
-from omnibal.data.checks import integer, kind, ranks
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.data.policies import (
-    DEFAULT_COST,
-    EXCHANGE_STEPS,
-    ITERATIONS,
-    MOST_EXCHANGE_STEPS,
-    MOST_ITERATIONS,
-    Method,
-    Oversized,
-)
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, integer, kind
 
+Method = Literal["balanced", "isf", "random"]
+"""How samples are packed and arranged."""
+
+Oversized = Literal["alone", "error", "drop"]
+"""What becomes of a sample that exceeds a limit on its own."""
+
+DEFAULT_COST: Final = CostModel(llm_tokens=24576, llm_tokens_squared=1)
+"""Forward operations of a decoder layer with 4096 hidden units and a fourfold MLP, 24 h² l + 4 h l², over 4 h."""
+
+ITERATIONS: Final = 10  # of ISF: as many as the paper takes in practice
+MOST_ITERATIONS: Final = 10_000
+EXCHANGE_STEPS: Final = 64  # more have not made steps more alike
+MOST_EXCHANGE_STEPS: Final = 2**20
+MOST_STEP_PACKS: Final = 2**24
+"""Packs of a step: planners hold a few numbers for each, and no cluster runs as many."""
 MOST_NAMED = 10  # samples that a message names
 
 
@@ -39,10 +44,14 @@ class Ranks:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        checked = ranks(self.num_replicas, self.micro_batches)
         # A frozen record sets its own fields only through object.
-        for name, number in zip(("num_replicas", "micro_batches"), checked, strict=True):
-            object.__setattr__(self, name, number)
+        for name in ("num_replicas", "micro_batches"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        if self.step_packs > MOST_STEP_PACKS:
+            raise ConfigError(
+                f"num_replicas x micro_batches must be at most {MOST_STEP_PACKS}, "
+                f"got {self.num_replicas} x {self.micro_batches}"
+            )
 
     @property
     def step_packs(self) -> int:

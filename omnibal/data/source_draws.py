@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.data.balance.demand import CLOSING, RESERVE, SIGMAS
 from omnibal.data.balance.planner import WINDOW
+from omnibal.data.balance.rules import CLOSING, RESERVE, SIGMAS
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from omnibal.cost import CostModel, FloatArray, IntArray, Load
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.dispatch.divide import divide
 from omnibal.dispatch.nodes import keep_in_nodes
 from omnibal.dispatch.rearrangement import Rearrangement

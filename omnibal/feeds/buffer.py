@@ -7,12 +7,11 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.data.policies import Oversized
-from omnibal.errors import ConfigError, DataError, said
+from omnibal.data.packing_spec import Oversized
+from omnibal.errors import ConfigError, DataError, integer, said
 from omnibal.feeds.sources import END, ShuffledItems, Source, is_indexed, mark_of
 
 BARREN: Final = 1024

@@ -14,15 +14,13 @@ import numpy.typing as npt
 
 from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.data.balance import BalancedPacks
-from omnibal.data.balance.demand import Demand, survey
-from omnibal.data.balance.rules import VISION_PACKS, PackingTask, make_rules
+from omnibal.data.balance.rules import VISION_PACKS, Demand, PackingTask, make_rules, survey
 from omnibal.data.balance.window import columns_of, plan_window
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
-from omnibal.data.packing_spec import PackingSpec, Ranks
+from omnibal.data.packing_spec import DEFAULT_COST, PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.policies import DEFAULT_COST
 
 PART: Final = 0.75
 """The part of the emptiest buffer that a window takes: the rest is there to choose from."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import Oversized
+from omnibal.data.packing_spec import Oversized
 from omnibal.feeds.sampler import BalancedBatchSampler
 
 Made = TypeVar("Made")

@@ -6,12 +6,11 @@ from typing import Annotated, Any, Final, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixed_packs import Origin
 from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, integer
 from omnibal.feeds.epoch_steps import Epochs, EpochSteps, StepPacks
 
 VERSION: Final = 1

@@ -21,7 +21,7 @@ import numpy as np
 from omnibal.cost import IntArray, Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.data.policies import Oversized
+from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample, SampleBuffer
 from omnibal.feeds.buffer_plan import agree, plan_buffer

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from omnibal.data.checks import integer, kind, ranks
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.data.policies import Oversized
-from omnibal.errors import DataError
+from omnibal.data.packing_spec import Oversized, Ranks
+from omnibal.errors import DataError, integer, kind
 from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.feed import Step
 from omnibal.feeds.stream import StreamFeed
@@ -49,7 +48,7 @@ class StreamLoader:
             gather=partial(gather, group=new_gloo_group()),
             rank=self.rank,
             num_ranks=self.num_replicas,
-            micro_batches=ranks(self.num_replicas, micro_batches)[1],
+            micro_batches=Ranks(self.num_replicas, micro_batches).micro_batches,
             seed=integer("seed", seed, 0),
             **options,
         )

@@ -14,7 +14,7 @@ from omnibal.advise.wait import phase_costs
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.data.policies import Oversized
+from omnibal.data.packing_spec import Oversized
 from omnibal.errors import ConfigError, said
 from omnibal.feeds.buffer_plan import buffer_of
 from omnibal.feeds.sources import EveryNth, is_indexed, iterated

@@ -11,13 +11,12 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from omnibal.advise.wait import phase_costs
-from omnibal.data.checks import integer
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
-from omnibal.data.policies import Oversized
+from omnibal.data.packing_spec import Oversized
 from omnibal.data.source_draws import typical_lengths
-from omnibal.errors import ConfigError, DataError
+from omnibal.errors import ConfigError, DataError, integer
 from omnibal.feeds.sampler import check_agreement
 from omnibal.integrations.lengths import (
     LENGTHS,

@@ -14,7 +14,7 @@ from omnibal.data.epoch import Epoch, arrange_epoch
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import search_limits
 from omnibal.data.limits import PackLimits, largest_load, paper_limits
-from omnibal.data.policies import Method
+from omnibal.data.packing_spec import Method
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.profile.records import ModelProfile

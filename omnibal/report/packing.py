@@ -16,8 +16,8 @@ from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, pad_ratio, source_mix, step_randomness
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.packs import Packs
-from omnibal.data.policies import DEFAULT_COST
 from omnibal.report.style import BLUE, GREY, ORANGE, VERMILION, drawing, legend_below, make_table
 
 if TYPE_CHECKING:

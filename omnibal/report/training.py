@@ -15,7 +15,7 @@ from rich.table import Table
 from typing_extensions import TypedDict, Unpack
 
 from omnibal.cost import FloatArray
-from omnibal.data.policies import Oversized
+from omnibal.data.packing_spec import Oversized
 from omnibal.errors import DataError, bytes_in_words
 from omnibal.families.base import LayerRecord, vision_unit_of
 from omnibal.memory.footprint import StageMemory

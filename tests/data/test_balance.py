@@ -6,9 +6,8 @@ from omnibal.data.balance import BalancedPacks, planner
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs, source_mix, step_randomness
-from omnibal.data.packing_spec import PackingSpec, Ranks
+from omnibal.data.packing_spec import DEFAULT_COST, PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 
 LIMITS = PackLimits(5, 4096)

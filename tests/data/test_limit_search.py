@@ -10,7 +10,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import TRAP_WASTE, ScoredLimits, find_trap, forced_waste, search_limits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, volume_bound
-from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, InfeasibleError
 from tests.data.real_lengths import needs_real_lengths, real_lengths

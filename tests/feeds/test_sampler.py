@@ -8,7 +8,7 @@ from omnibal.data.isf import iterative_sampling_and_filtering
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs
-from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.sampler import BalancedBatchSampler

@@ -1,12 +1,13 @@
-"""What each part of the balanced planner is worth: the first tables of ``RESULTS.md``'s section on its parts.
+"""What each part of the balanced planner is worth: the tables of ``RESULTS.md`` on its parts.
 
 Each row turns one part off, or changes how much it does. A cell holds what that does to the predicted seconds of an
 epoch, in percent, with its standard error over seeds (every seed's epoch is planned with and without the part); then,
-where it differs by more than 0.1, χ² of the steps' mixes of sources or of token lengths, whichever is larger. There is a
-table for every number of ranks and micro-batches. F counts epochs that could not be planned.
+where χ² of the steps' mixes rises by more than 0.1, what it is, of sources or of token lengths, whichever is larger.
+There is a table for every number of ranks and micro-batches. F counts epochs that could not be planned.
 
-Seconds are predicted for a ViT that takes 40 % of the time, and an LLM whose cost is the planner's: a step lasts as long
-as its slowest rank, or where ranks run several micro-batches as the slowest of their pipelines of four stages (1F1B).
+Seconds are predicted for a ViT that takes 40 % of the time, and an LLM whose cost is the planner's. A step lasts as
+long as its slowest rank, or where ranks run several micro-batches as the slowest of their pipelines of four stages
+(1F1B).
 
     python tools/sampling/ablation.py parts --seeds 4   # an hour of one core
     python tools/sampling/ablation.py randomness        # χ² by ranks, the mean over 20 seeds with its standard error
@@ -25,9 +26,8 @@ from omnibal.data.balance.rules import Effort
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import source_mix, step_randomness, volume_bound
-from omnibal.data.packing_spec import PackingSpec, Ranks
+from omnibal.data.packing_spec import DEFAULT_COST, PackingSpec, Ranks
 from omnibal.data.packs import Packs
-from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import one_f_one_b

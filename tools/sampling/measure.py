@@ -12,8 +12,8 @@ import numpy as np
 from omnibal.cost import Load
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.lengths import SampleLengths
+from omnibal.data.packing_spec import Method
 from omnibal.data.packs import Packs
-from omnibal.data.policies import Method
 from omnibal.report.packing import PackingFigures, measure_packing
 from tools.sampling.rules import RULES, Task
 

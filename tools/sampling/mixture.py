@@ -17,8 +17,8 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import dist_ratio, min_packs
 from omnibal.data.mixture import Knot, Mixture, Unit
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.packs import Packs
-from omnibal.data.policies import DEFAULT_COST
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.feeds.sampler import BalancedBatchSampler

@@ -16,7 +16,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limit_search import search_limits
 from omnibal.data.limits import PackLimits
 from omnibal.data.metrics import min_packs
-from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.packing_spec import DEFAULT_COST
 from omnibal.data.synthetic import patch_lengths
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.report.packing import measure_packing

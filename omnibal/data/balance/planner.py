@@ -7,8 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from omnibal.data.balance.demand import CLOSING, RESERVE, survey
-from omnibal.data.balance.rules import DEFAULT_EFFORT, Effort, PackingTask, make_rules
+from omnibal.data.balance.rules import CLOSING, DEFAULT_EFFORT, RESERVE, Effort, PackingTask, make_rules, survey
 from omnibal.data.balance.shuffle import shuffle_keys, shuffled
 from omnibal.data.balance.tables import Int32Array, Int64Array
 from omnibal.data.balance.window import columns_of, driving_loads, plan_window

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from omnibal.data.balance.demand import survey
+from omnibal.data.balance.rules import survey
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
-from omnibal.data.policies import DEFAULT_COST
+from omnibal.data.packing_spec import DEFAULT_COST
 
 LIMITS = PackLimits(9, 4096)
 
