@@ -16,8 +16,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from omnibal.errors import ConfigError
+from omnibal.ranks.agreement import gloo_group
 from omnibal.ranks.extensions import ExplainedWait
-from omnibal.ranks.hosts import gloo_group
 
 SHARED_MEMORY = Path("/dev/shm")
 RUNNER, LAUNCH = "deepspeed", "deepspeed.launcher.launch"

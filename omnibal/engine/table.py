@@ -23,7 +23,7 @@ from omnibal.engine.reduction import exchange_of, sums_of
 from omnibal.engine.transfers import DESCRIPTION, Receiver, Sender, Shape, describe, new_link, read_description
 from omnibal.errors import ConfigError
 from omnibal.pipeline.schedule import Instruction, Operation, Schedule
-from omnibal.ranks.hosts import hosts_of, unreachable
+from omnibal.ranks.agreement import hosts_of, unreachable
 from omnibal.vlm.backward import WeightGradients, defer_linears
 from omnibal.vlm.payload import PackCounts, note_counts
 

@@ -1,12 +1,19 @@
 """How the processes of a run agree: a failure on one rank is raised on all, and none is left waiting.
 
-`agreement` is for failures that a rank can report when all ranks meet, `failures` for those between two meetings,
-`hosts` for the network that both need, `extensions` for the locks that processes wait for when they start.
+`agreement` is for failures that a rank can report when all ranks meet, and the network that they meet by; `failures`
+for those between two meetings; `extensions` for the locks that processes wait for when they start.
 """
 
-from omnibal.ranks.agreement import check_shared, gather, place, rank_zero_first, rank_zero_only, run_on_all_ranks
+from omnibal.ranks.agreement import (
+    check_shared,
+    gather,
+    new_gloo_group,
+    place,
+    rank_zero_first,
+    rank_zero_only,
+    run_on_all_ranks,
+)
 from omnibal.ranks.failures import Meeting, failures_reach_all_ranks
-from omnibal.ranks.hosts import new_gloo_group
 
 __all__ = [
     "Meeting",

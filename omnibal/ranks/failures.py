@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from omnibal.errors import ConfigError, said
-from omnibal.ranks.hosts import new_gloo_group, store
+from omnibal.ranks.agreement import new_gloo_group, store
 
 POLL_SECONDS: Final = 1.0
 # How long a failed rank stays until the others have heard of it, and how long a rank that has heard of a failure may

@@ -4,7 +4,7 @@ import pytest
 
 from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.ranks import gather, new_gloo_group, rank_zero_first, run_on_all_ranks
-from omnibal.ranks.hosts import Host, check_addresses, unreachable
+from omnibal.ranks.agreement import Host, check_addresses, unreachable
 from tests.engine.launch import launch
 
 BROKEN = "line 5 must be JSON, got nothing"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omnibal.errors import DataError, OmnibalError
 from omnibal.integrations.lengths import kept_lengths
 from omnibal.ranks import Meeting, agreement, check_shared, gather, rank_zero_first, rank_zero_only, run_on_all_ranks
-from omnibal.ranks.hosts import store
+from omnibal.ranks.agreement import store
 
 
 def work_of_all_kinds(folder):
