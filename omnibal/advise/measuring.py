@@ -68,7 +68,7 @@ def estimated_tokens(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLengths:
     """Lengths of the data or of a part of it.
 
     Attributes:
@@ -91,7 +91,7 @@ def measure(
     *,
     images: Path | None = None,
     max_image: int | None = None,
-) -> Measured:
+) -> MeasuredLengths:
     """Measure data as a model takes it and the present way keeps it.
 
     Args:
@@ -126,14 +126,14 @@ def measure(
     return found if present.cutoff is None or present.batching == "packed" else _cut(found, present.cutoff)
 
 
-def _mixed(found: Measured, mixture: Mixture) -> Measured:
+def _mixed(found: MeasuredLengths, mixture: Mixture) -> MeasuredLengths:
     from omnibal.data.source_draws import typical_lengths  # compiled, which no other advice needs
 
     lengths = typical_lengths(found.lengths, mixture)
     return replace(found, lengths=lengths, said=f"{found.said}; drawn with the mixture's first shares")
 
 
-def _with_squares(found: Measured) -> Measured:
+def _with_squares(found: MeasuredLengths) -> MeasuredLengths:
     """With what attention within images takes, where nobody counted it."""
     lengths = found.lengths
     if lengths.vision_squared is not None or not lengths.vision_units.any():
@@ -150,7 +150,7 @@ def _holds_lengths(data: Path) -> bool:
         return b'"vit_num"' in file.read(HEAD_BYTES)
 
 
-def _measured_before(data: Sequence[Path], model: Model) -> Measured:
+def _measured_before(data: Sequence[Path], model: Model) -> MeasuredLengths:
     folder = next((path for path in data if path.is_dir()), None)
     if folder is not None and len(data) > 1:
         raise DataError(f"data must be one folder of lengths or lists of them, got the folder {folder} among others")
@@ -158,7 +158,7 @@ def _measured_before(data: Sequence[Path], model: Model) -> Measured:
     if not len(lengths):
         raise DataError(f"lengths must hold at least one sample, got none in {', '.join(map(str, data))}")
     _check_tokens(lengths, model)
-    return Measured(lengths, f"{len(lengths):,} samples of measured lengths", is_whole=True)
+    return MeasuredLengths(lengths, f"{len(lengths):,} samples of measured lengths", is_whole=True)
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _text_tokens(conversation: Conversation, count: Count) -> tuple[int, int]:
     return tokens, targets
 
 
-def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, *, of_each: bool) -> Measured:
+def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, *, of_each: bool) -> MeasuredLengths:
     counter = _tokenizer(named.folder)
     shards, rows, source = draw_rows(data, images, of_each=of_each, count=DRAWN)
     drawn = measure_rows(rows, rule, counter or estimated_tokens, str(data))
@@ -286,7 +286,9 @@ def _drawn(data: Path, named: NamedModel, rule: ImageRule, images: Path | None, 
     return _told(replace(drawn, lengths=lengths), text, counter is None)
 
 
-def _of_head(rows: Iterable[tuple[Row, Path]], data: Sequence[Path], named: NamedModel, rule: ImageRule) -> Measured:
+def _of_head(
+    rows: Iterable[tuple[Row, Path]], data: Sequence[Path], named: NamedModel, rule: ImageRule
+) -> MeasuredLengths:
     counter = _tokenizer(named.folder)
     drawn = measure_rows(islice(rows, DRAWN), rule, counter or estimated_tokens, ", ".join(map(str, data)))
     drift = _drift(drawn.lengths, named.model.units)
@@ -294,7 +296,7 @@ def _of_head(rows: Iterable[tuple[Row, Path]], data: Sequence[Path], named: Name
     return replace(_told(drawn, text, counter is None), is_stream=True)
 
 
-def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measured:
+def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> MeasuredLengths:
     """Measure the first thousand items of a stream, for a ``Question``.
 
     Args:
@@ -309,7 +311,7 @@ def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measur
         raise DataError("a stream must yield items to measure, got none")
     lengths = SampleLengths(found[0], found[1], target_tokens=found[2])
     said = f"the first {len(lengths):,} samples of a stream measured{_drift(lengths)}"
-    return Measured(lengths, said, is_stream=True)
+    return MeasuredLengths(lengths, said, is_stream=True)
 
 
 def _drift(lengths: SampleLengths, units: str = "vision units") -> str:
@@ -323,13 +325,13 @@ def _drift(lengths: SampleLengths, units: str = "vision units") -> str:
     return ""
 
 
-def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> Measured:
+def _told(drawn: DrawnLengths, text: str, is_estimated: bool) -> MeasuredLengths:
     if is_estimated:
         share = ESTIMATE_ERROR * drawn.text_tokens / max(float(drawn.lengths.llm_tokens.mean()), 1)
         text += f"; tokens of text estimated (±{ESTIMATE_ERROR:.0%}, ±{share:.0%} of all), for want of a tokenizer"
     if drawn.problems:
         text += f"; {len(drawn.problems)} could not be read, the first: {drawn.problems[0]}"
-    return Measured(drawn.lengths, text)
+    return MeasuredLengths(drawn.lengths, text)
 
 
 def _tokenizer(folder: Path | None) -> Callable[[str], int] | None:
@@ -361,7 +363,7 @@ def _rule(named: NamedModel, present: Present, max_image: int | None) -> ImageRu
     return of_smaller
 
 
-def _cut(found: Measured, cutoff: int) -> Measured:
+def _cut(found: MeasuredLengths, cutoff: int) -> MeasuredLengths:
     over = found.lengths.llm_tokens > cutoff
     if not over.any():
         return found

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice, advise
 from omnibal.advise.estimate import Recipe, Scenario
-from omnibal.advise.measuring import Measured, measure
+from omnibal.advise.measuring import MeasuredLengths, measure
 from omnibal.advise.models import Model, adapted_profile
 from omnibal.advise.paste import HOSTS
 from omnibal.advise.present import Present
@@ -30,7 +30,7 @@ ACCUMULATION: Final = 8
 class Question:
     """All that an answer depends on."""
 
-    measured: Measured
+    measured: MeasuredLengths
     """Lengths of the data, and where they come from."""
     model: Model
     """Sizes of the model."""

@@ -35,7 +35,7 @@ class LengthSummary:
     max_llm_tokens: int
 
 
-class Record(BaseModel):
+class ColumnsRecord(BaseModel):
     """What stands in the summary file."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -75,7 +75,7 @@ def write_columns(
             (Path(scratch) / file).replace(folder / file)
 
 
-def open_columns(folder: Path, types: Mapping[str, npt.DTypeLike]) -> tuple[Record, dict[str, npt.NDArray[Any]]]:
+def open_columns(folder: Path, types: Mapping[str, npt.DTypeLike]) -> tuple[ColumnsRecord, dict[str, npt.NDArray[Any]]]:
     """Map the columns that ``write_columns`` wrote.
 
     Args:
@@ -127,7 +127,7 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return view
 
 
-def _read_record(path: Path) -> Record:
+def _read_record(path: Path) -> ColumnsRecord:
     try:
         text = path.read_bytes()
         kept = parse_json(text)
@@ -140,7 +140,7 @@ def _read_record(path: Path) -> Record:
     if found != FORMAT:
         raise DataError(f"{path} must have format {FORMAT}, got {found!r:.80}; measure the lengths again")
     try:
-        return Record.model_validate_json(text)
+        return ColumnsRecord.model_validate_json(text)
     except ValidationError as error:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))

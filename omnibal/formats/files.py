@@ -112,7 +112,7 @@ def open_rows(path: Path, index: Path | None = None) -> Rows:
     try:
         files = files_of(path)
         if is_table(files[0]):
-            rows: Rows = Table(path, files)
+            rows: Rows = TableRows(path, files)
         else:
             parts = [IndexedFile(file, index) for file in files]
             rows = JoinedFiles(path, parts) if path.is_dir() else parts[0]
@@ -460,7 +460,7 @@ def _save_index(path: Path, entries: Entries, content_hash: str) -> None:
 # Tables ------------------------------------------------------------------------------------------------------------
 
 
-class Table:
+class TableRows:
     """The rows of a table of ``datasets``, memory-mapped; pictures stay as they are, undecoded.
 
     Args:
@@ -560,7 +560,7 @@ def _stream_tar(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
 def _stream_table(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
     """Rows of a Parquet file a group at a time, so that nothing is copied to Arrow first; of others, by number."""
     if path.is_dir() or path.suffix == ".arrow":
-        table = Table(path, [path])
+        table = TableRows(path, [path])
         for number in range(begin.lines, len(table)):
             yield number + 1, 0, table[number]
         return

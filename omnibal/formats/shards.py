@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from omnibal.errors import ConfigError, DataError
 from omnibal.formats.chat import Conversation, read_conversation
-from omnibal.formats.files import Rows, Table, is_table, is_tar, open_rows
+from omnibal.formats.files import Rows, TableRows, is_table, is_tar, open_rows
 from omnibal.records import load_json
 
 KEYS: Final = ("root", "annotation", "repeat_time", "length", "max_dynamic_patch", "data_augment")
@@ -140,7 +140,7 @@ def open_shards(paths: Any, *, image_folder: str | Path | None = None, index: Pa
         ConfigError: An image folder is given for a meta file.
     """
     if hasattr(paths, "features"):
-        rows = Table(Path("dataset"), paths)
+        rows = TableRows(Path("dataset"), paths)
         return [Shard("dataset", rows, Path(image_folder or ""), len(rows))]
     return [_opened(file, index) for file in named_files(paths, image_folder)]
 

@@ -82,7 +82,7 @@ def fit_step(
     # 2. Limits that hold every sample are searched; of those that fit, the ones that waste least are taken.
     # 3. Where packs are then too large for a step: also smaller limits, under which larger samples are alone in packs.
     # 4. Where packs still hold too many samples, as of texts, whose limits are few: fewer tokens, found by halving.
-    search = _Search(lengths, samples_per_step, batch_size, num_replicas, padded, memory)
+    search = _LimitsSearch(lengths, samples_per_step, batch_size, num_replicas, padded, memory)
     if most is not None:
         given = search.sized(_scaled(most, PLANNED_SHARE) if padded else most)
         if search.off(given) <= KEPT:
@@ -112,7 +112,7 @@ def _unscaled(planned: PackLimits) -> PackLimits:
 
 
 @dataclass
-class _Search:
+class _LimitsSearch:
     """How near steps come to the samples asked for, under limits that packs are planned with."""
 
     lengths: SampleLengths

@@ -1,6 +1,6 @@
 import pytest
 
-from omnibal.advise.measuring import Measured
+from omnibal.advise.measuring import MeasuredLengths
 from omnibal.advise.models import Model
 from omnibal.advise.present import Present, read_present
 from omnibal.advise.question import Question
@@ -20,7 +20,7 @@ def said(content, **files):
 
 
 def asked(present):
-    return Question(Measured(SampleLengths([1], [400]), "one"), Model.known("InternVL3-1B"), EIGHT, present)
+    return Question(MeasuredLengths(SampleLengths([1], [400]), "one"), Model.known("InternVL3-1B"), EIGHT, present)
 
 
 def test_a_ds_config():
