@@ -50,7 +50,7 @@ class ResolvedRun:
     def trained(self) -> dict[str, TrainedCount]:
         """What each module trains."""
         frozen = self.section.model.frozen
-        return trained_by_module((record, record.trained(frozen)) for record in self.vlm.records)
+        return trained_by_module([(record, record.trained(frozen)) for record in self.vlm.records])
 
     @property
     def weights_folder(self) -> Path | None:
