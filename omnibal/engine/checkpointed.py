@@ -155,7 +155,7 @@ class CheckpointedEngine(TableEngine):
 
         Args:
             load_dir: Folder of checkpoints.
-            tag: Which one; by default the newest.
+            tag: Name of the checkpoint; by default the newest one goes on.
             fall_back: Where the newest one is not whole, take the newest that is, with a warning.
             load_module_strict: Whether the checkpoint must have all weights of the model, and no other.
             load_optimizer_states: Whether the optimizer goes on, too; where not, it may be another one.
