@@ -59,9 +59,6 @@ def padded(lengths: FloatArray, num_ranks: int) -> IntArray:
 
     The search for the least bound is exact (the paper's pseudo-code starts it at the shortest sample and may return a
     packing that does not fit). O(n log n), and O(n) for each of at most 62 tried bounds.
-
-    Raises:
-        ConfigError: A length is no whole number.
     """
     if (wrong := lengths[lengths % 1 > 0]).size:
         raise ConfigError(f"lengths must be whole numbers, got {wrong[0]:g}")

@@ -142,10 +142,6 @@ class StepLoss:
 
     A router's loss is that of each pack, times the pack's share of the step's tokens that count. It is not taken over
     the whole step: the first backward pass would wait for the last forward pass.
-
-    Raises:
-        ConfigError: There is no such reduction; or the model has a router's loss, and nobody has shown that it is
-            ``router_loss``; or an SFTTrainer, which keeps its own loss, would need another.
     """
 
     def __init__(self, trainer: Any, reduction: Reduction) -> None:

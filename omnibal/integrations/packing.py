@@ -159,11 +159,7 @@ class PackCollator(SampleCollator):
         self._collate, self._positions, self._arguments = collate, positions, arguments
 
     def sample(self, item: Any) -> dict[str, Tensor]:
-        """The fields of one item: per token (tokens,), per image as the model takes it.
-
-        Raises:
-            DataError: The collator gives a field that packs cannot have, or leaves out one that the model needs.
-        """
+        """The fields of one item: per token (tokens,), per image as the model takes it."""
         fields = dict(self._collate([item]))
         mask = fields.pop("attention_mask", None)
         fields = {name: value for name, value in fields.items() if value is not None}

@@ -41,11 +41,7 @@ class StepCheck:
     """Hash of the plan."""
 
     def compare(self, *, backward: bool) -> None:
-        """Meet the other ranks before a pass, which costs log₂(ranks) small messages.
-
-        Raises:
-            ConfigError: On all ranks alike: ranks are about to run other passes, or hold other plans of the same pass.
-        """
+        """Meet the other ranks before a pass, which costs log₂(ranks) small messages."""
         least, greatest = self.meeting.extremes(self.place, (int(backward), self.digest))
         *first, first_digest, first_rank = least
         *last, last_digest, last_rank = greatest
@@ -234,11 +230,7 @@ def _pack(tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def blank_image(model: Any) -> dict[str, Tensor]:
-    """A small image as a model's encoder takes it, in the precision of its weights.
-
-    Raises:
-        ConfigError: The model's configuration does not tell what an image is like.
-    """
+    """A small image as a model's encoder takes it, in the precision of its weights."""
     takes = _taken_of_images(model)
     try:
         blank = _blank_patches(model) if "image_grid_thw" in takes else _blank_tiles(model, takes)
