@@ -64,7 +64,8 @@ class Answerer:
         return str(self._format.tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
 
     def _prompt(self, question: str, images: tuple[Picture, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Token ids (1, tokens) up to where the answer begins, and what else the model takes of images, by name."""
+        """Token ids (1, tokens) up to where the answer begins, and the tensors of images by their argument's name."""
+        # The prompt is rendered with an answer and cut where the answer begins, as it is in training.
         conversation = Conversation((Turn("user", question), Turn("assistant", "an answer")), images)
         self._format.refuse_image_tokens(conversation)
         asked = self._format.render(conversation)
@@ -80,7 +81,7 @@ class Answerer:
 
 
 def _as_model_takes(value: Tensor, model: Any) -> Tensor:
-    """On its device; floats in its dtype."""
+    """Move a tensor to the model's device, floats in the model's dtype."""
     return value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
 
 
