@@ -70,14 +70,14 @@ def train(
     Every process of a launch calls it with the same arguments.
 
     Args:
-        config: As of ``omnibal.initialize``.
-        model: As of ``omnibal.initialize``.
-        dataset: As of ``omnibal.initialize``.
+        config: The ds_config: its path or its content. This argument and the next two go to ``omnibal.initialize``.
+        model: A transformers model in memory, in place of the ds_config's folder.
+        dataset: Samples to train on, in place of the ds_config's data.
         held_out: Samples to evaluate on; by default the section's ``data.held_out``, if it names any.
         resume: Whether to go on from the newest whole checkpoint, or the name of the one to go on from.
         restart: Whether to delete the run's checkpoints and begin anew.
         on_evaluation: Called with the engine on all processes, every ``run.evaluate_every`` steps and at the end.
-        **others: As of ``omnibal.initialize``: ``optimizer``, ``lr_scheduler``, ``on_gradient``.
+        **others: Further arguments of ``omnibal.initialize``: ``optimizer``, ``lr_scheduler``, ``on_gradient``.
 
     Returns:
         The engine, behind the last step.

@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def median_seconds(self) -> float:
-        """Of the timed steps; infinite where the trial failed."""
+        """Median of the timed steps' seconds; infinite where the trial failed."""
         return median(self.step_seconds) if self.step_seconds else float("inf")
 
 
@@ -72,13 +72,9 @@ def run_trials(
     Args:
         config: Content of a ds_config whose "omnibal" section names model and data; its micro-batches give way to the
             plan's.
-        plans: Candidates.
-        launcher_options: For the deepspeed launcher, such as ``["--num_gpus", "4"]``.
-        steps: Timed steps of each trial.
         budget_bytes: What a device of each stage may hold, where that is less than it has (a CPU has no other bound);
             a trial that held more counts as out of memory.
         retreat: Called with each trial that ran out of memory: what to try in its place, or None.
-        on_trial: Called with each result as it comes.
 
     Returns:
         The trials, fastest first, failed ones last. Source: Yao et al., OmniBal, ICML 2025 (3 steps per candidate).

@@ -162,7 +162,6 @@ class Workspace:
         """The section's ``data.train`` or ``data.held_out``.
 
         Args:
-            part: Which of them.
             cache: Folder of what is measured; by default the one in ``run.output``.
             measured: Whether another process of the run has measured the samples: they are then only read.
         """

@@ -97,13 +97,9 @@ def measure(
     Args:
         data: Annotations (one file or folder), lengths (a folder, or JSON lists of ``{"vit_num", "token_num"}``), or a
             stream: webdataset shards, or ``-`` for JSON lines on standard input.
-        named: The model.
         present: Today's training: its mixture, its cutoff and its largest image change what samples bring.
         images: What the paths of images are relative to; by default the folder of the annotations.
         max_image: Most tiles of an image, or most pixels at native resolution.
-
-    Raises:
-        DataError: There is no data, its lengths cannot be told, or they are of another model.
     """
     streams = [path == STANDARD_INPUT or is_tar(path) for path in data]
     for path in data:
@@ -184,11 +180,8 @@ def draw_rows(
     """Draw rows at random.
 
     Args:
-        path: A file or folder that `omnibal.formats.shards.open_shards` opens.
         images: What the paths of images are relative to; by default each file's own folder.
         of_each: Whether as many are drawn of each source, for those who mix them: else some may have none.
-        count: Rows to draw; all where there are fewer.
-        seed: Of the draw.
 
     Returns:
         The data, the rows with the folder of their images, and the number of each row's source.
@@ -231,12 +224,6 @@ def measure_rows(rows: Iterable[tuple[Row, Path]], rule: ImageRule, count: Count
 
     Args:
         rows: Each with the folder that its images are relative to.
-        rule: What images bring.
-        count: Tokens of a text.
-        named: What the data are called in a message.
-
-    Raises:
-        DataError: More than a tenth cannot be measured; the message says why the first one cannot.
     """
     loads, problems, text_tokens, usable, number = [], list[str](), 0, [], -1
     for number, (row, root) in enumerate(rows):
@@ -300,11 +287,7 @@ def measured_head(items: Iterable[Any], loads: Callable[[Any], Loads]) -> Measur
     """Measure the first thousand items of a stream, for a ``Question``.
 
     Args:
-        items: As a rank would draw them.
         loads: Vision units, LLM tokens and target tokens of an item.
-
-    Raises:
-        DataError: It yields nothing.
     """
     found = np.array([loads(item) for item in islice(items, DRAWN)], dtype=np.int64).reshape(-1, 3).T
     if not found.size:
@@ -376,11 +359,7 @@ def _cut(found: MeasuredLengths, cutoff: int) -> MeasuredLengths:
 
 
 def _check_tokens(lengths: SampleLengths, model: Model) -> None:
-    """Refuse lengths whose image tokens cannot be the model's.
-
-    Raises:
-        DataError: A sample has fewer tokens than its images bring, or no whole number of them.
-    """
+    """Refuse lengths whose image tokens cannot be the model's."""
     if model.config["model_type"] not in FIXED_TOKENS:
         return
     projector = next(record.sizes for record in model.records if record.kind == "projector")

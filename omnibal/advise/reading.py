@@ -36,11 +36,7 @@ class NamedModel:
 
 
 def read_model(named: str) -> NamedModel:
-    """A model by a known name, the name of a Hugging Face folder, or that of a ``config.json``.
-
-    Raises:
-        ConfigError: It is none of these; the message names the nearest known name.
-    """
+    """A model by a known name, the name of a Hugging Face folder, or that of a ``config.json``."""
     path = Path(named)
     if not path.exists():
         return NamedModel(Model.known(named))
@@ -56,11 +52,7 @@ def read_model(named: str) -> NamedModel:
 
 
 def read_today(today: str) -> Present:
-    """The present way of training, by a trainer's name or by the file that says it; ``read_present`` has the kinds.
-
-    Raises:
-        ConfigError: It is neither, or the file cannot be read.
-    """
+    """The present way of training, by a trainer's name or by the file that says it; ``read_present`` has the kinds."""
     if today in MEETINGS:
         return Present(sharding=cast(Any, today))
     path = Path(today)
@@ -70,11 +62,7 @@ def read_today(today: str) -> Present:
 
 
 def _beside(path: Path, name: str) -> Path:
-    """A file that another one names: relative to where it lies, or to where the command runs.
-
-    Raises:
-        ConfigError: It lies in neither.
-    """
+    """A file that another one names: relative to where it lies, or to where the command runs."""
     found = next((near for near in (path.parent / name, Path(name)) if near.is_file()), None)
     if found is None:
         raise ConfigError(

@@ -90,7 +90,7 @@ class GainOverPresent:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The report as lines of text, for a terminal."""
         if not self.variants:
             return [f"the present configuration cannot train here: {self.problem}"] if self.problem else []
         present, ratio = self.variants[0], self.ratio

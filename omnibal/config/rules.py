@@ -17,10 +17,6 @@ from omnibal.plan import Plan
 def complete_deepspeed_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Fill in what follows from the pipeline, and refuse what cannot be right under one.
 
-    Args:
-        config: ds_config without the "omnibal" section.
-        layout: Its ``layout_of``.
-
     Returns:
         A ds_config with the micro-batch size 1 (one pack), the accumulation steps and the train batch size; with
         bfloat16 gradients summed in float32 (``sums_in_float32``) unless it says otherwise. The number of steps may
@@ -91,12 +87,7 @@ def resolve_plan(
     """The plan that training follows: the one that the ds_config names, or what its keys spell out.
 
     Args:
-        config: ds_config without the "omnibal" section.
-        section: That section.
-        named: The plan that it names, if it does.
-        records: Layers of the model.
-        layout: How the run lies on its devices.
-        lengths: Of the samples, by which limits are chosen; None for streams.
+        lengths: The samples' lengths, from which limits are chosen; None for streams.
     """
     pipeline, packing, frozen = section.pipeline, section.packing, section.model.frozen
     num_layers, micro_batches, parts = len(records), micro_batches_of(config), check_frozen(records, frozen)

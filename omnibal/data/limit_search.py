@@ -34,12 +34,9 @@ class ScoredLimits:
     """Limits, and what came of packing the same random samples under them.
 
     Args:
-        limits: The limits.
         packs_over_volume: Packs beyond the volume bound, as a share of it.
         step_share: Packs of a step, as a share of the volume bound: so many may be there to fill the last step.
-        dist_ratio_vision: Dist Ratio of the vision units.
         dist_ratio_cost: Dist Ratio of the cost of a micro-batch in the LLM.
-        samples_per_pack: Mean number of samples in a pack.
         trap: Why these limits waste room whatever the packer does, or None.
     """
 
@@ -80,24 +77,14 @@ def search_limits(
     such limits, and at 65,536 samples and 8 ranks they hold more than a thousand samples.
 
     Args:
-        lengths: Loads of every sample.
-        ceiling: The largest limits.
         least: The smallest limits; by default those that hold the largest sample. Larger samples than limits are each
             alone in a pack.
-        num_replicas: Data-parallel ranks for the Dist Ratios.
-        method: How packs are made and arranged.
-        cost: Cost of a micro-batch in the LLM.
         num_samples: How many samples to draw and pack under each pair; all where there are fewer. By default what
             fills 8 steps under the ceiling, but at least 16,384 and at most 65,536.
-        seed: Seed of the draw and of the packing.
         progress: Passes the limits on one by one, as ``tqdm`` does.
 
     Returns:
         Scored limits, least waste first; where waste is equal, more samples per pack, then fewer tokens first.
-
-    Raises:
-        InfeasibleError: The largest sample, or ``least``, exceeds the ceiling.
-        ConfigError: There is no sample.
     """
     if not len(lengths):
         raise ConfigError("lengths must hold at least one sample, got none")
@@ -225,7 +212,7 @@ def _nearby_limits(counts: IntArray, limit: int) -> list[int]:
 
 
 def _under_limit(counts: IntArray, limit: int) -> IntArray:
-    """The same samples under another limit, which all of them keep."""
+    """Samples counted under another limit; none of the samples exceeds either limit."""
     resized = np.zeros(limit + 1, dtype=np.int64)
     kept = min(len(counts), limit + 1)
     resized[:kept] = counts[:kept]

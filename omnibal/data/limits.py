@@ -83,7 +83,7 @@ class PackLimits:
         """Refuse samples that exceed a limit on their own.
 
         Raises:
-            DataError: There is one; the message names the first.
+            DataError: A sample exceeds a limit; the message names the first one.
         """
         over = self.oversized(lengths)
         if len(over):
@@ -108,9 +108,6 @@ def paper_limits(lengths: SampleLengths) -> PackLimits:
     multiples of 256, which does: 8.9, or 9.1 and 9.0 with blank tiles. Packs hold lengths as they are, so the rule
     here rounds none.
 
-    Raises:
-        DataError: A sample is too large for any limits; the message names it.
-
     Source: Yao et al., OmniBal, ICML 2025, section 5.1; deviation: the largest sample always fits.
 
     >>> paper_limits(SampleLengths([1, 3, 5], [400, 1200, 2000]))
@@ -133,12 +130,7 @@ def choose_limits(
     vision_units: int | None = None,
     llm_tokens: int | None = None,
 ) -> PackLimits:
-    """The limits that were given; what was left out is what the paper's rule says.
-
-    Raises:
-        ConfigError: As of ``PackLimits``.
-        DataError: As of ``paper_limits`` where a limit is left out, or every sample exceeds the limits.
-    """
+    """The limits that were given; what was left out is what the paper's rule says."""
     if vision_units is None or llm_tokens is None:
         ruled = paper_limits(lengths)
         vision_units = ruled.vision_units if vision_units is None else vision_units

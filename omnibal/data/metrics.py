@@ -61,7 +61,6 @@ def source_mix(source: IntArray, packs: Packs, steps: npt.ArrayLike) -> npt.NDAr
 
     Args:
         source: Source of each sample, as small integers (or any other label, such as the vision units).
-        packs: The packs.
         steps: Pack numbers, steps along the first axis, shape (steps, ranks, micro-batches) for example.
 
     Returns:

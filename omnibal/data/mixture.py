@@ -21,11 +21,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Knot:
-    """The shares that hold at a step.
-
-    Raises:
-        ConfigError: The step is below 1, or the shares are as ``Mixture`` refuses them.
-    """
+    """The shares that hold at a step."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

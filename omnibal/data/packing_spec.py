@@ -34,11 +34,7 @@ MOST_NAMED = 10  # samples that a message names
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who runs a step: data-parallel ranks, and the packs that each of them gets.
-
-    Raises:
-        ConfigError: One of the numbers is below 1 or no integer, or a step would have too many packs.
-    """
+    """Who runs a step: data-parallel ranks, and the packs that each of them gets."""
 
     num_replicas: int
     micro_batches: int = 1

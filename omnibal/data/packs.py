@@ -116,9 +116,6 @@ def deal(packs: Packs, num_packs: int, generator: np.random.Generator, *, split:
     """Shuffle packs and add to them until there are ``num_packs``.
 
     Args:
-        packs: At most ``num_packs`` packs, none of them empty.
-        num_packs: How many to return.
-        generator: Source of the order.
         split: Split packs, those with most samples first; the last packs are then empty only where there are fewer
             samples than packs. Otherwise all that are added are empty.
 
@@ -149,19 +146,8 @@ def random_padded_steps(
     Images are not padded; the LLM works on ``batch_size`` sequences as long as the longest. With fewer samples than the
     steps need there are fewer steps.
 
-    Args:
-        lengths: Of the samples.
-        batch_size: Samples of a micro-batch.
-        num_replicas: Data-parallel ranks.
-        micro_batches: Of each rank and step.
-        steps: At most so many.
-        seed: Of the order.
-
     Returns:
         Shape (steps, replicas, micro-batches).
-
-    Raises:
-        ConfigError: There are fewer samples than one step needs.
 
     >>> load = random_padded_steps(
     ...     SampleLengths([1, 0], [10, 4]), batch_size=2, num_replicas=1, micro_batches=1, steps=1

@@ -76,15 +76,7 @@ def write_columns(
 
 
 def open_columns(folder: Path, types: Mapping[str, npt.DTypeLike]) -> tuple[ColumnsRecord, dict[str, npt.NDArray[Any]]]:
-    """Map the columns that ``write_columns`` wrote.
-
-    Args:
-        folder: Where they are.
-        types: The columns that there may be, and their types.
-
-    Raises:
-        DataError: The folder is not a complete one of this format, or a column does not fit its summary.
-    """
+    """Map the columns that ``write_columns`` wrote."""
     record = _read_record(folder / SUMMARY_FILE)
     if not set(REQUIRED_COLUMNS) <= set(record.columns) <= set(types):
         raise DataError(

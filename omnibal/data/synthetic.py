@@ -39,12 +39,8 @@ class SyntheticSource:
     """Statistics of one source.
 
     Args:
-        name: What it imitates.
-        samples: Its size, as a proportion of the mix.
         tile_shares: Shares of samples with 0, 1, 3, 4 and 5 tiles; they add up to 1.
-        median_text: Median number of text tokens.
         spread: Standard deviation of the logarithm of the text tokens beyond ``least_text``.
-        least_text: Fewest text tokens (prompt format and shortest answer).
     """
 
     name: str

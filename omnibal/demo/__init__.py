@@ -41,9 +41,6 @@ def write_demo(folder: str | Path, *, samples: int = 8000, held_out: int = 400, 
         samples: Training samples, repetitions included, to within rounding; at least 20.
         held_out: Samples to measure accuracy on, one question each; at least 20.
         seed: Seed of all random choices; equal seeds write equal bytes.
-
-    Raises:
-        ConfigError: Fewer than 20 samples are asked for, the seed is negative, or ``folder`` is a file.
     """
     for name, count in (("samples", samples), ("held_out", held_out)):
         if count < 20:

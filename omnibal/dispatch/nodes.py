@@ -142,14 +142,9 @@ def _relieve(
 
     Args:
         node_of: The node of each list; ends as the best placement that was met.
-        sent: What each rank sends to other nodes; changed.
         rank_starts: Rank r holds something of ``wanted[rank_starts[r]:rank_starts[r + 1]]``, most of the first list.
-        wanted: Lists.
         list_starts: List l is held by ``holders[list_starts[l]:list_starts[l + 1]]``, as in scipy's ``csc_array``.
-        holders: Ranks.
-        volumes: What each holder has of the list.
         ranks_per_node: Ranks of a node, and so lists of a node.
-        trials: Exchanges that are tried.
     """
     # A round makes the exchange after which Σ sent¹⁶ over all ranks is least, even if the sum grows: without this the
     # search would end in the first local optimum, with 1 to 3 % more to send on 16 to 32 ranks. The two lists then stay

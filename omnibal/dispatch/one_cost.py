@@ -37,11 +37,6 @@ def least_squares_within(costs: FloatArray, num_ranks: int, *, tolerance: float 
     For costs whose square matters beside them. The paper compares two ranks by squares if they are closer than a
     tolerance, which is no order: a may come before b, b before c and c before a. Here loads are counted in whole
     tolerances, and squares break ties. Where the square's weight is known, Algorithm 1 on the sum of both is better.
-
-    Args:
-        costs: Lengths of the samples, (samples,).
-        num_ranks: At least 1.
-        tolerance: Relative to the mean of all ranks' sums.
     """
     samples = _sorted(costs, num_ranks)
     mean = samples.total / num_ranks

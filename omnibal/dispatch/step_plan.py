@@ -127,19 +127,7 @@ class StepPlan:
 def plan_step(
     source: IntArray, sizes: Mapping[str, IntArray], num_ranks: int, costs: Costs, *, total_targets: int
 ) -> StepPlan:
-    """Divide a micro-batch's samples anew for the vision encoder and for the LLM.
-
-    Args:
-        source: The rank that drew each sample, (samples,), ascending.
-        sizes: Each of ``COLUMNS``, (samples,).
-        num_ranks: Ranks of the group that shares samples.
-        costs: Costs, limits and link of both phases.
-        total_targets: Target tokens of the step.
-
-    Raises:
-        DataError: A sample has no tokens.
-        InfeasibleError: The samples do not fit within the limits.
-    """
+    """Divide a micro-batch's samples anew for the vision encoder and for the LLM."""
     if (sizes["llm_tokens"] < 1).any():
         raise DataError(f"samples must have tokens, got none in sample {int(sizes['llm_tokens'].argmin())}")
     # 1. Divide each phase on its own. 2. Keep what was drawn where a move does not pay: by seconds of computing and of

@@ -68,7 +68,6 @@ class CheckpointedEngine(TableEngine):
             client_state: What else to save; ``load_checkpoint`` returns it. Data only: containers of tensors, arrays,
                 numbers and strings; ``torch.serialization.add_safe_globals`` allows a class of your own.
             keep: Delete all but the newest ``keep`` checkpoints afterwards; by default none is deleted.
-            save_latest: Let the file ``latest`` name it, which ``load_checkpoint`` follows.
             exclude_frozen_parameters: Leave out weights that are not trained. Always so beside adapters, where the
                 model's folder holds them.
         """
@@ -154,13 +153,10 @@ class CheckpointedEngine(TableEngine):
         """Go on exactly where a checkpoint was saved.
 
         Args:
-            load_dir: Folder of checkpoints.
             tag: Name of the checkpoint; by default the newest one goes on.
             fall_back: Where the newest one is not whole, take the newest that is, with a warning.
             load_module_strict: Whether the checkpoint must have all weights of the model, and no other.
             load_optimizer_states: Whether the optimizer goes on, too; where not, it may be another one.
-            load_lr_scheduler_states: Whether the learning-rate schedule goes on, too.
-            load_module_only: Load weights only, neither of the two.
 
         Returns:
             The checkpoint's path, and the ``client_state`` it was saved with.

@@ -30,7 +30,6 @@ def meet(backend: str, **rendezvous: Any) -> None:
     device, which would be the first one of the host for every process.
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"``.
         **rendezvous: Where they meet, as for ``deepspeed.init_distributed``; by default as the launcher says.
     """
     have_met = dist.is_initialized()

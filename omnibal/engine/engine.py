@@ -65,13 +65,9 @@ class OmnibalEngine(CheckpointedEngine):
     packs and ranks they lie on. ``global_samples`` counts samples, not packs, so that DeepSpeed's monitor does too.
 
     Args:
-        resolved: The model, and how it is trained.
         plan: What the run follows; ``module`` was built from its partition and recompute levels. Under ``"1f1b"``
             DeepSpeed's own schedule runs.
-        loader: This rank's packs.
         spare: Weights that no layer has, by name, on rank 0: checkpoints keep them.
-        on_gradient: As of ``initialize``.
-        **deepspeed_arguments: As for DeepSpeed's engine.
     """
 
     _skipped_in_a_row = 0
@@ -104,16 +100,8 @@ class OmnibalEngine(CheckpointedEngine):
     def train_batch(self, data_iter: Steps | None = None) -> Tensor:
         """Train on the next step of the loader, all ranks together.
 
-        Args:
-            data_iter: ``iter(loader)``, where the step is to come from that.
-
         Returns:
             The step's mean loss of a target token, the same on all ranks.
-
-        Raises:
-            OmnibalError: A rank could not read its samples, or they are not what the dataset promises, or ``data_iter``
-                is at its end; raised on all ranks, before anything is computed. Or no gradients were finite in several
-                steps in a row: such steps are skipped.
         """
         return self._train(nullcontext(), data_iter)
 

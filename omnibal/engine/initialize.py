@@ -123,14 +123,7 @@ def user_optimizer(
 
 
 def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) -> OmnibalEngine:
-    """The engine of this process for a run that is read; all ranks together, which have met.
-
-    Args:
-        workspace: The run's ds_config, and what its folder holds.
-        model: As of ``initialize``.
-        dataset: As of ``initialize``.
-        own: What the caller makes itself.
-    """
+    """The engine of this process for a run that is read; all ranks together, which have met."""
     # Whatever can be refused is refused here, before samples are measured, which may take hours, and weights are read.
     resolved, config = run_on_all_ranks(lambda: _resolve(workspace, model, own))
     section, place = workspace.section, resolved.layout.place(dist.get_rank())
@@ -259,16 +252,9 @@ def build_engine(
     It does what deepspeed.initialize does for a PipelineModule, but with an engine class of our own.
 
     Args:
-        resolved: What is trained, and how.
         plan: Partition and recompute levels; every process of the run holds the same.
-        loader: This rank's packs.
-        total_steps: Optimizer steps of the whole run.
-        own: What the caller makes itself.
         weights: All of the model's weights by name, where they are in memory; by default the ds_config says.
         deepspeed_config: The ds_config as DeepSpeed reads it, where that has been made.
-        module_class: What holds this process's layers.
-        engine_class: What is made.
-        **others: Further arguments of the engine class.
     """
     own = (own or UserOptimizer()).over(total_steps)
     config = run_on_all_ranks(lambda: _settled(resolved, deepspeed_config, plan, total_steps))

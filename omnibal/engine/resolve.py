@@ -42,7 +42,7 @@ class ResolvedRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the forward pass."""
+        """The forward pass computes in this dtype."""
         dtype: torch.dtype = getattr(torch, self.layout.precision)
         return dtype
 

@@ -136,7 +136,6 @@ def plan_buffer(lengths: SampleLengths, aim: Aim, limits: PackLimits, *, waited:
 
     Args:
         lengths: Loads of the samples in the buffer, the oldest first.
-        aim: What ranks have agreed on.
         limits: The most a pack may hold; a sample over a limit gets a pack of its own.
         waited: How many of the first samples were in the buffer when the last window was planned.
         seed: What the order of samples and packs is drawn from.

@@ -26,14 +26,7 @@ MOST_REMEMBERED: Final = 8  # samples of the next pack that a state remembers
 
 @dataclass(frozen=True)
 class StepPacks:
-    """One step: the packs of all ranks.
-
-    Args:
-        epoch: Which epoch.
-        index: Steps of the epoch before this one.
-        ranks: Who runs it.
-        packs: Rank after rank, micro-batch after micro-batch.
-    """
+    """One step: the packs of all ranks."""
 
     epoch: int
     index: int
@@ -57,9 +50,6 @@ class StepPacks:
         """Tokens that carry loss in the whole step.
 
         A rank's sum of token losses, times the number of ranks, divided by this is exact under gradient averaging.
-
-        Raises:
-            ConfigError: The lengths do not know their target tokens.
         """
         if lengths.target_tokens is None:
             raise ConfigError("lengths must have target_tokens to count those of a step, got none")

@@ -302,10 +302,6 @@ def check_agreement(records: Sequence[Mapping[str, Any]], *, num_replicas: int) 
     Args:
         records: One mapping per process, all with the same keys; ``rank`` is its data-parallel rank, everything else
             must be equal. Several processes may share a rank (the stages of a pipeline).
-        num_replicas: Data-parallel ranks there must be.
-
-    Raises:
-        ConfigError: Two processes differ: the message names both ranks, the field and the values; or a rank is missing.
 
     >>> check_agreement([{"rank": 0, "seed": 1}, {"rank": 1, "seed": 2}], num_replicas=2)
     Traceback (most recent call last):

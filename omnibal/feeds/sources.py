@@ -74,11 +74,8 @@ class Source:
     """A source that is drawn from item by item, and where it stands.
 
     Args:
-        name: For messages.
         items: An iterable. With ``state_dict`` and ``load_state_dict`` it goes on where it stood; without, what was
             drawn of it is drawn again and thrown away. With ``set_epoch`` it is told the number of each pass.
-        repeats: Whether the source is iterated anew when it ends.
-        first_pass: Number of the first pass.
     """
 
     def __init__(self, name: str, items: Iterable[Any], *, repeats: bool, first_pass: int) -> None:

@@ -54,8 +54,6 @@ class StreamFeed:
     """The steps of one rank from sources that are drawn one by one.
 
     Args:
-        read: Turns an item of a source into a sample.
-        pack: Makes what is trained of a pack's samples.
         gather: Returns what all ranks pass, by rank, and raises on all of them where one passes an exception; called
             as often on every rank, in a thread.
         rank: Of this process among the ranks that draw; they are the first of those that gather.

@@ -64,13 +64,8 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     Images of a record without any `IMAGE_MARK` come before its first question, as in InternVL's and ms-swift's code.
 
     Args:
-        record: A JSON object, or a row of a table.
-        root: Folder that image paths are relative to.
         strict: Whether the conversation is to be trained on. Advice, which wants lengths alone, takes any order of
             turns, any role and any number of marks, and images whose sizes are stated need not exist.
-
-    Raises:
-        DataError: The record is no conversation; the message names the key.
 
     >>> record = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat."}]}
     >>> read_conversation(record | {"images": ["a.jpg"]}, Path("data")).turns[0]

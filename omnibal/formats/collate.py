@@ -81,18 +81,8 @@ def mrope_positions(ids: Tensor, sample: Mapping[str, Any], *, image_token_id: i
     Text counts up in all three. An image's tokens share one time and count its rows and columns from there; the text
     behind it goes on above the largest of them.
 
-    Args:
-        ids: Int64 of shape (tokens,).
-        sample: Holds ``image_grid_thw`` if there are images.
-        image_token_id: Stands for a piece of an image.
-        merge_size: Patches, in each direction, that become one token.
-
     Returns:
         Int64 of shape (3, tokens).
-
-    Raises:
-        DataError: The image tokens, run by run, are not those of the grids, ``pixel_values`` are other patches, or a
-            grid is a video's.
 
     >>> ids, grid = torch.tensor([7, 3, 3, 8]), torch.tensor([[1, 2, 4]])
     >>> mrope_positions(ids, {"image_grid_thw": grid}, image_token_id=3, merge_size=2).tolist()

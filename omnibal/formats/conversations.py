@@ -42,8 +42,6 @@ class ConversationDataset:
     """Samples from several annotation files: each file's items in order, then again as often as it repeats.
 
     Args:
-        shards: The annotation files.
-        model_format: Turns conversations and images into what the model reads.
         broken: What happens to items that cannot be used. ``"error"``: `lengths` refuses them all in one report, and
             ``[i]`` each by itself. ``"skip"``: they are left out with a warning; to know them, every image's header is
             read at once.
@@ -104,9 +102,6 @@ class ConversationDataset:
         Returns:
             ``input_ids`` and ``labels`` (tokens,) int64, ``pixel_values`` float32 or None: InternVL's are tiles,
             (tiles, 3, H, W). What else the model takes of images comes by the names of its arguments.
-
-        Raises:
-            DataError: If the sample cannot be used; names the file and the line.
         """
         return self._sample(index, with_pixels=True)
 
@@ -115,11 +110,7 @@ class ConversationDataset:
         return self._sample(index, with_pixels=False)
 
     def lengths(self) -> SampleLengths:
-        """The loads of all samples, ``source`` being the number of the shard; every image's header is read once.
-
-        Raises:
-            DataError: If there are items that cannot be used and are not skipped; lists the first few and how many.
-        """
+        """The loads of all samples, ``source`` being the number of the shard; every image's header is read once."""
         if self._broken == "error":
             settle_problems(self._measured.problems, self._all.num_used_items, "error")
         return self._measured.lengths
@@ -248,20 +239,14 @@ def open_dataset(
         paths: A path or several: of InternVL meta files, of JSON lines or a JSON array, of tar shards, Parquet files,
             folders of such files of one kind, or folders that Hugging Face ``datasets`` saved; or a ``Dataset`` of
             theirs. Records may be any that `omnibal.formats.chat` reads.
-        model_folder: Hugging Face folder of the model: ``config.json``, ``preprocessor_config.json``, tokenizer.
         image_folder: What the images of annotation files are relative to, by default each file's own folder; a meta
             file names its own.
         max_tiles: Most tiles of an image, its thumbnail not counted, where the family has such a limit; what the
             model's folder says by default. A dataset's own ``max_dynamic_patch`` in a meta file goes first.
         min_tiles: Fewest tiles of an image; what the model's folder says by default.
         max_image_pixels: The most pixels of an image file; one that has more counts as broken.
-        broken: As of `ConversationDataset`, like ``processes``, ``cache`` and ``measured``.
         each_once: Whether every item is one sample, whatever a meta file repeats: for mixtures, which draw it as often
             as they want it.
-
-    Raises:
-        DataError: If a file cannot be used.
-        ConfigError: If the model's folder cannot be used, or an image folder is given for a meta file.
     """
     model_format = ModelFormat(
         model_folder, max_tiles=max_tiles, min_tiles=min_tiles, max_image_pixels=max_image_pixels
@@ -277,10 +262,7 @@ class ConversationStream:
     """The samples of a file or folder in their order; it goes on where it stood without reading again.
 
     Args:
-        file: What is read.
-        model_format: Turns conversations and images into what the model reads.
         broken: What happens to items that cannot be used: an error, or a warning for each.
-        workers: Processes that read; 0 for none beside this one.
         share: (rank, ranks): of n ranks each reads every n-th row.
     """
 
@@ -363,16 +345,7 @@ def open_streams(
 
     Args:
         paths: As of `open_dataset`, but no JSON arrays; the other arguments are the same there.
-        model_folder: The model's Hugging Face folder.
-        image_folder: Folder of the images.
-        max_tiles: Most tiles of an image.
-        max_image_pixels: Most pixels of an image file.
-        broken: As of `ConversationStream`.
         workers: Processes that read, about; each file or folder has its own.
-
-    Raises:
-        DataError: A file cannot be read, is empty, or is a JSON array.
-        ConfigError: As of ``open_dataset``.
     """
     model_format = ModelFormat(model_folder, max_tiles=max_tiles, max_image_pixels=max_image_pixels)
     files = named_files(paths, image_folder=image_folder)

@@ -105,9 +105,6 @@ def open_rows(path: Path, index: Path | None = None) -> Rows:
         path: One of `KINDS`, or a folder of Parquet files, tar shards or JSON lines.
         index: Folder that keeps where the rows of JSON and tar files begin, for as long as these stay as they are.
             Processes that are told the same folder share these bytes, and only the first reads the file.
-
-    Raises:
-        DataError: It cannot be read, or there is no row.
     """
     try:
         files = files_of(path)
@@ -143,11 +140,7 @@ def is_tar(path: Path) -> bool:
 
 
 def is_table(path: Path) -> bool:
-    """Whether ``datasets`` reads it: Parquet, Arrow, or a folder.
-
-    Raises:
-        DataError: It is a table of another kind.
-    """
+    """Whether ``datasets`` reads it: Parquet, Arrow, or a folder."""
     if path.is_dir() or path.suffix == ".arrow":
         return True
     with path.open("rb") as file:
@@ -196,9 +189,6 @@ class IndexedFile:
     Args:
         path: The file. JSON is read once, in one to five seconds per gigabyte; of a shard the members' headers are.
         index: As of `open_rows`. Pickled, a file with an index takes a few hundred bytes.
-
-    Raises:
-        DataError: The file cannot be read, or is an array that does not end or that more follows.
     """
 
     def __init__(self, path: Path, index: Path | None = None) -> None:
@@ -260,11 +250,7 @@ class JoinedFiles:
 
 
 def parse_entry(text: bytes) -> Record:
-    """A JSON object.
-
-    Raises:
-        DataError: With the reason, if it is none.
-    """
+    """A JSON object."""
     try:
         record = parse_json(text)
     except json.JSONDecodeError as error:
@@ -305,16 +291,7 @@ def _scan_json(path: Path) -> tuple[Entries, str]:
 
 
 def array_entries(content: Any, position: int, breaks: Offsets) -> tuple[Offsets, Offsets]:
-    """Where the entries of a JSON array begin and end, whatever they are; they are not checked to be JSON.
-
-    Args:
-        content: Bytes, or what is like them.
-        position: Behind the array's opening bracket.
-        breaks: Places of line breaks, ascending.
-
-    Raises:
-        ValueError: The array does not end, or does and more follows.
-    """
+    """Where the entries of a JSON array begin and end, whatever they are; they are not checked to be JSON."""
 
     def line(place: int) -> int:
         return int(np.searchsorted(breaks, place)) + 1
@@ -464,7 +441,6 @@ class TableRows:
     """The rows of a table of ``datasets``, memory-mapped; pictures stay as they are, undecoded.
 
     Args:
-        path: What the rows are called in messages.
         source: Parquet or Arrow files, a folder that ``datasets`` saved, or a ``Dataset``.
     """
 

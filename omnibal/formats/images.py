@@ -24,11 +24,7 @@ MOST_PIXELS: Final = 89_478_485
 
 
 def image_size(image: Path | bytes, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
-    """Width and height in pixels as a viewer shows the image, a file or its content, without decoding it.
-
-    Raises:
-        ValueError: With the reason, if there is no file, its header cannot be read, or it has too many pixels.
-    """
+    """Width and height in pixels as a viewer shows the image, a file or its content, without decoding it."""
     with _opened(image, most_pixels) as opened:
         width, height = opened.size
         # A TIFF's size is upright already. The base class is asked because a PNG's own method decodes the image.
@@ -41,10 +37,6 @@ def load_image(image: Path | bytes, most_pixels: int = MOST_PIXELS) -> Image.Ima
 
     Unlike there, 16 bits are scaled to 8, by their upper half as Pillow and OpenCV scale colours, and floats from 0 … 1
     to 0 … 255: Pillow's own conversion cuts them off, which makes 16-bit greys white and floats black.
-
-    Raises:
-        ValueError: With the reason, if there is no file, it cannot be decoded, it has too many pixels, or the scale of
-            its values is not known.
     """
     with _opened(image, most_pixels) as opened:
         upright = ImageOps.exif_transpose(opened)

@@ -76,12 +76,7 @@ class Measured:
 
 
 class LengthsCache:
-    """A folder with one folder for each dataset that was measured, and one for what is being measured.
-
-    Args:
-        folder: Made where missing.
-        made_from: Everything that the lengths depend on, as JSON values.
-    """
+    """A folder with one folder for each dataset that was measured, and one for what is being measured."""
 
     def __init__(self, folder: Path, made_from: Any) -> None:
         key = hashlib.blake2b(json.dumps([FORMAT, made_from], default=str).encode(), digest_size=16).hexdigest()
@@ -120,8 +115,6 @@ def survey(
 
     Args:
         measure: Gives each item of a chunk its loads or its problem; runs in forked processes where that is worth it.
-        items: Numbers of the items.
-        columns: Loads of an item.
         processes: Most processes; by default as many as there are cores, at most 32.
         folder: Keeps what was measured of several blocks until the lengths are saved; None for nothing. Blocks with
             problems are not kept: these may be mended before the next try.
@@ -206,12 +199,7 @@ def _kept(path: Path, shape: tuple[int, int]) -> npt.NDArray[np.int64] | None:
 
 
 def settle_problems(problems: Sequence[Problem], num_items: int, broken: Broken) -> None:
-    """Refuse unusable items, or warn that they are left out.
-
-    Raises:
-        DataError: ``broken`` is ``"error"`` and there are problems, of which the first few are listed; or no item is
-            usable.
-    """
+    """Refuse unusable items, or warn that they are left out."""
     if not problems:
         return
     listed = "\n  ".join(str(problem) for problem in problems[:SHOWN])

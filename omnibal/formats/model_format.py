@@ -57,7 +57,6 @@ class ModelFormat:
     """A tokenizer, a way to write conversations, a token that stands for a piece of an image, and a rule for images.
 
     Args:
-        folder: Hugging Face folder with ``config.json``, ``preprocessor_config.json`` and a tokenizer.
         max_tiles: Most tiles of an image, the thumbnail not counted; what the folder says by default.
         min_tiles: Fewest tiles of an image; what the folder says by default.
         max_image_pixels: The most pixels of an image file; one that has more counts as broken.
@@ -68,9 +67,6 @@ class ModelFormat:
         image_token: What a rendered conversation holds once for each image.
         image_token_id: Its id.
         added_end: What ends each answer where the folder's chat template writes nothing; empty where it does.
-
-    Raises:
-        ConfigError: If the family is unknown or has no such limits, or the folder's parts do not fit one another.
     """
 
     def __init__(
@@ -144,9 +140,6 @@ class ModelFormat:
         Returns:
             ``input_ids`` and ``labels`` (tokens,) int64, each image as many tokens as it brings, and what `pixels`
             returns; ``pixel_values`` is None where there are none or they are not wanted.
-
-        Raises:
-            ValueError: With the reason, if an image cannot be used.
         """
         (encoded,) = encode(self.tokenizer, [prepared.rendered])
         expanded = encoded.expanded(self.image_token_id, [load.llm_tokens for load in prepared.loads])

@@ -133,11 +133,6 @@ def open_shards(paths: Any, *, image_folder: str | Path | None = None, index: Pa
             `omnibal.formats.files.open_rows` opens; or a ``Dataset`` of Hugging Face ``datasets``.
         image_folder: What the images of annotation files are relative to, by default each file's own folder; a meta
             file names its own.
-        index: As of `omnibal.formats.files.open_rows`.
-
-    Raises:
-        DataError: A file cannot be used; names the meta file, the dataset and the key.
-        ConfigError: An image folder is given for a meta file.
     """
     if hasattr(paths, "features"):
         rows = TableRows(Path("dataset"), paths)

@@ -42,11 +42,6 @@ def text_start(tokenizer: Any) -> str:
 def render_chatml(conversation: Conversation, image: str, start: str = "") -> Rendered:
     r"""Write a conversation in ChatML as Qwen2 and InternVL do; no system message is added.
 
-    Args:
-        conversation: The turns.
-        image: The text in place of each image mark.
-        start: The text before the first turn.
-
     >>> from omnibal.formats.chat import Turn
     >>> turns = (Turn("user", "<image>\nWhat?"), Turn("assistant", "A cat."))
     >>> rendered = render_chatml(Conversation(turns, ()), "<img>")
@@ -87,12 +82,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, image_token: str) -> "ChatTemplate":
-        """Find out how a template writes images and ends answers, by two short conversations.
-
-        Raises:
-            ConfigError: There is no template; or it does not write ``image_token`` once for an image, or the answer of
-                an assistant; or nothing ends an answer.
-        """
+        """Find out how a template writes images and ends answers, by two short conversations."""
         if not template:
             raise ConfigError("tokenizer or processor must have a chat template, got none")
         written = cls(tokenizer, template)
@@ -119,10 +109,6 @@ class ChatTemplate:
 
         An answer begins as the template's own prompt ends, also where it writes more spaces into earlier turns
         (LLaVA-OneVision's does): that is what the model will be asked with.
-
-        Raises:
-            ValueError: If the template does not write turns one after another (some leave parts of earlier turns out),
-                or refuses them.
         """
         # An answer is what the template adds to the prompt before it: each prompt must begin with all that was
         # written until then, and each answered prompt with the prompt.

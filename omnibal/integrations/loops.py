@@ -170,7 +170,7 @@ def balanced_loader(
         lengths: Of every sample, target tokens among them; by default each is read once, by the workers of one of the
             ranks. A folder keeps what was found for the next start.
         micro_batches: Packs of each rank and step.
-        seed: The same seed gives the same epochs.
+        seed: Decides which samples share packs; equal seeds give equal epochs.
         absorb_other_lengths: Whether samples that are not as long as planned, as where a dataset puts another one in
             the place of a broken one, are warned of once and trained; the loss of their step is then divided by the
             target tokens that were planned. They end the run otherwise.
@@ -239,7 +239,7 @@ def replace_loader(trainer: Any, limits: PackLimits, **options: Any) -> PackLoad
         trainer: Before training. Its ``train_dataset`` and ``data_collator`` are read, and what its arguments say about
             steps and workers. Lengths that were measured are kept in its ``output_dir``.
         limits: The most a pack may hold.
-        options: Of ``balanced_loader``.
+        options: Further keywords of ``balanced_loader``.
 
     Returns:
         The loader, which the trainer will use as it is.
@@ -270,7 +270,7 @@ def pack_loss(
 
     Args:
         model: Returns ``logits``, wrapped or not.
-        batch: Of a loader that weighs tokens.
+        batch: What a ``balanced_loader`` with ``weigh_tokens`` yields.
         device: Where to send the batch; by default to the model's first parameter, where the batch is in the host's
             memory.
     """

@@ -29,12 +29,7 @@ def loss_per_target(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
     """Cross entropy of all target tokens over their number in the whole step: what Trainer calls ``compute_loss_func``.
 
     Args:
-        outputs: Hold ``logits`` (batch, tokens, vocab).
-        labels: (batch, tokens), not shifted.
         num_items_in_batch: Target tokens of all ranks and micro-batches of the step; by default those at hand.
-
-    Raises:
-        ConfigError: The model computes a router's loss, which would be lost here.
     """
     if outputs.get("aux_loss") is not None:
         raise ConfigError(

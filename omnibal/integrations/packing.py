@@ -137,7 +137,6 @@ class PackCollator(SampleCollator):
     Args:
         collate: From a list of items to tensors, ``input_ids`` and ``labels`` (1, tokens) among them; what
             ``attention_mask`` marks as padding is cut off.
-        positions: How positions are counted, as ``positions_of`` gives it.
         lengths: Vision units and tokens that the packs were planned with, to refuse other samples; None to take any.
         absorb: Whether samples of other lengths are trained all the same, as far as ranks stay alike.
         arguments: Names that the model takes: tensors under other names are dropped, as the model would ignore them.

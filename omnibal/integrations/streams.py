@@ -88,9 +88,6 @@ class StreamLoader:
         """Let the next iteration go on where this rank's state was taken.
 
         Sources go on by their names: a new one begins at its start, what was drawn of one that is gone is left out.
-
-        Raises:
-            ConfigError: It was taken on another number of ranks, or of other packs.
         """
         self.feed.load_state_dict(state, tells=self.rank == 0)
         self._position = self.feed.position
@@ -142,7 +139,8 @@ def balanced_stream(
             ``load_state_dict`` goes on where it stood; of any other, what was drawn is drawn again.
         collate: Of a list of items. With ``model`` it is called with single items, which are laid one after another.
         limits: The most a pack may hold.
-        model: As of ``balanced_loader``; two texts are packed to check it.
+        model: The model that trains, of a family that packs: two texts are packed to check it. None where ``collate``
+            flattens or pads a batch itself.
         measure: Vision units, LLM tokens and target tokens of an item, for ``collate`` without ``model``.
         mixture: What share each source gets, as a ``Mixture`` takes it; sources are then iterated anew when they end.
         buffer: Samples that a rank plans at a time. With those that are being trained it holds at most twice as many.

@@ -71,7 +71,6 @@ class HeadOnTargets:
     """Takes the place of a model's head: where there are targets, it gives the sum of their losses for logits.
 
     Args:
-        model: As ``check_head`` wants it.
         targets: Called with each forward pass of the head: (the token that each row predicts, ``IGNORED`` for none,
             shape (batch, tokens); how much each counts, or None for once), or None for logits as ever.
     """

@@ -67,16 +67,10 @@ def fit_step(
     """Limits and micro-batches under which steps hold as many samples as were asked for, within ``KEPT`` if possible.
 
     Args:
-        lengths: Lengths of the dataset.
         samples_per_step: Samples of a step that are asked for, of all ranks together.
         batch_size: Samples of a micro-batch that the device is known to hold; packs hold as many, or fewer.
-        num_replicas: Data-parallel ranks.
-        most: Limits that packs must keep, in place of ``batch_size``.
         padded: Whether limits are for padded batches, which are planned with a part of them.
         memory: What ranks hold, and how much they have; for limits that are searched.
-
-    Raises:
-        InfeasibleError: The memory does not suffice for the largest sample.
     """
     # 1. Limits that are given stay where some number of micro-batches fits them.
     # 2. Limits that hold every sample are searched; of those that fit, the ones that waste least are taken.
@@ -273,7 +267,7 @@ class Waiting:
 
     @classmethod
     def of(cls, loads: Load, costs: Costs | None, layout: Sharding) -> "Waiting":
-        """Of steps of shape (steps, ranks, micro-batches)."""
+        """Waiting in steps whose loads have shape (steps, ranks, micro-batches)."""
         columns = loads.vision_units, loads.llm_tokens
         if MEETINGS[layout] == "step":
             columns = tuple(column.sum(axis=2) for column in columns)

@@ -191,7 +191,7 @@ def balance_stream(
     Args:
         trainer: Before training.
         limits: The most a pack may hold.
-        loss_reduction: As of ``balance``.
+        loss_reduction: How a step's loss is averaged: the argument of ``balance``.
         mixture: What share each of several streams gets, by name.
         oversized: What becomes of a sample that exceeds a limit on its own: it gets a pack of its own (``"alone"``), is
             left out (``"drop"``) or ends the run (``"error"``). The first one is named, all are counted.

@@ -48,7 +48,7 @@ class Partition:
         This is DeepSpeed's ``partition_method="uniform"``.
 
         Raises:
-            ConfigError: There are fewer layers than stages, or no stage.
+            ConfigError: ``num_stages`` is below 1 or above ``num_layers``.
 
         Example:
             >>> Partition.uniform(num_layers=10, num_stages=4).boundaries

@@ -156,7 +156,7 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
     then the remaining backward passes. Backward passes run unsplit.
 
     Raises:
-        ConfigError: There is no stage or no micro-batch.
+        ConfigError: ``num_stages`` or ``micro_batches`` is below 1.
 
     Source: Narayanan et al., PipeDream, SOSP 2019, in its synchronous form.
     """

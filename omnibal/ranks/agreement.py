@@ -57,7 +57,6 @@ def gather(value: T | Exception, *, where: str | None = None, group: dist.Proces
     rank: its message follows the rank's place, and its class is kept if it is one of omnibal's.
 
     Args:
-        value: Anything that pickle can write.
         where: The place of this rank in messages, such as ``"rank 3, stage 1"``; by default ``"rank 3"``.
         group: A gloo group, by default of all ranks; a thread needs one of its own (`new_gloo_group`).
     """

@@ -16,15 +16,7 @@ from omnibal.vlm.lora import base_of, load_adapters
 
 
 class Answerer:
-    """A model's folder as transformers itself loads it: nothing of the pipeline is involved.
-
-    Args:
-        folder: Config, weights, tokenizer and preprocessor.
-        device: Where the model runs.
-
-    Raises:
-        ConfigError: The folder does not hold such a model, or there is no such device.
-    """
+    """A model's folder as transformers itself loads it: nothing of the pipeline is involved."""
 
     def __init__(self, folder: str | Path, *, device: str = "cpu") -> None:
         from transformers import AutoModelForImageTextToText
@@ -37,12 +29,6 @@ class Answerer:
 
         Args:
             question: May hold one ``<image>`` for each image; without any, images come before the question.
-            images: Image files, or the content of some.
-            max_new_tokens: The longest answer.
-
-        Raises:
-            DataError: An image cannot be read, the marks are not as many as the images, or the question holds what
-                stands for an image within the model.
         """
         if IMAGE_MARK not in question:
             question = f"{IMAGE_MARK}\n" * len(images) + question
@@ -89,9 +75,6 @@ def _whole(model_class: Any, folder: Path) -> Any:
     """The model of a folder, all its weights from there: transformers would draw what is missing at random.
 
     A folder of adapters names that of the weights that they were trained beside.
-
-    Raises:
-        ConfigError: Weights are missing, of another shape or unreadable.
     """
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     adapters = load_adapters(folder)
@@ -111,11 +94,7 @@ def _whole(model_class: Any, folder: Path) -> Any:
 
 
 def _usable(device: str) -> torch.device:
-    """A device that tensors can be on, and read from.
-
-    Raises:
-        ConfigError: There is no such device here.
-    """
+    """A device that tensors can be on, and read from."""
     try:
         torch.empty(1, device=device).cpu()  # "meta" exists and holds nothing
         return torch.device(device)

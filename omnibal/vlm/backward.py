@@ -82,7 +82,6 @@ class WeightGradients:
 
     Args:
         budget_bytes: The most that waiting gradients may keep; None for no limit, 0: none waits.
-        accumulate: Receives computed gradients.
     """
 
     def __init__(self, *, budget_bytes: int | None = None, accumulate: Accumulate = add_gradient) -> None:

@@ -40,8 +40,6 @@ class VisionLanguageModel:
 
     Args:
         skeleton: The whole Hugging Face model on the meta device: its modules and names, no memory.
-        records: One per layer, first to last.
-        recipes: How to make each layer.
         disk_prefixes: From prefixes of parameter names in memory to those in a folder of weights.
         pixel_shape: Channels, height and width of a tile; how many values a patch has.
         image_integers: What the vision layers read of images beside their pixels, by the names of the Hugging Face

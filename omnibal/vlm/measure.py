@@ -130,7 +130,7 @@ class _Bench:
         return layer
 
     def group(self, record: LayerRecord) -> str:
-        """The same text for layers that cost the same."""
+        """A text that is equal for layers of equal cost."""
         frozen = [record.freezes(name, self.frozen) for name in record.weights]
         return f"{record.kind} {sorted(record.sizes.items())} {frozen}"
 

@@ -42,13 +42,7 @@ PLACE_BITS: Final = 20
 
 
 def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
-    """Make the packs of every step alike, and bring all under their limits; return how many are not.
-
-    Args:
-        tables: Packs as they were dealt; changed in place.
-        rules: What all windows have in common.
-        seed: Decides which packs meet by chance.
-    """
+    """Make the packs of every step alike, and bring all under their limits; return how many are not."""
     effort, number = rules.effort, len(tables.packs)
     group_packs = rules.group_steps * rules.step_packs
     center(tables, rules, True, False)
@@ -78,8 +72,6 @@ def center(tables: Tables, rules: Rules, first: bool, last: bool) -> None:
     A pack that one sample fills takes no part: nobody can make it lighter, and the others should be alike.
 
     Args:
-        tables: Changed in place.
-        rules: What all windows have in common.
         first: Measure vision load against the mean, too. It keeps its aims after that, which are whole units.
         last: Set how much vision load is free. Until then it is levelled with other steps: that keeps packs within the
             limits, and takes steps that repairs have sorted back to the usual mix.
@@ -124,10 +116,7 @@ def level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heav
     """In each part, let the heaviest pack meet the lightest, the second heaviest the second lightest, and so on.
 
     Args:
-        tables: Changed in place.
-        rules: What all windows have in common.
         part_packs: Packs in a part: those of a step, or of neighbouring steps.
-        rounds: Rounds of meetings.
         heaviest_alone: Instead, let the costliest pack of each round meet all others: all ranks wait for it.
     """
     packs, order = tables.packs, tables.scratch_packs
@@ -217,12 +206,7 @@ def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, rou
     """Let every pack over a limit meet roomy ones and random ones in turns; return how many more meetings there may be.
 
     Args:
-        tables: Changed in place.
-        rules: What all windows have in common.
         roomy: Packs by their room for vision units, and by their room for tokens, those with most room first.
-        seed: Decides which packs meet by chance.
-        round_index: Packs look at more others in later rounds.
-        tries: Meetings that there may be.
     """
     packs, number = tables.packs, len(tables.packs)
     served = 0

@@ -31,13 +31,7 @@ LEAST_VARIANCE: Final = 1e-9
 
 
 def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> Mixes:
-    """Choose thresholds of size, of cost beyond vision units and of vision units; count every step's samples below.
-
-    Args:
-        samples: The column ``MIX`` is written.
-        order: Samples, step after step.
-        starts: Where steps begin in ``order``.
-    """
+    """Choose thresholds of size, of cost beyond vision units and of vision units; count every step's samples below."""
     drawn = samples[::EVERY].astype(np.float64) if len(samples) else np.zeros((1, TOKENS + 1))
     vision, cost = drawn[:, VISION], drawn[:, COST]
     per_unit = cost.sum() / max(vision.sum(), 1.0)
@@ -107,14 +101,6 @@ def stays_random(
 
     Args:
         tables: ``mixes`` is changed in place; ``subsets`` lists the members of both packs.
-        rules: How far a mix may be off.
-        step: The step of the first pack.
-        other_step: The step of the second pack.
-        mine: Number of listed members of the first pack.
-        theirs: Number of listed members of the second pack.
-        give: Mask of the members that leave the first pack.
-        take: Mask of the members that come to it.
-        free: Enter the swap, whatever becomes of the mixes.
     """
     mixes, change = tables.mixes, tables.mixes.scratch
     for column in range(len(change)):

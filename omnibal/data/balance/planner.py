@@ -43,11 +43,6 @@ class EpochWindows:
     epoch depends on what comes before it. Each block's steps are divided evenly into windows; where the windows begin
     in the order depends on the loads in the block.
 
-    Args:
-        num_samples: Number of samples.
-        num_steps: Number of steps.
-        step_packs: Packs per step.
-
     >>> EpochWindows(num_samples=100_000, num_steps=1_000, step_packs=8).starts.tolist()
     [0, 333, 666, 1000]
     """
@@ -94,10 +89,6 @@ class EpochWindows:
     def cut(self, block: int, shares: Int32Array) -> Int64Array:
         """Cut a block's places where its load is divided as its steps are.
 
-        Args:
-            block: Which block.
-            shares: Load of the sample at each of its places.
-
         Returns:
             Where each of its windows begins, and where the last one ends. No window has fewer samples than packs,
             but the last one of an epoch that has.
@@ -112,9 +103,7 @@ def cut_evenly(shares: Int32Array, steps: Int64Array, step_packs: int) -> Int64A
     """Cut samples in a row into windows where their load is divided as their steps are.
 
     Args:
-        shares: Load of each sample.
         steps: First step of every window, from 0, and the number of steps behind them.
-        step_packs: Packs per step.
 
     Returns:
         Where each window begins, and where the last one ends. No window has fewer samples than packs, but the last
@@ -131,13 +120,7 @@ def cut_evenly(shares: Int32Array, steps: Int64Array, step_packs: int) -> Int64A
 
 
 class BalancedPacks:
-    """Arranges epochs of steps that are balanced in vision units and in cost.
-
-    Args:
-        spec: Samples, limits, cost and randomness.
-        ranks: Who runs the steps.
-        effort: How much each part of the planner does.
-    """
+    """Arranges epochs of steps that are balanced in vision units and in cost."""
 
     def __init__(self, spec: PackingSpec, ranks: Ranks, *, effort: Effort = DEFAULT_EFFORT) -> None:
         lengths, limits, cost, samples = spec.lengths, spec.limits, spec.pack_cost, spec.samples
@@ -155,12 +138,7 @@ class BalancedPacks:
         return self._windows.starts
 
     def window(self, epoch: int, index: int) -> Packs:
-        """Plan one window: the packs of its steps in running order.
-
-        Raises:
-            InfeasibleError: Its samples do not fit into its packs in any order that is tried. Epochs of one window have
-                a plan to fall back to; no larger one is known where this happens.
-        """
+        """Plan one window: the packs of its steps in running order."""
         if epoch == 0 and index < len(self._tried):
             return self._tried[index]
         for attempt in range(ATTEMPTS):

@@ -79,7 +79,6 @@ class Demand(NamedTuple):
         Args:
             blocks: Parts of the samples that get equal numbers of steps whatever they hold.
             window: Samples in the parts that are planned alone: these get exact shares of the driving load only.
-            reserve: Least share of packs beyond the bound.
         """
         number = max(self.num_samples, 1)
         by_block = self.spread * math.sqrt((blocks - 1) / number)
@@ -96,9 +95,6 @@ def survey(
     """Count what samples ask for.
 
     Args:
-        lengths: Loads of every sample.
-        limits: The most a pack may hold.
-        cost: What a sample costs.
         samples: Which samples take part; None for all. The packs that they ask for are counted exactly.
         drawn: A random part of them that all other figures are known from; None for all of them.
     """

@@ -27,12 +27,6 @@ def shuffled(size: int, first: int, last: int, keys: UInt64Array) -> npt.NDArray
     without the rest. Sources: Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom
     functions, 1988; Black and Rogaway, Ciphers with arbitrary finite domains, 2002.
 
-    Args:
-        size: How many things are shuffled.
-        first: First place to compute.
-        last: Behind the last place to compute.
-        keys: ``ROUNDS`` random numbers: the permutation (``shuffle_keys``).
-
     >>> keys = shuffle_keys(0, 7)
     >>> sorted(shuffled(10, 0, 10, keys).tolist()), (shuffled(10, 4, 6, keys) == shuffled(10, 0, 10, keys)[4:6]).all()
     ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], np.True_)

@@ -65,11 +65,6 @@ def plan_window(
     """Make the packs of ``num_steps`` steps.
 
     Args:
-        chosen: Samples in random order.
-        columns: The dataset's lengths.
-        share_of: Driving load of each size.
-        rules: How to plan.
-        num_steps: Number of steps.
         rng: Decides which packs meet by chance, and which rank gets which pack.
 
     Returns:
@@ -167,13 +162,7 @@ def _trim(
     """Give away one of a step's last samples, take one of the next in the stream, or both, to hit the step's share.
 
     Args:
-        shares: Driving load of each sample.
-        order: The stream; two places around ``end`` change.
-        begin: Where the step begins.
-        end: Where it ends.
-        most: The last end that it may get.
         lacking: What it has less than its share; below 0 what it has more.
-        rules: How many samples are looked at.
 
     Returns:
         What the step gains, and where it ends now.
@@ -227,9 +216,6 @@ def deal_samples(tables: Tables, by_size: Int64Array, starts: Int64Array, rules:
 
     Args:
         tables: Packs without samples; changed in place. ``OVER_MEAN`` counts from 0 until ``center`` sets the means.
-        by_size: Samples, within each step from large to small.
-        starts: Where steps begin in ``by_size``.
-        rules: What all steps have in common.
     """
     samples, packs, order = tables.samples, tables.packs, tables.scratch_packs
     for step in range(len(starts) - 1):

@@ -7,11 +7,7 @@ from omnibal.errors import ConfigError
 
 
 def given_limits() -> PackLimits:
-    """Limits as the environment names them, vision units and LLM tokens: ``OMNIBAL_LIMITS=16384,8192``.
-
-    Raises:
-        ConfigError: They are not two integers.
-    """
+    """Limits as the environment names them, vision units and LLM tokens: ``OMNIBAL_LIMITS=16384,8192``."""
     text = os.environ.get("OMNIBAL_LIMITS", "")
     try:
         vision_units, llm_tokens = map(int, text.split(","))

@@ -18,11 +18,10 @@ KEPT = (*PER_TOKEN, *PER_IMAGE, "attention_mask")
 
 
 def one_sample(items: Sequence[dict[str, Any]], collate: Callable[..., Any], image_token: int | None) -> dict[str, Any]:
-    """Its batch of one sample, without the positions that it counts and the blank image that it hides under the mask.
+    """LLaMA-Factory's batch of one sample, without its positions and the blank image that it hides under the mask.
 
     Args:
-        items: One of them.
-        collate: Its collator, which takes fields out of what it is given.
+        collate: LLaMA-Factory's collator, which removes fields from its argument.
         image_token: Id of what stands for a piece of an image.
     """
     batch = collate([dict(item) for item in items])
