@@ -150,24 +150,23 @@ def test_what_cannot_be_read_is_refused(refusal, packing, token_lengths, tmp_pat
     (tmp_path / "lines.jsonl").write_text('{"vit_num": 1, "token_num": 2}\n' * 2)
     (tmp_path / "latin.json").write_bytes('["é"]'.encode("latin-1"))
     SampleLengths([1], [2]).save(tmp_path / "saved")
+    empty, lines = tmp_path / "empty", tmp_path / "lines"
+    for folder in (empty, lines):
+        folder.mkdir()
+    (lines / "a.jsonl").write_text('{"conversations": []}\n')
     (tmp_path / "meta.json").write_text('{"shapes": {}}')
     (tmp_path / "llava.json").write_text('[{"conversations": []}]')
     config = packing()
     for paths, message in (
         ([tmp_path / "missing.json"], "source must be a readable file or folder"),
         ([tmp_path / "text"], "source must be a folder, JSON or JSON lines, got 'hello'"),
-        ([tmp_path], f'a folder of lengths or a JSON list of {{"vit_num", "token_num"}}, got {tmp_path}, a folder'),
+        ([empty], f'a folder of lengths or a JSON list of {{"vit_num", "token_num"}}, got {empty}, a folder'),
+        ([tmp_path / "lines"], "lines, which is a dataset"),
         ([tmp_path / "none.json"], "lengths must hold at least one sample, got none in"),
         ([tmp_path / "lines.jsonl"], "lines.jsonl, which has the keys vit_num, token_num; `omnibal lengths`"),
         ([tmp_path / "latin.json"], "source must be text in UTF-8, got"),
-        (
-            [tmp_path / "meta.json"],
-            "which is a dataset (an InternVL meta file, or LLaVA's annotations); `omnibal lengths`",
-        ),
-        (
-            [tmp_path / "llava.json"],
-            "which is a dataset (an InternVL meta file, or LLaVA's annotations); `omnibal lengths`",
-        ),
+        ([tmp_path / "meta.json"], "which is a dataset (an InternVL meta file, or conversations in JSON lines, "),
+        ([tmp_path / "llava.json"], "which is a dataset (an InternVL meta file, or conversations in JSON lines, "),
         ([*token_lengths, tmp_path / "meta.json"], "meta.json, which is a dataset"),
         ([*token_lengths, tmp_path / "saved"], "where there are several, got the folder"),
         ([*token_lengths, token_lengths[0]], "source must be different files, got"),

@@ -52,7 +52,8 @@ def test_a_launcher_that_is_killed_takes_its_processes_along():
     child = "from omnibal.engine.distributed import end_with_launcher as e; e(); print('watches', flush=True); input()"
     launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     command = [sys.executable, "-c", launch, "deepspeed.launcher.launch"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    options = {"env": os.environ | {"DS_ACCELERATOR": "cpu"}}  # or DeepSpeed says in its output what it found
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options) as process:
         assert process.stdout.readline() == "watches\n"
         process.send_signal(signal.SIGKILL)
         assert process.stdout.read() == "", "the pipe closes when the process below has ended"
