@@ -127,6 +127,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
     # Whatever can be refused is refused here, before samples are measured, which may take hours, and weights are read.
     resolved, config = run_on_all_ranks(lambda: _resolve(workspace, model, own))
     section, place = workspace.section, resolved.layout.place(dist.get_rank())
+    # Data: a caller's dataset or stream, else the ds_config's stream, else its annotations, measured by rank 0.
     samples = dataset
     if dataset is None and section.data.streaming:
         # A process to read each of this process's cores but one, which trains.
@@ -147,6 +148,8 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         workers=section.data.workers,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
+    # Plan and feed. With lengths all ranks arrange the same epoch, and compare what they arranged it from; a stream's
+    # packs are planned as samples come.
     feed: Feed
     if not hasattr(samples, "lengths"):  # a stream: samples are drawn one by one
         plan, feed = run_on_all_ranks(lambda: stream_feed(workspace, resolved, samples, place, reader))
@@ -157,6 +160,7 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
         step_seconds = None if plan.predicted is None else plan.predicted.step_seconds
         feed = reader.feed(checked, sampler, step_seconds=step_seconds)
+    # Only now the number of steps is known, which "auto" in DeepSpeed's scheduler waits for.
     loader = Loader(feed, reader)
     total_steps = section.run.max_steps or loader.steps_left(section.run.epochs)
     weights = model.state_dict() if isinstance(model, nn.Module) else None
@@ -213,7 +217,7 @@ def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> C
 
     def open_and_measure() -> ConversationDataset:
         dataset = workspace.dataset(part, measured=dist.get_rank() != 0)
-        dataset.lengths()
+        dataset.lengths()  # rank 0 measures and keeps them; the others read what is kept
         return dataset
 
     check_shared(Path(workspace.section.run.output), name="run.output")
@@ -259,6 +263,7 @@ def build_engine(
     own = (own or UserOptimizer()).over(total_steps)
     config = run_on_all_ranks(lambda: _settled(resolved, deepspeed_config, plan, total_steps))
     source = weights or resolved.weights_folder
+    # PipelineModule makes its process groups and the layers of this rank's stage; weights are read as layers are made.
     module = module_class(resolved, plan, source)
     spare = run_on_all_ranks(lambda: _spare_weights(resolved, source))
     with closing(ExplainedWait()):  # for an optimizer that is compiled
@@ -275,6 +280,7 @@ def build_engine(
             model=module,
             mpu=module.mpu(),
             dist_init_required=False,
+            # DeepSpeedEngine reads the parsed config_class; config is what its checkpoints keep of it.
             config=config._param_dict,
             config_class=config,
             **others,

@@ -118,6 +118,7 @@ class PackReader:
         memory that they are copied from, and no pack of the step after it but for what rounding to whole workers adds.
         ``step_seconds`` are those that a step is predicted to take, None if nobody did.
         """
+        # A middle stage gets activations from its neighbours: it keeps the position in the epoch and reads nothing.
         if self.view == "nothing":
             return EpochFeed(sampler, None)
         workers = self._workers(sampler, step_seconds)
@@ -128,15 +129,15 @@ class PackReader:
             num_workers=workers,
             # DataLoader reads workers · prefetch_factor packs ahead: those of one step, rounded up.
             prefetch_factor=-(-sampler.micro_batches // workers) if workers else None,
-            persistent_workers=workers > 0,
+            persistent_workers=workers > 0,  # a new epoch starts no processes
             pin_memory=self.pin_memory,
         )
         return EpochFeed(sampler, reader)
 
     def _workers(self, sampler: BalancedBatchSampler, step_seconds: float | None) -> int:
-        if self.view == "text":
+        if self.view == "text":  # the last stage reads labels only: one process will do
             return 0 if self.workers == 0 else 1
-        # Mean tiles of a rank's step; patches count by their values, too.
+        # Decoding images takes nearly all of it. Mean tiles of a rank's step; patches count by their values, too.
         tiles = sampler.lengths.summary.total_vision_units / (sampler.num_steps * sampler.num_replicas)
         read_seconds = tiles * math.prod(self.pixel_shape) * _PIXEL_SECONDS
         workers = self.workers

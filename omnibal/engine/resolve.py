@@ -96,6 +96,7 @@ class UserOptimizer:
         """The same callables; a scheduler that asks for the steps of the run gets them."""
         if self.lr_scheduler is None:
             return self
+        # Schedules such as torch's OneCycleLR want the number of steps, which only the packs tell.
         wanted = signature(self.lr_scheduler).parameters.get("total_steps")
         if wanted is None or wanted.default not in (None, Parameter.empty):
             return self
@@ -104,6 +105,7 @@ class UserOptimizer:
 
 def resolve(workspace: Workspace, model: Any, num_processes: int) -> ResolvedRun:
     """Load the layers of ``initialize``'s model, and lay them out on so many processes."""
+    # In the order of what each check needs: settings alone, the kind of model, its layers, the processes.
     section = workspace.section
     check_learning_rates(workspace.config, section.optimizer.learning_rates)
     source = _named(model, section.model.path, "model", "omnibal.model.path")
@@ -137,6 +139,7 @@ def _check_source(source: Any, weights: str) -> None:
 
 def _check_frozen_alike(model: PreTrainedModel, vlm: VisionLanguageModel, frozen: Collection[str]) -> None:
     """Refuse a model with frozen parameters that the section does not name: they would be trained."""
+    # The engine builds layers of its own and copies weights: requires_grad of the caller's model would be forgotten.
     trained = {
         name
         for index, record in enumerate(vlm.records)

@@ -141,10 +141,14 @@ class BalancedPacks:
         """Plan one window: the packs of its steps in running order."""
         if epoch == 0 and index < len(self._tried):
             return self._tried[index]
+        # The number of steps was found by trials of other windows: this one may hold samples that combine worse.
+        # Another order of the same samples nearly always fits.
         for attempt in range(ATTEMPTS):
             packs = self._plan(epoch, index, attempt)
             if packs is not None:
                 return packs
+        # One window is the whole epoch: the plan of the trial holds all samples, and any epoch can run its packs in
+        # another order.
         if len(self._windows.starts) == 2 and self._tried:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self._tried[0]))
             return self._tried[0].take(order)
@@ -160,10 +164,12 @@ class BalancedPacks:
         blocks, window = (1, self._num_samples) if single else (blocks_of(self._num_samples), WINDOW)
         needed = self._needed = self._demand.packs_needed(blocks, window)
         steps, fewer = self._steps_of(needed), self._steps_of(self._demand.packs_needed(blocks, window, CLOSING))
-        # No reserve is worth a step that is more than it.
+        # A reserve is there to move samples. In an epoch of few steps it rounds up to a whole step, which costs more
+        # than it can bring: so a step fewer is tried first. A trial of one window is a whole plan, and settles it.
         if single and fewer < steps < 1 / RESERVE and self._try(fewer):
             return
         tried = 0
+        # Margins grow until the first windows fit: the first step number that a trial proves is taken.
         for margin in MARGINS:
             steps = self._steps_of(needed * (1 + margin))
             # Samples that do not combine to fill packs hardly fit unless limits come first: no trial need show it.
@@ -182,6 +188,7 @@ class BalancedPacks:
         hard = repair_first or num_steps > self._steps_of(self._needed)
         step_packs = self._task.step_packs
         self._windows = EpochWindows(self._num_samples, num_steps, step_packs)
+        # Weights of loads depend on how many packs share the samples, so every number of steps has rules of its own.
         rules, self._share_of = make_rules(self._demand, self._task, num_steps * step_packs)
         self._rules = rules._replace(repair_first=repair_first)
         self._cuts.clear()
@@ -208,6 +215,7 @@ class BalancedPacks:
         block = self._windows.block_of(int(starts[index]))
         first = int(np.searchsorted(starts, self._windows.block_steps(block)[0]))
         begin, end = self._find_cuts(epoch, block)[index - first : index - first + 2]
+        # Seeded by the position alone: a resumed run, and every rank, plans the same packs without those before.
         rng = np.random.default_rng([self._seed, epoch, index, attempt])
         chosen, rules = self._draw(int(begin), int(end), epoch), self._rules
         if attempt:

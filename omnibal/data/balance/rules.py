@@ -81,6 +81,7 @@ class Demand(NamedTuple):
             window: Samples in the parts that are planned alone: these get exact shares of the driving load only.
         """
         number = max(self.num_samples, 1)
+        # Sums of n random samples deviate by their spread / sqrt(n), less where the n are a good part of all.
         by_block = self.spread * math.sqrt((blocks - 1) / number)
         by_window = self.other_spread * math.sqrt(max(1 / max(window, 1) - 1 / number, 0))
         return self.num_samples * max(
@@ -99,6 +100,7 @@ def survey(
         drawn: A random part of them that all other figures are known from; None for all of them.
     """
     chosen = samples if drawn is None else drawn
+    # Means and spreads are of the drawn part; totals, which decide the number of steps, are of all samples.
     vision, tokens = _sizes(lengths, limits, chosen)
     squared = 0 if lengths.vision_squared is None else lengths.vision_squared[slice(None) if chosen is None else chosen]
     costs = cost(Load(vision, tokens, tokens**2, squared)) - cost.fixed
@@ -144,6 +146,8 @@ def _total_shares(
 ) -> tuple[float, float]:
     """What all samples ask for, in units of 1 / ``FULL`` of a pack."""
     summary = lengths.summary
+    # Where nothing is cut to a limit and weights are volumes, the totals that the lengths keep say it: no pass over 100
+    # million samples.
     if (
         samples is None
         and all(by_volume for _, by_volume in weights)
@@ -176,6 +180,8 @@ def _weigh(sizes: IntArray, limit: int) -> Weights:
     A limit of 9 holds no two samples of 5: then each of them weighs a whole pack, and 4 and less weigh nothing. See
     ``min_packs`` for these weights.
     """
+    # By each k's weights no pack holds more than one (`rounded_shares`), so their total bounds the packs from below:
+    # the largest of these bounds is taken.
     counts = np.bincount(sizes, minlength=limit + 1)
     best = np.arange(limit + 1) * FULL // max(limit, 1)
     most, volume = NOTABLE * float(counts @ best), True
@@ -287,9 +293,11 @@ def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules
     vision, mean_cost = per_pack * demand.mean_vision, per_pack * demand.mean_cost
     # A power of two: so samples weigh the same on machines whose mean costs differ in the last bit.
     unit = 2.0 ** math.floor(math.log2(max(mean_cost, 1e-300))) / PACK
+    # A mean pack's vision units weigh VISION_PACKS times its cost, unless a single sample's load would leave 32 bits.
     vision_weight = int(max(min(VISION_PACKS * PACK // max(vision, 1e-9), MOST_LOAD // max(limits.vision_units, 1)), 1))
     vision_pays = cost.vision_units == 0 or 2 * cost.vision_units * demand.mean_vision >= demand.mean_cost
     multiples = FEW_UNITS.start <= vision < FEW_UNITS.stop and vision_pays and per_pack >= LEAST_SAMPLES
+    # Steps are cut by the driving load: their vision units can be chosen only where these drive.
     multiples = multiples and demand.by_volume and not demand.by_tokens
     # Packs that follow each other may differ by a vision unit, those of one micro-batch may not.
     tolerance = 3 / 4 if task.micro_batches == 1 else 7 / 8
