@@ -4,6 +4,7 @@ transformers' attention tells samples apart by positions that restart, if it is 
 even of ones, or with the cache that is the default, samples see each other without a word.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -91,7 +92,7 @@ def _four_rows(ids: Tensor, sample: Mapping[str, Any], **sizes: int) -> Tensor:
     return torch.cat([torch.arange(len(ids))[None], mrope_positions(ids, sample, **sizes)])
 
 
-class SampleCollator:
+class SampleCollator(ABC):
     """Makes packs of samples that are read one by one: subclasses say how an item becomes a sample, and samples a pack.
 
     Samples of other ``lengths`` than the packs were planned with are refused, or with ``absorb`` trained all the same,
@@ -101,17 +102,17 @@ class SampleCollator:
     def __init__(self, lengths: SampleLengths | None = None, *, absorb: bool = False) -> None:
         self._planned = None if lengths is None else PlannedLoads(lengths, absorb=absorb)
 
+    @abstractmethod
     def sample(self, item: Any) -> Any:
         """An item of the dataset as ``pack`` takes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loads(self, sample: Any) -> Loads:
         """Vision units, LLM tokens and target tokens of a sample."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pack(self, samples: Sequence[Any]) -> Any:
         """A batch of samples, as the model or the host takes it."""
-        raise NotImplementedError
 
     def without_targets(self, sample: Any) -> dict[str, Any]:
         """The sample as a filler."""

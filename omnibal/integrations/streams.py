@@ -147,7 +147,7 @@ def balanced_stream(
             Where samples are so short that they do not fill a step, it grows until they do.
         buffer_bytes: The most bytes that they may take, likewise: a buffer does not grow beyond, and packs get emptier.
         micro_batches: Packs of each rank and step.
-        seed: The same seed and sources give the same packs.
+        seed: Decides which samples share packs; equal seeds and equal sources give equal packs.
         oversized: What becomes of a sample that exceeds a limit on its own: it gets a pack of its own (``"alone"``), is
             left out (``"drop"``), or ends the run (``"error"``). The first one is named; ``loader.oversized`` counts.
         warn_seconds: After how long a source that is waited for is named, on all ranks.

@@ -1,6 +1,7 @@
 """What packs need of a transformers.Trainer: what its settings say, what would break packs, and hooks on its way."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -158,20 +159,20 @@ def refuse_settings(trainer: Trainer) -> None:
         )
 
 
-class RecipeCallback(TrainerCallback):  # type: ignore[misc]
+class RecipeCallback(TrainerCallback, ABC):  # type: ignore[misc]
     """Keeps in Trainer's checkpoints what batches depend on, goes on from no other checkpoint, and checks the model."""
 
+    @abstractmethod
     def made_from(self) -> dict[str, Any]:
         """What must be the same to go on, as JSON keeps it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self) -> None:
         """Called once, when the model is wrapped and loaded, before the first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logged(self) -> dict[str, float]:
         """Figures of the steps since the last call; all ranks together."""
-        raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Refuse a checkpoint with other batches, on all ranks alike, and check the model."""
