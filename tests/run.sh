@@ -9,5 +9,5 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-# Two workers; those of a file share what they start.
-exec python -m pytest -n 2 --dist loadfile "$@"
+# Two workers; those of a file share what they start. Files stay in tests/conftest.py's order: the longest first.
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
