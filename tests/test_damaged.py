@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omnibal.advise.measuring import measure_rows
-from omnibal.advise.reading import read_today
+from omnibal.advise.present import read_today
 from omnibal.cli.options import answer
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths

@@ -8,8 +8,8 @@ from transformers import DeepseekVLForConditionalGeneration
 
 from omnibal.vlm import Payload, VisionLanguageModel
 from omnibal.vlm.layers import LayerRecipe, skeleton_of
-from omnibal.vlm.llava import PatchEmbedding, VisionBlock
 from omnibal.vlm.text import text_recipes
+from omnibal.vlm.tiled import PatchEmbedding, VisionBlock
 
 
 class LastBlock(VisionBlock):

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from omnibal.advise.models import Model
+from omnibal.advise.models import Model, NamedModel
 from omnibal.advise.present import Present
-from omnibal.advise.reading import NamedModel
 from omnibal.data.lengths import IntArray, SampleLengths
 from omnibal.data.mixture import Mixture
 from omnibal.errors import DataError

@@ -1,4 +1,4 @@
-"""Models by name: the sizes that publishers state, what a config.json leaves out, and the costs of LoRA's adapters.
+"""Models by name or folder: sizes that publishers state, what a config.json leaves out, costs of LoRA's adapters.
 
 A ``config.json`` leaves out what the class of its configuration has by default, and those of Qwen2-VL and Qwen2.5-VL
 have the language model's keys at the top. transformers fills both in; this module does it without torch.
@@ -10,6 +10,7 @@ OpenGVLab/…-hf, llava-hf/…); defaults as in transformers 5.23.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from omnibal.device import Device
@@ -18,8 +19,10 @@ from omnibal.families import family_of, layer_records
 from omnibal.families.base import Config, ImageRule, LayerRecord, vision_unit_of
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import ModelProfile
+from omnibal.records import read_json
 
 MOST_TILES: Final = 1024  # of an image: a larger number is meant as pixels
+PREPROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,37 @@ class Model:
         moved = {key: value for key, value in pixels.items() if value is not None}
         size = {**usual["size"], **dict(preprocessor.get("size") or {}), **moved}
         return cls(name, whole, {**usual, **preprocessor, "size": size})
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model as somebody names it."""
+
+    model: Model
+    folder: Path | None = None
+    """The Hugging Face folder; None where a known name is all there is."""
+
+    def image_options(self, most: int | None) -> dict[str, int]:
+        """The most tiles of an image, or at native resolution the most pixels, as its image rule takes it."""
+        if most is None:
+            return {}
+        return {"max_pixels" if family_of(self.model.config).tile_limits is None else "max_tiles": most}
+
+
+def read_model(named: str) -> NamedModel:
+    """A model by a known name, the name of a Hugging Face folder, or that of a ``config.json``."""
+    path = Path(named)
+    if not path.exists():
+        return NamedModel(Model.known(named))
+    folder = path if path.is_dir() else path.parent
+    config = read_json(path / "config.json" if path.is_dir() else path, "model")
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ConfigError(f"model must be a Hugging Face folder or a config.json with a model_type, got {path}")
+    beside = next((folder / name for name in PREPROCESSORS if (folder / name).is_file()), None)
+    preprocessor = None if beside is None else read_json(beside, "the preprocessor's configuration")
+    if isinstance(preprocessor, dict):
+        preprocessor = preprocessor.get("image_processor", preprocessor)
+    return NamedModel(Model.of(folder.resolve().name, config, preprocessor), folder)
 
 
 def adapted_profile(records: Sequence[LayerRecord], device: Device, *, rank: int) -> ModelProfile:

@@ -10,13 +10,17 @@ otherwise); ms-swift "Command Line Parameters" (LoRA of rank 8, ViT and aligner 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final, Literal, cast
+
+import yaml
 
 from omnibal.advise.batches import Batching
 from omnibal.advise.memory import FLOAT16, FLOAT32, USUAL, TrainingPrecision, optimizer_of
 from omnibal.advise.wait import MEETINGS, Sharding
 from omnibal.data.mixture import Mixture
-from omnibal.errors import ConfigError
+from omnibal.errors import ConfigError, said
+from omnibal.records import parse_relaxed
 
 Host = Literal["transformers", "llama-factory", "ms-swift", "deepspeed"]
 """What trains; "deepspeed" is a loop of one's own, of which only the ds_config is known."""
@@ -137,6 +141,41 @@ def read_present(content: Content, load: Callable[[str], Content] | None = None)
         "today must be a trainer (ddp, zero1, zero2, zero3, fsdp) or a ds_config, TrainingArguments, or arguments of "
         f"LLaMA-Factory or ms-swift, got one with the keys {', '.join(list(content)[:8])}"
     )
+
+
+def read_today(today: str) -> Present:
+    """The present way of training, by a trainer's name or by the file that says it; ``read_present`` has the kinds."""
+    if today in MEETINGS:
+        return Present(sharding=cast(Any, today))
+    path = Path(today)
+    if not path.is_file():
+        raise ConfigError(f"today must be one of {', '.join(MEETINGS)}, or a file, got {today!r}")
+    return read_present(_content(path), lambda name: _content(_beside(path, name)))
+
+
+def _beside(path: Path, name: str) -> Path:
+    """A file that another one names: relative to where it lies, or to where the command runs."""
+    found = next((near for near in (path.parent / name, Path(name)) if near.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"deepspeed in {path} must name a file beside it or here, got {name!r}; copy it, or write zero2 or zero3"
+        )
+    return found
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The object in a JSON or YAML file."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"today must name readable files, got {path}: {said(error)}") from error
+    try:
+        content = yaml.safe_load(text) if path.suffix.lower() in (".yaml", ".yml") else parse_relaxed(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"today must be JSON or YAML, got {path}: {said(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"today must hold an object, got {path} with a {type(content).__name__}")
+    return content
 
 
 def _deepspeed(content: Content) -> Present:

@@ -10,10 +10,9 @@ from omnibal.advise.batches import Batching
 from omnibal.advise.changes import Advice, advise
 from omnibal.advise.estimate import Recipe, Scenario
 from omnibal.advise.measuring import MeasuredLengths, measure
-from omnibal.advise.models import Model, adapted_profile
+from omnibal.advise.models import Model, adapted_profile, read_model
 from omnibal.advise.paste import HOSTS
 from omnibal.advise.present import Present
-from omnibal.advise.reading import read_model
 from omnibal.cluster import Cluster
 from omnibal.data.limits import MOST, PackLimits
 from omnibal.errors import ConfigError

@@ -82,9 +82,8 @@ def advise(
     Example: omnibal advise data.json --today llamafactory.yaml
     --cluster 2x8xH100
     """
-    from omnibal.advise.present import Present
+    from omnibal.advise.present import Present, read_today
     from omnibal.advise.question import LORA_RANK, Question
-    from omnibal.advise.reading import read_today
     from omnibal.profile.records import ModelProfile
     from omnibal.report.advise import Report, draw, write_advice_page
 

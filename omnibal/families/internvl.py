@@ -202,7 +202,7 @@ FAMILY = Family(
     image_rule=image_rule,
     tile_limits=tile_limits,
     layer_records=layer_records,
-    layers="omnibal.vlm.internvl:internvl",
+    layers="omnibal.vlm.tiled:internvl",
     disk_prefixes={
         "model.vision_tower.": "vision_tower.",
         "model.multi_modal_projector.": "multi_modal_projector.",

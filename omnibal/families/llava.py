@@ -57,7 +57,7 @@ FAMILY = Family(
     model_types=("llava",),
     image_rule=image_rule,
     layer_records=layer_records,
-    layers="omnibal.vlm.llava:llava",
+    layers="omnibal.vlm.tiled:llava",
     disk_prefixes=TOWER_ON_DISK | LANGUAGE_ON_DISK,
 )
 
@@ -203,13 +203,13 @@ NEXT = Family(
     model_types=("llava_next",),
     image_rule=next_rule,
     layer_records=next_records,
-    layers="omnibal.vlm.llava:llava_next",
+    layers="omnibal.vlm.tiled:llava_next",
     disk_prefixes=_DISK_PREFIXES,
 )
 ONEVISION = Family(
     model_types=("llava_onevision",),
     image_rule=onevision_rule,
     layer_records=onevision_records,
-    layers="omnibal.vlm.llava:llava_onevision",
+    layers="omnibal.vlm.tiled:llava_onevision",
     disk_prefixes=_DISK_PREFIXES,
 )

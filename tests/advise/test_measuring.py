@@ -6,9 +6,8 @@ from PIL import Image as Picture
 
 from omnibal.advise import measuring
 from omnibal.advise.measuring import END_TOKENS, IMAGE_TOKENS, TURN_TOKENS, draw_rows, estimated_tokens, measure
-from omnibal.advise.models import Model
+from omnibal.advise.models import Model, NamedModel
 from omnibal.advise.present import Present
-from omnibal.advise.reading import NamedModel
 from omnibal.errors import DataError
 
 NAMED = NamedModel(Model.known("Qwen2.5-VL-7B"))

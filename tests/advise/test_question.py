@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from omnibal.advise.measuring import measure, measured_head
-from omnibal.advise.models import Model
-from omnibal.advise.present import Present
+from omnibal.advise.models import Model, read_model
+from omnibal.advise.present import Present, read_today
 from omnibal.advise.question import Question
-from omnibal.advise.reading import read_model, read_today
 from omnibal.cluster import Cluster
 from omnibal.data.lengths import SampleLengths
 from omnibal.errors import ConfigError, DataError

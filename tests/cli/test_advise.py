@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from omnibal.advise.measuring import measure
+from omnibal.advise.models import read_model
 from omnibal.advise.present import Present
-from omnibal.advise.reading import read_model
 from omnibal.cli.main import app
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.synthetic import tiled_lengths

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omnibal.demo.model import write_model_folder
+from omnibal.demo import write_model_folder
 from omnibal.demo.questions import vocabulary
 
 

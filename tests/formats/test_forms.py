@@ -11,8 +11,8 @@ from datasets import Dataset
 from PIL import Image
 
 from omnibal.advise.measuring import measure
+from omnibal.advise.models import read_model
 from omnibal.advise.present import Present
-from omnibal.advise.reading import read_model
 from omnibal.errors import DataError
 from omnibal.formats.conversations import open_dataset, open_streams
 

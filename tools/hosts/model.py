@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from omnibal.demo.model import train_tokenizer
+from omnibal.demo import train_tokenizer
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import typer
 
 from omnibal import BalancedBatchSampler, PackLimits, SampleLengths
 from omnibal.data.synthetic import tiled_lengths
-from omnibal.demo.model import write_model_folder
+from omnibal.demo import write_model_folder
 from omnibal.demo.questions import vocabulary
 from omnibal.formats.conversations import ConversationDataset, open_dataset
 from omnibal.formats.measured import Measured

@@ -1,6 +1,6 @@
-"""LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision as pipeline layers, around transformers' own modules.
+"""Models whose ViT sees tiles, InternVL and the LLaVAs, as pipeline layers, around transformers' own modules.
 
-The ViT ends where its features are read. What lies behind (of CLIP its last block, of both towers their last norm)
+A LLaVA's ViT ends where its features are read. What lies behind (CLIP's last block, the last norm of CLIP and SigLIP)
 gets no gradient: no layer has it, and its weights are exported as they came.
 """
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
@@ -23,8 +25,9 @@ from transformers import (
 from omnibal.errors import DataError
 from omnibal.families import layer_records
 from omnibal.families.base import Family, ImageRule
+from omnibal.families.internvl import FAMILY as INTERNVL
+from omnibal.families.llava import FAMILY as LLAVA
 from omnibal.families.llava import (
-    FAMILY,
     NEXT,
     ONEVISION,
     Canvases,
@@ -70,6 +73,44 @@ class VisionBlock(nn.Module):
             sums = [parameter.sum() for parameter in self.block.parameters()]
             return payload.replace(hidden=payload.hidden + torch.stack(sums).sum())  # still sends (zero) gradients
         return payload.replace(hidden=self.block(payload.hidden, attention_mask=None).contiguous())
+
+
+class InternVLBlock(nn.Module):
+    """One block of the ViT; the last one may have the ViT's final norm behind it."""
+
+    def __init__(self, config: Any, block: nn.Module, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.block = block
+        self.norm = norm
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (tiles, tokens_per_tile, width) to the same."""
+        hidden = self.block(payload.hidden)
+        return payload.replace(hidden=(hidden if self.norm is None else self.norm(hidden)).contiguous())
+
+
+class InternVLProjector(nn.Module):
+    """From patches to what the language model reads."""
+
+    def __init__(self, config: Any, projector: nn.Module) -> None:
+        super().__init__()
+        self.shuffle = round(1 / config.downsample_ratio)
+        self.projector = projector
+
+    def forward(self, payload: Payload) -> Payload:
+        """From (tiles, tokens_per_tile, vision width) to (image tokens of all tiles, language model's width)."""
+        # The class token is dropped, as by transformers' vision_feature_select_strategy "default".
+        features = self.projector(pixel_shuffle(payload.hidden[:, 1:], self.shuffle)).flatten(0, 1)
+        return payload.replace(hidden=features.contiguous())
+
+
+def pixel_shuffle(patches: Tensor, factor: int) -> Tensor:
+    """Join squares of ``factor²`` patches: (tiles, side², width) -> (tiles, (side / factor)², width · factor²)."""
+    tiles, area, width = patches.shape
+    side = round(area**0.5)
+    # The order of features within a joined patch is InternVL's, which its trained projector relies on.
+    squares = patches.reshape(tiles, side // factor, factor, side // factor, factor, width)
+    return squares.transpose(2, 3).reshape(tiles, area // factor**2, factor**2 * width)
 
 
 class Projector(nn.Module):
@@ -142,8 +183,28 @@ class SampleProjector(CanvasProjector):
         return [fit if is_lone else None for fit, is_lone in found]
 
 
+def internvl(config: InternVLConfig) -> VisionLanguageModel:
+    records = layer_records(config.to_dict())
+    skeleton = skeleton_of(InternVLForConditionalGeneration, config)
+    tower = "model.vision_tower"
+    blocks = [record for record in records if record.kind == "vision_block"]
+    # Without mean pooling transformers' ViT ends with a norm, which is the last block's.
+    norms = [{"norm": f"{tower}.layernorm"} if "final_norms" in block.sizes else {} for block in blocks]
+    recipes = (
+        LayerRecipe(PatchEmbedding, {"embeddings": f"{tower}.embeddings"}),
+        *(LayerRecipe(InternVLBlock, {"block": f"{tower}.encoder.layer.{i}"} | norm) for i, norm in enumerate(norms)),
+        LayerRecipe(InternVLProjector, {"projector": "model.multi_modal_projector"}),
+        *text_recipes(records),
+    )
+    vision: Any = config.vision_config
+    pixel_shape = (vision.num_channels, *vision.image_size)
+    return VisionLanguageModel(
+        skeleton, records, recipes, disk_prefixes=INTERNVL.disk_prefixes, pixel_shape=pixel_shape
+    )
+
+
 def llava(config: LlavaConfig) -> VisionLanguageModel:
-    return _model(config, FAMILY, LlavaForConditionalGeneration, Projector)
+    return _model(config, LLAVA, LlavaForConditionalGeneration, Projector)
 
 
 def llava_next(config: LlavaNextConfig) -> VisionLanguageModel:
