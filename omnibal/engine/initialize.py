@@ -7,6 +7,7 @@ all ranks learn before anybody waits: whatever can fail runs in ``run_on_all_ran
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Literal, TypeVar
@@ -158,8 +159,9 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, place.replica))
         sampler.verify(gather)
         checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
-        step_seconds = None if plan.predicted is None else plan.predicted.step_seconds
-        feed = reader.feed(checked, sampler, step_seconds=step_seconds)
+        if plan.predicted is not None:
+            reader = replace(reader, step_seconds=plan.predicted.step_seconds)
+        feed = reader.feed(checked, sampler)
     # Only now the number of steps is known, which "auto" in DeepSpeed's scheduler waits for.
     loader = Loader(feed, reader)
     total_steps = section.run.max_steps or loader.steps_left(section.run.epochs)

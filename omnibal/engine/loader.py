@@ -97,6 +97,8 @@ class PackReader:
     process, when a step begins; None for as many as the images of a step need."""
     pin_memory: bool = False
     """Whether packs are copied to a GPU."""
+    step_seconds: float | None = None
+    """What a step of training is predicted to take; None if nobody predicted it."""
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Batch:
         """A pack of samples as tensors."""
@@ -109,19 +111,16 @@ class PackReader:
             positions=self.positions if self.view == "images" else None,
         )
 
-    def feed(
-        self, dataset: VlmDataset, sampler: BalancedBatchSampler, *, step_seconds: float | None = None
-    ) -> EpochFeed:
+    def feed(self, dataset: VlmDataset, sampler: BalancedBatchSampler) -> EpochFeed:
         """The steps of a sampler, their packs read ahead.
 
         While a step runs, workers read the next one: all its packs, collated, in the dtype and (for a GPU) the kind of
         memory that they are copied from, and no pack of the step after it but for what rounding to whole workers adds.
-        ``step_seconds`` are those that a step is predicted to take, None if nobody did.
         """
         # A middle stage gets activations from its neighbours: it keeps the position in the epoch and reads nothing.
         if self.view == "nothing":
             return EpochFeed(sampler, None)
-        workers = self._workers(sampler, step_seconds)
+        workers = self._workers(sampler)
         reader: DataLoader[Batch] = DataLoader(
             cast(Dataset[Any], dataset if self.view == "images" else TextView(dataset)),
             batch_sampler=PacksFromHere(sampler),
@@ -134,13 +133,13 @@ class PackReader:
         )
         return EpochFeed(sampler, reader)
 
-    def _workers(self, sampler: BalancedBatchSampler, step_seconds: float | None) -> int:
+    def _workers(self, sampler: BalancedBatchSampler) -> int:
         if self.view == "text":  # the last stage reads labels only: one process will do
             return 0 if self.workers == 0 else 1
         # Decoding images takes nearly all of it. Mean tiles of a rank's step; patches count by their values, too.
         tiles = sampler.lengths.summary.total_vision_units / (sampler.num_steps * sampler.num_replicas)
         read_seconds = tiles * math.prod(self.pixel_shape) * _PIXEL_SECONDS
-        workers = self.workers
+        workers, step_seconds = self.workers, self.step_seconds
         if workers is None:
             workers = workers_for(read_seconds, step_seconds, sampler.micro_batches)
         if step_seconds is not None and read_seconds / max(workers, 1) > step_seconds:
@@ -171,6 +170,8 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps of the epoch that the next step belongs to."""
+        if not isinstance(self.feed, EpochFeed):  # list() and tqdm() take a TypeError for a length that is not known
+            raise TypeError("a loader of a stream has no length")
         return self.steps_per_epoch
 
     def steps_left(self, epochs: int) -> int:

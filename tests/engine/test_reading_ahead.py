@@ -57,9 +57,9 @@ def sampler_of(dataset, micro_batches=MICRO_BATCHES):
     )
 
 
-def loader_of(dataset, *, view="images", workers=1, step_seconds=None, **options):
+def loader_of(dataset, *, view="images", workers=1, **options):
     reader = PackReader(view=view, pixel_shape=PIXEL_SHAPE, workers=workers, **options)
-    return Loader(reader.feed(dataset, sampler_of(dataset), step_seconds=step_seconds), reader)
+    return Loader(reader.feed(dataset, sampler_of(dataset)), reader)
 
 
 def steps_of(loader, count):
@@ -217,3 +217,10 @@ def test_workers_that_cannot_keep_up_are_told(caplog):
         loader_of(SmallDataset(), step_seconds=10.0)
         loader_of(SmallDataset(), view="text", step_seconds=1e-4)
     assert caplog.text.count("data.workers") == 2  # once in "raise data.workers"
+
+
+def test_held_out_samples_get_the_workers_that_the_predicted_step_asks_for(monkeypatch):
+    monkeypatch.setattr("omnibal.engine.loader.cores_of_process", lambda: 9)
+    training = loader_of(SmallDataset(), workers=None, step_seconds=10.0)
+    held_out = training.over(SmallDataset(), SmallDataset().lengths())
+    assert [found.feed._reader.num_workers for found in (training, held_out)] == [1, 1]

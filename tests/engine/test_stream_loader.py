@@ -137,6 +137,10 @@ def test_the_first_stage_reads_packs_the_last_one_their_labels_those_between_not
     assert len(set(seen)) == len(seen) == REPLICAS * STEPS * 2
 
 
+def test_a_list_takes_all_steps_of_a_stream_which_has_no_length(ranks):
+    assert [len(steps) for steps in ranks.run(lambda place: list(loader_of(place)))] == [STEPS] * ranks.size
+
+
 @pytest.mark.parametrize("steps", [0, 1, 5, 11])
 def test_ranks_go_on_with_the_samples_that_would_have_followed(ranks, steps):
     whole = ranks.run(lambda place: taken(loader_of(place), STEPS))
