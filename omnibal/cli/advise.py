@@ -16,9 +16,8 @@ def advise(
     data: Annotated[
         list[Path],
         typer.Argument(
-            help="Annotations (InternVL's meta file, LLaVA, ShareGPT, Qwen, ms-swift; JSON or JSON lines), a folder "
-            "of Hugging Face datasets, lengths (a folder, or JSON lists), or a stream (webdataset's .tar shards; - for "
-            "JSON lines on standard input).",
+            help="An InternVL meta file or conversations, as docs/data.md lists them; lengths (a folder, or JSON "
+            "lists); or a stream (webdataset's .tar shards; - for JSON lines on standard input).",
         ),
     ],
     model: Annotated[

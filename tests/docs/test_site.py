@@ -9,8 +9,9 @@ from typing import get_args
 
 import pytest
 from pydantic import BaseModel
+from typer.main import get_command
 
-from omnibal.cli.main import VERBS
+from omnibal.cli.main import VERBS, app
 from omnibal.config import OmnibalSection
 from omnibal.families import FAMILIES
 
@@ -56,6 +57,16 @@ def test_every_command_is_told(site):
     headings = re.findall('<h2><code class="docutils literal notranslate"><span class="pre">omnibal</span> '
                           '<span class="pre">(.*?)</span>', site["cli"])  # fmt: skip
     assert headings == list(VERBS)
+
+
+@pytest.mark.parametrize("page", [*DOCS.glob("*.md"), *DOCS.parent.glob("*.md"), *DOCS.parent.glob("ds_configs/*.md")])
+def test_options_of_commands_exist(page):
+    group = get_command(app)
+    commands = {verb: group.get_command(None, verb).params for verb in VERBS}
+    text = page.read_text().split("### What changed on the way")[0]
+    for verb, line in re.findall(r"\bomnibal ([a-z]+)((?:\\\n|[^`\n])*)", text):
+        known = {name for option in commands.get(verb, ()) for name in (*option.opts, *option.secondary_opts)}
+        assert verb not in VERBS or {*re.findall(r"(?<!\S)--[a-z-]+", line)} <= known | {"--help"}, (verb, line)
 
 
 NAMES = re.findall("^- `(omnibal.*?)`: ", (DOCS / "api.md").read_text(), re.MULTILINE)

@@ -9,9 +9,9 @@ Seconds are predicted for a ViT that takes 40 % of the time, and an LLM whose co
 long as its slowest rank, or where ranks run several micro-batches as the slowest of their pipelines of four stages
 (1F1B).
 
-    python tools/sampling/ablation.py parts --seeds 4   # an hour of one core
-    python tools/sampling/ablation.py randomness        # χ² by ranks, the mean over 20 seeds with its standard error
-    python tools/sampling/ablation.py fuzz              # harsh configurations; prints those that fail
+    python -m tools.sampling.ablation parts --seeds 4   # an hour of one core
+    python -m tools.sampling.ablation randomness        # χ² by ranks, the mean over 20 seeds with its standard error
+    python -m tools.sampling.ablation fuzz              # harsh configurations; prints those that fail
 """
 
 from collections.abc import Callable, Iterator
