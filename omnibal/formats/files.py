@@ -146,7 +146,7 @@ def is_table(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(8)
     if start.startswith((b"SQLite", b"ARROW1")):
-        raise DataError(f"annotation must be {KINDS}, got {path} in {start[:6].decode()}")
+        raise DataError(f"annotation must be {KINDS}, got {path} in {start[:6].decode()}; write its rows as JSON lines")
     return start.startswith(b"PAR1")
 
 
@@ -544,11 +544,15 @@ def _stream_table(path: Path, begin: Place) -> Iterator[tuple[int, int, Row]]:
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as error:
         raise missing_extra("datasets") from error
-    file, number = ParquetFile(path), 0
-    for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if number + rows > begin.lines:
-            for place, row in enumerate(file.read_row_group(group).to_pylist(), start=number + 1):
-                if place > begin.lines:
-                    yield place, 0, Row(path, place, partial(dict, row), f"row {place}")
-        number += rows
+    number = 0
+    try:
+        file = ParquetFile(path)
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if number + rows > begin.lines:
+                for place, row in enumerate(file.read_row_group(group).to_pylist(), start=number + 1):
+                    if place > begin.lines:
+                        yield place, 0, Row(path, place, partial(dict, row), f"row {place}")
+            number += rows
+    except Exception as error:  # damaged files fail in any way
+        raise DataError(f"data must be Parquet that can be read, got {path}: {said(error)}") from error

@@ -52,7 +52,7 @@ def test_tables_are_named_with_what_to_do(refusal, demo, tmp_path, start, name):
     rule = "must be JSON lines, a JSON list, a tar shard, Parquet, or a folder that datasets saved"
     for data in (table, meta):
         line = refusal("lengths", data, tmp_path / "out", "--model", demo.model)
-        assert rule in line and line.endswith(f"got {table} in {name}")
+        assert rule in line and line.endswith(f"got {table} in {name}; write its rows as JSON lines")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in UNREADABLE if kind != "half a character"])  # a key that is not read

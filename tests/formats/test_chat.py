@@ -53,6 +53,12 @@ def test_a_text_that_looks_like_a_named_image_stays_where_the_record_names_its_i
     assert (parsed.turns[0].text, parsed.images) == ("<image> <img>b</img>", (ROOT / "a.png",))
 
 
+def test_advice_counts_turns_of_nobody_as_answers():
+    turns = ["a", {"from": "system", "value": "b"}, {"from": "gpt", "value": "c"}]
+    found = read_conversation({"conversations": turns}, ROOT, strict=False)
+    assert [*found.turns] == [("assistant", "a"), ("system", "b"), ("assistant", "c")]
+
+
 def test_advice_takes_what_training_refuses():
     turns = [{"role": "tool", "content": "3"}, {"role": "user", "content": "<image><image>"}]
     found = read_conversation({"messages": turns, "image": "http://a", "width": 3, "height": 4}, ROOT, strict=False)
@@ -65,6 +71,9 @@ def test_advice_takes_what_training_refuses():
     ("other", "reason"),
     [
         ({"chosen": "a", "rejected": "b"}, r"supervised training, got preferences \('chosen'\)"),
+        ({"prompt": [], "chosen": [{"role": "user"}]}, r"supervised training, got preferences \('chosen'\)"),
+        ({"messages": [], "rejected_response": "b"}, r"supervised training, got preferences \('rejected_response'\)"),
+        ({"conversations": [], "kto_tag": False}, r"supervised training, got preferences \('kto_tag'\)"),
         ({"audios": ["a.wav"]}, "got audios"),
         ({"caption": "a"}, "must hold a conversation .* got the keys caption"),
         ({"query": "What?", "response": "a", "answer": "b"}, "must alternate"),

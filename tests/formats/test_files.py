@@ -2,6 +2,8 @@ import json
 import os
 import pickle
 import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from omnibal.errors import DataError
 from omnibal.formats import files
-from omnibal.formats.files import array_entries, open_rows
+from omnibal.formats.files import open_rows
 
 
 def write(path, content):
@@ -95,12 +97,14 @@ JSON = st.recursive(
 )
 
 
-@given(st.lists(JSON, max_size=5), st.sampled_from([None, 0, 2]))
-def test_entries_of_any_array_are_found(entries, indent):
+@given(st.lists(JSON, max_size=5), st.sampled_from([None, 0, 2]), st.integers(1, 20))
+def test_entries_of_any_array_are_found_whatever_the_blocks(entries, indent, size):
     text = json.dumps(entries, indent=indent).encode()
-    breaks = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
-    starts, stops = array_entries(text, 1, breaks)
-    assert [json.loads(text[start:stop]) for start, stop in zip(starts, stops, strict=True)] == entries
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(files, "BLOCK_BYTES", size)
+        found, _ = files._scan_json(write(Path(folder) / "a.json", text))
+    assert [json.loads(text[start:stop]) for start, stop in zip(found.starts, found.stops, strict=True)] == entries
+    assert found.lines.tolist() == [text[:start].count(b"\n") + 1 for start in found.starts]
 
 
 def test_what_stands_in_an_array_may_be_anything_until_it_is_read(tmp_path):

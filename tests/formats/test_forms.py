@@ -193,6 +193,15 @@ def test_a_folder_of_files_of_one_kind_is_one_source(folder, model_folder, kind)
     assert all(map(torch.equal, labels[4:], [sample["labels"] for sample in stream]))
 
 
+def test_a_damaged_table_is_named_in_a_stream(folder, model_folder):
+    path = folder / "a.parquet"
+    KINDS["a.parquet"](path, [FORMS["LLaVA"]] * 3)
+    path.write_bytes(path.read_bytes()[:-100])
+    (stream,) = open_streams(path, model_folder).values()
+    with pytest.raises(DataError, match=r"data must be Parquet that can be read, got .*a\.parquet: "):
+        list(stream)
+
+
 def test_what_is_no_folder_of_rows_is_refused(folder, model_folder):
     (folder / "nothing").mkdir()
     with pytest.raises(DataError, match=r"data must be JSON lines, .* of one kind, got .*nothing with none"):
