@@ -235,10 +235,10 @@ def _delegate(
         raise TypeError(f"balance() got an unexpected keyword argument {min(old_flags)!r}")
     given = [name for name, value in alone.items() if value is not None]
     if is_rearranging:
-        name = "rearrange"
+        name, remedy = "rearrange", "call rearrange(trainer)"
         given += [name for name, usual in (("loss_reduction", "token"), ("mixture", None)) if options[name] != usual]
     elif _is_stream(trainer.train_dataset):
-        name = "balance_stream"
+        name, remedy = "balance_stream", "a step of a stream holds gradient_accumulation_steps packs of each rank"
         given += ["padded"] if options["padded"] else []
     elif oversized != "alone":
         raise ConfigError(
@@ -247,7 +247,7 @@ def _delegate(
     else:
         return False
     if given:
-        raise ConfigError(f"{given[0]} must be left out of balance for what {name} does, got one; see {name}")
+        raise ConfigError(f"{given[0]} must be left out of balance for what {name} does, got one; {remedy}")
     warn(f"balance does this no longer in the next version: call {name}", DeprecationWarning, stacklevel=3)
     if is_rearranging:
         rearrange(trainer, limits, padded=options["padded"])
