@@ -91,14 +91,15 @@ def rank_zero_only(work: Callable[[], T], *, doing: str, where: str | None = Non
         doing: What rank 0 is doing, for the one line that the others print, such as ``"measures the samples"``.
         where: The place of this rank in messages, as for `gather`.
     """
+    if not dist.is_initialized():  # a turn that one process counts before all meet would be missing on the others
+        return run_on_all_ranks(work, where=where)
     # 1. Rank 0 works; the others look at the store now and then. 2. Rank 0 sets this turn's key in the store: every
     # rank counts the same turns. 3. All meet in a collective, which rank 0 enters with its result or its failure.
     result: T | Exception = None  # type: ignore[assignment]  # a rank that only waits has nothing to send
     turn = f"omnibal/turn/{next(_turns)}"
-    if place()[0] == 0:
+    if dist.get_rank() == 0:
         result = _attempt(work)
-        if dist.is_initialized():
-            store().set(turn, "")
+        store().set(turn, "")
     else:
         _await(turn, doing)
     return gather(result, where=where)[0]

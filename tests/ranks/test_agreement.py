@@ -3,7 +3,7 @@
 import pytest
 
 from omnibal.errors import ConfigError, DataError, OmnibalError
-from omnibal.ranks import gather, new_gloo_group, rank_zero_first, run_on_all_ranks
+from omnibal.ranks import agreement, gather, new_gloo_group, rank_zero_first, rank_zero_only, run_on_all_ranks
 from omnibal.ranks.agreement import Host, check_addresses, unreachable
 from tests.engine.launch import launch
 
@@ -40,6 +40,11 @@ def test_work_together(tmp_path):
 
 
 HOSTS = [Host("node1", "10.0.0.1"), Host("node1", "10.0.0.1"), Host("node2", "10.0.0.2"), Host("node3", "10.0.0.3")]
+
+
+def test_work_before_processes_meet_counts_no_turn(monkeypatch):
+    monkeypatch.setattr(agreement, "_turns", iter(()))
+    assert rank_zero_first(lambda: 4, doing="works") == rank_zero_only(lambda: 4, doing="works") == 4
 
 
 def test_a_process_alone_agrees_with_itself():
