@@ -30,22 +30,14 @@ _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 
 @dataclass(frozen=True)
 class Trial:
-    """How one plan did.
-
-    Attributes:
-        plan: What was run.
-        step_seconds: Of each timed step, behind one to warm up; empty where the trial failed.
-        peak_bytes: Most memory that a device of each stage held in a step; empty where the trial ended before.
-        error: Why it failed; None where it did not.
-        missing_bytes: By how much each stage ran out of memory; empty where that was not why it failed.
-        retreat_bytes: The ``missing_bytes`` of the trial whose plan this one's is a retreat from; empty at first.
-    """
+    """The measurements of one plan, or why it failed."""
 
     plan: Plan
-    step_seconds: tuple[float, ...] = ()
-    peak_bytes: tuple[int, ...] = ()
+    step_seconds: tuple[float, ...] = ()  # one per timed step, after a step to warm up; empty where the trial failed
+    peak_bytes: tuple[int, ...] = ()  # most that a device of each stage held; empty where the trial ended before
     error: str | None = None
-    missing_bytes: tuple[int, ...] = ()
+    missing_bytes: tuple[int, ...] = ()  # per stage; empty where the trial did not run out of memory
+    # ``missing_bytes`` of the trial that failed before and whose plan was eased into this one; empty for a first trial.
     retreat_bytes: tuple[int, ...] = ()
 
     @property
@@ -70,11 +62,10 @@ def run_trials(
     the end. Trials of plans with equal limits train on the same packs.
 
     Args:
-        config: Content of a ds_config whose "omnibal" section names model and data; its micro-batches give way to the
-            plan's.
-        budget_bytes: What a device of each stage may hold, where that is less than it has (a CPU has no other bound);
-            a trial that held more counts as out of memory.
-        retreat: Called with each trial that ran out of memory: what to try in its place, or None.
+        config: Content of a ds_config with model and data; the plan's micro-batches replace the ds_config's.
+        budget_bytes: The most that a device of each stage may hold; a trial that held more counts as out of memory. A
+            CPU has no other bound.
+        retreat: From a trial that ran out of memory to the plan to try in its place, or None.
 
     Returns:
         The trials, fastest first, failed ones last. Source: Yao et al., OmniBal, ICML 2025 (3 steps per candidate).

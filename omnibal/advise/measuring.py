@@ -68,19 +68,12 @@ def estimated_tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Lengths of the data or of a part of it.
-
-    Attributes:
-        lengths: Of the samples.
-        said: In words where they come from.
-        is_whole: Whether they are of all samples, counted before.
-        is_stream: Whether they are of the head of a stream, whose samples are never measured all.
-    """
+    """Lengths of the data or of a part of it."""
 
     lengths: SampleLengths
-    said: str
-    is_whole: bool = False
-    is_stream: bool = False
+    said: str  # where the lengths come from, in words
+    is_whole: bool = False  # whether every sample was counted before
+    is_stream: bool = False  # whether only the head of a stream was measured
 
 
 def measure(
@@ -158,33 +151,19 @@ def _measured_before(data: Sequence[Path], model: Model) -> MeasuredLengths:
 
 @dataclass(frozen=True)
 class DrawnLengths:
-    """What a few samples hold.
+    """What a few samples hold."""
 
-    Attributes:
-        lengths: Of the samples that could be measured.
-        problems: Why the others could not.
-        text_tokens: Mean tokens of a sample that are text.
-        usable: Numbers of the samples that could be measured, in the order in which they were given.
-    """
-
-    lengths: SampleLengths
-    problems: tuple[str, ...]
-    text_tokens: float
-    usable: IntArray
+    lengths: SampleLengths  # of the samples that could be measured
+    problems: tuple[str, ...]  # one for each sample that could not be measured
+    text_tokens: float  # mean tokens of a sample that are text
+    usable: IntArray  # numbers of the samples that could be measured, in the order in which they were given
 
 
 def draw_rows(
     path: Path, images: Path | None, *, of_each: bool, count: int, seed: int = 0
 ) -> tuple[Shards, Iterator[tuple[Row, Path]], IntArray]:
-    """Draw rows at random.
-
-    Args:
-        images: What the paths of images are relative to; by default each file's own folder.
-        of_each: Whether as many are drawn of each source, for those who mix them: else some may have none.
-
-    Returns:
-        The data, the rows with the folder of their images, and the number of each row's source.
-    """
+    """Draw rows at random: the data, the rows with the folder of their images, and the number of each row's source."""
+    # ``of_each`` draws equally many rows of each source: under a mixture a small source may else have none.
     shards = Shards(open_shards(path, image_folder=images))
     sizes = [shard.num_samples for shard in shards.parts] if of_each else [shards.num_samples]
     firsts, number, rng = np.cumsum([0, *sizes]), -(-count // len(sizes)), np.random.default_rng(seed)
@@ -195,12 +174,7 @@ def draw_rows(
 
 
 def head_rows(paths: Sequence[Path], images: Path | None = None) -> Iterator[tuple[Row, Path]]:
-    """The rows of a stream, in its order; of several shards one of each in turn, as ranks and workers read them.
-
-    Args:
-        paths: Tar shards, or ``-`` for standard input with one JSON object a line.
-        images: What the paths of images are relative to; by default the shard's folder, or the working one.
-    """
+    """The rows of a stream, in its order; of several shards one of each in turn, as ranks and workers read them."""
     some = paths[:: -(-len(paths) // MOST_OPEN)]
     streams = [
         _lines(images or Path()) if path == STANDARD_INPUT else _rows_of(path, images or path.parent) for path in some

@@ -141,17 +141,7 @@ def open_workspace(
     broken: Literal["error", "skip"] | None = None,
     **options: Any,
 ) -> Workspace:
-    """The workspace of a command line: a ds_config, or a plan or a profile where someone has none.
-
-    Args:
-        source: What the command line names first.
-        kinds: Which of the three it may be.
-        profile: ``--profile``.
-        lengths: ``--lengths``.
-        cluster: ``--cluster``.
-        broken: ``--broken``, in place of the ds_config's ``data.broken``.
-        **options: As of ``Workspace``.
-    """
+    """The workspace of a command line: a ds_config, or a plan or a profile where someone has none."""
     # What the command line names comes before what the ds_config says or lies in its folder; see Workspace.
     kind = expect("source", source, kinds)
     named = Overrides(

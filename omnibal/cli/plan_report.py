@@ -33,16 +33,11 @@ STEPS: Final = 32
 
 @dataclass(frozen=True)
 class GainOverPresent:
-    """What a plan gains over the present configuration.
+    """What a plan gains over the present configuration."""
 
-    Attributes:
-        variants: From the present configuration to the plan, one change after the other; none where there is no present
-            one that could train.
-        problem: Why there is none, or what it lacks.
-    """
-
+    # From the present configuration to the plan, one change after the other; empty if none is known that can train.
     variants: tuple[Variant, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why there are no variants, or what the present configuration lacks
 
     @classmethod
     def of(cls, workspace: Workspace, plan: Plan) -> GainOverPresent:

@@ -125,17 +125,16 @@ def _sample_and_filter(
 
 
 class ShuffledPacks:
-    """Arranges epochs whose packs know nothing of steps: shuffled and dealt as they are.
+    """Arranges epochs of ISF's packs, or under ``"random"`` of one round of ISF: shuffled, and dealt to the ranks.
 
-    An epoch has the steps that its packs fill, so epochs differ in their number of steps by a few, and how many they
-    are is known once the packs are made: tenths of a second for a million samples. Empty packs fill the last step.
-
-    Source: Yao et al., OmniBal, ICML 2025, section 4.1, which does not say how packs reach the ranks. Deviation from
-    its published code, which gives each rank one stretch of the packs in the order in which they were made, so that
-    some ranks have all the full ones, and drops what does not fill a step: packs are shuffled, and none is dropped.
-
-    Under the method ``"random"`` there is one round of ISF, which closes packs as the samples are drawn.
+    Source: Yao et al., OmniBal, ICML 2025, section 4.1. Deviation from its published code: packs are shuffled, and none
+    is dropped.
     """
+
+    # An epoch has the steps that its packs fill, so epochs differ in their number of steps by a few, and the number is
+    # known once the packs are made: tenths of a second for a million samples. Empty packs fill the last step.
+    # The paper does not say how packs reach the ranks. Its code gives each rank one stretch of the packs in the order
+    # in which they were made, so that some ranks have all the full ones, and drops what does not fill a step.
 
     def __init__(self, spec: PackingSpec, ranks: Ranks) -> None:
         self._spec, self._ranks = spec, ranks

@@ -31,29 +31,20 @@ NEARBY = range(-4, 5)  # limits that a warning considers as a remedy, relative t
 
 @dataclass(frozen=True)
 class ScoredLimits:
-    """Limits, and what came of packing the same random samples under them.
-
-    Args:
-        packs_over_volume: Packs beyond the volume bound, as a share of it.
-        step_share: Packs of a step, as a share of the volume bound: so many may be there to fill the last step.
-        dist_ratio_cost: Dist Ratio of the cost of a micro-batch in the LLM.
-        trap: Why these limits waste room whatever the packer does, or None.
-    """
+    """Limits, and what came of packing the same random samples under them."""
 
     limits: PackLimits
-    packs_over_volume: float
-    step_share: float
+    packs_over_volume: float  # (packs − volume bound) / volume bound
+    step_share: float  # packs of a step / volume bound: so many may be empty, to fill the last step
     dist_ratio_vision: float
-    dist_ratio_cost: float
+    dist_ratio_cost: float  # of the cost of a micro-batch in the LLM
     samples_per_pack: float
-    trap: str | None
+    trap: str | None  # why these limits waste room whatever the packer does
 
     @property
     def waste(self) -> float:
-        """Sum of the three shares of room and time that are lost: what the search makes small.
-
-        Of packs beyond the bound those that a last step may need do not count: a whole epoch has more steps.
-        """
+        """Sum of the three shares of room and time that are lost: what the search makes small."""
+        # Packs that only fill the last step of these few samples do not count: a whole epoch has more steps.
         return max(self.packs_over_volume - self.step_share, 0.0) + self.dist_ratio_vision + self.dist_ratio_cost
 
 
@@ -71,21 +62,20 @@ def search_limits(
 ) -> list[ScoredLimits]:
     """Try limits under a ceiling and rank them by what they waste.
 
-    Vision limits run from the largest sample to the ceiling (every integer, or 48 in equal ratios where there are
-    more), each with token limits of 0.95 to 1.6 times what a full vision load brings on average. They end before the
-    ceiling where packs would be so large that the drawn samples fill fewer than 8 steps: nothing could be told of
-    such limits, and at 65,536 samples and 8 ranks they hold more than a thousand samples.
-
     Args:
-        least: The smallest limits; by default those that hold the largest sample. Larger samples than limits are each
-            alone in a pack.
-        num_samples: How many samples to draw and pack under each pair; all where there are fewer. By default what
-            fills 8 steps under the ceiling, but at least 16,384 and at most 65,536.
+        least: The smallest limits; by default those that hold the largest sample. A sample over the limits gets a pack
+            of its own.
+        num_samples: Samples drawn and packed under each pair; by default what fills 8 steps under the ceiling, within
+            16,384 and 65,536.
         progress: Passes the limits on one by one, as ``tqdm`` does.
 
     Returns:
         Scored limits, least waste first; where waste is equal, more samples per pack, then fewer tokens first.
     """
+    # Vision limits run from the largest sample to the ceiling (every integer, or 48 in equal ratios where there are
+    # more), each with token limits of 0.95 to 1.6 times what a full vision load brings on average. They end before the
+    # ceiling where packs would be so large that the drawn samples fill fewer than 8 steps, too few to measure balance
+    # on.
     if not len(lengths):
         raise ConfigError("lengths must hold at least one sample, got none")
     least = least or PackLimits(lengths.summary.max_vision_units, max(lengths.summary.max_llm_tokens, 1))
@@ -164,10 +154,7 @@ def _score(
 
 
 def find_trap(lengths: SampleLengths, limits: PackLimits) -> str | None:
-    """Say why a vision limit wastes room whatever the packer does, and which nearby limit does not.
-
-    Returns:
-        A sentence, or None where the samples' sizes alone force no more than 3 % of waste.
+    """Say why a vision limit wastes more than 3 % whatever the packer does, and which nearby limit does not; or None.
 
     >>> print(find_trap(SampleLengths([5, 3] * 50, [100] * 100), PackLimits(9, 9000)))
     vision limit 9 is a trap: the samples need at least 50 packs where their volume asks for 45 (+11 %); no more \

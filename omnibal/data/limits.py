@@ -96,19 +96,10 @@ class PackLimits:
 
 
 def paper_limits(lengths: SampleLengths) -> PackLimits:
-    """Choose limits by the OmniBal paper's rule: Q_t is the longest sample, Q_v follows from the tokens per image.
+    """Limits by the OmniBal paper's rule: Q_t = longest sample, Q_v = round(Q_t · vision units / LLM tokens).
 
-    A pack of Q_t tokens holds Q_t divided by the dataset's average tokens per vision unit, rounded to the nearest
-    integer, and at least as many as the largest sample: no sample is over the limits. Fixed by the statistics alone:
-    ``search_limits`` finds limits that waste less.
-
-    On the made-up InternVL-1.2 mix (``tiled_lengths``) the rule gives 4096 / 393.9 = 10.4, so 10, where the paper has
-    9. That the paper counts a blank tile for a sample without an image does not explain it: with these tiles it is
-    10.6, with their 256 tokens as well 10.5. The published code takes the mean of lengths that it rounds up to
-    multiples of 256, which does: 8.9, or 9.1 and 9.0 with blank tiles. Packs hold lengths as they are, so the rule
-    here rounds none.
-
-    Source: Yao et al., OmniBal, ICML 2025, section 5.1; deviation: the largest sample always fits.
+    Source: Yao et al., OmniBal, ICML 2025, section 5.1; deviation: the largest sample always fits. ``search_limits``
+    finds limits that waste less.
 
     >>> paper_limits(SampleLengths([1, 3, 5], [400, 1200, 2000]))
     PackLimits(vision_units=5, llm_tokens=2000, full_vision_units=5, full_llm_tokens=1872)
@@ -120,6 +111,11 @@ def paper_limits(lengths: SampleLengths) -> PackLimits:
             f"samples must have at most {MOST} vision units and LLM tokens, got {lengths.vision_units[worst]} and "
             f"{lengths.llm_tokens[worst]} for sample {worst}; leave it out, or choose limits that it exceeds"
         )
+    # On the made-up InternVL-1.2 mix (``tiled_lengths``) the rule gives 4096 / 393.9 = 10.4, so 10, where the paper has
+    # 9. That the paper counts a blank tile for a sample without an image does not explain it: with these tiles it is
+    # 10.6, with their 256 tokens as well 10.5. The published code takes the mean of lengths that it rounds up to
+    # multiples of 256, which does: 8.9, or 9.1 and 9.0 with blank tiles. Packs hold lengths as they are, so the rule
+    # here rounds none.
     longest = max(summary.max_llm_tokens, 1)
     units_per_token = summary.total_vision_units / max(summary.total_llm_tokens, 1)
     return PackLimits(min(max(round(longest * units_per_token), summary.max_vision_units), MOST), longest)

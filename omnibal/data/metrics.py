@@ -57,15 +57,7 @@ def dist_ratio(loads: npt.ArrayLike, *, axis: int = 1) -> float:
 
 
 def source_mix(source: IntArray, packs: Packs, steps: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Count how many samples of each source every step holds.
-
-    Args:
-        source: Source of each sample, as small integers (or any other label, such as the vision units).
-        steps: Pack numbers, steps along the first axis, shape (steps, ranks, micro-batches) for example.
-
-    Returns:
-        Counts of shape (steps, sources).
-    """
+    """Samples of each source in every step, shape (steps, sources); ``steps`` holds pack numbers, (steps, ...)."""
     numbers = np.asarray(steps, dtype=np.int64)
     chosen = packs.take(numbers.ravel())
     packs_per_step = numbers.size // max(len(numbers), 1)

@@ -66,11 +66,8 @@ class DrawSchedule:
     """Cuts a mixture's steps into epochs, these into stretches, and says what each source gives in every one.
 
     A stretch gets as many draws as fill its packs on average, less a reserve for what chance makes of them: so a step
-    has more samples where the mix is lighter. All of it is known from the step alone.
-
-    Args:
-        margins: Share of packs beyond the bound and its reserve, at the first step and at each knot: for samples that
-            do not combine to fill packs.
+    has more samples where the mix is lighter. ``margins``, one for the first step and each knot, are shares of packs
+    beyond that, for samples that do not combine to fill packs.
     """
 
     def __init__(

@@ -113,11 +113,7 @@ class Packs:
 
 
 def deal(packs: Packs, num_packs: int, generator: np.random.Generator, *, split: bool) -> Packs:
-    """Shuffle packs and add to them until there are ``num_packs``.
-
-    Args:
-        split: Split packs, those with most samples first; the last packs are then empty only where there are fewer
-            samples than packs. Otherwise all that are added are empty.
+    """Shuffle packs and add empty ones, or with ``split`` halves of those with most samples, up to ``num_packs``.
 
     >>> dealt = deal(Packs([0, 1, 2], [0, 2, 3]), 4, np.random.default_rng(0), split=True)
     >>> sorted(dealt.samples.tolist()), dealt.sizes.tolist()
@@ -143,11 +139,8 @@ def random_padded_steps(
 ) -> Load:
     """What random micro-batches of a fixed number of samples bring to the devices: how most people batch today.
 
-    Images are not padded; the LLM works on ``batch_size`` sequences as long as the longest. With fewer samples than the
-    steps need there are fewer steps.
-
-    Returns:
-        Shape (steps, replicas, micro-batches).
+    Loads have the shape (steps, replicas, micro-batches). Images are not padded; the LLM works on ``batch_size``
+    sequences as long as the longest. With fewer samples than the steps need there are fewer steps.
 
     >>> load = random_padded_steps(
     ...     SampleLengths([1, 0], [10, 4]), batch_size=2, num_replicas=1, micro_batches=1, steps=1

@@ -1,23 +1,4 @@
-"""Made-up sample lengths that look like real ones, for tests, documentation and benchmarks.
-
-The tiled mix follows the one that InternVL-Chat-1.2 was tuned on, about 1.27 million samples: nine sources in the
-proportions of their published sizes. Four of them (ai2d, chartqa, docvqa, synthdog) follow the lengths that OmniBal's
-authors published, sharegpt4v's texts the length that its paper states (826 characters). Of the others no length is
-public, but OmniBal's paper says what all of them together look like in a model of tiles:
-
-- 1.9 ± 1.2 tiles to a sample (table 1: 1.9 ± 1.2 thousand tokens for the ViT, a thousand to a tile). That says how
-  the photographs of llava_mix, llava_instruct_zh and sharegpt4v divide into one, three and five tiles.
-- 7.6 samples in a pack of 4096 tokens where every image is one tile (table 10), 4.6 in a pack of 9 tiles where it is
-  up to five. That makes 260 tokens of text in the mean: 0.7 times an estimate from what the papers of llava_mix,
-  dvqa, llava_instruct_zh and geoqa say of their conversations, the same factor for all four.
-
-What was not fitted agrees on the 8 ranks of the published test script: Dist Ratios of ISF (tables 3 and 6) and of
-random batches, LLaVA's part alone (table 8). On the paper's 4 ranks ISF's are 0.021 and 0.11 (0.02 and 0.14 in the
-paper), those of random batches 0.25 and 0.23 (0.34 and 0.30).
-Two figures do not: the padding of random batches is 34 % (31 % in the paper), and Dist Ratios differ with one tile
-to an image. ``tools/sampling/RESULTS.md`` has all of them side by side. The paper counts a sample without an image
-as one tile, for the blank image that it shows the ViT; here such a sample has none.
-"""
+"""Made-up sample lengths that look like real ones, for tests, documentation and benchmarks."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -36,21 +17,31 @@ TILES: Final = np.array([0, 1, 3, 4, 5])
 
 @dataclass(frozen=True)
 class SyntheticSource:
-    """Statistics of one source.
-
-    Args:
-        tile_shares: Shares of samples with 0, 1, 3, 4 and 5 tiles; they add up to 1.
-        spread: Standard deviation of the logarithm of the text tokens beyond ``least_text``.
-    """
+    """Statistics of one source; text tokens are ``least_text`` and a log-normal number beyond."""
 
     name: str
     samples: int
-    tile_shares: tuple[float, float, float, float, float]
+    tile_shares: tuple[float, float, float, float, float]  # of samples with 0, 1, 3, 4 and 5 tiles; they add up to 1
     median_text: int
-    spread: float
+    spread: float  # standard deviation of the logarithm of the text tokens beyond ``least_text``
     least_text: int
 
 
+# The mix that InternVL-Chat-1.2 was tuned on, about 1.27 million samples: nine sources in the proportions of their
+# published sizes. Four of them (ai2d, chartqa, docvqa, synthdog) follow the lengths that OmniBal's authors published,
+# sharegpt4v's texts the length that its paper states (826 characters). No length of the others is public, but OmniBal's
+# paper says what all nine together look like in a model of tiles:
+# - 1.9 ± 1.2 tiles to a sample (table 1: 1.9 ± 1.2 thousand tokens for the ViT, a thousand to a tile). That says how
+#   the photographs of llava_mix, llava_instruct_zh and sharegpt4v divide into one, three and five tiles.
+# - 7.6 samples in a pack of 4096 tokens where every image is one tile (table 10), 4.6 in a pack of 9 tiles where it is
+#   up to five. That makes 260 tokens of text in the mean: 0.7 times an estimate from what the papers of llava_mix,
+#   dvqa, llava_instruct_zh and geoqa say of their conversations, the same factor for all four.
+# Figures that were not fitted agree on the 8 ranks of the published test script: Dist Ratios of ISF (tables 3 and 6)
+# and of random batches, LLaVA's part alone (table 8). On the paper's 4 ranks ISF's are 0.021 and 0.11 (0.02 and 0.14 in
+# the paper), those of random batches 0.25 and 0.23 (0.34 and 0.30). Two figures do not agree: the padding of random
+# batches is 34 % (31 % in the paper), and Dist Ratios differ with one tile to an image. ``tools/sampling/RESULTS.md``
+# has all of them side by side. The paper counts a sample without an image as one tile, for the blank image that it
+# shows the ViT; here such a sample has none.
 INTERNVL_MIX: Final = (
     SyntheticSource("llava_mix", 665_058, (0.06, 0.52, 0.34, 0.02, 0.06), 186, 0.85, 36),
     SyntheticSource("dvqa", 200_000, (0.0, 0.94, 0.03, 0.0, 0.03), 348, 0.55, 40),

@@ -56,30 +56,25 @@ class TrainedCount(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One pipeline layer: the smallest part of a model that a partition moves between stages.
-
-    Attributes:
-        name: Unique in the model, such as ``"vision_block.3"``. Without the number it is the blocks' common name, by
-            which users freeze or adapt all of them.
-        kind: What the layer computes, such as ``"vision_block"`` or ``"window_block"``; layers of one kind and equal
-            sizes cost alike.
-        sizes: Widths and counts that decide the layer's cost, ``"parameters"`` among them, and ``"untrained"``
-            where some of these get no gradient. Under LoRA also what ``ADAPTER_SIZES`` says.
-        tied_key: Layers with the same key share one weight; None for a layer on its own.
-        module: Where it belongs. Costs of the language model's layers depend on tokens, others' on vision units.
-        token_bytes: Of the integers that a cut behind the layer sends for each LLM token: its id and its position.
-        weights: From names on disk of the weights that may get a gradient to how many numbers each has, 0 of those
-            that LoRA leaves as they are; empty where only a configuration is known. Layers are told apart by the rest.
-    """
+    """One pipeline layer: the smallest part of a model that a partition moves between stages."""
 
     name: str
+    """Unique in the model, such as ``"vision_block.3"``; the name without number freezes or adapts all such blocks."""
     kind: str
+    """What the layer computes, such as ``"vision_block"``; layers of one kind and equal sizes cost alike."""
     sizes: Mapping[str, int] = field(hash=False)
+    """Widths and counts that decide the cost, ``"parameters"`` among them, and ``"untrained"``: parameters without a
+    gradient. Under LoRA also ``ADAPTER_SIZES``."""
     tied_key: str | None = None
+    """Layers with the same key share one weight."""
     _: KW_ONLY
     module: Module
+    """Costs of the language model's layers depend on tokens, costs of all others on vision units."""
     token_bytes: int = 16
+    """Bytes of the integers (id and position) that a cut behind the layer sends for each LLM token."""
     weights: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """From name on disk to number of elements, for weights that may get a gradient; 0 where LoRA leaves the weight as
+    it is. Empty where only a configuration is known."""
 
     def freezes(self, weight: str, frozen: Collection[str]) -> bool:
         """Whether a weight of this layer, by its name on disk, is frozen: LoRA leaves it, or ``frozen`` names it."""
@@ -172,15 +167,10 @@ class Family:
 
 
 def check_frozen(records: Sequence[LayerRecord], frozen: Collection[str]) -> tuple[str, ...]:
-    """What is not trained, modules and common names spelled out as kinds of layers.
+    """Sorted kinds of layers and patterns of weights that are not trained; refuses words that name nothing.
 
-    Args:
-        records: The model's layers; patterns are understood where they know their weights.
-        frozen: Modules, common names or kinds of layers, and patterns of weights' names on disk, as a shell's file
-            names have them.
-
-    Returns:
-        Kinds and patterns, sorted, each once; ``only:`` stands before a kind if others of its common name are trained.
+    ``frozen`` holds modules, common names or kinds of layers, and shell patterns of weights' names on disk. A kind
+    comes back with ``only:`` before it if other layers of its common name are trained.
     """
     if not frozen:
         return ()

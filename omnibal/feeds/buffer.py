@@ -41,15 +41,15 @@ class _Fill(NamedTuple):
 class SampleBuffer:
     """Samples drawn from a rank's sources, numbered in the order in which they were drawn.
 
-    The state holds no samples. To restore one, sources go back to where they stood before the oldest sample of the
-    buffer was drawn, and what came since is drawn again: at most about twice what the buffer holds. Checksums tell
-    whether these are the same samples. Sources are known by their names: one that the state does not have begins at
-    its start, and samples of one that is gone are left out.
-
     A source with a length that is read by index is shuffled and divided over the ranks; any other one is this rank's
     own. Under a mixture, sources that end are read again; without, there is one source, and the buffer ends with it.
     The buffer is full at ``most_samples``, or before that at ``most_bytes`` of arrays, tensors and byte strings.
     """
+
+    # The state holds no samples. To restore a buffer, sources go back to their positions before its oldest sample was
+    # drawn, and everything since is drawn again: at most about twice what the buffer holds. Checksums tell whether
+    # these are the same samples. A source whose name is not in the state begins at its start; samples of a source that
+    # is gone are left out.
 
     def __init__(
         self,

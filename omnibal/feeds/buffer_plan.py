@@ -105,12 +105,10 @@ def grown(num_samples: int, factor: float) -> int:
 
 
 def agree(of_ranks: Sequence[BufferLoad], micro_batches: int) -> Aim:
-    """What packs should hold, and how many each rank makes now: the same on all ranks, from the same numbers.
-
-    The emptiest buffer says how many packs, as it must fill them and leave samples to choose from; where its bytes
-    allow less than a step, packs are emptier on all ranks. Ranks whose sources have ended are not waited for: their
-    packs stay empty once they have no samples. When all have ended, all samples are taken.
-    """
+    """What packs should hold, and how many each rank makes now: the same on all ranks, from the same numbers."""
+    # The emptiest buffer says how many packs, as it must fill them and leave samples to choose from; where its bytes
+    # allow less than a step, packs are emptier on all ranks. Ranks whose sources have ended are not waited for: their
+    # packs stay empty once they have no samples. When all have ended, all samples are taken.
     vision, cost = _mean_pack(of_ranks)
     going = [rank.cost / cost for rank in of_ranks if not rank.ended]
     if not going:
@@ -128,18 +126,13 @@ def _mean_pack(of_ranks: Sequence[BufferLoad]) -> tuple[float, float]:
 
 
 def plan_buffer(lengths: SampleLengths, aim: Aim, limits: PackLimits, *, waited: int, seed: Sequence[int]) -> Packs:
-    """Make a rank's next packs of its buffer; samples that they leave stay in it.
+    """Make ``aim.num_packs`` packs of a buffer, in random order; samples that are left over stay in the buffer.
 
-    Older samples come first. Only samples that no window has passed over yet may have to wait for the next one, so that
-    this window holds just what was agreed on. Where samples do not fit into the packs, the newest are left for later.
-    Packs are ``aim.num_packs``, in random order, empty ones where there are too few samples. Complexity: O(samples).
-
-    Args:
-        lengths: Loads of the samples in the buffer, the oldest first.
-        limits: The most a pack may hold; a sample over a limit gets a pack of its own.
-        waited: How many of the first samples were in the buffer when the last window was planned.
-        seed: What the order of samples and packs is drawn from.
+    ``lengths`` are the buffer's samples, the oldest first; the last window left the first ``waited`` ones over.
     """
+    # Older samples come first. Only samples that no window has passed over yet may have to wait for the next one, so
+    # that this window holds just what was agreed on. Where samples do not fit into the packs, the newest are left for
+    # later; a sample over a limit gets a pack of its own. O(samples).
     rng = np.random.default_rng(seed)
     chosen = _choose(lengths, aim, limits, waited)
     for attempt, shed in enumerate(SHED):
@@ -243,9 +236,8 @@ def simulate_buffers(
 ) -> tuple[Packs, int]:
     """Packs that ranks make of a stream that never ends, whose samples are drawn at random with replacement.
 
-    So many windows and micro-batches are planned at least, the latter while all ranks have drawn ``most_drawn`` samples
-    at most. Packs come micro-batch after micro-batch, rank after rank; the number beside them says how many samples its
-    rank had drawn since, when the sample that waited longest was packed.
+    Packs come micro-batch after micro-batch, rank after rank. The number beside them is the longest wait of a sample,
+    in samples that its rank drew between drawing and packing it.
     """
     rng = np.random.default_rng([num_ranks, buffer])
     held: list[IntArray] = [np.zeros(0, dtype=np.int64)] * num_ranks

@@ -1,9 +1,8 @@
-"""EpochSteps: the steps of one epoch from any position on, for the ranks that run it now.
+"""EpochSteps: the steps of one epoch from any position on, for the ranks that run it now."""
 
-An epoch is arranged once, for the ranks that begin it. A position in its packs in running order is all that another
-number of ranks needs to go on: they cut the same packs into steps of their own size. Nothing is lost or repeated, and
-only the window at hand is planned again.
-"""
+# An epoch is arranged once, for the ranks that begin it. A position in its packs in running order is all that another
+# number of ranks needs to go on: they cut the same packs into steps of their own size. Nothing is lost or repeated, and
+# only the window at hand is planned again.
 
 from dataclasses import asdict, dataclass
 from functools import cached_property

@@ -108,10 +108,7 @@ class PacksFromHere:
 class EpochFeed:
     """The steps of a sampler, epoch after epoch without end.
 
-    Args:
-        sampler: Says which samples each pack holds, of an epoch or of a mixture.
-        reader: Iterated anew after each ``load_state_dict``; yields the packs of ``PacksFromHere(sampler)``, read and
-            collated (a DataLoader whose workers read ahead). None for ranks that read nothing.
+    ``reader`` yields the packs of ``PacksFromHere(sampler)``, read and collated; None for ranks that read nothing.
     """
 
     def __init__(self, sampler: BalancedBatchSampler, reader: Iterable[Any] | None) -> None:

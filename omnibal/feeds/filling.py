@@ -42,12 +42,7 @@ _Count = Callable[[SampleBuffer], FullBuffer | DataError]
 
 
 class SharedFilling:
-    """How a rank fills its buffer together with all others; a rank without a buffer only hears.
-
-    ``gather`` returns what all ranks pass, by rank, and raises on all of them where one passes an exception. After
-    ``warn_seconds``, a source that is waited for is named on all ranks; after ``wait_seconds`` without a sample of it,
-    all ranks end.
-    """
+    """Fills a rank's buffer together with all other ranks'; a rank without a buffer only gathers (see `StreamFeed`)."""
 
     def __init__(
         self,

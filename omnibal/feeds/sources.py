@@ -71,14 +71,11 @@ class EveryNth:
 
 
 class Source:
-    """A source that is drawn from item by item, and where it stands.
-
-    Args:
-        items: An iterable. With ``state_dict`` and ``load_state_dict`` it goes on where it stood; without, what was
-            drawn of it is drawn again and thrown away. With ``set_epoch`` it is told the number of each pass.
-    """
+    """A source that is drawn from item by item, and its position."""
 
     def __init__(self, name: str, items: Iterable[Any], *, repeats: bool, first_pass: int) -> None:
+        # With ``state_dict`` and ``load_state_dict`` items resume at their own position; without, what was drawn is
+        # drawn again and thrown away. ``set_epoch`` gets the number of each pass.
         self.name, self._source, self._repeats = name, items, repeats
         self._pass, self._drawn, self._own = first_pass, 0, None
         self._items: Iterator[Any] | None = None
@@ -182,9 +179,7 @@ def _divided(items: Iterator[Any], workers: int) -> Iterator[Any]:
 
 
 def mark_of(content: Any, mark: int = 0) -> int:
-    """A checksum of an item by which it is known again: of its integers in lists and 1-D arrays, texts and bytes.
-
-    Pixels are left out, for their size and as they may be cropped at random.
+    """Checksum of an item's integers (in lists and 1-D arrays), texts and bytes, not of pixels: crops may be random.
 
     >>> mark_of({"ids": [1, 2]}) == mark_of({"ids": [1, 2], "pixels": np.zeros((3, 8, 8))}) != mark_of({"ids": [1, 3]})
     True

@@ -1,15 +1,13 @@
-"""StreamFeed: steps of packs of samples that arrive one by one; every rank packs what it drew, and ranks stay even.
+"""StreamFeed: steps of packs of samples that arrive one by one; every rank packs what it drew, and ranks stay even."""
 
-No sample leaves the rank that drew it: only numbers travel. Ranks plan a window of steps at a time (``buffer_plan``):
-
-    every rank            fills its buffer, counts what it holds                    (a thread draws, collates, measures)
-    all ranks, gather     what buffers hold ──► the same aim on all ranks: packs of each rank, load of a pack
-    every rank            chooses samples, packs them
-    all ranks, gather     loads of all packs, or what failed on one rank: raised on all
-
-A rank may also draw nothing and hear what the others tell (the later stages of a pipeline): it knows the steps as they
-do, and what fails.
-"""
+# No sample leaves the rank that drew it: only numbers travel. Ranks plan a window of steps at a time (``buffer_plan``):
+#
+#    every rank            fills its buffer, counts what it holds                   (a thread draws, collates, measures)
+#    all ranks, gather     what buffers hold ──► the same aim on all ranks: packs of each rank, load of a pack
+#    every rank            chooses samples, packs them
+#    all ranks, gather     loads of all packs, or what failed on one rank: raised on all
+#
+# Ranks of the later stages of a pipeline draw nothing: they gather too, so they know the same steps and failures.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,15 +52,13 @@ class StreamFeed:
     """The steps of one rank from sources that are drawn one by one.
 
     Args:
-        gather: Returns what all ranks pass, by rank, and raises on all of them where one passes an exception; called
-            as often on every rank, in a thread.
-        rank: Of this process among the ranks that draw; they are the first of those that gather.
+        gather: Returns what all ranks pass, by rank, and raises on all ranks if one passes an exception.
+        rank: Number among the ranks that draw, which are the first of the ranks that gather.
         draws: Whether this process draws; if not, it has no packs.
         fills: Whether packs need fillers, one of which is then kept in positions.
-        num_steps: Steps of the run: nothing is drawn beyond, and sources that end are read again. None for a single
-            pass over the sources.
-        warn_seconds: After how long a source that is waited for is named, on all ranks.
-        wait_seconds: After how long without a sample it ends the run, on all ranks.
+        num_steps: Steps of the run; sources that end are read again. None for a single pass over the sources.
+        warn_seconds: After how long all ranks name a source that they wait for.
+        wait_seconds: After how long without a sample the run ends on all ranks.
     """
 
     def __init__(

@@ -45,27 +45,19 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A sample's turns and pictures.
+    """A sample's turns and pictures."""
 
-    Attributes:
-        turns: Read strictly, they alternate and end with an answer, and users' turns hold one `IMAGE_MARK` per image.
-        images: The pictures, in the order of their marks.
-        sizes: (width, height) of each image where the record states them; a lenient reading then leaves out ``images``.
-    """
-
-    turns: tuple[Turn, ...]
-    images: tuple[Picture, ...]
+    turns: tuple[Turn, ...]  # read strictly, they alternate, end with an answer, and hold one `IMAGE_MARK` per image
+    images: tuple[Picture, ...]  # in the order of their marks
+    # Width and height of each image where the record states them; a lenient reading then leaves out ``images``.
     sizes: tuple[Size, ...] | None = None
 
 
 def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = True) -> Conversation:
     r"""Read a record of any of the forms above.
 
-    Images of a record without any `IMAGE_MARK` come before its first question, as in InternVL's and ms-swift's code.
-
-    Args:
-        strict: Whether the conversation is to be trained on. Advice, which wants lengths alone, takes any order of
-            turns, any role and any number of marks, and images whose sizes are stated need not exist.
+    ``strict`` is for training. Advice, which wants lengths alone, takes any order of turns, any role and any number of
+    marks, and images whose sizes are stated need not exist.
 
     >>> record = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat."}]}
     >>> read_conversation(record | {"images": ["a.jpg"]}, Path("data")).turns[0]
@@ -94,6 +86,7 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     named = record.get(BESIDE, named)
     marks = sum(turn.text.count(IMAGE_MARK) for turn in turns if turn.role == "user")
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
+    # Images of a record without any mark come before its first question, as in InternVL's and ms-swift's code.
     if named and not marks and first is not None:
         marks = len(named)
         turns[first] = Turn("user", f"{IMAGE_MARK}\n" * marks + turns[first].text)

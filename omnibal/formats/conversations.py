@@ -41,20 +41,8 @@ LOG = logging.getLogger(__name__)
 class ConversationDataset:
     """Samples from several annotation files: each file's items in order, then again as often as it repeats.
 
-    Args:
-        broken: What happens to items that cannot be used. ``"error"``: `lengths` refuses them all in one report, and
-            ``[i]`` each by itself. ``"skip"``: they are left out with a warning; to know them, every image's header is
-            read at once.
-        processes: Most processes that read headers and count tokens; by default as many as there are cores, at most 32.
-        cache: Folder that keeps lengths for the next run, None for none. They are found again where annotations, model
-            folder and settings are the same; images are taken to be unchanged if a few of them are. A pass that is
-            interrupted goes on, next time, after the last 131,072 items that were complete.
-        measured: Whether another process of the run has just measured these samples, or found kept lengths to be true:
-            they are then taken from ``cache``, nothing is measured, and what is left out is not reported once more.
-
-    Attributes:
-        shards: The annotation files.
-        skipped: What was left out, and why.
+    With ``broken="error"`` `lengths` refuses all items that cannot be used in one report, and ``[i]`` each by itself;
+    with ``"skip"`` they are left out with a warning, and every image's header is read at once to find them.
     """
 
     def __init__(
@@ -68,12 +56,15 @@ class ConversationDataset:
         measured: bool = False,
     ) -> None:
         self.shards = tuple(shards)
-        self.skipped: tuple[Problem, ...] = ()
+        self.skipped: tuple[Problem, ...] = ()  # what was left out, and why
         self._all = Shards(self.shards)
         self._format = model_format
         self._broken = broken
         self._processes = processes
+        # Lengths are found again where annotations, model folder and settings are the same; images are taken to be
+        # unchanged if a few of them are. An interrupted pass goes on after the last 131,072 items that were complete.
         self._cache = None if cache is None else LengthsCache(Path(cache), self._made_from())
+        # Another process of the run has just measured these samples: take its lengths, and do not report again.
         self._is_measured = measured
         self._left_out: Ids = np.empty(0, dtype=np.int64)
         if broken == "skip":
@@ -245,8 +236,11 @@ def open_dataset(
             model's folder says by default. A dataset's own ``max_dynamic_patch`` in a meta file goes first.
         min_tiles: Fewest tiles of an image; what the model's folder says by default.
         max_image_pixels: The most pixels of an image file; one that has more counts as broken.
-        each_once: Whether every item is one sample, whatever a meta file repeats: for mixtures, which draw it as often
-            as they want it.
+        processes: Most processes that read headers and count tokens; by default one per core, at most 32.
+        cache: Folder that keeps lengths for the next run.
+        measured: Whether another process of the run has just written the lengths into ``cache``.
+        each_once: Whether every item is one sample, whatever a meta file repeats: mixtures draw it as often as they
+            want.
     """
     model_format = ModelFormat(
         model_folder, max_tiles=max_tiles, min_tiles=min_tiles, max_image_pixels=max_image_pixels
@@ -259,17 +253,13 @@ def open_dataset(
 
 
 class ConversationStream:
-    """The samples of a file or folder in their order; it goes on where it stood without reading again.
-
-    Args:
-        broken: What happens to items that cannot be used: an error, or a warning for each.
-        share: (rank, ranks): of n ranks each reads every n-th row.
-    """
+    """The samples of a file or folder in their order; a resumed stream begins at its saved place in the file."""
 
     def __init__(
         self, file: AnnotationFile, model_format: ModelFormat, *, broken: Broken, workers: int, share: tuple[int, int]
     ) -> None:
-        self._file, self._format, self._broken, self._workers, self._share = file, model_format, broken, workers, share
+        self._file, self._format, self._broken, self._workers = file, model_format, broken, workers
+        self._share = share  # (rank, ranks): of n ranks each reads every n-th row
         self._begins = self._place = Place()
 
     @property

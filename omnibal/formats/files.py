@@ -99,12 +99,10 @@ class Rows(Protocol):
 
 
 def open_rows(path: Path, index: Path | None = None) -> Rows:
-    """Open a file or folder of rows.
+    """Open one of `KINDS`, or a folder of Parquet files, tar shards or JSON lines.
 
-    Args:
-        path: One of `KINDS`, or a folder of Parquet files, tar shards or JSON lines.
-        index: Folder that keeps where the rows of JSON and tar files begin, for as long as these stay as they are.
-            Processes that are told the same folder share these bytes, and only the first reads the file.
+    ``index`` is a folder that keeps where the rows of JSON and tar files begin, for as long as the files stay as they
+    are: processes share these bytes, and only the first one reads the file.
     """
     try:
         files = files_of(path)
@@ -180,16 +178,12 @@ class Entries(NamedTuple):
 
 
 class IndexedFile:
-    """The rows of a JSON file or a tar shard; only their places are held, 24 bytes a row, memory-mapped if kept.
+    """The rows of a JSON file or a tar shard; only their places are held, 24 bytes a row, memory-mapped if kept."""
 
-    A file whose first character is ``[`` is one JSON array, any other has one JSON object a line. Blank lines at its
-    end are not counted; a blank line elsewhere is a broken row. Of a tar shard a row is made of the members that have
-    the same name up to the first dot.
-
-    Args:
-        path: The file. JSON is read once, in one to five seconds per gigabyte; of a shard the members' headers are.
-        index: As of `open_rows`. Pickled, a file with an index takes a few hundred bytes.
-    """
+    # A file whose first character is ``[`` is one JSON array, any other has one JSON object a line. Blank lines at the
+    # end are not counted; a blank line elsewhere is a broken row. The members of a tar shard that have the same name up
+    # to the first dot make a row. JSON is read once, in one to five seconds per gigabyte; of a shard only the members'
+    # headers.
 
     def __init__(self, path: Path, index: Path | None = None) -> None:
         self.path = path

@@ -47,32 +47,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found of each item: its loads, or the problem that makes it unusable.
+    """What was found of each item: its loads, or the problem that makes it unusable."""
 
-    Attributes:
-        loads: (items, columns), zeros where there is a problem.
-        usable: (items,) whether an item has no problem.
-        problems: In the order of the items.
-    """
-
-    loads: npt.NDArray[np.int64]
-    usable: npt.NDArray[np.bool_]
-    problems: tuple[Problem, ...]
+    loads: npt.NDArray[np.int64]  # (items, columns), zeros where there is a problem
+    usable: npt.NDArray[np.bool_]  # (items,) whether an item has no problem
+    problems: tuple[Problem, ...]  # in the order of the items
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All that a pass over a dataset finds.
+    """All that a pass over a dataset finds."""
 
-    Attributes:
-        lengths: The loads of the usable samples.
-        problems: Why the others are not usable.
-        broken_items: (problems,) the items that they are about, ascending.
-    """
-
-    lengths: SampleLengths
+    lengths: SampleLengths  # of the usable samples
     problems: tuple[Problem, ...]
-    broken_items: npt.NDArray[np.int64]
+    broken_items: npt.NDArray[np.int64]  # (problems,) the item of each problem, ascending
 
 
 class LengthsCache:
@@ -113,13 +101,11 @@ def survey(
 ) -> Survey:
     """Measure items block by block, in their order, with a progress bar.
 
-    Args:
-        measure: Gives each item of a chunk its loads or its problem; runs in forked processes where that is worth it.
-        processes: Most processes; by default as many as there are cores, at most 32.
-        folder: Keeps what was measured of several blocks until the lengths are saved; None for nothing. Blocks with
-            problems are not kept: these may be mended before the next try.
+    ``measure`` gives each item of a chunk its loads or its problem, in forked processes where that is worth it.
     """
-    # A block is measured chunk by chunk and kept as a whole: an interrupted pass goes on with its first missing block.
+    # A block is measured chunk by chunk and kept as a whole in ``folder`` until the lengths are saved: an interrupted
+    # pass goes on with its first missing block. A block with problems is not kept: users may mend them before the next
+    # try.
     blocks = np.array_split(items, max(1, -(-len(items) // BLOCK_ITEMS)))
     most = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     nothing, loads, problems = (0,) * columns, list[npt.NDArray[np.int64]](), list[Problem]()

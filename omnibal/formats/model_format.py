@@ -54,19 +54,10 @@ class Prepared:
 
 
 class ModelFormat:
-    """A tokenizer, a way to write conversations, a token that stands for a piece of an image, and a rule for images.
+    """A model folder's tokenizer, its way to write conversations, the token of a piece of an image, and its image rule.
 
-    Args:
-        max_tiles: Most tiles of an image, the thumbnail not counted; what the folder says by default.
-        min_tiles: Fewest tiles of an image; what the folder says by default.
-        max_image_pixels: The most pixels of an image file; one that has more counts as broken.
-
-    Attributes:
-        tokenizer: The folder's tokenizer.
-        render: The conversation as one text that holds `image_token` once for each image.
-        image_token: What a rendered conversation holds once for each image.
-        image_token_id: Its id.
-        added_end: What ends each answer where the folder's chat template writes nothing; empty where it does.
+    Tiles are counted without the thumbnail, and limited by what the folder says by default; an image file with more
+    than ``max_image_pixels`` counts as broken.
     """
 
     def __init__(
@@ -92,9 +83,10 @@ class ModelFormat:
         token = self.tokenizer.convert_ids_to_tokens(self.image_token_id) if known else None
         if token is None:
             raise ConfigError(f"image_token_id in {folder}/config.json must be a token, got {self.image_token_id}")
-        self.image_token: str = token
+        self.image_token: str = token  # a rendered conversation holds it once for each image
         template = None if self.family.image_tokens else self._template()
         self.render: Render = self._chatml() if template is None else template.render
+        # What ends each answer where the folder's chat template writes nothing; empty where it does.
         self.added_end: str = "" if template is None else template.end
 
     @cached_property

@@ -126,14 +126,7 @@ def names_of(shards: Sequence[Shard | AnnotationFile]) -> tuple[str, ...]:
 
 
 def open_shards(paths: Any, *, image_folder: str | Path | None = None, index: Path | None = None) -> list[Shard]:
-    """The annotation files that a user names, by what the named files look like.
-
-    Args:
-        paths: A path or several: of InternVL meta files (a ``.json`` that holds an object), or of whatever
-            `omnibal.formats.files.open_rows` opens; or a ``Dataset`` of Hugging Face ``datasets``.
-        image_folder: What the images of annotation files are relative to, by default each file's own folder; a meta
-            file names its own.
-    """
+    """The annotation files that a user names: InternVL meta files, what ``open_rows`` opens, or a ``Dataset``."""
     if hasattr(paths, "features"):
         rows = TableRows(Path("dataset"), paths)
         return [Shard("dataset", rows, Path(image_folder or ""), len(rows))]

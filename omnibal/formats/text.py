@@ -64,20 +64,13 @@ def render_chatml(conversation: Conversation, image: str, start: str = "") -> Re
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Renders by a chat template, whatever the model.
-
-    Attributes:
-        tokenizer: A transformers tokenizer, which runs the template.
-        template: As its folder has it.
-        breaks_line: Whether it writes a line break after an image; the one after an image's mark is then left out.
-        start: What tokenizers put before a text and the template leaves to them.
-        end: What ends an answer where the template writes nothing (LLaVA 1.5's): who trains without never stops.
-    """
+    """Renders by a chat template, whatever the model."""
 
     tokenizer: Any
     template: str
-    breaks_line: bool = False
-    start: str = ""
+    breaks_line: bool = False  # whether the template breaks the line after an image; the mark's own break is left out
+    start: str = ""  # what tokenizers put before a text and the template leaves to them
+    # What ends an answer where the template (LLaVA 1.5's) writes nothing: a model trained without it never stops.
     end: str = ""
 
     @classmethod

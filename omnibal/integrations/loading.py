@@ -36,15 +36,9 @@ class Pack(list[int]):
 class PackSampler(BalancedBatchSampler):
     """A ``BalancedBatchSampler`` whose packs say which filler they need.
 
-    A pack without an image gets the smallest sample with one as its filler where another pack of the step has an image:
-    whatever a host does as layers run or as gradients come, the ranks then do it alike. An empty pack of a step without
-    images gets the smallest sample. A filler is not counted under the limits.
-
-    The ranks' packs differ, so the host must not deal them to its ranks again. A host that resumes by skipping batches
-    needs nothing else; one that saves its loader's state calls ``state_dict`` and ``load_state_dict``.
-
-    With ``image_in_every_pack``, packs of steps without any image get a filler with one, too, for hosts that cannot do
-    without the ViT's gradients. Nothing is done where no sample has an image.
+    A pack without an image gets the smallest sample with one as its filler where another pack of the step has an image,
+    with ``image_in_every_pack`` in all steps; an empty pack gets the smallest sample. Limits do not count fillers.
+    Every rank has its own packs, so the host must not deal them to its ranks again.
 
     >>> sampler = PackSampler(SampleLengths([2, 1, 0], [50, 30, 20]), PackLimits(2, 60), num_replicas=3, rank=0)
     >>> sorted((pack, pack.filler) for pack in sampler.packs_of_all_ranks(step=0))

@@ -52,13 +52,10 @@ def _cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def router_loss(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Tensor:
-    """How unevenly tokens are sent to experts: at least ``top_k``, where all experts get as much.
+    """Imbalance of experts: experts · Σ over experts (share of tokens sent · mean probability); at least ``top_k``.
 
-    experts · Σ over experts (share of tokens that the expert is chosen for · mean probability of the expert), over the
-    tokens of all layers together, as transformers computes it. ``router_logits`` are (tokens, experts) of each layer;
-    ``counted`` says which tokens count, one at least; a token is sent to ``top_k`` experts.
-
-    Source: Fedus et al., Switch Transformers, JMLR 2022, equations 4 to 6.
+    ``router_logits`` are (tokens, experts) of each layer, whose tokens are taken together as in transformers;
+    ``counted`` says which tokens count. Source: Fedus et al., Switch Transformers, JMLR 2022, equations 4 to 6.
     """
     experts = router_logits[0].shape[-1]
     chosen, probability = counted.new_zeros(experts, dtype=torch.float32), router_logits[0].new_zeros(experts).float()
