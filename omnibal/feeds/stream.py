@@ -126,7 +126,11 @@ class StreamFeed:
         """The next step and this rank's packs of it; None, once, at the end of a pass. Errors reach all ranks."""
         if self._steps is None:
             self._steps = self._following(self.position)
-        found = next(self._steps, None)
+        try:
+            found = next(self._steps, None)
+        except Exception:  # a generator that has raised would say that the pass has ended
+            self.go_to(self.position)
+            raise
         if found is None:
             self.go_to(_beginning(self.position["epoch"] + 1, self.position["oversized"]))
             return None

@@ -84,6 +84,25 @@ def several():
 MIXTURE = {"stateful": 2, "list": 1, "stateless": 1, "hugging_face": 1}
 
 
+def test_a_step_after_a_failure_goes_on_behind_the_last_one():
+    class Failing(Counting):
+        def __iter__(self):
+            for found in super().__iter__():
+                if self.calls == 90:
+                    raise OSError("the network is gone")
+                yield found
+
+    feed, whole = stream_of({"data": Failing()}).feed, stream_of({"data": Counting()}).feed
+    steps, failures = [], 0
+    while len(steps) < 12 and failures < 3:
+        try:
+            steps.append([numbers(batch) for batch in feed.step()[1]])
+        except DataError:
+            failures += 1
+    assert failures == 1
+    assert steps == [[numbers(batch) for batch in whole.step()[1]] for _ in range(12)]
+
+
 def test_every_sample_of_a_source_that_ends_is_trained_once_within_the_limits():
     loader = stream_of(iter([item(number) for number in range(100)]))
     batches = list(loader)
