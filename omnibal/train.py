@@ -22,7 +22,7 @@ from omnibal.errors import require
 
 require("torch", "transformers", "safetensors", "deepspeed")
 
-from omnibal.engine.launch import keep_extensions_apart, let_segments_grow
+from omnibal.processes import keep_extensions_apart, let_segments_grow
 
 let_segments_grow()
 
@@ -35,10 +35,10 @@ from tqdm import tqdm
 from omnibal.config import RunSection, keys_of_plan, micro_batches_of
 from omnibal.engine import saved_files
 from omnibal.engine.checkpoint import export_newest
-from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.initialize import open_together, start, user_optimizer
+from omnibal.engine.initialize import meet, start, user_optimizer
 from omnibal.engine.loader import Loader, VlmDataset
+from omnibal.engine.samples import open_together
 from omnibal.engine.saved_files import latest_checkpoint
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.families.base import trained_in_words

@@ -17,9 +17,9 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from omnibal.engine.launch import LAUNCHER, free_port, keep_extensions_apart, let_segments_grow, reason_of
 from omnibal.errors import ConfigError
 from omnibal.plan import Plan
+from omnibal.processes import LAUNCHER, free_port, keep_extensions_apart, let_segments_grow, reason_of
 
 if TYPE_CHECKING:
     from omnibal.engine.engine import OmnibalEngine

@@ -19,7 +19,7 @@ os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 
 def pytest_runtest_setup():
     if [*EXTENSIONS.glob("*/lock")]:  # it takes torch
-        from omnibal.ranks.extensions import remove_dead_locks
+        from omnibal.processes import remove_dead_locks
 
         remove_dead_locks()
 

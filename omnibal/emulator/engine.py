@@ -25,9 +25,8 @@ from omnibal.config import ModelSection, OmnibalSection, layout_of
 from omnibal.cost import Load
 from omnibal.emulator.device import DOWN, UP, Clocks, EmulatedDevice
 from omnibal.emulator.run import FAILURE_FILE, SIZE_SCALE, TASK_FILE, DeviceReport, EmulationTask, StepLog, report_file
-from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.initialize import build_engine
+from omnibal.engine.initialize import build_engine, meet
 from omnibal.engine.loader import Batch
 from omnibal.engine.module import VlmPipelineModule
 from omnibal.engine.resolve import ResolvedRun

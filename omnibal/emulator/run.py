@@ -16,12 +16,12 @@ import numpy as np
 
 from omnibal.cluster import Layout
 from omnibal.cost import Load
-from omnibal.engine.launch import reason_of
 from omnibal.errors import ConfigError, OmnibalError
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.schedule import Operation, Schedule
 from omnibal.pipeline.simulate import Simulation, StepSimulation
 from omnibal.plan import Plan
+from omnibal.processes import reason_of
 from omnibal.profile.records import ModelProfile
 
 # Time is scaled so that an average forward pass of a stage sleeps so long: DeepSpeed's own work is then a few percent

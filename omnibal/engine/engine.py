@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnibal.engine.checkpointed import CheckpointedEngine
-from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths, read_step
-from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset
+from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset, read_step
 from omnibal.engine.module import joined
 from omnibal.engine.resolve import OnGradient, ResolvedRun
+from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
 from omnibal.engine.settings import Settings, settings_of
 from omnibal.engine.table import floats_of
 from omnibal.errors import ConfigError, OmnibalError, said

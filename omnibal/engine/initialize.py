@@ -1,29 +1,27 @@
 """omnibal.initialize: from a ds_config, a model and a dataset to an engine that trains, in DeepSpeed's shape.
 
-A run is read (`Workspace`), resolved (`ResolvedRun`: layers on ranks) and built, each once. What one rank finds wrong
-all ranks learn before anybody waits: whatever can fail runs in ``run_on_all_ranks``.
+Processes meet; a run is read (`Workspace`), resolved (`ResolvedRun`: layers on ranks), gets its plan and loader
+(`sample_loader` or `stream_loader`) and is built, each once. What one rank finds wrong all ranks learn before anybody
+waits: whatever can fail runs in ``run_on_all_ranks``.
 """
 
+import atexit
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
+import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from omnibal.config import check_deferral, complete_deepspeed_config, fill_in_steps
-from omnibal.data.lengths import SampleLengths
-from omnibal.data.limits import PackLimits
-from omnibal.data.packing_spec import PackingOptions
-from omnibal.data.source_draws import typical_lengths
-from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
-from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
 from omnibal.engine.loader import Loader, PackReader, VlmDataset, cores_of_process, view_of
 from omnibal.engine.module import VlmPipelineModule
@@ -36,21 +34,19 @@ from omnibal.engine.resolve import (
     Weights,
     resolve,
 )
-from omnibal.engine.streams import stream_feed
+from omnibal.engine.samples import open_together, sample_loader
+from omnibal.engine.streams import stream_loader
 from omnibal.errors import ConfigError, said
 from omnibal.families.base import trained_in_words
-from omnibal.feeds.feed import Feed
-from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.formats.conversations import ConversationDataset
 from omnibal.plan import Plan
-from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
-from omnibal.ranks.extensions import ExplainedWait
+from omnibal.processes import ExplainedWait, end_with_launcher
+from omnibal.ranks import gloo_group, run_on_all_ranks
 from omnibal.vlm.weights import spare_weights
 from omnibal.workspace import Workspace
 
 LOG: Final = logging.getLogger(__name__)
 E = TypeVar("E", bound=OmnibalEngine)
-MEASURES: Final = "measures the samples"  # what rank 0 does while the others wait
+SHARED_MEMORY: Final = Path("/dev/shm")
 # How to have what `deepspeed.initialize` takes and `initialize` does not.
 OTHERWISE = {
     "args": "pass the ds_config as config",
@@ -107,6 +103,54 @@ def initialize(
     return engine, engine.optimizer, engine.loader, engine.lr_scheduler
 
 
+def meet(backend: str, **rendezvous: Any) -> None:
+    """Let this process communicate with the others of its launch, and leave nothing behind; all ranks together.
+
+    The processes may have met before. The device is set before anything communicates: NCCL sends from the current
+    device, which would be the first one of the host for every process.
+
+    Args:
+        **rendezvous: Where they meet, as for ``deepspeed.init_distributed``; by default as the launcher says.
+    """
+    have_met = dist.is_initialized()
+    if not have_met:
+        end_with_launcher()
+    if "LOCAL_RANK" in os.environ:  # processes that MPI started learn theirs when they meet
+        _set_device()
+    elif find_spec("mpi4py") is None:
+        raise ConfigError(
+            "processes must be started by a launcher, got no LOCAL_RANK; start them with `deepspeed` or `torchrun`"
+        )
+    with closing(ExplainedWait()):
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, **rendezvous)
+    _set_device()
+    gloo_group(dist.group.WORLD)
+    if backend == "gloo" and not have_met:
+        _release_shared_memory()
+        atexit.register(_leave)  # gloo's threads abort a process that ends without having taken leave
+
+
+def _set_device() -> None:
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def _leave() -> None:
+    gloo_group.cache_clear()  # or its threads would outlive what follows
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _release_shared_memory() -> None:
+    """Let DeepSpeed's buffers in shared memory end with the launch's processes.
+
+    On a CPU it opens a file of 66 MiB for each process and never removes it: that memory would stay taken until the
+    machine restarts. A file that has lost its name lives as long as somebody has it open.
+    """
+    dist.barrier(gloo_group(dist.group.WORLD))
+    for path in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{os.environ.get('MASTER_PORT')}_*"):
+        path.unlink(missing_ok=True)
+
+
 def user_optimizer(
     optimizer: MakeOptimizer | None = None,
     lr_scheduler: MakeScheduler | None = None,
@@ -149,21 +193,12 @@ def start(workspace: Workspace, model: Any, dataset: Any, own: UserOptimizer) ->
         workers=section.data.workers,
         pin_memory=get_accelerator().device_name() == "cuda",
     )
-    # Plan and feed. With lengths all ranks arrange the same epoch, and compare what they arranged it from; a stream's
-    # packs are planned as samples come.
-    feed: Feed
-    if not hasattr(samples, "lengths"):  # a stream: samples are drawn one by one
-        plan, feed = run_on_all_ranks(lambda: stream_feed(workspace, resolved, samples, place, reader))
+    # Samples with lengths are arranged by epochs; of a stream packs are planned as samples come.
+    if hasattr(samples, "lengths"):
+        plan, loader = sample_loader(workspace, resolved, samples, place, reader)
     else:
-        lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
-        plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, place.replica))
-        sampler.verify(gather)
-        checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
-        if plan.predicted is not None:
-            reader = replace(reader, step_seconds=plan.predicted.step_seconds)
-        feed = reader.feed(checked, sampler)
+        plan, loader = run_on_all_ranks(lambda: stream_loader(workspace, resolved, samples, place, reader))
     # Only now the number of steps is known, which "auto" in DeepSpeed's scheduler waits for.
-    loader = Loader(feed, reader)
     total_steps = section.run.max_steps or loader.steps_left(section.run.epochs)
     weights = model.state_dict() if isinstance(model, nn.Module) else None
     return build_engine(resolved, plan, loader, total_steps, own, weights=weights, deepspeed_config=config)
@@ -184,46 +219,6 @@ def _deepspeed_config(resolved: ResolvedRun) -> DeepSpeedConfig:
         return DeepSpeedConfig(config, replicas)
     except Exception as error:  # pydantic's, assertions, and DeepSpeed's own
         raise ConfigError(f"ds_config must be one that DeepSpeed takes, got: {said(error)}") from error
-
-
-def _arrange(
-    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
-) -> tuple[Plan, BalancedBatchSampler]:
-    packing, mixture = workspace.section.packing, workspace.section.data.mixture
-    if mixture == "repeat_time":
-        if not isinstance(samples, ConversationDataset):
-            raise ConfigError(
-                f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
-            )
-        mixture = samples.repeat_time()
-    typical = typical_lengths(lengths, mixture)
-    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, typical)
-    if dist.get_rank() == 0:
-        warn_of_other_data(plan, typical)
-        if packing.oversized != "drop":
-            warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
-    options: PackingOptions = {**packing.options, "mixture": mixture}
-    sampler = BalancedBatchSampler(
-        lengths, plan.limits, num_replicas=resolved.layout.num_replicas, rank=replica,
-        micro_batches=plan.micro_batches, **options,
-    )  # fmt: skip
-    return plan, sampler
-
-
-def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> ConversationDataset:
-    """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
-
-    Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
-    were. The others read what it has kept in ``run.output``, which all hosts must share.
-    """
-
-    def open_and_measure() -> ConversationDataset:
-        dataset = workspace.dataset(part, measured=dist.get_rank() != 0)
-        dataset.lengths()  # rank 0 measures and keeps them; the others read what is kept
-        return dataset
-
-    check_shared(Path(workspace.section.run.output), name="run.output")
-    return rank_zero_first(open_and_measure, doing=MEASURES)
 
 
 def _spare_weights(resolved: ResolvedRun, source: Weights | None) -> dict[str, Tensor]:
@@ -307,27 +302,4 @@ def warn_of_added_end(samples: Any) -> None:
             "answer is trained with %r behind it, the tokenizer's eos_token, or the model would not learn to stop; a "
             "template that ends answers itself decides otherwise",
             end,
-        )
-
-
-def warn_of_other_data(plan: Plan, lengths: SampleLengths) -> None:
-    """Say that a plan was made for other samples, if it was."""
-    if plan.made_from.get("lengths", lengths.content_hash) != lengths.content_hash:
-        LOG.warning(
-            "omnibal.pipeline.plan should be made for this run's data, got one made for other data; its packs and "
-            "times may not suit these: `omnibal plan --write` makes another"
-        )
-
-
-def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits) -> None:
-    """Say that samples are longer than what the model has learned positions for, if some are."""
-    positions, longest = getattr(config.text_config, "max_position_embeddings", None), lengths.summary.max_llm_tokens
-    if positions is not None and longest > positions:
-        LOG.warning(
-            "samples should have at most the model's %d positions, got one of %d tokens, which is trained whole; a "
-            "smaller omnibal.data.max_tiles makes samples shorter, omnibal.packing.oversized 'drop' leaves out those "
-            "beyond omnibal.packing.llm_tokens (%d)",
-            positions,
-            longest,
-            limits.llm_tokens,
         )

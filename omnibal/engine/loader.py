@@ -1,21 +1,26 @@
-"""Loader: a feed's steps as one rank of the pipeline trains on them, and how that rank reads its packs."""
+"""Loader: a feed's steps as one rank of the pipeline trains on them; how the rank reads packs, and all ranks a step."""
 
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Literal, Protocol, cast
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from omnibal.cluster import Layout
 from omnibal.data.lengths import SampleLengths
-from omnibal.errors import ConfigError, OmnibalError
+from omnibal.errors import ConfigError, DataError, OmnibalError
 from omnibal.feeds.feed import EpochFeed, Feed, PacksFromHere, Step
 from omnibal.feeds.sampler import BalancedBatchSampler
-from omnibal.formats.collate import Positions, pack_samples
+from omnibal.formats.collate import IGNORED, Positions, pack_samples
+from omnibal.ranks import gather
 
 View = Literal["images", "text", "nothing"]
 Batch = dict[str, Tensor]
@@ -232,3 +237,83 @@ class TextView(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.dataset.text(index)
+
+
+def read_step(
+    loader: Loader, steps: Steps | None, *, layout: Layout, rank: int, device: torch.device, where: str
+) -> tuple[Step, list[Batch], int]:
+    """Read a step whole before it starts: the step, this rank's packs of it, and the target tokens of all ranks' packs.
+
+    All ranks call this together. ``steps`` is ``iter(loader)``, where the step is to come from that.
+    """
+    # A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
+    # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step: target
+    # tokens, failures, and a number per replica that tells whether its first and last stage have read the same labels.
+    failure: Exception | None = None
+    batches: list[Batch] = []
+    try:
+        step, batches = loader.next_step() if steps is None else _next_of(steps)
+    except StopIteration:
+        failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
+    except Exception as error:  # any failure must reach the other ranks
+        failure = error
+    place = layout.place(rank)
+    is_first, is_last = place.stage == 0, place.stage == layout.num_stages - 1
+    counts = torch.zeros(2 + layout.num_replicas, dtype=torch.int64)
+    if is_last:
+        counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+    counts[1] = failure is not None
+    # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
+    sign = is_first - is_last
+    counts[2 + place.replica] = sign * _digest_of(batches) if sign else 0
+    counts = counts.to(device)
+    dist.all_reduce(counts)
+    targets, failures, *differences = counts.tolist()
+    if failures:
+        gather(failure, where=where)  # raises the first one on all ranks
+    if any(differences):
+        raise _disagreement(loader, step, batches)
+    return step, batches, targets
+
+
+def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
+    found: Any = next(steps)
+    # DeepSpeed's own engine takes any iterator over batches.
+    if not isinstance(found, tuple) or not isinstance(found[0], Step):
+        raise ConfigError(f"data_iter must be iter(loader) of the loader, got an iterator over {type(found).__name__}")
+    return found
+
+
+def _disagreement(loader: Loader, step: Step, batches: list[Batch]) -> DataError:
+    """Name the sample that two stages read differently, all ranks together."""
+    assert isinstance(loader.feed, EpochFeed), "the samples of a stream are read once"
+    packs = loader.feed.sampler.step(step.index)
+    own = [packs.pack(loader.feed.rank, number).tolist() for number in range(len(batches))]
+    seen: dict[int, int] = {}
+    read = [entry for found in gather(_digests(own, batches)) for entry in found.items()]
+    sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)
+    return DataError(
+        f"text({sample}) of the dataset must have the labels of [{sample}], got others; "
+        "the last stage would train on another sample than the first one reads"
+    )
+
+
+def _digest_of(batches: Sequence[Batch]) -> int:
+    """A number that tells the labels of packs from others: they are what the last stage trains on."""
+    number = 0
+    for batch in batches:
+        number = _digest(batch["labels"], number)
+    return number
+
+
+def _digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[int, int]:
+    """As ``_digest_of``, for each sample; ``packs`` are the sample indices of the batches."""
+    found = {}
+    for samples, batch in zip(packs, batches, strict=True):
+        for sample, (start, stop) in zip(samples, pairwise(batch["cu_seq_lens"].tolist()), strict=False):
+            found[sample] = _digest(batch["labels"][0, start:stop])
+    return found
+
+
+def _digest(labels: Tensor, before: int = 0) -> int:
+    return crc32(labels.numpy().data, before)

@@ -1,4 +1,4 @@
-"""Streams in the pipeline: from a ds_config and sources to a rank's feed, and what each stage gets of a pack.
+"""Streams in the pipeline: from a ds_config and sources to a rank's loader, and what each stage gets of a pack.
 
 The first stage of a replica draws, and hands the labels of its packs to the last one: so a source is read once, and
 need not be the same when it is read again. All ranks hear what all packs hold, and what fails.
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from omnibal.cluster import Layout, PipelinePosition
 from omnibal.config import OmnibalSection
 from omnibal.data.mixture import Mixture
-from omnibal.engine.contract import SampleRules
-from omnibal.engine.distributed import set_device
-from omnibal.engine.loader import Batch, PackReader
+from omnibal.engine.loader import Batch, Loader, PackReader
 from omnibal.engine.resolve import ResolvedRun
+from omnibal.engine.samples import SampleRules
 from omnibal.errors import ConfigError, DataError
 from omnibal.feeds.buffer import BufferedSample
 from omnibal.feeds.buffer_plan import buffer_of
@@ -53,6 +53,7 @@ class PipelineStreamFeed(StreamFeed):
     ) -> None:
         self._layout, self._place, self._collate, self._pins = layout, place, collate, pin_memory
         self._group: dist.ProcessGroup | None = None
+        self._device = get_accelerator().current_device()
         replica, num_replicas = place.replica, layout.num_replicas
         super().__init__(
             {name: part_of(name, items, replica, num_replicas) for name, items in sources.items()},
@@ -91,7 +92,8 @@ class PipelineStreamFeed(StreamFeed):
         self.steps_done = state["steps_done"]
 
     def _windows_of_run(self, begun: Mapping[str, Any]) -> Iterator[PlannedWindow]:
-        set_device()  # where memory is pinned; each thread has its own
+        # Memory is pinned for the current device, which each thread has its own of: a new one begins with the first.
+        get_accelerator().set_device(self._device)
         return super()._windows_of_run(begun)
 
     def _pinned(self, batch: Batch) -> Batch:
@@ -115,10 +117,10 @@ class PipelineStreamFeed(StreamFeed):
         return [self._pinned({"labels": part[None]}) for part in labels.split(tokens)]
 
 
-def stream_feed(
+def stream_loader(
     workspace: Workspace, resolved: ResolvedRun, sources: Any, place: PipelinePosition, reader: PackReader
-) -> tuple[Plan, PipelineStreamFeed]:
-    """The plan of a run on streams, and this rank's feed."""
+) -> tuple[Plan, Loader]:
+    """The plan of a run on streams, and this rank's loader."""
     section, rules = workspace.section, SampleRules.of(resolved.vlm)
     num_steps, mixture = _checked(section)
     plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, None)
@@ -136,7 +138,7 @@ def stream_feed(
         seed=section.packing.seed,
         oversized=section.packing.oversized,
     )
-    return plan, feed
+    return plan, Loader(feed, reader)
 
 
 def _checked(section: OmnibalSection) -> tuple[int, Mixture | None]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnibal.ranks.agreement import gloo_group
+from omnibal.ranks import gloo_group
 from omnibal.vlm.payload import PackCounts, counts_of, note_counts
 
 Shape = tuple[torch.dtype, tuple[int, ...]]

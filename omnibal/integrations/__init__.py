@@ -3,6 +3,6 @@
 import os
 
 if "LOCAL_RANK" in os.environ:  # a process of a launch; on a CPU, TrainingArguments already load an extension
-    from omnibal.ranks.extensions import remove_dead_locks
+    from omnibal.processes import remove_dead_locks
 
     remove_dead_locks()

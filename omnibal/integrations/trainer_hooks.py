@@ -25,8 +25,8 @@ from omnibal.integrations.losses import keeps_sft_loss, works_on_targets
 from omnibal.integrations.packing import PackCollator, check_packed
 from omnibal.integrations.padded import PaddedSampler
 from omnibal.integrations.trainer_steps import Costs, Waiting
+from omnibal.processes import ExplainedWait
 from omnibal.profile.records import Level, ModelProfile
-from omnibal.ranks.extensions import ExplainedWait
 
 FLOOR: Final = "5.23"  # the oldest transformers that the tests run with: balance changes what Trainer does inside
 GIB: Final = 2**30

@@ -1,12 +1,13 @@
 """How the processes of a run agree: a failure on one rank is raised on all, and none is left waiting.
 
 `agreement` is for failures that a rank can report when all ranks meet, and the network that they meet by; `failures`
-for those between two meetings; `extensions` for the locks that processes wait for when they start.
+for those between two meetings.
 """
 
 from omnibal.ranks.agreement import (
     check_shared,
     gather,
+    gloo_group,
     new_gloo_group,
     place,
     rank_zero_first,
@@ -20,6 +21,7 @@ __all__ = [
     "check_shared",
     "failures_reach_all_ranks",
     "gather",
+    "gloo_group",
     "new_gloo_group",
     "place",
     "rank_zero_first",

@@ -13,7 +13,7 @@ from omnibal.cluster import Links
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
 from omnibal.emulator.run import EmulationTask, run_emulation
-from omnibal.engine.distributed import SHARED_MEMORY
+from omnibal.engine.initialize import SHARED_MEMORY
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.partition import Partition
 from omnibal.plan import Plan

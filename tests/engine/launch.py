@@ -22,8 +22,8 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
-from omnibal.engine.distributed import SHARED_MEMORY, meet
-from omnibal.engine.launch import free_port
+from omnibal.engine.initialize import SHARED_MEMORY, meet
+from omnibal.processes import free_port
 from tests.families.outside import EXAMPLES
 
 COLLECTIVES = (

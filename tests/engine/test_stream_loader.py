@@ -14,8 +14,8 @@ from omnibal.cluster import Layout
 from omnibal.data.limits import PackLimits
 from omnibal.data.mixture import Mixture
 from omnibal.engine import streams
-from omnibal.engine.contract import SampleRules
 from omnibal.engine.loader import Loader
+from omnibal.engine.samples import SampleRules
 from omnibal.engine.streams import PipelineStreamFeed, checked_sample
 from omnibal.errors import DataError
 from omnibal.formats.collate import pack_samples
@@ -54,7 +54,6 @@ class Ranks:
         found = {name: getattr(self, name) for name in ("send", "recv", "get_rank")}
         monkeypatch.setattr(streams, "dist", SimpleNamespace(**found))
         monkeypatch.setattr(streams, "gather", self.gather)
-        monkeypatch.setattr(streams, "set_device", lambda: None)
         monkeypatch.setattr(streams, "buffer_of", lambda micro_batches: 24)
 
     def get_rank(self):

@@ -22,6 +22,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
+from omnibal import processes
 from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits
 from omnibal.errors import ConfigError, DataError
@@ -30,7 +31,7 @@ from omnibal.integrations.losses import StepLoss, loss_per_target
 from omnibal.integrations.trainer_hooks import memory_of, recompute_of, replicas_of, wants_all_gradients
 from omnibal.integrations.trainer_steps import counted_profile
 from omnibal.integrations.transformers import balance, rearrange
-from omnibal.ranks import extensions, place
+from omnibal.ranks import place
 from tests.engine.launch import launch
 from tests.integrations.items import Collate, config_of, items_of
 from tests.integrations.trainers import (
@@ -126,7 +127,7 @@ def dead_lock(folder):
 
 def explaining():
     """Threads that explain what a start waits for."""
-    return [thread for thread in threading.enumerate() if thread.name == extensions.THREAD]
+    return [thread for thread in threading.enumerate() if thread.name == processes.THREAD]
 
 
 def square_backward(plain, samples):

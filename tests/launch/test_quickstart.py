@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from omnibal.cli.main import app
-from omnibal.engine.launch import free_port
 from omnibal.engine.saved_files import latest_checkpoint, newest_first
+from omnibal.processes import free_port
 from omnibal.report.training import read_metrics
 
 pytestmark = pytest.mark.distributed

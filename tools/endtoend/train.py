@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from omnibal.config import layout_of, read_config
 from omnibal.cost import Load
-from omnibal.engine.distributed import meet
 from omnibal.engine.engine import OmnibalEngine
-from omnibal.engine.initialize import build_engine
+from omnibal.engine.initialize import build_engine, meet
 from omnibal.engine.resolve import ResolvedRun
 from omnibal.feeds.feed import Step
 from omnibal.formats.collate import pack_samples

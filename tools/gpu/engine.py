@@ -17,10 +17,10 @@ from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
 from omnibal.device import Device
-from omnibal.engine.launch import free_port
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
+from omnibal.processes import free_port
 from omnibal.profile.counted import analytic_profile
 from omnibal.profile.records import LEVELS, Level, ModelProfile
 from omnibal.vlm.measure import image_tokens_per_tile

@@ -16,7 +16,6 @@ from transformers import InternVLConfig
 from omnibal.cluster import Layout
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.engine.launch import free_port
 from omnibal.errors import InfeasibleError
 from omnibal.formats.collate import pack_samples
 from omnibal.memory.footprint import Footprint, StageMemory
@@ -24,6 +23,7 @@ from omnibal.memory.recompute import choose_levels, recompute_seconds
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.schedule import SCHEDULES, ScheduleName
 from omnibal.plan import Plan
+from omnibal.processes import free_port
 from omnibal.profile.records import Level, ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel
@@ -123,8 +123,7 @@ def measure(rank: int, plan_path: str, port: int, folder: str) -> None:
     torch.set_num_threads(1)
 
     from omnibal.config import layout_of, read_config
-    from omnibal.engine.distributed import meet
-    from omnibal.engine.initialize import build_engine
+    from omnibal.engine.initialize import build_engine, meet
     from omnibal.engine.resolve import ResolvedRun
 
     meet("gloo")

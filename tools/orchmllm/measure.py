@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from omnibal.data.synthetic import tiled_lengths
 from omnibal.dispatch.step_plan import Costs, StepPlan, plan_step
-from omnibal.engine.launch import free_port
 from omnibal.integrations.packing import PackCollator, positions_of
 from omnibal.integrations.rearranging import RearrangedModel
 from omnibal.integrations.rearranging_loader import RearrangingLoader
+from omnibal.processes import free_port
 from tools.bench import machine
 from tools.dropin.run import IMAGE_TOKEN, RANKS, SHORTER, Samples, add_up, lengths_of, model_of
 

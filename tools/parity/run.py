@@ -22,9 +22,9 @@ from transformers import InternVLForConditionalGeneration
 from omnibal.config import complete_deepspeed_config, fill_in_steps, layout_of
 from omnibal.data.limits import PackLimits
 from omnibal.demo import write_demo
-from omnibal.engine.launch import free_port
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.conversations import ConversationDataset, open_dataset
+from omnibal.processes import free_port
 from omnibal.report.training import read_metrics
 from omnibal.vlm import load_model
 from omnibal.vlm.weights import save_model

@@ -19,7 +19,7 @@ from omnibal.cluster import Links
 from omnibal.cost import CostModel
 from omnibal.data.epoch import arrange_epoch
 from omnibal.data.limits import PackLimits
-from omnibal.engine.distributed import meet
+from omnibal.engine.initialize import meet
 from omnibal.pipeline.partition import Partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.profile.records import ModelProfile

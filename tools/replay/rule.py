@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from omnibal.advise.wait import MEETINGS, PHASES, wait
-from omnibal.engine.launch import free_port
+from omnibal.processes import free_port
 from tools.bench import head
 
 RANKS, STEPS, WARM_UP = 2, 6, 2

@@ -15,14 +15,14 @@ from transformers import InternVLConfig, InternVLVisionConfig, Qwen2Config
 from omnibal.cluster import Layout, Links
 from omnibal.cost import Load
 from omnibal.data.limits import PackLimits
-from omnibal.engine.distributed import meet
-from omnibal.engine.launch import free_port
+from omnibal.engine.initialize import meet
 from omnibal.formats.collate import pack_samples
 from omnibal.memory.footprint import Footprint
 from omnibal.pipeline.schedule import SCHEDULES
 from omnibal.pipeline.search import search_partition
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.plan import Plan
+from omnibal.processes import free_port
 from omnibal.profile.records import Level, ModelProfile
 from omnibal.vlm import load_model
 from omnibal.vlm.layers import VisionLanguageModel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from omnibal.engine.distributed import meet
+from omnibal.engine.initialize import meet
 from omnibal.errors import ConfigError
 
 

@@ -1,25 +1,38 @@
-"""What a dataset promises to training, checked as samples and steps are read: a broken promise names the sample."""
+"""Samples with an index: what a dataset promises to training, and a rank's plan and loader made from it.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
-from zlib import crc32
+Samples are checked as they are read: a broken promise names the sample.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from omnibal.cluster import Layout
+from omnibal.cluster import PipelinePosition
 from omnibal.data.lengths import SampleLengths
-from omnibal.engine.loader import Batch, Loader, Steps, VlmDataset
+from omnibal.data.limits import PackLimits
+from omnibal.data.packing_spec import PackingOptions
+from omnibal.data.source_draws import typical_lengths
+from omnibal.engine.loader import Loader, PackReader, VlmDataset
+from omnibal.engine.resolve import ResolvedRun
 from omnibal.errors import ConfigError, DataError, OmnibalError
-from omnibal.feeds.feed import EpochFeed, Step
+from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.formats.collate import IGNORED, Positions
-from omnibal.ranks import gather
+from omnibal.formats.conversations import ConversationDataset
+from omnibal.plan import Plan
+from omnibal.ranks import check_shared, gather, rank_zero_first, run_on_all_ranks
 from omnibal.vlm.layers import VisionLanguageModel
 from omnibal.vlm.measure import image_tokens_per_tile
+from omnibal.workspace import Workspace
+
+LOG: Final = logging.getLogger(__name__)
+MEASURES: Final = "measures the samples"  # what rank 0 does while the others wait
 
 
 def checked_lengths(dataset: VlmDataset) -> SampleLengths:
@@ -177,81 +190,79 @@ def _beyond(ids: Tensor, vocabulary: int) -> Iterator[int]:
         yield from (end for end in map(int, ids.aminmax()) if not 0 <= end < vocabulary)
 
 
-def read_step(
-    loader: Loader, steps: Steps | None, *, layout: Layout, rank: int, device: torch.device, where: str
-) -> tuple[Step, list[Batch], int]:
-    """Read a step whole before it starts: the step, this rank's packs of it, and the target tokens of all ranks' packs.
+def open_together(workspace: Workspace, part: Literal["train", "held_out"]) -> ConversationDataset:
+    """The section's ``data.train`` or ``data.held_out``, its samples measured; all ranks together.
 
-    All ranks call this together. ``steps`` is ``iter(loader)``, where the step is to come from that.
+    Rank 0 alone indexes the annotations and measures the samples, or finds that those of an earlier run are as they
+    were. The others read what it has kept in ``run.output``, which all hosts must share.
     """
-    # A collective between the schedule's sends and receives would deadlock, and a rank that cannot read its samples
-    # must stop the others before they wait for it. So all ranks add up, in one all-reduce before the step: target
-    # tokens, failures, and a number per replica that tells whether its first and last stage have read the same labels.
-    failure: Exception | None = None
-    batches: list[Batch] = []
-    try:
-        step, batches = loader.next_step() if steps is None else _next_of(steps)
-    except StopIteration:
-        failure = ConfigError("data_iter must have a step left, got its end; take iter(loader) for another epoch")
-    except Exception as error:  # any failure must reach the other ranks
-        failure = error
-    place = layout.place(rank)
-    is_first, is_last = place.stage == 0, place.stage == layout.num_stages - 1
-    counts = torch.zeros(2 + layout.num_replicas, dtype=torch.int64)
-    if is_last:
-        counts[0] = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-    counts[1] = failure is not None
-    # The first stage adds what the last one takes away: a replica whose stages read the same is left with zero.
-    sign = is_first - is_last
-    counts[2 + place.replica] = sign * _digest_of(batches) if sign else 0
-    counts = counts.to(device)
-    dist.all_reduce(counts)
-    targets, failures, *differences = counts.tolist()
-    if failures:
-        gather(failure, where=where)  # raises the first one on all ranks
-    if any(differences):
-        raise _disagreement(loader, step, batches)
-    return step, batches, targets
+
+    def open_and_measure() -> ConversationDataset:
+        dataset = workspace.dataset(part, measured=dist.get_rank() != 0)
+        dataset.lengths()  # rank 0 measures and keeps them; the others read what is kept
+        return dataset
+
+    check_shared(Path(workspace.section.run.output), name="run.output")
+    return rank_zero_first(open_and_measure, doing=MEASURES)
 
 
-def _next_of(steps: Steps) -> tuple[Step, list[Batch]]:
-    found: Any = next(steps)
-    # DeepSpeed's own engine takes any iterator over batches.
-    if not isinstance(found, tuple) or not isinstance(found[0], Step):
-        raise ConfigError(f"data_iter must be iter(loader) of the loader, got an iterator over {type(found).__name__}")
-    return found
+def sample_loader(
+    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, place: PipelinePosition, reader: PackReader
+) -> tuple[Plan, Loader]:
+    """The plan of a run on samples with lengths, and this rank's loader; all ranks together."""
+    # Rank 0 asks for the lengths first: a dataset may measure them when asked, and keep them for the others. Then each
+    # rank arranges the same epoch by itself, and all compare what they arranged it from: no pack is sent.
+    lengths = rank_zero_first(lambda: checked_lengths(samples), doing=MEASURES)
+    plan, sampler = run_on_all_ranks(lambda: _arrange(workspace, resolved, samples, lengths, place.replica))
+    sampler.verify(gather)
+    checked = CheckedSamples(samples, lengths, SampleRules.of(resolved.vlm))
+    if plan.predicted is not None:
+        reader = replace(reader, step_seconds=plan.predicted.step_seconds)
+    return plan, Loader(reader.feed(checked, sampler), reader)
 
 
-def _disagreement(loader: Loader, step: Step, batches: list[Batch]) -> DataError:
-    """Name the sample that two stages read differently, all ranks together."""
-    assert isinstance(loader.feed, EpochFeed), "the samples of a stream are read once"
-    packs = loader.feed.sampler.step(step.index)
-    own = [packs.pack(loader.feed.rank, number).tolist() for number in range(len(batches))]
-    seen: dict[int, int] = {}
-    read = [entry for found in gather(_digests(own, batches)) for entry in found.items()]
-    sample = next(sample for sample, number in read if seen.setdefault(sample, number) != number)
-    return DataError(
-        f"text({sample}) of the dataset must have the labels of [{sample}], got others; "
-        "the last stage would train on another sample than the first one reads"
-    )
+def _arrange(
+    workspace: Workspace, resolved: ResolvedRun, samples: VlmDataset, lengths: SampleLengths, replica: int
+) -> tuple[Plan, BalancedBatchSampler]:
+    packing, mixture = workspace.section.packing, workspace.section.data.mixture
+    if mixture == "repeat_time":
+        if not isinstance(samples, ConversationDataset):
+            raise ConfigError(
+                f"omnibal.data.mixture must be shares by source for a dataset of your own, got {mixture!r}"
+            )
+        mixture = samples.repeat_time()
+    typical = typical_lengths(lengths, mixture)
+    plan = workspace.resolve_plan(resolved.vlm.records, resolved.layout, typical)
+    if dist.get_rank() == 0:
+        warn_of_other_data(plan, typical)
+        if packing.oversized != "drop":
+            warn_of_long_samples(resolved.vlm.config, lengths, plan.limits)
+    options: PackingOptions = {**packing.options, "mixture": mixture}
+    sampler = BalancedBatchSampler(
+        lengths, plan.limits, num_replicas=resolved.layout.num_replicas, rank=replica,
+        micro_batches=plan.micro_batches, **options,
+    )  # fmt: skip
+    return plan, sampler
 
 
-def _digest_of(batches: Sequence[Batch]) -> int:
-    """A number that tells the labels of packs from others: they are what the last stage trains on."""
-    number = 0
-    for batch in batches:
-        number = _digest(batch["labels"], number)
-    return number
+def warn_of_other_data(plan: Plan, lengths: SampleLengths) -> None:
+    """Say that a plan was made for other samples, if it was."""
+    if plan.made_from.get("lengths", lengths.content_hash) != lengths.content_hash:
+        LOG.warning(
+            "omnibal.pipeline.plan should be made for this run's data, got one made for other data; its packs and "
+            "times may not suit these: `omnibal plan --write` makes another"
+        )
 
 
-def _digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[int, int]:
-    """As ``_digest_of``, for each sample; ``packs`` are the sample indices of the batches."""
-    found = {}
-    for samples, batch in zip(packs, batches, strict=True):
-        for sample, (start, stop) in zip(samples, pairwise(batch["cu_seq_lens"].tolist()), strict=False):
-            found[sample] = _digest(batch["labels"][0, start:stop])
-    return found
-
-
-def _digest(labels: Tensor, before: int = 0) -> int:
-    return crc32(labels.numpy().data, before)
+def warn_of_long_samples(config: Any, lengths: SampleLengths, limits: PackLimits) -> None:
+    """Say that samples are longer than what the model has learned positions for, if some are."""
+    positions, longest = getattr(config.text_config, "max_position_embeddings", None), lengths.summary.max_llm_tokens
+    if positions is not None and longest > positions:
+        LOG.warning(
+            "samples should have at most the model's %d positions, got one of %d tokens, which is trained whole; a "
+            "smaller omnibal.data.max_tiles makes samples shorter, omnibal.packing.oversized 'drop' leaves out those "
+            "beyond omnibal.packing.llm_tokens (%d)",
+            positions,
+            longest,
+            limits.llm_tokens,
+        )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from omnibal.data.lengths import SampleLengths
-from omnibal.engine.contract import CheckedSamples, SampleRules, checked_lengths
+from omnibal.engine.samples import CheckedSamples, SampleRules, checked_lengths
 from omnibal.errors import DataError
 from omnibal.formats.collate import GRIDS
 from omnibal.vlm import load_model
