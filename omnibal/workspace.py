@@ -45,11 +45,11 @@ def _unseen(doing: str) -> Iterator[Say]:
 
 @dataclass(frozen=True)
 class FoundLengths:
-    """Lengths of samples, and what could not be used."""
+    """Lengths of samples, and the items of their source that could not be used."""
 
     lengths: SampleLengths
     place: str
-    """Where they were read or measured."""
+    """Name of the folder or file that the lengths come from, for messages."""
     problems: tuple["Problem", ...] = ()
     """Items that were left out."""
     repeat_time: Mixture | None = None
@@ -80,11 +80,11 @@ class Workspace:
     config: dict[str, Any]
     """ds_config without its "omnibal" section."""
     section: OmnibalSection
-    """That section."""
+    """The "omnibal" section of the ds_config."""
     files: RunFiles | None = None
     """Where things are kept; None without a ds_config."""
     source: object = "the ds_config"
-    """What messages call it."""
+    """Name of the ds_config in messages."""
     overrides: Overrides = Overrides()
     makes: bool = False
     """Whether a plan that is missing may be made: commands make one, training refuses to begin."""
@@ -97,7 +97,7 @@ class Workspace:
     say: Say = LOG.info
     working: Working = _unseen
     warnings: list[str] = field(default_factory=list)
-    """What makes measured costs doubtful."""
+    """Warnings of measurements whose costs are doubtful."""
 
     @classmethod
     def read(cls, config: str | Path | dict[str, Any], **options: Any) -> "Workspace":

@@ -55,6 +55,7 @@ def exchange(
     for name, tensor in tensors.items():
         if not moves[name].is_still:
             parcels.setdefault(tensor.dtype if tensor.requires_grad else None, []).append(name)
+    # Parcels follow the order of the names, the same on all ranks: so all ranks come to the same all-to-alls in turn.
     arrived = dict(tensors)
     for names in parcels.values():
         sent = [tensors[name] for name in names]
@@ -99,12 +100,13 @@ def _exchange(
     # Every rank knows the sizes of all samples, so nobody needs to tell how much it sends.
     splits = _per_rank(received, source, num_ranks), _per_rank(sent, to, num_ranks)
     arrived: Tensor = _AllToAll.apply(message, *splits, group)  # type: ignore[no-untyped-call]
+    # Pieces arrive rank after rank; they go back into the order of `brought_to`, tensor after tensor.
     if len(flats) == 1 and (receive_order[1:] > receive_order[:-1]).all():
         whole = [arrived]
     else:
         by_source = torch.split(arrived, received[receive_order].tolist())
         pieces = [by_source[number] for number in np.argsort(receive_order)]
-        ends = np.cumsum([len(samples) for samples in brought])
+        ends = np.cumsum([len(samples) for samples in brought])  # of each tensor, behind its last piece
         groups = [pieces[end - len(of) : end] for end, of in zip(ends, brought, strict=True)]
         whole = [torch.cat(of_tensor or [arrived[:0]]) for of_tensor in groups]
     return [

@@ -198,6 +198,8 @@ class CheckpointedEngine(TableEngine):
             if saved is None:
                 what = "the optimizer's settings that it was saved with: an older omnibal kept no others to compare"
             LOG.warning("going on from %s with %s", folder / name, what)
+        # DeepSpeedEngine returns every key of the engine's file that it has not read itself; the optimizer's and the
+        # sampler's are taken out, and the caller's own are left.
         state.pop("optimizer", None)
         run_on_all_ranks(lambda: self.loader.load_state_dict(state.pop("sampler")), where=self.where)
         return path, state
@@ -206,6 +208,7 @@ class CheckpointedEngine(TableEngine):
         self, saved: dict[str, Any] | None, rates: list[float], *, with_optimizer: bool, with_schedule: bool
     ) -> None:
         """Let the settings of this run hold where loading has brought back those of the checkpoint."""
+        # DeepSpeed's optimizers clip by this attribute, and load_state_dict puts the saved value there.
         if hasattr(self.optimizer, "clip_grad"):
             self.optimizer.clip_grad = self.gradient_clipping()
         if saved is not None and with_optimizer:
@@ -302,6 +305,8 @@ class CheckpointedEngine(TableEngine):
                     f"{key} must be that of the checkpoint {checkpoint} ({saved.get(key)}) to resume, got {value}; "
                     "to go on under another one, export the checkpoint and start from the exported model"
                 )
+        # What load_checkpoint reads on this rank: the engine's file, this rank's part of the optimizer's state, and the
+        # files of its stage's layers.
         folder, name = str(checkpoint.parent), checkpoint.name
         paths = {self._get_ckpt_name(folder, name)}
         if with_optimizer and self.save_zero_checkpoint:
@@ -310,7 +315,7 @@ class CheckpointedEngine(TableEngine):
             _opened(Path(path))
         for position, layer in enumerate(self.module.forward_funcs):
             expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
-            in_folder = set()
+            in_folder = set()  # weights beside adapters, which a checkpoint leaves to the model's folder
             if self.resolved.base is not None:
                 in_folder = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
             for path in self.module.ckpt_layer_path_list(str(checkpoint), position):

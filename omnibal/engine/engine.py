@@ -89,6 +89,7 @@ class OmnibalEngine(CheckpointedEngine):
         )
         self.resolved = resolved
         self.spare = dict(spare)
+        # Before the first step, and before a checkpoint is loaded: both change what the optimizer's groups hold.
         self.settings = Settings.of(
             settings_of(self._config._param_dict, resolved.section), self.basic_optimizer, self.lr_scheduler
         )
@@ -138,6 +139,8 @@ class OmnibalEngine(CheckpointedEngine):
         self.global_samples += step.num_samples - self.train_batch_size()
         skipped = self.skipped_steps
         with meter:
+            # PipelineEngine.train_batch runs _train_schedule, which takes a micro-batch of the iterator per forward
+            # pass of the first and of the last stage, then averages the loss (_aggregate_total_loss).
             loss: Tensor = super().train_batch(iter(batches))
         self._check_step(loss, self.skipped_steps - skipped)
         self._monitor_balance(step)
@@ -158,6 +161,7 @@ class OmnibalEngine(CheckpointedEngine):
         self.module.eval()
         for _ in range(loader.steps_per_epoch):
             _, batches = self._next_step(loader)
+            # PipelineEngine._next_batch reads from this iterator, on the first and the last stage.
             self.set_dataiterator(iter(batches))
             totals += self._forward_only(len(batches) or loader.micro_batches)
         self.module.train()
@@ -170,7 +174,8 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _forward_only(self, micro_batches: int) -> Tensor:
         """Run one step forward; the sums of the evaluation statistics on the last stage, zeros elsewhere."""
-        # PipelineEngine._exec_forward_pass adds what the module's loss_fn returns to total_loss, on the last stage.
+        # PipelineEngine._exec_forward_pass adds what the module's loss_fn returns to total_loss, on the last stage, if
+        # _compute_loss is set, as train_batch does.
         self.total_loss: Tensor | None = None
         self._compute_loss = True
         with torch.no_grad():
@@ -243,6 +248,7 @@ class OmnibalEngine(CheckpointedEngine):
             self._get_gradients_for_reduction()
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        # The schedule's last instructions are ReduceTiedGrads, ReduceGrads and OptimizerStep: gradients are whole now.
         if self._on_gradient is not None:
             for name, gradient in self.module.gradients():
                 self._on_gradient(name, gradient)
@@ -258,6 +264,7 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _gradients_are_finite(self) -> bool:
         found = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        # An infinity norm is finite if every element is. The least of all ranks' answers is 0 if one rank says no.
         largest = torch.stack(torch._foreach_norm(found, float("inf")))
         finite = largest.isfinite().all().to(torch.int32)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
@@ -265,6 +272,7 @@ class OmnibalEngine(CheckpointedEngine):
 
     def _check_step(self, loss: Tensor, skipped: int) -> None:
         """Say that the step was skipped, if it was, and end a run that has diverged; all ranks together."""
+        # The last stage broadcasts its loss (_aggregate_total_loss), so all ranks see one value.
         value = loss.item()
         if isfinite(value) and not skipped:
             self._skipped_in_a_row = 0

@@ -273,10 +273,10 @@ def build_engine(
             optimizer=own.optimizer,
             lr_scheduler=own.lr_scheduler,
             model_parameters=module.parameter_groups(resolved.section.optimizer),
-            args=None,
+            args=None,  # of a command line, where DeepSpeed would look for its configuration
             model=module,
-            mpu=module.mpu(),
-            dist_init_required=False,
+            mpu=module.mpu(),  # the groups of stages and replicas that the module has made
+            dist_init_required=False,  # the processes have met
             # DeepSpeedEngine reads the parsed config_class; config is what its checkpoints keep of it.
             config=config._param_dict,
             config_class=config,

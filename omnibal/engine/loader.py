@@ -92,11 +92,11 @@ class PackReader:
     pixel_shape: tuple[int, ...]
     """(channels, height, width) of a tile, (values,) of a patch."""
     pixel_dtype: torch.dtype = torch.float32
-    """What the model computes in."""
+    """The forward pass computes in this dtype."""
     image_integers: Mapping[str, tuple[int, ...]] | None = None
-    """What the model reads of images beside pixels, as of ``VisionLanguageModel``."""
+    """Integers that the model reads beside pixels, by name, with the shape of an entry."""
     positions: Positions | None = None
-    """Of a sample's tokens, as of ``VisionLanguageModel``."""
+    """Counts the positions of a sample's tokens; see ``VisionLanguageModel``."""
     workers: int | None = None
     """DataLoader processes where images are decoded (where only texts are read, one will do); 0 to read in this
     process, when a step begins; None for as many as the images of a step need."""
@@ -307,7 +307,7 @@ def _digest_of(batches: Sequence[Batch]) -> int:
 
 
 def _digests(packs: Sequence[Sequence[int]], batches: Sequence[Batch]) -> dict[int, int]:
-    """As ``_digest_of``, for each sample; ``packs`` are the sample indices of the batches."""
+    """A number for the labels of each sample; ``packs`` are the sample indices of the batches."""
     found = {}
     for samples, batch in zip(packs, batches, strict=True):
         for sample, (start, stop) in zip(samples, pairwise(batch["cu_seq_lens"].tolist()), strict=False):

@@ -37,6 +37,7 @@ class VlmPipelineModule(PipelineModule):
         self.__dict__["plan"] = plan
         self.__dict__["layout"] = resolved.layout
         # PipelineModule keeps the specs, which hold this reader: it lets go of weights in memory when layers are built.
+        # It makes the groups of each stage's replicas and each replica's stages, then builds this stage's layers.
         reader = _LayerReader(resolved, weights)
         super().__init__(
             layers=[_layer_spec(reader, index) for index in range(len(resolved.vlm.records))],
@@ -118,6 +119,7 @@ class VlmPipelineModule(PipelineModule):
 
     def _places(self) -> dict[nn.Parameter, tuple[str, Module]]:
         """Name on disk and module of this stage's parameters; of a tied one, those of its first use."""
+        # PipelineModule keeps its stage's layers in forward_funcs; _local_start is the number of the first one.
         found: dict[nn.Parameter, tuple[str, Module]] = {}
         for index, layer in enumerate(self.forward_funcs, start=self._local_start):
             names = self.vlm.weight_names(index)

@@ -174,6 +174,8 @@ class Bfloat16Sums(_OwnedSums):
     @torch.no_grad()
     def _update(self, then: Callable[[], None]) -> None:
         """Copy this replica's updated share into the parameters, then start to send it."""
+        # For each group of parameters: views of the flat bfloat16 buffer, one a replica, and this replica's share in
+        # float32, which the inner optimizer has stepped.
         optimizer = self._optimizer
         for shares, updated in zip(
             optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition, strict=True
@@ -182,6 +184,7 @@ class Bfloat16Sums(_OwnedSums):
         then()
 
     def _row(self, parameter: nn.Parameter) -> Tensor:
+        # A view of the group's flat float32 buffer: what is summed into the row is in the buffer.
         group, index = self._places[parameter]
         gradient: Tensor = self._optimizer.fp32_groups_gradients[group][index]
         return gradient.view(-1)
@@ -258,6 +261,7 @@ class Reduction:
 
     def _send(self, owner: int | None, rows: list[Tensor]) -> None:
         sent = rows[0].to(self._dtype) if len(rows) == 1 else torch.cat([row.to(self._dtype) for row in rows])
+        # All replicas send; the owner alone gets the sum, or everybody does where everybody updates the parameter.
         if owner is None:
             work = dist.all_reduce(sent, group=self._group, async_op=True)
         else:
@@ -290,6 +294,8 @@ class Spread:
 
     def start(self) -> None:
         """Start to send and receive the weights of all layers."""
+        # All replicas come here at the end of their optimizer step, and list the same rows in the same order: each row
+        # is broadcast by its owner.
         self.settle()
         for parameters in self._layers:
             rows = _by_owner(self._sums, parameters, lambda parameter: parameter.data.view(-1))
@@ -367,6 +373,7 @@ def exchange_of(engine: Any, sums: Sums) -> ReplicaExchange | None:
         trained = [p for p in layer.parameters() if p.requires_grad and p.numel() and p not in seen]
         layers.append(sums.in_order(trained))
         seen.update(trained)
+    # The replicas of this stage: ranks that hold the same layers.
     others, group = sums.in_order(others), engine.grid.get_data_parallel_group()
     sums.take_over()
     reduction = Reduction(sums, layers, others, group, engine.communication_data_type)

@@ -55,7 +55,7 @@ class SampleRules:
     image_token: int  # the id in whose place an image's features come
     tokens_per_tile: int  # where every tile brings as many (image_tokens is None)
     pixel_shape: tuple[int, ...]  # (channels, height, width) of a tile, (values,) of a patch
-    image_integers: Mapping[str, tuple[int, ...]]  # these three as of VisionLanguageModel
+    image_integers: Mapping[str, tuple[int, ...]]  # this and the next two are the fields of VisionLanguageModel
     image_tokens: Callable[[Mapping[str, Tensor]], int] | None
     positions: Positions | None
     video_token: int  # the id in whose place a video's features would come; -1 if there is none

@@ -75,14 +75,13 @@ _NOT_KEPT: Final = ("comet.api_key",)
 
 
 class SettingChange(NamedTuple):
-    """A setting that is not that of the checkpoint."""
+    """A setting whose value is not the checkpoint's."""
 
     key: str
     saved: Any
     value: Any
 
     def __str__(self) -> str:
-        """For a line of several."""
         return f"{self.key} {_shown(self.value)} (was {_shown(self.saved)})"
 
 
@@ -136,11 +135,11 @@ class Settings:
     """Settings at the beginning of a run, before a step or a checkpoint changes what they became."""
 
     keys: Mapping[str, Any]
-    """Of the ds_config, as ``settings_of`` gives them."""
+    """Values of the ds_config by key, from ``settings_of``."""
     groups: list[dict[str, Any]]
-    """Of the optimizer's groups of parameters."""
+    """Settings of each parameter group of the optimizer."""
     schedule: dict[str, Any] = field(default_factory=dict)
-    """Of a learning-rate schedule whose state holds its settings; DeepSpeed's hold the step alone."""
+    """State of a learning-rate schedule that keeps its settings there; empty for DeepSpeed's, which keep the step."""
 
     @classmethod
     def of(cls, keys: Mapping[str, Any], optimizer: Any, scheduler: Any) -> "Settings":
@@ -150,7 +149,7 @@ class Settings:
         return cls(keys, [_group_settings(group) for group in optimizer.param_groups], schedule)
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The settings as JSON holds them: what JSON has no form for, as a string."""
         record: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return record
 
@@ -213,6 +212,7 @@ def renew_rate(scheduler: Any) -> None:
 
 
 def _is_function_of_step(scheduler: Any) -> bool:
+    # The state of DeepSpeed's own schedules is last_batch_iteration; step(n) sets the rates of step n.
     return isinstance(scheduler, tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES))
 
 

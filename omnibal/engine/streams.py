@@ -100,7 +100,7 @@ class PipelineStreamFeed(StreamFeed):
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pins else batch
 
     def received(self, window: PlannedWindow) -> list[Batch]:
-        """This rank's packs of a window; the last stage gets their labels from the first one."""
+        """The packs of this rank in a window; the last stage receives the labels of its replica's first stage."""
         stage, last, replica = self._place.stage, self._layout.num_stages - 1, self._place.replica
         if last == 0 or 0 < stage < last:
             return window.batches

@@ -51,6 +51,7 @@ class TableSchedule(deepspeed_schedule.PipeSchedule):
     def steps(self) -> Iterator[list[Any]]:
         for operation, micro_batch in self._entries:
             yield [RunEntry(operation=operation, micro_batch=micro_batch)]
+        # The end of a step as in DeepSpeed's TrainSchedule; every stage comes to it behind its own last pass.
         yield [
             deepspeed_schedule.ReduceTiedGrads(),
             deepspeed_schedule.ReduceGrads(),
@@ -109,6 +110,7 @@ class TableEngine(PipelineEngine):
     def __init__(
         self, *, table: Schedule | None, pending_bytes: Sequence[int] | None, **deepspeed_arguments: Any
     ) -> None:
+        # PipelineEngine.__init__ makes the optimizer, and lets neighbouring stages send each other a number.
         super().__init__(**deepspeed_arguments)
         front = self.module.frozen_stages
         self._runs_backward, self._sends_gradients = self.stage_id >= front, self.stage_id > front
@@ -141,6 +143,7 @@ class TableEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         super()._exec_schedule(pipe_schedule)
+        # The next step numbers its micro-batches from 0 again: no send of this one may still be under way.
         for sender in self._senders:
             sender.settle(pipe_schedule.micro_batches)
 
@@ -197,6 +200,7 @@ class TableEngine(PipelineEngine):
             self.exchange.weights.settle()
 
     def _send_tensor_meta(self, buffer: tuple[Tensor, ...], recv_stage: int) -> None:
+        # With dynamic_shape PipelineEngine calls this before each pack's tensors, and the next method on the other end.
         p2p.send(describe(buffer).to(self.device, non_blocking=True), recv_stage)
 
     def _recv_tensor_meta(self, send_stage: int) -> tuple[Tensor, ...]:
@@ -289,7 +293,7 @@ class TableEngine(PipelineEngine):
             # A frozen stage has no backward pass that holds it back. It waits until the next stage has received all but
             # as many micro-batches as would be in flight, or outputs would pile up.
             self._activations_out.settle(micro_batch - self._in_flight)
-        if self.is_first_stage() or self.is_last_stage():
+        if self.is_first_stage() or self.is_last_stage():  # inputs for the first one, labels for the last
             self._exec_load_micro_batch(micro_batch)
         if not self.is_first_stage():
             received = self._activations_in.take_described()
@@ -313,12 +317,14 @@ class TableEngine(PipelineEngine):
             self.loss = self._losses.pop(micro_batch)  # PipelineEngine runs backward from the loss computed last
         else:
             self._expect_gradients()  # does nothing if the last backward pass has posted the receive
+            # PipelineEngine._exec_backward_pass runs backward from pipe_buffers["outputs"] with these.
             self.grad_layer = self._gradients_in.take()
             self._activations_out.settle(micro_batch)  # its gradient has come back, so it has been received
             self._expect_gradients()  # the next micro-batch's
         self.weight_gradients.micro_batch = micro_batch
         self._exec_backward_pass(micro_batch)
         if self._sends_gradients:
+            # What was received are leaves that require gradients (_require_gradients): backward has filled their grad.
             gradients = [tensor.grad for tensor in floats_of(self.pipe_buffers["inputs"][micro_batch])]
             self._gradients_out.send(micro_batch, cast(list[Tensor], gradients))
             # The stage before has at most _in_flight_before micro-batches in flight: it has received the gradients of

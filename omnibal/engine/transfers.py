@@ -1,4 +1,8 @@
-"""Sends and receives between neighbouring stages that run while the stages compute."""
+"""Sends and receives between neighbouring stages that run while the stages compute.
+
+Each pair of neighbours has a link for activations (down) and one for gradients (up). An activation goes as a
+description, then its tensors; a gradient goes without one, since its receiver has sent tensors of these shapes.
+"""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -86,7 +86,7 @@ class _Unit:
                 "got none; measure them instead"
             )
         rate = device.flops_per_second * device.fraction
-        self.operation_seconds = element_bytes / 2 / rate
+        self.operation_seconds = element_bytes / 2 / rate  # the rate is that of 16 bits; 32 bits take twice as long
         self.byte_seconds = 1 / device.memory_bytes_per_second
         self.element_bytes = element_bytes
         self.share = 1 / tensor_parallel
@@ -162,6 +162,7 @@ def _carried(sizes: Mapping[str, int]) -> CostModel:
 
 def _patch_embedding(sizes: Mapping[str, int]) -> _Work:
     values = sizes["patches_per_tile"] * sizes["values_per_patch"]
+    # A convolution whose stride is its kernel's width: one product with the values of each patch.
     return _Work(
         products=CostModel(vision_units=2 * values * sizes["hidden"]),
         saved=CostModel(vision_units=values),
@@ -237,6 +238,7 @@ def _decoder_block(sizes: Mapping[str, int]) -> _Work:
     query, key_value = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
     normed = sizes["qk_norms"] // 2 * (query + key_value)
     return _Work(
+        # queries and the output, keys and values; the MLP's three matrices; two operations an element
         products=CostModel(llm_tokens=2 * (2 * hidden * (query + key_value) + 3 * hidden * intermediate)),
         attention=CostModel(llm_tokens_squared=2 * query),  # half of all pairs of tokens, 2 products, 2 operations each
         # of two norms the output before and after the weight; queries, keys, values, attention's output; the MLP's

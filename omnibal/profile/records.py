@@ -61,7 +61,7 @@ def levels_from_words(words: str) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-VERSION = 6
+VERSION = 6  # of the file; a profile of another version is refused
 _NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")
 
 
