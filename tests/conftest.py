@@ -6,6 +6,8 @@ from pathlib import Path
 
 from hypothesis import settings
 
+from omnibal.processes import remove_dead_locks
+
 # The first call of a compiled function takes long, and so may any on a busy machine.
 settings.register_profile("omnibal", deadline=None)
 settings.load_profile("omnibal")
@@ -18,10 +20,7 @@ os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 
 
 def pytest_runtest_setup():
-    if [*EXTENSIONS.glob("*/lock")]:  # it takes torch
-        from omnibal.processes import remove_dead_locks
-
-        remove_dead_locks()
+    remove_dead_locks()
 
 
 def pytest_collection_modifyitems(items):
