@@ -18,9 +18,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-from omnibal.errors import require
+from omnibal.errors import ENGINE_MODULES, require
 
-require("torch", "transformers", "safetensors", "deepspeed")
+require(*ENGINE_MODULES)
 
 from omnibal.processes import keep_extensions_apart, let_segments_grow
 

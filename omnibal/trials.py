@@ -17,9 +17,11 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from omnibal.errors import ConfigError
+from omnibal.errors import ENGINE_MODULES, ConfigError, require
 from omnibal.plan import Plan
 from omnibal.processes import LAUNCHER, free_port, keep_extensions_apart, let_segments_grow, reason_of
+
+require(*ENGINE_MODULES)
 
 if TYPE_CHECKING:
     from omnibal.engine.engine import OmnibalEngine

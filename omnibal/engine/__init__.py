@@ -1,5 +1,5 @@
 """DeepSpeed's pipeline engine, fed with packs and cut where the plan says."""
 
-from omnibal.errors import require
+from omnibal.errors import ENGINE_MODULES, require
 
-require("torch", "transformers", "safetensors", "deepspeed")
+require(*ENGINE_MODULES)
