@@ -11,59 +11,71 @@ from omnibal.workspace import devices_at_hand
 
 PICTURES: Final = (".png", ".html")
 
+# Options, in the order of --help.
+DataArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        help="An InternVL meta file or conversations, as docs/data.md lists them; lengths (a folder, or JSON "
+        "lists); or a stream (webdataset's .tar shards; - for JSON lines on standard input).",
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(help="A known name (Qwen2.5-VL-7B), a Hugging Face folder, or a config.json.")
+]
+TodayOption = Annotated[
+    str,
+    typer.Option(
+        help="How you train: ddp, zero1, zero2, zero3, fsdp; or the file that says so (a ds_config, "
+        "TrainingArguments, a YAML of LLaMA-Factory or ms-swift)."
+    ),
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(help="Samples in a device's micro-batch; by default what --today's file says, or 1.", min=1),
+]
+AccumulationOption = Annotated[
+    int | None, typer.Option(help="Micro-batches in a device's step; likewise, or 8.", min=1)
+]
+BatchingOption = Annotated[
+    Literal["random", "group_by_length", "batch_rebalance", "flattened", "packed"] | None,
+    typer.Option(help="How samples come to share a micro-batch; by default they are drawn at random, and padded."),
+]
+CutoffOption = Annotated[int | None, typer.Option(help="Tokens that a sample is cut at, or that a pack holds.", min=1)]
+LoraOption = Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters of rank 16.")]
+FrozenOption = Annotated[
+    list[str] | None, typer.Option(help="What is not trained (repeatable): vision, projector, language.")
+]
+RecomputeOption = Annotated[
+    bool | None,
+    typer.Option("--recompute/--no-recompute", help="Whether you train with gradient checkpointing; by default yes."),
+]
+ImagesOption = Annotated[
+    Path | None, typer.Option(help="Folder that images' paths are relative to; by default the data's own.")
+]
+MaxImageOption = Annotated[
+    int | None, typer.Option(help="Most tiles of an image, or most pixels at native resolution.", min=1)
+]
+PipelineOption = Annotated[bool, typer.Option("--pipeline", help="Plan a pipeline too: takes a minute.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw a picture (a PNG) or write a page (HTML).")]
+
 
 def advise(
-    data: Annotated[
-        list[Path],
-        typer.Argument(
-            help="An InternVL meta file or conversations, as docs/data.md lists them; lengths (a folder, or JSON "
-            "lists); or a stream (webdataset's .tar shards; - for JSON lines on standard input).",
-        ),
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="A known name (Qwen2.5-VL-7B), a Hugging Face folder, or a config.json.")
-    ] = None,
+    data: DataArgument,
+    model: ModelOption = None,
     cluster: ClusterOption = None,
-    today: Annotated[
-        str,
-        typer.Option(
-            help="How you train: ddp, zero1, zero2, zero3, fsdp; or the file that says so (a ds_config, "
-            "TrainingArguments, a YAML of LLaMA-Factory or ms-swift)."
-        ),
-    ] = "zero3",
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Samples in a device's micro-batch; by default what --today's file says, or 1.", min=1),
-    ] = None,
-    accumulation: Annotated[
-        int | None, typer.Option(help="Micro-batches in a device's step; likewise, or 8.", min=1)
-    ] = None,
-    batching: Annotated[
-        Literal["random", "group_by_length", "batch_rebalance", "flattened", "packed"] | None,
-        typer.Option(help="How samples come to share a micro-batch; by default they are drawn at random, and padded."),
-    ] = None,
-    cutoff: Annotated[
-        int | None, typer.Option(help="Tokens that a sample is cut at, or that a pack holds.", min=1)
-    ] = None,
-    lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters of rank 16.")] = None,
-    frozen: Annotated[
-        list[str] | None, typer.Option(help="What is not trained (repeatable): vision, projector, language.")
-    ] = None,
-    recompute: Annotated[
-        bool | None,
-        typer.Option(
-            "--recompute/--no-recompute", help="Whether you train with gradient checkpointing; by default yes."
-        ),
-    ] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="Folder that images' paths are relative to; by default the data's own.")
-    ] = None,
-    max_image: Annotated[
-        int | None, typer.Option(help="Most tiles of an image, or most pixels at native resolution.", min=1)
-    ] = None,
+    today: TodayOption = "zero3",
+    batch: BatchOption = None,
+    accumulation: AccumulationOption = None,
+    batching: BatchingOption = None,
+    cutoff: CutoffOption = None,
+    lora: LoraOption = None,
+    frozen: FrozenOption = None,
+    recompute: RecomputeOption = None,
+    images: ImagesOption = None,
+    max_image: MaxImageOption = None,
     profile: ProfileOption = None,
-    pipeline: Annotated[bool, typer.Option("--pipeline", help="Plan a pipeline too: takes a minute.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a picture (a PNG) or write a page (HTML).")] = None,
+    pipeline: PipelineOption = False,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what balancing would bring you, before you change a line.
@@ -87,6 +99,7 @@ def advise(
     from omnibal.report.advise import Report, draw, write_advice_page
 
     _check_plot(plot)
+    # Options go before what --today's file says; None leaves a setting to the file.
     own = Present(
         batch=batch, accumulation=accumulation, batching=batching, cutoff=cutoff, recompute=recompute,
         frozen=tuple(frozen) if frozen else None, lora={True: LORA_RANK, False: 0, None: None}[lora],

@@ -91,6 +91,8 @@ def emulate(
     doing = f"{task.num_processes} processes start, emulate a step to warm up and {len(task.steps)} to count"
     with working(f"{doing}: {task.wall_seconds:.0f} s and the start"):
         emulation = run_emulation(task)
+    # The emulator measures the steps that ran, so memory is predicted for their largest micro-batch, not for the
+    # limits'.
     largest = Load.stack(Load.stack(step) for step in task.steps).max()
     memory = [stage.total for stage in plan.memory(workspace.profile, largest)]
     figures = _figures(task, emulation, memory)
@@ -119,6 +121,7 @@ def emulate(
 
 def _draw_median_step(task: EmulationTask, emulation: Emulation, plot: Path) -> None:
     """Draw the slowest replica of the median step beside the simulator's."""
+    # With an even number of steps the median lies between two: the nearest step is drawn.
     seconds = [step.step_seconds for step in emulation.steps]
     number = min(range(len(seconds)), key=lambda step: abs(seconds[step] - median(seconds)))
     emulated, predicted = emulation.steps[number], task.predicted[number]

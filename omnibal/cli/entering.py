@@ -23,7 +23,7 @@ def check_alone(config: Path, path: Path) -> None:
         if not other.is_file() or other.samefile(config):
             return
         followed = read_config(other)[1].pipeline.plan
-    except ConfigError:  # what cannot be read nobody follows
+    except ConfigError:  # training cannot read such a ds_config either, so nothing follows the plan
         return
     if followed is not None and Path(followed).resolve() == path.resolve():
         raise ConfigError(
@@ -48,7 +48,7 @@ def enter(config: Path, plan: Plan, path: Path) -> None:
             f"ds_config must be JSON without comments for --write, got {config} ({error}); set {wanted}"
         ) from error
     _rewrite(config.resolve(), set_keys(text, values))
-    read_config(config)
+    read_config(config)  # raises if the file could not be read any more
 
 
 def _rewrite(path: Path, text: str) -> None:
@@ -94,6 +94,7 @@ def _start_of(text: str) -> int:
 
 
 def _set(text: str, start: int, keys: list[str], value: Any) -> str:
+    """The text with one key set, by its path from the object that begins at ``start``."""
     members = _members(text, start)
     key, *rest = keys
     found = next((member for member in reversed(members) if member.key == key), None)  # the last one counts
@@ -118,7 +119,7 @@ def _gap(text: str, start: int, members: Sequence[_Member]) -> str:
 
 
 def _members(text: str, start: int) -> list[_Member]:
-    """The members of the object that begins there."""
+    """The members of the object that begins at ``start``."""
     members = []
     position = _skip(text, start + 1)
     while text[position] == '"':

@@ -66,6 +66,7 @@ def lengths(
     kind = expect("source", source, ("ds_config", "dataset", "token lengths", "saved lengths"))
     check_folder("out", out)
     options = {"model": model, "images": images, "max-tiles": max_tiles}
+    # Lengths come from a ds_config's workspace, from lists or a folder of lengths, or from a dataset measured now.
     if kind == "ds_config":
         refuse(options, "a ds_config names data and model")
         workspace = open_workspace(source, broken=broken, processes=processes)
@@ -83,6 +84,7 @@ def lengths(
     elif model is None:
         raise ConfigError(f"--model must name the model's folder, got nothing: {source} is a dataset")
     else:
+        # The section that a ds_config with this data and model would have: one path measures for both.
         place = None if images is None else str(images)
         data = DataSection(train=str(source), images=place, max_tiles=max_tiles, broken=broken or "error")
         section = OmnibalSection(model=ModelSection(path=str(model)), data=data)
@@ -114,6 +116,7 @@ def statistics_of(lengths: SampleLengths) -> dict[str, Any]:
     """What samples are like, all of them and source by source in the order of the sources' numbers, as JSON values."""
     names = lengths.source_names or ("all",)
     source = np.zeros(len(lengths), dtype=np.int64) if lengths.source is None else lengths.source
+    # One sort groups the samples of each source; a mask per source would go over all samples once per source.
     order = np.argsort(source, kind="stable")
     members = np.split(order, np.searchsorted(source[order], np.arange(1, len(names))))
     sources = [_statistics(name, lengths.take(samples)) for name, samples in zip(names, members, strict=True)]

@@ -74,6 +74,7 @@ def export(
     elif merged or kind != "ds_config":
         reason = "--merged writes the whole model" if merged else f"{source} is no ds_config"
         raise ConfigError(f"folder must say where the model goes, got none: {reason}")
+    # A run's folder keeps its checkpoints in a folder of their own; in a folder of checkpoints the newest one counts.
     files = read_config(source)[1].run.files if kind == "ds_config" else RunFiles(source)
     folders = {"ds_config": files.checkpoints, "run": files.checkpoints, "checkpoints": source}
     checkpoint = latest_checkpoint(folders[kind]) if kind in folders else source
@@ -122,6 +123,7 @@ def ask(
             meta = Path(section.data.held_out)
     if bool(question) == (meta is not None):
         raise ConfigError("ask must get a question or --meta, got both or neither")
+    # Imported once the arguments are right: torch and transformers take seconds.
     from omnibal.formats.images import named
     from omnibal.vlm.answer import Answerer
 
@@ -149,6 +151,7 @@ def _questions(meta: Path, count: int) -> Iterator[tuple[str, tuple[Path | bytes
     entries = [(shard, item) for shard in shards for item in range(len(shard.rows))]
     for number in range(min(count, len(entries))):
         shard, item = entries[number * len(entries) // min(count, len(entries))]
+        # Only the pictures of the first question go with it: marks stand in the order of the pictures.
         conversation = shard.conversation(item)
         turns = [turn for turn in conversation.turns if turn.role != "system"]
         marks = turns[0].text.count("<image>")

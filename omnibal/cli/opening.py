@@ -34,12 +34,12 @@ NAMES: Final[Mapping[Kind, str]] = {
     "something else": "something else",
 }
 HEAD_CHARACTERS: Final = 1 << 16
-# An object with one of these is a ds_config.
+# An object with one of these keys is a ds_config.
 DEEPSPEED_KEYS: Final = frozenset({
     "omnibal", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
     "scheduler", "bf16", "fp16", "zero_optimization", "gradient_clipping", "data_types", "torch_autocast",
 })  # fmt: skip
-# What a folder is, by what lies in it.
+# File or folder within a folder, and the kind that it shows; the first one that is found counts.
 FOLDERS: Final[tuple[tuple[str, Kind], ...]] = (
     ("config.json", "model"),
     ("omnibal.json", "checkpoint"),
@@ -70,6 +70,7 @@ def kind_of(name: str, path: Path) -> Kind:
             return "dataset"
     except OSError as error:
         raise ConfigError(f"{name} must be a readable file or folder, got {path} ({error.strerror})") from error
+    # Large files are told by their first characters; only what may be a ds_config, plan or profile is read whole.
     start = _head(name, path)
     if start.startswith("[") and ('"vit_num"' in start or start.rstrip() == "[]"):
         return "token lengths"
@@ -86,7 +87,7 @@ def kind_of_object(content: Mapping[str, Any]) -> Kind:
         return "plan"
     if {"layers", "device"} <= keys:
         return "profile"
-    if keys & DEEPSPEED_KEYS or not keys:
+    if keys & DEEPSPEED_KEYS or not keys:  # an empty object is a ds_config of defaults
         return "ds_config"
     return "dataset" if all(isinstance(shard, dict) for shard in content.values()) else "something else"
 

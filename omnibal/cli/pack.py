@@ -38,11 +38,9 @@ from omnibal.report.packing import (
 )
 from omnibal.workspace import FoundLengths, Workspace
 
-# Ranks where nothing says how many.
-REPLICAS = 8
-# What a picture sets a method against.
-BEFORE: Final[Method] = "random"
-# As many samples go through a method before the clock starts: compiled code is compiled once and then cached.
+REPLICAS: Final = 8  # if neither the command line nor a cluster says how many
+BEFORE: Final[Method] = "random"  # a picture shows it beside the chosen method
+# Samples packed before the clock starts: compiled code is compiled once and then cached.
 SAMPLES_TO_COMPILE: Final = 64
 FATES: Final[dict[Oversized, str]] = {"alone": "each has a pack of its own", "drop": "they are left out", "error": ""}
 
@@ -94,6 +92,7 @@ def pack(
         packing=packing,
         vision_unit=found.lengths.vision_unit if workspace is None else workspace.vision_unit,
     )
+    # A method that is both shown and drawn is packed once.
     shown = get_args(Method) if compare else (packing.method,)
     drawn = tuple(dict.fromkeys((BEFORE, packing.method))) if plot else ()
     results = {name: task.run(name) for name in dict.fromkeys((*shown, *drawn))}
@@ -156,6 +155,8 @@ class _Task:
 
     def run(self, method: Method) -> tuple[PackingFigures, Arranged]:
         """Arrange the epoch and measure it."""
+        # A few samples first: the seconds that are shown are of packing, not of compiling. Under "alone" an oversized
+        # one among these raises nothing.
         first = self.lengths.take(np.arange(min(len(self.lengths), SAMPLES_TO_COMPILE)))
         alone = self.packing.model_copy(update={"oversized": "alone"})
         _pack_all(replace(self, lengths=first, packing=alone).arrange(method), None)

@@ -82,6 +82,7 @@ def plan(
     Example, tried on the machine itself: omnibal plan ds_configs/mine.json
     --measure --trials 3 --write
     """
+    # Wrong arguments are refused before anything is planned.
     check_file("--out", out)
     workspace = open_workspace(
         source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster, measures=measure, replaces=write
@@ -91,6 +92,7 @@ def plan(
     result = solve(workspace, request_of(workspace, samples_per_step, fixed, num_stages))
     result, tried = _try_best(workspace, result, trials, launcher) if trials else (result, ())
     if write:
+        # `check_alone` reads this: the file of a plan that a ds_config follows is not replaced for another one.
         made_from = {**result.plan.made_from, "ds_config": str(source)}
         result = replace(result, plan=replace(result.plan, made_from=made_from))
     result.plan.save(out)
@@ -170,11 +172,11 @@ class _Try:
 
     def __init__(self, result: PlanResult, choice: Choice, name: str) -> None:
         self._result, self._choice, self._name = result, choice, name
+        # Measured seconds per sample (infinite where the trial failed), the choice that ran, and the trial's figures.
         self.done: list[tuple[float, Choice, Row]] = []
-        """Measured seconds of a sample, infinite where a trial failed; what ran; and how it did."""
 
     def run(self, config: dict[str, object], options: list[str]) -> None:
-        """Run them all."""
+        """Run the plan, and after each lack of memory a plan that holds less."""
         from omnibal.trials import run_trials
 
         plan = self._result.plan_of(self._choice)

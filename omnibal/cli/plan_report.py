@@ -27,8 +27,7 @@ from omnibal.workspace import Workspace
 if TYPE_CHECKING:
     from omnibal.trials import Trial  # needs torch
 
-# Of an epoch, that ways to train are compared on.
-STEPS: Final = 32
+STEPS: Final = 32  # steps of an epoch that the present configuration and the plan are compared on
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,15 @@ class GainOverPresent:
 
     @classmethod
     def of(cls, workspace: Workspace, plan: Plan) -> GainOverPresent:
-        """Simulate both, and what lies between them, on the same samples."""
+        """Simulate the present configuration, the plan and the changes between them on the same samples."""
         if workspace.files is None:
             return cls()
         try:
             present = present_plan(workspace)
         except ConfigError as error:
             return cls(problem=str(error))
+        # Each variant makes one more change than the one before it. Packs of the plan's limits come with micro-batches
+        # that keep the plan's packs per step on the present number of replicas.
         replicas = present.layout.num_replicas
         alike = max(1, round(plan.micro_batches * plan.layout.num_replicas / replicas))
         plans = {
@@ -96,7 +97,7 @@ class GainOverPresent:
 
 
 def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
-    """What does not fit; nothing if all does."""
+    """The stage that exceeds its budget most, in words; empty if every stage fits."""
     short = [(m.total - budget, stage) for stage, (m, budget) in enumerate(zip(memory, budgets, strict=True))]
     missing, stage = max(short)
     if missing <= 0:
@@ -108,18 +109,12 @@ def _overflow(memory: Sequence[StageMemory], budgets: Sequence[int]) -> str:
 class PlanReport:
     """All that `omnibal plan` says."""
 
-    result: PlanResult
-    """The solver's plan, after trials the best of those that ran, and how it came about."""
+    result: PlanResult  # with trials, its plan is the fastest one that ran
     gain: GainOverPresent
-    """Over the present configuration."""
-    out: Path
-    """Where the plan is."""
+    out: Path  # file of the plan
     trials: tuple[Row, ...] = ()
-    """Plans on the real engine."""
-    entered: Path | None = None
-    """The ds_config that names it now."""
-    followed: Path | None = None
-    """The other plan that the ds_config names."""
+    entered: Path | None = None  # the ds_config that --write entered the plan in
+    followed: Path | None = None  # another plan that the ds_config goes on to name
 
     def to_record(self) -> dict[str, Any]:
         """The report as JSON values."""

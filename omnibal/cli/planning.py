@@ -16,7 +16,8 @@ from omnibal.planner.packings import Packing, spread_steps
 from omnibal.profile.records import LayerCost, every_layer
 from omnibal.workspace import Workspace
 
-# Of a pack where nothing is said. With InternVL's 256 tokens a tile these are the OmniBal paper's limits.
+# Limits of a pack if nothing says them: with InternVL's 256 tokens per tile the OmniBal paper's, 9 tiles and 4096
+# tokens.
 LLM_TOKENS: Final = 4096
 IMAGE_TOKENS: Final = 9 * 256
 MICRO_BATCHES_PER_STAGE: Final = 4  # where nothing is said: the bubble is then a fifth at most

@@ -75,6 +75,7 @@ def profile(
     kind = expect("source", source, ("ds_config", "model"))
     check_file("out", out)
     fixed = read_limits(limits)
+    # A ds_config says dtype, frozen parts and layout; for a bare model folder the options say them.
     if kind == "ds_config":
         refuse({"dtype": dtype, "frozen": frozen, "tensor-parallel": tensor_parallel}, "the ds_config says it")
         workspace = open_workspace(source, cluster=cluster, measures=measure, replaces=out is None)

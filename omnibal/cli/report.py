@@ -43,6 +43,7 @@ def report(
 
     Example: omnibal report runs/quickstart --out quickstart.html
     """
+    # A page has a part about the plan, a part about the run, or both: whatever the source has.
     require("matplotlib")
     kind = expect("source", source, ("ds_config", "plan", "run"))
     check_file("--out", out)

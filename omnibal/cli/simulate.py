@@ -112,6 +112,7 @@ def partition(
     workspace = open_workspace(source, kinds=("ds_config", "profile"), lengths=lengths, cluster=cluster)
     if workspace.files is None and num_stages is None:
         raise ConfigError(f"--num-stages must be given beside a profile, got none with {source}")
+    # Any valid cut serves: the base plan only fixes limits, levels and layout, and the search replaces the partition.
     pipeline = {"partition": "uniform", "plan": None, "schedule": "1f1b"}
     base = present_plan(workspace, num_stages, limits=fixed, pipeline=pipeline)
     costs, packing = workspace.profile, median_packs(workspace, base)
