@@ -41,10 +41,10 @@ MOST_UNREAD: Final = 0.1
 # What ChatML adds to a turn, and which of it is a target: the token that ends an answer; what stands around an image.
 TURN_TOKENS, END_TOKENS, IMAGE_TOKENS = 5, 1, 2
 TOKENS_OF: Final = {"word": 1.2, "digit": 1.0, "marks": 0.9, "ideograph": 0.6, "other": 0.5}
-"""Of Qwen's vocabulary per word of Latin letters, digit, run of other marks, ideograph, and letter of other scripts.
+"""Tokens of Qwen's vocabulary per Latin word, digit, run of other marks, ideograph, and letter of other scripts.
 
-On 5,800 paragraphs of English prose, Markdown and code they are 5 % below to 5 % above what its tokenizer counts, a
-paragraph by itself 10 % (standard deviation).
+On 5,800 paragraphs of English prose, Markdown and code these estimates are 5 % below to 5 % above the count of Qwen's
+tokenizer, for a single paragraph 10 % (standard deviation).
 """
 ESTIMATE_ERROR: Final = 0.1
 """Share by which a text's estimated tokens may be off."""
@@ -122,7 +122,7 @@ def _mixed(found: MeasuredLengths, mixture: Mixture) -> MeasuredLengths:
 
 
 def _with_squares(found: MeasuredLengths) -> MeasuredLengths:
-    """With what attention within images takes, where nobody counted it."""
+    """Add ``vision_squared`` where nobody counted it, as if each sample's patches were one image."""
     lengths = found.lengths
     if lengths.vision_squared is not None or not lengths.vision_units.any():
         return found

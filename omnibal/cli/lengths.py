@@ -124,7 +124,7 @@ def statistics_of(lengths: SampleLengths) -> dict[str, Any]:
 
 
 def _statistics(name: str, lengths: SampleLengths) -> dict[str, Any]:
-    """Of some samples; of target tokens None where they are not known."""
+    """Counts and distributions over some samples; None for target tokens that are not known."""
     targets = lengths.target_tokens
     return {
         "name": name,

@@ -80,11 +80,12 @@ class LoraSection(Section):
     """Low-rank adapters that are trained in place of the model's weights (Hu et al., LoRA, 2021)."""
 
     rank: Count = 16
-    """Of the two matrices of an adapter; each adapted layer gets ``rank * (inputs + outputs)`` parameters."""
+    """Inner size of an adapter's two matrices; each adapted layer gets ``rank * (inputs + outputs)`` parameters."""
     alpha: Count | None = None
     """What an adapter adds is multiplied by ``alpha / rank``; left out, it is twice the rank, as in LLaVA's recipe."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of an adapter's input. Above 0 each adapter keeps a copy of its own of that input for the backward pass."""
+    """Probability of dropping a value of an adapter's input. Above 0 each adapter keeps its own copy of that input for
+    the backward pass."""
     targets: Annotated[list[str], Field(min_length=1)] = ["language"]
     """Which linear layers get an adapter: modules (``language``: all but the head), kinds of layers
     (``decoder_block``; ``vision_block`` is every block of the ViT), or names and ends of names in the Hugging Face
@@ -147,9 +148,9 @@ class PackingSection(Section):
     """Which samples share a micro-batch."""
 
     vision_units: Count | None = None
-    """The most a pack may hold; left out, the paper's rule chooses from the lengths."""
+    """The most tiles or patches in a pack; left out, the OmniBal paper's rule chooses from the lengths."""
     llm_tokens: Count | None = None
-    """The same."""
+    """The most LLM tokens in a pack; left out, the OmniBal paper's rule chooses from the lengths."""
     method: Literal["balanced", "isf", "random"] = "balanced"
     """``balanced``; ``isf``, the OmniBal paper's packing; or ``random``, samples as they are drawn."""
     oversized: Literal["alone", "error", "drop"] = "alone"
@@ -192,11 +193,11 @@ class LearningRates(Section):
     """Learning rates of single modules; left out, that of the ds_config's "optimizer"."""
 
     vision: Rate | None = None
-    """Of the ViT: patch embedding, blocks (Qwen3-VL's with their deep-stack mergers) and last norm."""
+    """Rate of the ViT: patch embedding, blocks (Qwen3-VL's with their deep-stack mergers) and last norm."""
     projector: Rate | None = None
-    """Of what takes the ViT's last output to the language model."""
+    """Rate of the projector, which takes the ViT's last output to the language model."""
     language: Rate | None = None
-    """Of the language model, its embedding and its head."""
+    """Rate of the language model, its embedding and its head."""
 
 
 class OptimizerSection(Section):
@@ -388,7 +389,7 @@ def _remedy(key: str) -> str:
 
 
 def _automatic(value: Any, place: str = "") -> Iterator[str]:
-    """Where ``"auto"`` stands."""
+    """Keys whose value is ``"auto"``, such as ``zero_optimization.reduce_bucket_size``."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _automatic(inner, f"{place}.{key}" if place else str(key))

@@ -41,7 +41,7 @@ STRETCHES_KEPT: Final = 2
 
 @dataclass(frozen=True)
 class Origin:
-    """Where other ranks left a mixture: what the epochs behind theirs go on from."""
+    """The position in a mixture at which another number of ranks stopped; later epochs are counted from it."""
 
     epoch: int
     """The first epoch behind those of the other ranks."""

@@ -141,14 +141,10 @@ def differencing(costs: FloatArray, num_ranks: int) -> IntArray:
 
 
 class _SortedCosts(NamedTuple):
-    keys: IntArray
-    """Costs as integers above ``num_samples - 1 - sample``, ascending: read from the end, equal costs come by sample.
-    """
+    keys: IntArray  # (integer cost << bits) + num_samples - 1 - sample, ascending: from the end, equal costs by sample
     bits: int
-    """Of a key that hold the sample."""
-    largest: float
-    """Of the integer costs; ``total`` is their sum."""
-    total: float
+    largest: float  # largest integer cost
+    total: float  # sum of the integer costs
 
 
 def _sorted(costs: FloatArray, num_ranks: int) -> _SortedCosts:

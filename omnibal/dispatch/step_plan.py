@@ -65,9 +65,9 @@ class Costs:
     padded: bool = False
     """Whether the LLM gets a rank's samples as rows, padded to the longest of them: Algorithm 2 divides them then."""
     ranks_per_node: int | None = None
-    """Where given, lists of samples stay in nodes as far as they can."""
+    """If given, lists of samples stay within nodes as far as they can."""
     link: Link | None = None
-    """Where given, costs are in seconds, and the moves are those that make computing and exchanging shortest in sum."""
+    """If given, costs are in seconds, and the moves minimize computing plus exchanging."""
     least_gain: float = 0.01
     """Without a link: a phase that would gain less than this share of its largest rank's cost stays as drawn."""
 

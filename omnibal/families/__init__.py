@@ -26,7 +26,7 @@ def register(family: Family) -> None:
     """Add a family, in this process; all processes import the module that ``omnibal.model.family`` names.
 
     Raises:
-        ConfigError: A ``model_type`` of it is another family's.
+        ConfigError: Another family has one of its ``model_types``.
     """
     for model_type in family.model_types:
         if model_type in _FAMILIES:

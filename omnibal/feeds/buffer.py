@@ -33,9 +33,9 @@ class _Fill(NamedTuple):
     """The moment before the buffer was filled."""
 
     drawn: int
-    """Samples that had been drawn."""
+    """Samples drawn before."""
     sources: dict[str, Any]
-    """Where each source stood, by name."""
+    """Position of each source, by name."""
 
 
 class SampleBuffer:

@@ -35,7 +35,7 @@ SAMPLES_A_PACK: Final = 32
 EDGE: Final = 64
 """Last samples of a window, and first ones behind it, that may change places."""
 NEAR: Final = 0.05
-"""Of a pack: where a window's sums are as near as that, it exchanges no more samples, as exchanges sort the sources."""
+"""A window whose sums are within this share of a pack exchanges no more samples, as exchanges sort the sources."""
 SHED: Final = (0.0, 0.0, 0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 """Shares of the samples that are left for the next window where they do not fit, try after try."""
 

@@ -142,7 +142,7 @@ class EpochFeed:
         return Step(packs.epoch, packs.index, samples, load, shares, target_tokens=targets), batches
 
     def steps_left(self, epochs: int | None = None) -> int:
-        """As of ``Feed``; what counting later epochs costs says ``BalancedBatchSampler.steps_of``."""
+        """See ``Feed.steps_left``; counting later epochs costs as much as ``BalancedBatchSampler.steps_of``."""
         sampler = self.sampler
         left = sampler.epoch_steps - self._steps_done
         if epochs is None:

@@ -32,7 +32,7 @@ class FullBuffer(NamedTuple):
     has_image: bool
     """Whether the rank has drawn an image, now or before: then all packs of all ranks have one from now on."""
     first: str
-    """Of the first window: a digest of the first samples."""
+    """A digest of the first samples, in the first window only: equal digests mean that two ranks read the same data."""
     num_oversized: int
     """Samples over a limit that the rank met since the window before."""
     first_oversized: str

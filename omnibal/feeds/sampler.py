@@ -13,8 +13,7 @@ from omnibal.data.packing_spec import PackingOptions, PackingSpec, Ranks
 from omnibal.errors import ConfigError, integer
 from omnibal.feeds.epoch_steps import Epochs, EpochSteps, StepPacks
 
-VERSION: Final = 1
-"""Of saved positions."""
+VERSION: Final = 1  # of the form of saved positions
 OTHER_DATA: Final = "; other samples or shares make other draws: keep the weights, and begin anew without the state"
 _Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # ranks, and micro-batches of each
 
@@ -177,9 +176,9 @@ class BalancedBatchSampler:
         return self._steps.step(index)
 
     def shares_of(self, index: int) -> dict[str, tuple[float, float]]:
-        """Of a step of the current epoch, by the mixture's sources: the share it was to hold, and the one it holds.
+        """For each source of the mixture, (share asked for, share held) of a step of the current epoch.
 
-        Nothing without a mixture. A single step's share is up to chance; over some hundred steps it is met.
+        Empty without a mixture. A single step's share is up to chance; over some hundred steps it is met.
         """
         return self._steps.shares_of(index)
 

@@ -139,7 +139,7 @@ class Source:
         return "".join(told) or ("; what it was read from has ended" if isinstance(error, EOFError) else "")
 
     def state(self) -> dict[str, Any]:
-        """Where the source stands."""
+        """The source's position."""
         source: Any = self._source
         if self._items is not None and hasattr(source, "state_dict"):
             self._own = deepcopy(source.state_dict())

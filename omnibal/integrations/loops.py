@@ -88,7 +88,7 @@ class PackLoader(DataLoader[Any]):
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands, the same on all ranks, as a few JSON values."""
+        """The loop's position as a few JSON values, the same on all ranks."""
         sampler = self.pack_sampler
         return sampler.state_dict(sampler.steps_done + self._taken // sampler.micro_batches)
 

@@ -34,7 +34,7 @@ SIZED: Final = frozenset({"image_sizes", "pixel_attention_mask"})
 """Tensors that tell how much of an image is real: beside them smaller images may be padded to the largest."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
-"""Of one row of an image's tensor: a tile, a patch, an image."""
+"""Shape and dtype of one row of an image's tensor: a tile, a patch, an image."""
 Shapes = dict[str, Shape]
 
 MEASURED_BYTES: Final = 2**24  # that each rank sends to measure the link: some ten images

@@ -56,7 +56,7 @@ class StreamLoader:
 
     @property
     def step_shares(self) -> Mapping[str, tuple[float, float]]:
-        """Of each source of a mixture: the share asked for at the step yielded last, and that of the step's packs."""
+        """For each source of a mixture, (share asked for, share held) of the step that was yielded last."""
         return self.step.shares
 
     @property
@@ -81,7 +81,7 @@ class StreamLoader:
             self.feed.go_to(self._position)  # the thread that draws ahead ends
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank, between two steps: what goes on from here, on as many ranks."""
+        """This rank's position between two steps; it resumes on the same number of ranks."""
         return {"made_from": self.feed.made_from, **self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

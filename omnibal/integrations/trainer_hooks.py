@@ -200,7 +200,7 @@ class TrainedStep(NamedTuple):
     samples: int
     waiting: Waiting
     shares: Mapping[str, tuple[float, float]]
-    """Of each source of a mixture: the share that was asked for, and the share of the step."""
+    """For each source of a mixture, (share asked for, share that the step held)."""
 
 
 class PacksCallback(RecipeCallback):

@@ -217,7 +217,7 @@ class StreamCallback(PacksCallback):
         return {name: value for name, value in self._loader.feed.made_from.items() if name not in FREE}
 
     def logged(self) -> dict[str, float]:
-        """As of ``PacksCallback``, and how many samples exceeded a limit so far."""
+        """The figures of ``PacksCallback``, and how many samples exceeded a limit so far."""
         return super().logged() | {"oversized": self._loader.oversized}
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:

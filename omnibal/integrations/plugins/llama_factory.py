@@ -47,7 +47,7 @@ def main() -> None:
     from llamafactory.train.tuner import run_exp
 
     class PackTrainer(workflow.CustomSeq2SeqTrainer):  # type: ignore[misc]
-        """Its own trainer."""
+        """LLaMA-Factory's own trainer, on packs."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
