@@ -7,11 +7,14 @@ import gc
 import importlib
 import inspect
 import itertools
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import psutil
@@ -33,20 +36,21 @@ COLLECTIVES = (
 )
 
 ROOT = Path(__file__).parents[2]
+PRELOADED = ("tests.engine.cases", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""What ranks inherit: imports take seconds. DeepSpeed's engine imports the second module, and with it torch.compile."""
 WITHOUT_GRADIENT = "an autograd kernel was not registered"
 """What torch says once in a process that runs backward through a collective's tensor."""
 KEPT_GROUPS = 3
 """Each process holds some hundred megabytes."""
-MOST_THREADS = 200
+MOST_THREADS = 60
 """Of a process that waits: gloo's stay, some fifteen an engine, and each wakes up a hundred times a second."""
 
 
 def launch(num_processes, function, *arguments, timeout_seconds=600, accelerator="cpu", ends=False):
     """Run ``function`` ("module:name", importable from the repository) on each process; its results, by rank.
 
-    The function gets the arguments, with torch.distributed ready (gloo on a CPU, else NCCL). Starting processes costs
-    more than most cases: those of a launch wait for the next one of as many. A failure of one process ends them all and
-    is raised with its output.
+    The function gets the arguments, with torch.distributed ready (gloo on a CPU, else NCCL). Processes with few threads
+    wait for the next launch of as many. A failure of one process ends them all and is raised with its output.
 
     Args:
         ends: Whether processes must end with the function, as where a stage leaves another one waiting.
@@ -72,45 +76,34 @@ class _Group:
     def __init__(self, num_processes, accelerator):
         self._name = tempfile.TemporaryDirectory()
         self._folder, self._jobs, self._port = Path(self._name.name), itertools.count(), free_port()
-        self._processes = [self._start(rank, num_processes, accelerator) for rank in range(num_processes)]
-
-    def _start(self, rank, num_processes, accelerator):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+        environment = _environment(accelerator) | {
             "WORLD_SIZE": str(num_processes),
             "LOCAL_SIZE": str(num_processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
-            "DS_ACCELERATOR": accelerator,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        command = [sys.executable, "-m", "tests.engine.launch", str(self._folder)]
-        with (self._folder / f"log{rank}.txt").open("w") as log:
-            return subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        parents = [_parent(rank, accelerator) for rank in range(num_processes)]  # which import side by side
+        self._pipes, self._processes = [], []
+        for rank, parent in enumerate(parents):
+            pipe = self._folder / f"jobs{rank}"
+            os.mkfifo(pipe)
+            self._pipes.append(os.open(pipe, os.O_RDWR))
+            of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            parent.stdin.write(json.dumps([str(self._folder), of_rank]) + "\n")
+            parent.stdin.flush()
+            found = next(int(line) for line in parent.stdout if line.strip().isdecimal())  # DeepSpeed logs there, too
+            self._processes.append(psutil.Process(found))
 
     def run(self, function, arguments, timeout_seconds, *, ends):
         job = next(self._jobs)
         torch.save((function, arguments, ends), self._folder / f"job{job}.pt")
-        for process in self._processes:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: its output says why
-                process.stdin.write(f"{job}\n")
-                process.stdin.flush()
+        for pipe in self._pipes:
+            os.write(pipe, f"{job}\n".encode())
         results = [self._folder / f"result{job}.{rank}.pt" for rank in range(len(self._processes))]
         deadline = time.monotonic() + timeout_seconds
         while not all(path.exists() for path in results):
             # The first one that fails matters: the others then wait for it or complain about it.
-            ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
+            ended = [rank for rank, process in enumerate(self._processes) if not process.is_running()]
             failed = [rank for rank in ended if not results[rank].exists()]
             assert not failed, self._output(failed[0])
             assert time.monotonic() < deadline, "processes hang:\n" + "\n".join(map(self._output, range(len(results))))
@@ -123,16 +116,18 @@ class _Group:
     @property
     def num_threads(self):
         """Of the process that has most."""
-        return max(psutil.Process(process.pid).num_threads() for process in self._processes)
+        return max(process.num_threads() for process in self._processes)
 
     def _output(self, rank):
         return f"rank {rank}:\n{(self._folder / f'log{rank}.txt').read_text()[-6000:]}"
 
     def end(self):
         for process in self._processes:
-            process.kill()
-            process.wait()
-            process.stdin.close()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._processes)
+        for pipe in self._pipes:
+            os.close(pipe)
         self._name.cleanup()
 
 
@@ -140,10 +135,36 @@ _groups = {}
 """Those that wait, the one that was used last at the end."""
 
 
-@atexit.register
+_at_exit = contextlib.ExitStack()
+atexit.register(_at_exit.close)
+
+
+@_at_exit.callback
 def _end_all():
     for group in _groups.values():
         group.end()
+
+
+def _environment(accelerator):
+    return os.environ | {
+        "DS_ACCELERATOR": accelerator,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+
+
+@functools.cache
+def _parent(rank, accelerator):
+    """A process that has imported ``PRELOADED`` and forks a rank of each group.
+
+    Each rank has a parent of its own: on real ranks strings hash differently, and sets have different orders.
+    """
+    command, options = [sys.executable, "-m", "tests.engine.launch"], {"cwd": ROOT, "env": _environment(accelerator)}
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+    _at_exit.enter_context(parent)
+    _at_exit.callback(parent.kill)
+    return parent
 
 
 def check_order():
@@ -173,14 +194,48 @@ def _checked(collective, device, *, is_of_objects):
     return checked
 
 
-def _work():
-    """Run what the other end of standard input asks for, until it closes."""
-    folder = Path(sys.argv[1])
+def _fork_ranks():
+    """Start a rank for each line of standard input, which has its group's folder and its environment; print its id."""
+    if os.environ["DS_ACCELERATOR"] == "cpu":
+        for name in PRELOADED:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # ranks, which collect after each job, need not look at what they inherit
+        assert psutil.Process().num_threads() == 1, "threads do not outlive a fork"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a rank
+    for line in sys.stdin:
+        rank = os.fork()
+        if rank:
+            print(rank, flush=True)
+            continue
+        try:
+            _become_rank(*json.loads(line))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(1)
+
+
+def _become_rank(folder, environment):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(Path(folder) / f"log{environment['RANK']}.txt", os.O_WRONLY | os.O_CREAT)
+    for output in (1, 2):
+        os.dup2(log, output)
+    if environment["DS_ACCELERATOR"] != "cpu":  # CUDA may not be inherited
+        os.execve(sys.executable, [sys.executable, "-m", "tests.engine.launch", folder], environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    _work(Path(folder))
+
+
+def _work(folder):
+    """Run what the other end of the group's pipe asks for, until it closes."""
     bf16_optimizer.see_memory_usage = lambda *given, **options: None  # collects garbage: a second for each engine
     check_order()
     meet("gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl")
     linear = torch.nn.functional.linear
-    for line in sys.stdin:
+    for line in (folder / f"jobs{os.environ['RANK']}").open():
         job = int(line)
         function, arguments, ends = torch.load(folder / f"job{job}.pt", weights_only=False)
         module, name = function.split(":")
@@ -199,4 +254,7 @@ def _work():
 
 
 if __name__ == "__main__":
-    _work()
+    if len(sys.argv) > 1:
+        _work(Path(sys.argv[1]))
+    else:
+        _fork_ranks()
