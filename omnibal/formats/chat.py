@@ -69,7 +69,7 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     for key in PREFERENCE_KEYS:
         if record.get(key) is not None:
             raise DataError(f"sample must be for supervised training, got preferences ({key!r})")
-    named = next((_listed(record[key]) for key in IMAGE_KEYS if record.get(key)), [])
+    named = _named_images(record)
     names_images = bool(named)
     turns = []
     for place, role, content in _said(record, strict=strict):
@@ -99,9 +99,19 @@ def read_conversation(record: Mapping[str, Any], root: Path, *, strict: bool = T
     return Conversation(tuple(turns), images, sizes)
 
 
+def _named_images(record: Mapping[str, Any]) -> list[Any]:
+    """What a record names as its pictures, under whichever key."""
+    given = {key: _listed(record[key]) for key in IMAGE_KEYS if record.get(key)}
+    named = next(iter(given.values()), [])
+    if any(other != named for other in given.values()):
+        raise DataError(f"sample must name its images under one key, got different ones under {' and '.join(given)}")
+    return list(named)
+
+
 def _said(record: Mapping[str, Any], *, strict: bool) -> list[tuple[str, str, Any]]:
     """Who says what: the place of each turn, for messages, its role and its content."""
-    key = next((key for key in TURN_KEYS if record.get(key) is not None), None)
+    # Tables that unite columns have empty turns beside a question and its answer.
+    key = next((key for key in TURN_KEYS if record.get(key)), None)
     said = [("system", "system", record["system"])] if record.get("system") else []
     if key is not None:
         return said + _turns(record[key], key, strict=strict)

@@ -443,12 +443,16 @@ class TableRows:
             import datasets
         except ModuleNotFoundError as error:
             raise missing_extra("datasets") from error
+        verbosity = datasets.logging.get_verbosity()
         try:
+            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is said below, with the file
             table = _load_table(datasets, path, source) if isinstance(source, list) else source
         except DataError:
             raise
         except Exception as error:  # damaged files fail in any way
             raise DataError(f"data must be a table that datasets can load, got {path}: {said(error)}") from error
+        finally:
+            datasets.logging.set_verbosity(verbosity)
         self.path, self.content_hash = path, str(table._fingerprint)
         # Rows are taken as Arrow has them: to cast the pictures' columns would copy all of the data.
         self._features = datasets.Features({name: _undecoded(kind) for name, kind in table.features.items()})

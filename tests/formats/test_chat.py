@@ -30,6 +30,16 @@ def test_no_image(image):
     assert read_conversation(record(("human", "Hi"), ("gpt", "Hi"), **image), ROOT).images == ()
 
 
+def test_images_named_twice_alike_are_read_once():
+    parsed = read_conversation(record(("human", "Hi"), ("gpt", "Hi"), image="a.png", images=["a.png"]), ROOT)
+    assert parsed.images == (Path("/data/a.png"),)
+
+
+def test_empty_turns_beside_a_question_are_no_turns():
+    parsed = read_conversation({"messages": [], "query": "What?", "response": "That."}, ROOT)
+    assert [turn.text for turn in parsed.turns] == ["What?", "That."]
+
+
 @pytest.mark.parametrize("images", [["a.png"], ["a.png", "b.png"]])
 def test_images_without_a_mark_come_before_the_first_question(images):
     turns = [("system", "Be kind."), ("human", "What?"), ("gpt", "One."), ("human", "Why?"), ("gpt", "So.")]
@@ -120,6 +130,10 @@ def test_other_records_are_refused(other, reason):
             "image must be a path, got 4800 characters of data, /9j/4AAQ",
         ),
         (record(("human", "Hi"), ("gpt", "Hi"), video="a.mp4"), "got video"),
+        (
+            record(("human", "Hi"), ("gpt", "Hi"), image="a", images=["b"]),
+            "sample must name its images under one key, got different ones under image and images",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(broken, reason):

@@ -202,6 +202,15 @@ def test_a_damaged_table_is_named_in_a_stream(folder, model_folder):
         list(stream)
 
 
+def test_a_damaged_table_is_named_once(folder, model_folder, caplog):
+    path = folder / "a.parquet"
+    KINDS["a.parquet"](path, [FORMS["LLaVA"]] * 3)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"data must be a table that datasets can load, got .*a\.parquet: "):
+        open_dataset(path, model_folder)
+    assert not caplog.records
+
+
 def test_what_is_no_folder_of_rows_is_refused(folder, model_folder):
     (folder / "nothing").mkdir()
     with pytest.raises(DataError, match=r"data must be JSON lines, .* of one kind, got .*nothing with none"):
