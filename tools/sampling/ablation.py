@@ -9,7 +9,7 @@ Seconds are predicted for a ViT that takes 40 % of the time, and an LLM whose co
 long as its slowest rank, or where ranks run several micro-batches as the slowest of their pipelines of four stages
 (1F1B).
 
-    python -m tools.sampling.ablation parts --seeds 4   # an hour of one core
+    python -m tools.sampling.ablation parts --seeds 3   # a quarter of an hour of one core
     python -m tools.sampling.ablation randomness        # χ² by ranks, the mean over 20 seeds with its standard error
     python -m tools.sampling.ablation fuzz              # harsh configurations; prints those that fail
 """
@@ -19,7 +19,6 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 import typer
-from data import mixed_lengths, real_lengths
 
 from omnibal.data.balance import BalancedPacks, window
 from omnibal.data.balance.rules import Effort
@@ -32,6 +31,7 @@ from omnibal.data.synthetic import INTERNVL_MIX, patch_lengths, tiled_lengths
 from omnibal.errors import InfeasibleError
 from omnibal.pipeline.schedule import one_f_one_b
 from omnibal.pipeline.simulate import run
+from tools.sampling.data import mixed_lengths, real_lengths
 
 
 class NeverFirst(BalancedPacks):

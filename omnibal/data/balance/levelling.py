@@ -45,6 +45,7 @@ def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
     """Make the packs of every step alike, and bring all under their limits; return how many are not."""
     effort, number = rules.effort, len(tables.packs)
     group_packs = rules.group_steps * rules.step_packs
+    # The parts 4 to 7 of ALGORITHM.md, in this order.
     center(tables, rules, True, False)
     if rules.repair_first:
         repair(tables, rules, seed)
@@ -53,15 +54,19 @@ def level_window(tables: Tables, rules: Rules, seed: np.uint64) -> int:
     level_parts(tables, rules, rules.step_packs, effort.step_rounds, False)
     for index in range(effort.passes):
         last = index == effort.passes - 1
+        # A pass draws at most 16 · number times (8 rounds, 2 each per pack): no two passes draw the same.
         even_vision(tables, rules, group_packs, seed + np.uint64(index * number << 8))
+        # Repaired in the first pass, so that all that follows levels packs which fit, and mends the mixes again.
         if index == 0:
             left = repair(tables, rules, seed)
             if left > max(number // HOPELESS, FEW):
                 return left
         level_parts(tables, rules, group_packs, effort.group_rounds, False)
+        # Exchanges with other steps have moved the steps' means of cost.
         center(tables, rules, False, last)
         level_parts(tables, rules, rules.step_packs, effort.step_rounds, False)
     level_parts(tables, rules, rules.step_packs, effort.heaviest_rounds, True)
+    # Levelling hands on what packs are over their limits, and never makes it more: what is left of it ends here.
     return repair(tables, rules, seed)
 
 
@@ -101,6 +106,7 @@ def center(tables: Tables, rules: Rules, first: bool, last: bool) -> None:
 def _least_most_vision(tables: Tables, rules: Rules, begin: Integer) -> Any:
     """How far above the mean a step's largest vision load is at least: whole units, and the largest sample."""
     packs, samples = tables.packs, tables.samples
+    # The step's mean, from its first pack: limit − room = load = mean + over mean.
     mean = rules.most_vision * rules.vision_weight - packs[begin, VISION_ROOM] - packs[begin, VISION_OVER_MEAN]
     most = -(-mean // rules.vision_weight) * rules.vision_weight
     for pack in range(begin, begin + rules.step_packs):
@@ -129,7 +135,8 @@ def level_parts(tables: Tables, rules: Rules, part_packs: int, rounds: int, heav
             # Vision units decide in every other round while they are uneven: they come in few sizes, and are soon
             # even or never.
             by_vision = wrong > 0 and round_index % 2 == 0 and not heaviest_alone
-            sort_packs(packs, order, tables.scratch_weights, number, by_vision, wrong == 0 or not by_vision)
+            # By vision units alone in such a round, by cost alone in the others.
+            sort_packs(packs, order, tables.scratch_weights, number, by_vision, not by_vision)
             tries = done = 0
             for place in range(number - 1 if heaviest_alone else number // 2):
                 if heaviest_alone:
@@ -213,6 +220,7 @@ def repair_packs(tables: Tables, rules: Rules, roomy: Int64Array, seed: Any, rou
     for pack in range(number):
         if not _is_over(packs, pack):
             continue
+        # The first row of ``roomy`` is by vision units, the second by tokens.
         scarce = 0 if packs[pack, VISION_ROOM] < 0 else 1
         draws = seed + np.uint64(pack << 20)
         for look in range(min(LOOKS << max(round_index - 1, 0), 2 * number)):
@@ -247,6 +255,7 @@ def _is_over(packs: Int64Array, pack: Integer) -> bool:
 @compiled_part
 def _vision_wrong(tables: Tables, rules: Rules, pack: Integer) -> int:
     """1 where a pack has too many vision units, −1 where it has too few for its step to be even."""
+    # Where vision load is free, a pack may hold less at no loss, too: only what exceeds the free load is wrong.
     over, free = tables.packs[pack, VISION_OVER_MEAN], tables.free_vision[pack // rules.step_packs]
     if over > max(free, rules.vision_tolerance):
         return 1

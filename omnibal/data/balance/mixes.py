@@ -34,6 +34,8 @@ def count_mixes(samples: Int32Array, order: Int64Array, starts: Int64Array) -> M
     """Choose thresholds of size, of cost beyond vision units and of vision units; count every step's samples below."""
     drawn = samples[::EVERY].astype(np.float64) if len(samples) else np.zeros((1, TOKENS + 1))
     vision, cost = drawn[:, VISION], drawn[:, COST]
+    # Size alone does not tell a long text from a picture. So the second measure is what a sample costs beyond what its
+    # vision units would say, at the mean cost of a unit.
     per_unit = cost.sum() / max(vision.sum(), 1.0)
     sizes = (
         (vision + cost, QUANTILES),
@@ -61,7 +63,7 @@ def _count(
         for place in range(starts[step], starts[step + 1]):
             sample = order[place]
             vision, cost = np.float64(samples[sample, VISION]), np.float64(samples[sample, COST])
-            bits = 1 << last
+            bits = 1 << last  # then a bit per threshold of each of the three measures
             for number in range(half):
                 bits |= (vision + cost <= thresholds[number]) << number
                 bits |= (cost - vision * per_unit <= thresholds[half + number]) << (half + number)
@@ -70,6 +72,7 @@ def _count(
             samples[sample, MIX] = bits
             for column in range(last + 1):
                 counts[step, column] += bits >> column & 1
+    # Compared is with the window's own samples, which are random themselves, not with those of the whole epoch.
     for column in range(last):
         share = counts[:, column].sum() / max(len(order), 1)
         mixes.expected_share[column] = share
@@ -112,6 +115,7 @@ def stays_random(
                 bits = tables.samples[tables.subsets[side, MEMBER, member], MIX]
                 for column in range(len(change)):
                     change[column] += (2 * side - 1) * (bits >> column & 1)
+    # Refused is only what takes a step farther off than it is: one that is far off by chance comes nearer bit by bit.
     after, other_after = _mix_deviation(mixes, step, 1), _mix_deviation(mixes, other_step, -1)
     sorted_more = _too_far(mixes, rules, step, 1, after) or _too_far(mixes, rules, other_step, -1, other_after)
     if sorted_more and not free:

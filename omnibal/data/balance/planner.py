@@ -22,6 +22,7 @@ BLOCK: Final = 1 << 19
 """Samples in a block, about: finding its windows takes some hundredths of a second."""
 SURVEY: Final = 1 << 15
 """Samples that stand for all where these are too many to count."""
+# Doubled from trial to trial: what is found is at most twice the least margin that would do.
 MARGINS: Final[tuple[float, ...]] = (0.0, *(0.001 * 2**grown for grown in range(17)))
 """Shares of packs that are added until a trial succeeds: samples that do not combine to fill packs need them."""
 ATTEMPTS: Final = 32
@@ -69,6 +70,7 @@ class EpochWindows:
 
     def block_of(self, step: int) -> int:
         """The block that holds a step."""
+        # The inverse of block_steps: the last block whose first step, rounded down, is not behind this one.
         return ((step + 1) * self.num_blocks - 1) // max(self.num_steps, 1)
 
     def block_steps(self, block: int) -> tuple[int, int]:
@@ -94,6 +96,7 @@ class EpochWindows:
             but the last one of an epoch that has.
         """
         (first, last), (begin, _) = self.block_steps(block), self.block_places(block)
+        # All blocks share one list of windows; the block's own are counted from its first step.
         starts = self.starts
         steps = starts[(starts >= first) & (starts <= last)] - first
         return begin + cut_evenly(shares, steps, self.step_packs)
@@ -112,8 +115,10 @@ def cut_evenly(shares: Int32Array, steps: Int64Array, step_packs: int) -> Int64A
     number, packs = len(shares), steps * step_packs
     if number <= packs[-1]:
         return np.minimum(packs, number)
+    # A window of a tenth of the steps ends where a tenth of the load is reached. All are integers: machines cut alike.
     sums = np.cumsum(shares, dtype=np.int64)
     places = np.searchsorted(sums, steps * sums[-1] // steps[-1], side="right")
+    # Many samples without load may stand in a row: windows before and behind must keep a sample for every pack.
     cuts: Int64Array = np.clip(places, packs, number - packs[-1] + packs)
     cuts[0], cuts[-1] = 0, number  # also where samples at the ends have no load
     return cuts
@@ -127,10 +132,12 @@ class BalancedPacks:
         self._task = PackingTask(limits, cost, ranks.num_replicas, ranks.micro_batches, spec.exchange_steps, effort)
         self._columns, self._seed, self._samples = columns_of(lengths), spec.seed, samples
         self._num_samples = spec.num_samples
+        # Of many samples a random part says what means and spreads are; packs are counted from all (`survey`).
         drawn = None if self._num_samples <= BLOCK else self._draw(0, SURVEY, 0)
         self._demand = survey(lengths, limits, cost, samples=samples, drawn=drawn)
         self._tried: list[Packs] = []  # the first windows of epoch 0: planned already, and known to fit
         self._cuts: dict[tuple[int, int], IntArray] = {}
+        # Sets the number of steps, windows and rules. Trials plan epoch 0: it need not be planned again.
         self._size()
 
     def window_starts(self, epoch: int) -> IntArray:  # the same in all epochs
@@ -160,6 +167,7 @@ class BalancedPacks:
 
     def _size(self) -> None:
         """Find the number of steps: the bound and its reserve, unless a trial shows that samples do not combine so."""
+        # Up to two windows' samples are one window: then nothing is planned alone, and no reserve is due for that.
         single = self._num_samples < 2 * WINDOW
         blocks, window = (1, self._num_samples) if single else (blocks_of(self._num_samples), WINDOW)
         needed = self._needed = self._demand.packs_needed(blocks, window)
@@ -185,13 +193,14 @@ class BalancedPacks:
         Where samples fit easily, one window stands for all. Where they do not, the first one may fit by luck: then a
         second one must, too.
         """
+        # More steps than the bound asks for mean that a trial has failed: samples do not combine.
         hard = repair_first or num_steps > self._steps_of(self._needed)
         step_packs = self._task.step_packs
         self._windows = EpochWindows(self._num_samples, num_steps, step_packs)
         # Weights of loads depend on how many packs share the samples, so every number of steps has rules of its own.
         rules, self._share_of = make_rules(self._demand, self._task, num_steps * step_packs)
         self._rules = rules._replace(repair_first=repair_first)
-        self._cuts.clear()
+        self._cuts.clear()  # these are of other numbers of steps
         self._tried.clear()
         for index in range(min(len(self._windows.starts) - 1, 1 + hard)):
             packs = self._plan(0, index, 0)
@@ -213,6 +222,7 @@ class BalancedPacks:
         """Plan a window; after the first attempt in another order, and with limits before all else."""
         starts = self._windows.starts
         block = self._windows.block_of(int(starts[index]))
+        # The window's place among those of its block, whose cuts depend on the loads of that block alone.
         first = int(np.searchsorted(starts, self._windows.block_steps(block)[0]))
         begin, end = self._find_cuts(epoch, block)[index - first : index - first + 2]
         # Seeded by the position alone: a resumed run, and every rank, plans the same packs without those before.
@@ -233,6 +243,7 @@ class BalancedPacks:
         if cuts is None:
             chosen = self._draw(*self._windows.block_places(block), epoch)
             cuts = self._windows.cut(block, driving_loads(chosen, self._columns, self._rules, self._share_of))
+            # The oldest go first; popped with a default, because several threads may plan (a loader's, for example).
             while len(self._cuts) >= BLOCKS_KEPT:
                 self._cuts.pop(next(iter(self._cuts)), None)
             self._cuts[epoch, block] = cuts

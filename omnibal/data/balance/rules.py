@@ -17,6 +17,7 @@ from omnibal.data.metrics import MOST_ROUNDINGS, rounded_shares
 
 FULL: Final = 1 << 16
 """A pack's room for the driving load."""
+# Less than RESERVE: what asks for 0.2 % more packs finds them there.
 NOTABLE: Final = 1.002
 """Weights that know which samples do not fit together count where they ask for this many times the volume's packs."""
 RESERVE: Final = 0.0025
@@ -107,6 +108,7 @@ def survey(
     weights = _weigh(vision, limits.vision_units), _weigh(tokens, limits.llm_tokens)
     num_samples = len(lengths) if samples is None else len(samples)
     totals = _total_shares(lengths, limits, samples, weights)
+    # The load that asks for more packs drives: steps with equal shares of it leave room in the other one.
     by_tokens = totals[1] > totals[0]
     driver, other = (
         weights[by_tokens][0][(vision, tokens)[by_tokens]],
@@ -183,7 +185,7 @@ def _weigh(sizes: IntArray, limit: int) -> Weights:
     # By each k's weights no pack holds more than one (`rounded_shares`), so their total bounds the packs from below:
     # the largest of these bounds is taken.
     counts = np.bincount(sizes, minlength=limit + 1)
-    best = np.arange(limit + 1) * FULL // max(limit, 1)
+    best = np.arange(limit + 1) * FULL // max(limit, 1)  # by volume
     most, volume = NOTABLE * float(counts @ best), True
     for k in range(1, MOST_ROUNDINGS + 1 if limit else 1):
         weights = rounded_shares(limit, k) * FULL // (k * limit)
@@ -291,6 +293,7 @@ def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules
     limits, cost, num_replicas = task.limits, task.cost, task.num_replicas
     per_pack = demand.num_samples / max(num_packs, 1)
     vision, mean_cost = per_pack * demand.mean_vision, per_pack * demand.mean_cost
+    # Costs come in any unit, seconds or FLOPs: they are scaled so that a mean pack has one to two PACK.
     # A power of two: so samples weigh the same on machines whose mean costs differ in the last bit.
     unit = 2.0 ** math.floor(math.log2(max(mean_cost, 1e-300))) / PACK
     # A mean pack's vision units weigh VISION_PACKS times its cost, unless a single sample's load would leave 32 bits.
@@ -308,6 +311,7 @@ def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules
         most_vision=limits.vision_units,
         most_tokens=limits.llm_tokens,
         vision_weight=vision_weight,
+        # Tokens are never levelled, they only have to fit: those of a full pack weigh half of MOST_LOAD.
         token_weight=max(MOST_LOAD // 2 // limits.llm_tokens, 1),
         costs=(
             cost.vision_units / unit,
@@ -315,6 +319,7 @@ def make_rules(demand: Demand, task: PackingTask, num_packs: int) -> tuple[Rules
             cost.llm_tokens_squared / unit,
             cost.vision_squared / unit,
         ),
+        # Where tiles are few, less than one of them; of many patches 0.2 % of a pack, as of cost.
         vision_tolerance=max(int(tolerance * vision_weight), VISION_PACKS * TOLERANCE),
         by_tokens=demand.by_tokens,
         most_share=limits.vision_units if multiples else FULL,

@@ -71,8 +71,10 @@ def plan_window(
         The packs, step after step, those of a step in running order; or None where some would hold too much.
     """
     samples, shares = _measure(chosen, columns, rules, share_of)
+    # From here on a sample is its place in ``chosen``; ``_list_packs`` turns places back into samples.
     order, starts = cut_steps(shares, num_steps, rules)
     tables = _deal(samples, order, starts, rules)
+    # Compiled code draws by ``scrambled`` from this one number, and needs no generator.
     if level_window(tables, rules, np.uint64(rng.integers(1 << 62))):
         return None
     order = _running_order(tables.packs, rules, rng)
@@ -91,6 +93,7 @@ def _measure(chosen: Int64Array, columns: Columns, rules: Rules, share_of: Int32
         cost = per_unit * vision + per_token * tokens + per_squared_token * np.float64(tokens) * np.float64(tokens)
         if len(columns.vision_squared):
             cost += per_squared_unit * columns.vision_squared[chosen[place]]
+        # Loads are cut to MOST_LOAD: sums of subsets stay within 32 bits, whatever a cost model says.
         samples[place, NEXT] = NOWHERE
         samples[place, VISION] = min(vision * rules.vision_weight, MOST_LOAD)
         samples[place, COST] = np.int64(min(max(cost, -np.float64(MOST_LOAD)), np.float64(MOST_LOAD)))
@@ -141,13 +144,14 @@ def cut_steps(shares: Int32Array, num_steps: int, rules: Rules) -> Any:
             drawn += shares[order[place]]
         if left > 1 and number - begin > left * rules.step_packs:  # there are more samples than that
             most = number - (left - 1) * rules.step_packs  # the steps behind need one for every pack, too
+            # By what all steps so far should hold: what one of them misses, the next makes up for.
             due: Any = total * (step + 1) // num_steps - done
             # Rounded up, so that the last step gets what is left.
             due = min(-(-due // rules.share_unit) * rules.share_unit, rules.step_packs * rules.most_share)
             # Draw until the next sample would take the step farther from its share than it is.
             while end < most and 2 * (due - drawn) >= shares[order[end]]:
                 drawn, end = drawn + shares[order[end]], end + 1
-            if rules.share_unit > 1:
+            if rules.share_unit > 1:  # the share is a number of vision units that divides by the ranks
                 more, end = _trim(shares, order, begin, end, most, due - drawn, rules)
                 drawn += more
         done += drawn
@@ -172,6 +176,8 @@ def _trim(
         min(end + rules.effort.end_samples, np.int64(len(order))),
     )
     gained, mine, other = np.int64(0), end, behind  # ``end`` and ``behind`` stand for no sample
+    # All pairs of one of the last samples, or none, and one of the next, or none: at most 17². Of equally good
+    # ones the first is taken, the one that moves the earliest samples.
     for give in range(first, end + 1):
         for take in range(end, behind + 1):
             size = end + (take < behind) - (give < end)
@@ -180,6 +186,7 @@ def _trim(
                 gain -= shares[order[give]] if give < end else 0
                 if abs(lacking - gain) < abs(lacking - gained):
                     gained, mine, other = gain, give, take
+    # Steps are stretches of ``order``: what is given away or taken changes places with what stands at the border.
     if mine < end and other < behind:
         order[mine], order[other] = order[other], order[mine]
     elif mine < end:
@@ -194,6 +201,7 @@ def _trim(
 def _deal(samples: Int32Array, order: Int64Array, starts: Int64Array, rules: Rules) -> Tables:
     """Deal the samples of every step to its packs."""
     num_steps, number = len(starts) - 1, len(samples)
+    # Packs hold sums of any number of samples, in 64 bits. Samples' loads have 32: a processor compares eight at once.
     packs = np.zeros((num_steps * rules.step_packs, TOKEN_ROOM + 1), dtype=np.int64)
     packs[:, FIRST] = NOWHERE
     packs[:, VISION_ROOM] = rules.most_vision * rules.vision_weight
@@ -246,9 +254,11 @@ def _running_order(packs: Int64Array, rules: Rules, rng: np.random.Generator) ->
     """
     number, micro_batches = len(packs), rules.step_packs // rules.num_replicas
     by_load = np.arange(number)
+    # Little room means many vision units: the largest come first within each step.
     if micro_batches > 1:
         by_load = np.lexsort((packs[:, TOKEN_ROOM], packs[:, VISION_ROOM], by_load // rules.step_packs))
     rows = rng.permuted(by_load.reshape(-1, micro_batches, rules.num_replicas), axis=2)
+    # Rows −1, 0, 1, …: the last row, with the smallest packs, goes first. Then each rank's packs stand side by side.
     return rows[:, np.arange(-1, micro_batches - 1)].transpose(0, 2, 1).ravel()
 
 
