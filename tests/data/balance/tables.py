@@ -31,8 +31,8 @@ def make_rules(step_packs, *, limits=(1 << 20, 1 << 20), group_steps=1, toleranc
     return Rules(
         step_packs=step_packs, num_replicas=step_packs, group_steps=group_steps, most_vision=limits[0],
         most_tokens=limits[1], vision_weight=1, token_weight=1, costs=(0.0, 1.0, 0.0, 0.0),
-        vision_tolerance=tolerance, by_tokens=False, most_share=1 << 30, share_unit=1, repair_first=repair_first,
-        effort=Effort(**effort),
+        vision_tolerance=tolerance, by_tokens=False, most_share=1 << 30, share_unit=1, whole_vision=False,
+        repair_first=repair_first, effort=Effort(**effort),
     )  # fmt: skip
 
 
