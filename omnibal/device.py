@@ -9,6 +9,12 @@ from typing import Any, Final
 
 from omnibal.errors import ConfigError
 
+ALL_REDUCE_FRACTION: Final = 0.75
+"""Share of a link's bandwidth that sums among the devices of a node reach, once they are of tens of MB."""
+# NCCL's protocol leaves 370 of an H100's 450 GB/s (0.82, NVIDIA/nccl-tests#212), and A100s with NVLink reach 208 of 300
+# (0.69, NVIDIA/nccl-tests#178). NVSwitches that sum themselves (NVLink SHARP) do better from 256 MB on; PCIe without
+# peer access does worse.
+
 
 @dataclass(frozen=True)
 class Device:

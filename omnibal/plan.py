@@ -149,9 +149,9 @@ class Plan:
         return self.footprint(profile, load).stages(self.partition, self.recompute)
 
     def _check(self, profile: ModelProfile) -> None:
-        if self.layout.num_tensor != profile.tensor_parallel:
+        if self.layout.num_tensor != profile.num_tensor:
             raise ConfigError(
-                f"num_tensor of layout must be the profile's {profile.tensor_parallel}, got {self.layout.num_tensor}"
+                f"num_tensor of layout must be the profile's {profile.num_tensor}, got {self.layout.num_tensor}"
             )
 
     def to_record(self) -> dict[str, Any]:

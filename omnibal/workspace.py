@@ -273,7 +273,7 @@ class Workspace:
         cluster, profile = cluster or self.cluster, self.profile
         devices, layers = f"devices of the cluster {cluster}", len(profile.layers)
         return self.layout_on(
-            cluster.num_devices, devices, layers, num_stages=num_stages, num_tensor=profile.tensor_parallel
+            cluster.num_devices, devices, layers, num_stages=num_stages, num_tensor=profile.num_tensor
         )
 
     @cached_property

@@ -209,7 +209,7 @@ class Footprint:
         head = self.profile.layers[-1]
         if head.kind != "head":
             return 0
-        return math.ceil(loss_bytes(head, self.load.target_tokens, self.profile.tensor_parallel))
+        return math.ceil(loss_bytes(head, self.load.target_tokens, self.profile.tensor_parallel["language"]))
 
     def least_transient(self, stage: int) -> int:
         """Transient bytes that a stage needs with any layers and levels: on the last stage, those of the loss."""

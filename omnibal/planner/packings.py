@@ -69,8 +69,13 @@ class PlanRequest:
 
     def layouts(self, profile: ModelProfile) -> list[Layout]:
         """Layouts that the search considers, with rising numbers of stages and the profile's tensor ranks."""
-        num_devices, degree, num_layers = self.cluster.num_devices, profile.tensor_parallel, len(profile.layers)
+        num_devices, degree, num_layers = self.cluster.num_devices, profile.num_tensor, len(profile.layers)
         replicas_of(self.num_stages or 1, num_devices, num_layers=num_layers, num_tensor=degree)
+        if self.cluster.devices_per_node % degree:
+            raise ConfigError(
+                f"tensor_parallel must divide the {self.cluster.devices_per_node} devices of a node of {self.cluster}, "
+                f"got {degree}"
+            )
         ranks = num_devices // degree
         counts = [count for count in range(1, min(ranks, num_layers) + 1) if ranks % count == 0]
         return [

@@ -6,12 +6,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from omnibal.cost import CostModel
-from omnibal.device import Device
+from omnibal.device import ALL_REDUCE_FRACTION, Device
 from omnibal.errors import ConfigError
 from omnibal.families.base import ADAPTER_SIZES, LayerRecord, check_frozen
-from omnibal.profile.records import ELEMENT_BYTES, LayerCost, ModelProfile
+from omnibal.profile.records import ELEMENT_BYTES, LayerCost, ModelProfile, degree_of, degrees_of
 
 _FLOAT32_BYTES = 4
+# What tensor ranks sum for the loss of a target, in elements of two bytes: the largest logit, the sum of the exponents
+# and the target's logit, in float32.
+_LOSS_ELEMENTS = 6
 # Backward of fused attention, which computes the scores again, in forward passes.
 _ATTENTION_BACKWARD = 2.5
 
@@ -21,41 +24,91 @@ def analytic_profile(
     device: Device,
     *,
     dtype: str = "bfloat16",
-    tensor_parallel: int = 1,
+    tensor_parallel: int | Mapping[str, int] = 1,
+    sequence_parallel: bool = False,
     frozen: Collection[str] = (),
 ) -> ModelProfile:
     """Costs of a model's layers on a device by counting operations and bytes.
 
-    ``tensor_parallel`` devices share each layer: it divides all costs but of what is sent between stages. ``frozen`` is
-    what is not trained, as ``check_frozen`` takes it.
+    Args:
+        records: The model's layers.
+        device: What they run on.
+        dtype: Of the forward pass.
+        tensor_parallel: Devices of one node that share each layer, as Megatron-LM splits it: one number, or one each of
+            ``"vision"`` (the projector with it) and ``"language"``.
+        sequence_parallel: Whether these devices also share the tokens of what is not split, norms and residuals
+            (Korthikanti et al., 2022): the same bytes are sent, and each device keeps its share of them.
+        frozen: What is not trained, as ``check_frozen`` takes it.
+
+    Raises:
+        ConfigError: A number is out of range, or a degree does not divide the heads or the width of a layer.
+
+    Source of the split: Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
     # Matrix products run at ``device.fraction`` of the peak, whatever their sizes. Attention is counted within samples,
     # and causal in the language model. Norms and activation functions are thought of as part of the fraction;
     # embeddings and the loss, which are all memory traffic, are counted. Kept bytes are those of transformers' modules
-    # on fused attention. AdamW keeps two moments in float32, and a master copy of 16-bit parameters. What devices that
-    # share a layer tell each other is not counted: by arithmetic their all-reduces add 3 to 24 % to a block of
-    # InternViT-6B on A100s, and 2 to 6 % to one of a large language model, from 2 to 8 devices
-    # (tools/partition/RESULTS.md).
+    # on fused attention. AdamW keeps two moments in float32, and a master copy of 16-bit parameters.
     unknown = sorted({record.kind for record in records} - set(_WORK))
     if unknown:
         raise ConfigError(f"kind of a layer must be one of {', '.join(_WORK)}, got {unknown[0]!r}")
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"dtype must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
-    if tensor_parallel < 1:
-        raise ConfigError(f"tensor_parallel must be positive, got {tensor_parallel}")
+    degrees = degrees_of(tensor_parallel)
     parts = check_frozen(records, frozen)
-    unit = _Unit(device, ELEMENT_BYTES[dtype], tensor_parallel)
-    works = [_WORK[record.kind](record.sizes) for record in records]
+    units = [
+        _Unit(device, ELEMENT_BYTES[dtype], degree_of(degrees, record.module), sequence_parallel) for record in records
+    ]
+    works = [_WORK[record.kind](_split_sizes(record, unit.degree)) for record, unit in zip(records, units, strict=True)]
     layers = [
         _layer_cost(record, work, previous, unit, trained=record.trainable_parameters(frozen))
-        for record, work, previous in zip(records, works, [None, *works[:-1]], strict=True)
+        for record, work, previous, unit in zip(records, works, [None, *works[:-1]], units, strict=True)
     ]
-    return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=tensor_parallel, frozen=parts)
+    return ModelProfile(tuple(layers), device=device.name, dtype=dtype, tensor_parallel=degrees, frozen=parts)
+
+
+# Layers that every tensor rank has and computes as a whole.
+_NOT_SPLIT = ("patch_embedding", "final_norm")
+
+
+def _split_sizes(record: LayerRecord, degree: int) -> Mapping[str, int]:
+    """A layer's sizes as all of its tensor ranks together have them: with zero heads or copies of heads, if need be."""
+    sizes = dict(record.sizes)
+    if degree == 1 or record.kind in _NOT_SPLIT:
+        return sizes
+    widths: tuple[str, ...] = ("intermediate", "shuffled")
+    if record.kind == "projector":
+        widths = ("inner" if "inner" in sizes else "hidden",)
+    elif record.kind == "decoder_block":
+        widths = ("intermediate", "heads", "kv_heads")
+        # Key and value heads that several tensor ranks need are on each of them, as vLLM has it.
+        if degree % sizes["kv_heads"] == 0:
+            sizes |= _grown(sizes, "kv_heads", degree, each=2 * sizes["hidden"] * sizes["head_dim"])
+    elif "heads" in sizes:
+        # A ViT gets zero heads: NVLM trains the 25 heads of InternViT-6B as 32 (NVIDIA/Megatron-LM,
+        # examples/multimodal/nvlm/internvit.py). The makers of InternVL leave its ViT whole instead
+        # (OpenGVLab/InternVL#192), which is {"vision": 1, "language": degree}.
+        sizes |= _grown(sizes, "heads", degree, each=4 * sizes["hidden"] * sizes["head_dim"])
+    if "vocab" in sizes:  # rows of zeros, as Megatron-LM has them
+        sizes |= _grown(sizes, "vocab", degree, each=sizes["hidden"])
+    for name in widths:
+        if sizes.get(name, 0) % degree:
+            raise ConfigError(f"tensor_parallel must divide the {name} {sizes[name]} of {record.name}, got {degree}")
+    return sizes
+
+
+def _grown(sizes: Mapping[str, int], name: str, degree: int, *, each: int) -> dict[str, int]:
+    """A size grown to a multiple of the degree, where each unit of it has so many parameters."""
+    size = -(-sizes[name] // degree) * degree
+    return {name: size, "parameters": sizes["parameters"] + (size - sizes[name]) * each}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """What a layer does for a micro-batch, per unit of its load."""
+    """What a layer does for a micro-batch, per unit of its load.
+
+    Tensor ranks share what is counted here, but for the fields whose names say ``whole``.
+    """
 
     # Operations of products with weights, forward; backward to the inputs and to the weights take as many each:
     products: CostModel = field(default_factory=CostModel)
@@ -63,12 +116,19 @@ class _Work:
     attention: CostModel = field(default_factory=CostModel)
     # Elements read and written beside the products, forward; backward takes as many:
     traffic: CostModel = field(default_factory=CostModel)
+    whole_traffic: CostModel = field(default_factory=CostModel)
     # Elements that autograd keeps, and float32 numbers beside them, whatever the dtype (the inputs of RMS norms):
     saved: CostModel = field(default_factory=CostModel)
+    whole_saved: CostModel = field(default_factory=CostModel)
     saved_float32: CostModel = field(default_factory=CostModel)
+    whole_saved_float32: CostModel = field(default_factory=CostModel)
     # Elements that weight gradients keep while they wait: inputs of the products, and gradients of their outputs.
     # Nothing where they cannot wait: those of convolutions, and of what a layer shares with another one.
     pending: CostModel = field(default_factory=CostModel)
+    whole_pending: CostModel = field(default_factory=CostModel)
+    # Elements that tensor ranks sum, forward, and backward on the way to the inputs:
+    reduced: CostModel = field(default_factory=CostModel)
+    reduced_backward: CostModel = field(default_factory=CostModel)
     # Elements sent on, and elements beside them that layers far behind read:
     output: CostModel = field(default_factory=CostModel)
     feature: CostModel = field(default_factory=CostModel)
@@ -79,7 +139,9 @@ class _Work:
 
 
 class _Unit:
-    def __init__(self, device: Device, element_bytes: int, tensor_parallel: int) -> None:
+    """What operations, bytes and sums take on the devices that share a layer."""
+
+    def __init__(self, device: Device, element_bytes: int, degree: int, sequence_parallel: bool) -> None:
         if device.flops_per_second is None or device.memory_bytes_per_second is None:
             raise ConfigError(
                 f"device {device.name} must have flops_per_second and memory_bytes_per_second to count costs, "
@@ -89,36 +151,52 @@ class _Unit:
         self.operation_seconds = element_bytes / 2 / rate  # the rate is that of 16 bits; 32 bits take twice as long
         self.byte_seconds = 1 / device.memory_bytes_per_second
         self.element_bytes = element_bytes
-        self.share = 1 / tensor_parallel
+        self.degree = degree
+        self.share = 1 / degree
+        self.whole = self.share if sequence_parallel else 1.0
+        # An all-reduce moves 2 (t - 1) / t times its bytes over each device's link; so do the reduce-scatter and the
+        # all-gather that take its place under sequence parallelism. Nothing is computed meanwhile: Megatron-LM hides
+        # a part of the backward ones behind weight gradients. Their latency is not counted, nor what norms over the
+        # width of split heads (InternViT-6B's) and adapters sum, which is small.
+        elements_per_second = device.link_bytes_per_second * ALL_REDUCE_FRACTION / element_bytes
+        self.reduce_seconds = 2 * (degree - 1) / degree / elements_per_second
 
 
 def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _Unit, *, trained: int) -> LayerCost:
-    operation, element = unit.operation_seconds * unit.share, unit.element_bytes * unit.share
-    traffic = unit.byte_seconds * element * work.traffic
+    # Norms and biases of split layers, at most 0.1 % of their parameters, are counted as split.
+    split = 1.0 if record.kind in _NOT_SPLIT else unit.share
+    whole = unit.whole if before is not None else 1.0  # pixels are whole on each tensor rank
+    operation, element, whole_element = (
+        unit.operation_seconds * split, unit.element_bytes * split, unit.element_bytes * whole,
+    )  # fmt: skip
+    traffic = unit.byte_seconds * element * work.traffic + unit.byte_seconds * whole_element * work.whole_traffic
     adapters, ranks, dropped = (record.sizes.get(name, 0) for name in ADAPTER_SIZES)
     # Operations, forward; backward to the inputs and to the weights take as many each.
     beside = 2 * adapters * work.rows
     inputs = operation * (work.products + beside + _ATTENTION_BACKWARD * work.attention) + traffic
+    inputs += unit.reduce_seconds * work.reduced_backward
     backward = inputs if before is not None else CostModel()  # pixels need no gradient
     share, share_of_adapters = _trained_shares(record, trained)
     weights = operation * (share * work.products + share_of_adapters * beside) if trained else CostModel()
     waits = trained > 0 and record.tied_key is None and work.pending != CostModel()
-    parameters = record.sizes["parameters"] * unit.share
-    numbers = trained * unit.share
+    copies = _split_sizes(record, unit.degree)["parameters"] / max(record.sizes["parameters"], 1)
+    parameters = record.sizes["parameters"] * split * copies
+    numbers = trained * split * copies
     master_bytes = _FLOAT32_BYTES if unit.element_bytes < _FLOAT32_BYTES else 0
     optimizer_bytes = numbers * (2 * _FLOAT32_BYTES + master_bytes)
-    forward = operation * (work.products + beside + work.attention) + traffic
+    forward = operation * (work.products + beside + work.attention) + traffic + unit.reduce_seconds * work.reduced
     backward = backward if waits else backward + weights
     # of an adapter what its first matrix puts out; under dropout its own input and a byte for each number of it
-    beside_kept = element * (ranks + dropped) * work.rows + unit.share * dropped * work.rows
-    kept = element * work.saved + unit.share * _FLOAT32_BYTES * work.saved_float32 + beside_kept
+    beside_kept = element * (ranks + dropped) * work.rows + split * dropped * work.rows
+    kept = element * work.saved + split * _FLOAT32_BYTES * work.saved_float32 + beside_kept
+    kept += whole_element * work.whole_saved + whole * _FLOAT32_BYTES * work.whole_saved_float32
     # a recomputed layer keeps its input, and a feature that it passes on if the layer before has made it, which the
     # layers behind it keep too; the first one keeps nothing else anyway
-    kept_recomputed = unit.element_bytes * (before.output + before.feature if before else work.saved)
+    kept_recomputed = whole_element * (before.output + before.feature if before else work.whole_saved)
     recompute = {"full": forward}
     if work.at_once:
         forward, backward, recompute = forward + backward, CostModel(), {"full": CostModel()}
-        kept = kept_recomputed = element * work.saved + CostModel(fixed=numbers * unit.element_bytes)
+        kept = kept_recomputed = whole_element * work.whole_saved + CostModel(fixed=numbers * unit.element_bytes)
     return LayerCost(
         record.name,
         record.kind,
@@ -127,7 +205,9 @@ def _layer_cost(record: LayerRecord, work: _Work, before: _Work | None, unit: _U
         backward_seconds=backward,
         weight_seconds=weights if waits else CostModel(),
         # of an adapter what is between its two matrices, and the gradient there
-        pending_bytes=element * (work.pending + (2 * ranks + dropped) * work.rows) if waits else CostModel(),
+        pending_bytes=element * (work.pending + (2 * ranks + dropped) * work.rows) + whole_element * work.whole_pending
+        if waits
+        else CostModel(),
         output_bytes=unit.element_bytes * (work.output + _carried(record.sizes))
         + CostModel(llm_tokens=record.token_bytes),
         saved_bytes={"none": kept, "full": kept_recomputed},
@@ -165,7 +245,7 @@ def _patch_embedding(sizes: Mapping[str, int]) -> _Work:
     # A convolution whose stride is its kernel's width: one product with the values of each patch.
     return _Work(
         products=CostModel(vision_units=2 * values * sizes["hidden"]),
-        saved=CostModel(vision_units=values),
+        whole_saved=CostModel(vision_units=values),
         output=CostModel(vision_units=sizes["tokens_per_tile"] * sizes["hidden"]),
     )
 
@@ -173,28 +253,35 @@ def _patch_embedding(sizes: Mapping[str, int]) -> _Work:
 def _vision_block(sizes: Mapping[str, int]) -> _Work:
     tokens, hidden, intermediate = sizes["tokens_per_tile"], sizes["hidden"], sizes["intermediate"]
     matrices, attended = sizes.get("mlp_matrices", 2), sizes.get("attended", tokens)
+    query = sizes["heads"] * sizes["head_dim"]  # the hidden size, and zero heads
     # each pair of tokens takes two products of two operations for each element; 0 stands for all patches of the image
     pairs = CostModel(vision_units=tokens * attended) if attended else CostModel(vision_squared=1)
     return _Work(
-        products=CostModel(vision_units=2 * tokens * (4 * hidden**2 + matrices * hidden * intermediate)),
-        attention=4 * hidden * pairs,
-        # of two norms the output, and the input or (RMS) what is multiplied by the weight; queries, keys, values (where
-        # queries and keys are turned, with what they were), attention's output; the MLP's activation and its inputs;
-        # the residual branches that are scaled; of norms of queries and keys what is multiplied by the weight; what a
-        # final norm reads
+        products=CostModel(vision_units=2 * tokens * (4 * hidden * query + matrices * hidden * intermediate)),
+        attention=4 * query * pairs,
+        # queries, keys, values (where queries and keys are turned, with what they were), attention's output; the MLP's
+        # activation and its inputs; of norms of queries and keys what is multiplied by the weight
         saved=CostModel(
             vision_units=tokens
             * (
-                (8 + 2 * sizes.get("rotary", 0) + sizes.get("residual_scales", 2) + sizes["qk_norms"]) * hidden
-                + sizes.get("final_norms", 0) * hidden
+                (4 + 2 * sizes.get("rotary", 0) + sizes["qk_norms"]) * query
                 + sizes.get("kept_in_mlp", 2) * intermediate
             )
         ),
-        saved_float32=CostModel(vision_units=tokens * (sizes["rms_norms"] + sizes["qk_norms"]) * hidden),
-        # outputs of two norms and of attention, the MLP's activation; and the gradients of all products
-        pending=CostModel(
-            vision_units=tokens * (3 * hidden + intermediate + 5 * hidden + (matrices - 1) * intermediate)
+        # of two norms the output, and the input or (RMS) what is multiplied by the weight; the residual branches that
+        # are scaled; what a final norm reads
+        whole_saved=CostModel(
+            vision_units=tokens * (4 + sizes.get("residual_scales", 2) + sizes.get("final_norms", 0)) * hidden
         ),
+        saved_float32=CostModel(vision_units=tokens * sizes["qk_norms"] * query),
+        whole_saved_float32=CostModel(vision_units=tokens * sizes["rms_norms"] * hidden),
+        # attention's output, the MLP's activation; the gradients of queries, keys, values and of the MLP's first
+        # products
+        pending=CostModel(vision_units=tokens * (4 * query + matrices * intermediate)),
+        # outputs of two norms; the gradients of what attention and the MLP add
+        whole_pending=CostModel(vision_units=4 * tokens * hidden),
+        reduced=CostModel(vision_units=2 * tokens * hidden),
+        reduced_backward=CostModel(vision_units=2 * tokens * hidden),
         output=CostModel(vision_units=tokens * hidden),
         rows=CostModel(vision_units=tokens),
     )
@@ -213,10 +300,14 @@ def _projector(sizes: Mapping[str, int]) -> _Work:
     inner = sizes.get("inner", hidden)
     return _Work(
         products=CostModel(vision_units=2 * tokens * (shuffled * inner + inner * hidden)),
-        # inputs of the norm, of two products and of the activation
-        saved=CostModel(vision_units=tokens * ((1 + sizes.get("norms", 1)) * shuffled + 2 * inner)),
-        saved_float32=CostModel(vision_units=tokens * sizes.get("rms_norms", 0) * shuffled),
-        pending=CostModel(vision_units=tokens * (shuffled + 2 * inner + hidden)),
+        # inputs of the activation and of the second product; whole those of the norm and of the first one
+        saved=CostModel(vision_units=tokens * 2 * inner),
+        whole_saved=CostModel(vision_units=tokens * (1 + sizes.get("norms", 1)) * shuffled),
+        whole_saved_float32=CostModel(vision_units=tokens * sizes.get("rms_norms", 0) * shuffled),
+        pending=CostModel(vision_units=tokens * 2 * inner),
+        whole_pending=CostModel(vision_units=tokens * (shuffled + hidden)),
+        reduced=CostModel(vision_units=tokens * hidden),
+        reduced_backward=CostModel(vision_units=tokens * shuffled),
         output=CostModel(vision_units=tokens * hidden),
         rows=CostModel(vision_units=tokens),
     )
@@ -229,8 +320,10 @@ def _image_tokens(sizes: Mapping[str, int]) -> float:
 
 def _text_embedding(sizes: Mapping[str, int]) -> _Work:
     # each token's row is read and written; the backward pass writes and reads a gradient of the whole table, which does
-    # not grow with the load and is small beside the blocks, so that it is not counted
-    return _Work(traffic=CostModel(llm_tokens=2 * sizes["hidden"]), output=CostModel(llm_tokens=sizes["hidden"]))
+    # not grow with the load and is small beside the blocks, so that it is not counted. Tensor ranks that have a part of
+    # the vocabulary put out zeros for the tokens of the others.
+    elements = CostModel(llm_tokens=sizes["hidden"])
+    return _Work(whole_traffic=2 * elements, output=elements, reduced=elements)
 
 
 def _decoder_block(sizes: Mapping[str, int]) -> _Work:
@@ -241,15 +334,18 @@ def _decoder_block(sizes: Mapping[str, int]) -> _Work:
         # queries and the output, keys and values; the MLP's three matrices; two operations an element
         products=CostModel(llm_tokens=2 * (2 * hidden * (query + key_value) + 3 * hidden * intermediate)),
         attention=CostModel(llm_tokens_squared=2 * query),  # half of all pairs of tokens, 2 products, 2 operations each
-        # of two norms the output before and after the weight; queries, keys, values, attention's output; the MLP's
-        # gate, its activation, the other branch, their product; of norms of queries and keys the output before the
-        # weight
-        saved=CostModel(llm_tokens=4 * hidden + 2 * query + 2 * key_value + 4 * intermediate + normed),
-        saved_float32=CostModel(llm_tokens=2 * hidden + normed),
-        # outputs of two norms and of attention, the MLP's product; and the gradients of all products
-        pending=CostModel(
-            llm_tokens=2 * hidden + query + intermediate + query + 2 * key_value + 2 * hidden + 2 * intermediate
-        ),
+        # queries, keys, values, attention's output; the MLP's gate, its activation, the other branch, their product; of
+        # norms of queries and keys the output before the weight; whole of two norms the output before and after it
+        saved=CostModel(llm_tokens=2 * query + 2 * key_value + 4 * intermediate + normed),
+        whole_saved=CostModel(llm_tokens=4 * hidden),
+        saved_float32=CostModel(llm_tokens=normed),
+        whole_saved_float32=CostModel(llm_tokens=2 * hidden),
+        # attention's output, the MLP's product; the gradients of queries, keys, values, gate and other branch
+        pending=CostModel(llm_tokens=query + intermediate + query + 2 * key_value + 2 * intermediate),
+        # outputs of two norms; the gradients of what attention and the MLP add
+        whole_pending=CostModel(llm_tokens=4 * hidden),
+        reduced=CostModel(llm_tokens=2 * hidden),
+        reduced_backward=CostModel(llm_tokens=2 * hidden),
         output=CostModel(llm_tokens=hidden),
         rows=CostModel(llm_tokens=1),
     )
@@ -258,9 +354,9 @@ def _decoder_block(sizes: Mapping[str, int]) -> _Work:
 def _final_norm(sizes: Mapping[str, int]) -> _Work:
     hidden = sizes["hidden"]
     return _Work(
-        traffic=CostModel(llm_tokens=4 * hidden),
-        saved=CostModel(llm_tokens=hidden),
-        saved_float32=CostModel(llm_tokens=hidden),
+        whole_traffic=CostModel(llm_tokens=4 * hidden),
+        whole_saved=CostModel(llm_tokens=hidden),
+        whole_saved_float32=CostModel(llm_tokens=hidden),
         output=CostModel(llm_tokens=hidden),
     )
 
@@ -270,7 +366,9 @@ def _head(sizes: Mapping[str, int]) -> _Work:
     return _Work(
         products=CostModel(target_tokens=2 * hidden * vocabulary),
         traffic=CostModel(target_tokens=6 * vocabulary),  # logits, in float32 too, and their logarithmic softmax
-        saved=CostModel(target_tokens=hidden),  # the gradient of its input
+        whole_saved=CostModel(target_tokens=hidden),  # the gradient of its input
+        reduced=CostModel(target_tokens=_LOSS_ELEMENTS),
+        reduced_backward=CostModel(target_tokens=hidden),
         rows=CostModel(target_tokens=1),
         at_once=True,
     )

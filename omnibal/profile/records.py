@@ -61,7 +61,33 @@ def levels_from_words(words: str) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-VERSION = 6  # of the file; a profile of another version is refused
+VERSION = 7  # of the file; of earlier ones only the next is read
+_OF_ONE_DEGREE = 6  # the version before, whose tensor_parallel is one number
+DEGREES: Final = ("vision", "language")
+"""What has a degree of tensor parallelism of its own; the projector goes with the ViT."""
+
+
+def degrees_of(tensor_parallel: int | Mapping[str, int]) -> dict[str, int]:
+    """Devices that share a layer of each module, where one number stands for both."""
+    given = dict.fromkeys(DEGREES, tensor_parallel) if isinstance(tensor_parallel, int) else dict(tensor_parallel)
+    if set(given) != set(DEGREES):
+        raise ConfigError(
+            f"tensor_parallel must be one number, or one each of {' and '.join(DEGREES)}, got {tensor_parallel!r}"
+        )
+    if min(given.values()) < 1:
+        raise ConfigError(f"tensor_parallel must be positive, got {tensor_parallel!r}")
+    return {name: given[name] for name in DEGREES}
+
+
+def degree_of(degrees: Mapping[str, int], module: Module) -> int:
+    return degrees["language" if module == "language" else "vision"]
+
+
+def _one_or_all(degrees: Mapping[str, int]) -> int | dict[str, int]:
+    """The one number that `degrees_of` made two of."""
+    return degrees["language"] if len(set(degrees.values())) == 1 else dict(degrees)
+
+
 _NUMBERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds", "spread")
 
 
@@ -147,7 +173,8 @@ class ModelProfile:
         layers: One cost per pipeline layer, in order.
         device: What the costs hold for, such as ``"A100-80GB"``.
         dtype: Of the forward pass, such as ``"bfloat16"``.
-        tensor_parallel: How many such devices share each layer.
+        tensor_parallel: How many such devices share each layer: one number each of ``"vision"`` (the projector with it)
+            and ``"language"``, or one for both.
         versions: Versions of the software behind measured costs; empty for analytic ones.
         frozen: What is not trained: kinds of layers and patterns of weights' names, as ``check_frozen`` gives them; by
             default the kinds of layers that are not.
@@ -160,7 +187,7 @@ class ModelProfile:
     _: KW_ONLY
     device: str
     dtype: str
-    tensor_parallel: int = 1
+    tensor_parallel: Mapping[str, int] = 1  # type: ignore[assignment]  # one number becomes two
     versions: Mapping[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] | None = None
 
@@ -174,15 +201,25 @@ class ModelProfile:
             raise ConfigError(f"layers of a profile must have different names, got {twice!r} twice")
         if all(layer.forward_seconds + layer.backward_seconds == CostModel() for layer in self.layers):
             raise ConfigError("a model must cost some time, got a profile of zeros")
-        if self.tensor_parallel < 1:
-            raise ConfigError(f"tensor_parallel must be positive, got {self.tensor_parallel}")
+        object.__setattr__(self, "tensor_parallel", degrees_of(self.tensor_parallel))
         if self.frozen == self._frozen_kinds():
             object.__setattr__(self, "frozen", None)
 
     @property
     def devices(self) -> str:
         """What has a layer, for people: ``"A100-80GB"``, or ``"2 x A100-80GB"`` where two share it."""
-        return self.device if self.tensor_parallel == 1 else f"{self.tensor_parallel} x {self.device}"
+        degrees = _one_or_all(self.tensor_parallel)
+        if isinstance(degrees, int):
+            return self.device if degrees == 1 else f"{degrees} x {self.device}"
+        return ", ".join(f"{count} x {self.device} ({module})" for module, count in degrees.items())
+
+    @property
+    def num_tensor(self) -> int:
+        """Devices that share a layer, where the whole model has one such number."""
+        degrees = _one_or_all(self.tensor_parallel)
+        if isinstance(degrees, dict):
+            raise ConfigError(f"tensor_parallel must be one number for vision and language here, got {degrees}")
+        return degrees
 
     @property
     def content_hash(self) -> str:
@@ -233,7 +270,7 @@ class ModelProfile:
         records: Sequence[LayerRecord] | None = None,
         device: str | None = None,
         dtype: str | None = None,
-        tensor_parallel: int | None = None,
+        tensor_parallel: int | Mapping[str, int] | None = None,
         versions: Mapping[str, str] | None = None,
         frozen: Collection[str] | None = None,
     ) -> None:
@@ -244,8 +281,10 @@ class ModelProfile:
         pairs: dict[str, tuple[object, object]] = {
             "device": (self.device, device or self.device),
             "dtype": (self.dtype, dtype or self.dtype),
-            "tensor_parallel": (self.tensor_parallel, tensor_parallel or self.tensor_parallel),
-        }
+            "tensor_parallel": (
+                _one_or_all(self.tensor_parallel), _one_or_all(degrees_of(tensor_parallel or self.tensor_parallel)),
+            ),
+        }  # fmt: skip
         for name, version in (versions or {}).items():
             pairs[f"version of {name}"] = (self.versions.get(name, version), version)
         if frozen is not None:
@@ -264,7 +303,7 @@ class ModelProfile:
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
         """Read a profile; a ConfigError names the file and the key that is wrong."""
-        content = read_record(path, _ProfileFile, "profile", version=VERSION)
+        content = read_record(path, _ProfileFile, "profile", version=VERSION, older=_OF_ONE_DEGREE)
         try:
             layers = tuple(
                 LayerCost(name, **{field: getattr(group, field) for field in _FIELDS})
@@ -272,23 +311,23 @@ class ModelProfile:
                 for name in group.names
             )
             profile = cls(
-                layers, device=content.device, dtype=content.dtype, tensor_parallel=content.tensor_parallel,
+                layers, device=content.device, dtype=content.dtype, tensor_parallel=degrees_of(content.tensor_parallel),
                 versions=content.versions, frozen=content.frozen,
             )  # fmt: skip
-            if profile.content_hash != content.hash:
+            if _hash(profile._content(content.version)) != content.hash:
                 raise ConfigError(f"profile must have the hash {content.hash} it was saved with, got changed content")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         return profile
 
-    def _content(self) -> dict[str, Any]:
+    def _content(self, version: int = VERSION) -> dict[str, Any]:
         # Most layers of a model cost the same: equal neighbours are one entry with several names.
         groups = [list(group) for _, group in groupby(self.layers, key=lambda layer: replace(layer, name=""))]
         return {
-            "version": VERSION,
+            "version": version,
             "device": self.device,
             "dtype": self.dtype,
-            "tensor_parallel": self.tensor_parallel,
+            "tensor_parallel": self.num_tensor if version == _OF_ONE_DEGREE else dict(self.tensor_parallel),
             "versions": dict(self.versions),
             **({} if self.frozen is None else {"frozen": list(self.frozen)}),
             "layers": [{"names": [layer.name for layer in group], **_layer_content(group[0])} for group in groups],
@@ -309,7 +348,7 @@ class _ProfileFile(Record):
     version: int
     device: str
     dtype: str
-    tensor_parallel: int
+    tensor_parallel: int | dict[str, int]
     versions: dict[str, str]
     frozen: tuple[str, ...] | None = None
     layers: tuple[_LayersRecord, ...]

@@ -13,6 +13,7 @@ from omnibal.data.lengths import SampleLengths
 from omnibal.data.limits import PackLimits, largest_load, paper_limits
 from omnibal.data.packs import Packs
 from omnibal.data.synthetic import patch_lengths, tiled_lengths
+from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
 from omnibal.feeds.sampler import BalancedBatchSampler
 from omnibal.planner import PlanRequest
@@ -51,6 +52,13 @@ def test_devices_that_share_layers_count_as_one():
     assert [layout.num_devices for layout in found] == [12, 12, 12]
     with pytest.raises(ConfigError, match="devices must be a multiple of the 2 that share each layer, got 7"):
         request(num_devices=7).layouts(shared)
+    nodes = Cluster(2, 6, DEVICES["A100-80GB"])
+    with pytest.raises(
+        ConfigError, match="tensor_parallel must divide the 6 devices of a node of 2x6xA100-80GB, got 4"
+    ):
+        request(cluster=nodes).layouts(replace(shared, tensor_parallel=4))
+    with pytest.raises(ConfigError, match="tensor_parallel must be one number for vision and language here"):
+        request().layouts(replace(shared, tensor_parallel={"vision": 1, "language": 2}))
 
 
 def test_budgets_leave_the_head_room():

@@ -1,11 +1,13 @@
+import hashlib
+import json
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, InternVLConfig
 
+from omnibal.advise.models import Model
 from omnibal.config import LoraSection
 from omnibal.cost import CostModel, Load
 from omnibal.data.limits import PackLimits
@@ -178,15 +180,104 @@ def test_a_profile_says_what_each_module_trains():
             assert made.trained == expected
 
 
-def test_tensor_parallelism_divides_all_but_what_is_sent():
-    one, four = costs(), costs(tensor_parallel=4)
-    for kind, layer in four.items():
-        for name in ("forward_seconds", "backward_seconds", "weight_seconds"):
-            np.testing.assert_allclose(getattr(layer, name)(LOAD), getattr(one[kind], name)(LOAD) / 4)
-        assert layer.optimizer_bytes == pytest.approx(one[kind].optimizer_bytes / 4, abs=1)
-        assert layer.optimizer_seconds == pytest.approx(one[kind].optimizer_seconds / 4)
+WHOLE = ("patch_embedding", "final_norm")  # layers that every tensor rank computes
+# Elements that tensor ranks sum for LOAD, forward and backward; the head runs backward in its forward pass.
+SUMS = {
+    "vision_block": (2 * 3 * 17 * 64, 2 * 3 * 17 * 64), "projector": (3 * 4 * 96, 3 * 4 * 256),
+    "text_embedding": (50 * 96, 0), "decoder_block": (2 * 50 * 96, 2 * 50 * 96), "head": (6 * 50 + 50 * 96, 0),
+}  # fmt: skip
+
+
+def test_tensor_parallelism_divides_products_and_adds_what_ranks_sum():
+    one, two = costs(), costs(tensor_parallel=2)
+    for kind, layer in two.items():
+        share = 1 if kind in WHOLE else 1 / 2
+        # two bytes each, 2 (t - 1) / t of them over the link, which reaches 0.75 of its byte per second
+        forward, backward = (elements * 2 * 1 / 0.75 for elements in SUMS.get(kind, (0, 0)))
+        if kind == "text_embedding":  # each rank writes zeros for the tokens of the other's vocabulary
+            assert layer.forward_seconds(LOAD) == pytest.approx(one[kind].forward_seconds(LOAD) + forward)
+        else:
+            assert layer.forward_seconds(LOAD) == pytest.approx(one[kind].forward_seconds(LOAD) * share + forward)
+            assert layer.backward_seconds(LOAD) == pytest.approx(one[kind].backward_seconds(LOAD) * share + backward)
+        assert layer.weight_seconds(LOAD) == pytest.approx(one[kind].weight_seconds(LOAD) * share)
+        assert layer.recompute_seconds["full"] == (CostModel() if kind == "head" else layer.forward_seconds)
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_seconds"):
+            assert getattr(layer, name) == pytest.approx(getattr(one[kind], name) * share)
         assert layer.output_bytes == one[kind].output_bytes
-        np.testing.assert_allclose(layer.saved_bytes["none"](LOAD), one[kind].saved_bytes["none"](LOAD) / 4)
+
+
+def test_tensor_ranks_keep_norms_and_inputs_of_layers_whole_unless_they_share_tokens():
+    one, two, shared = costs(), costs(tensor_parallel=2), costs(tensor_parallel=2, sequence_parallel=True)
+    kept = {kind: layer.saved_bytes["none"](LOAD) for kind, layer in two.items()}
+    # inputs and outputs of two norms, two scaled branches | queries, keys, values, attention, the MLP
+    assert kept["vision_block"] == 2 * 3 * 17 * (6 * 64 + (4 * 64 + 2 * 128) / 2)
+    # outputs before and after two norms | queries, keys, values, attention, the MLP | inputs of norms in float32
+    assert kept["decoder_block"] == 2 * 50 * (4 * 96 + (2 * 96 + 2 * 32 + 4 * 192) / 2) + 4 * 50 * 2 * 96
+    assert kept["projector"] == 2 * 3 * 4 * (2 * 256 + 2 * 96 / 2)
+    waiting = {kind: layer.pending_bytes(LOAD) for kind, layer in two.items()}
+    assert waiting["vision_block"] == 2 * 3 * 17 * (4 * 64 + (4 * 64 + 2 * 128) / 2)
+    assert waiting["decoder_block"] == 2 * 50 * (4 * 96 + (2 * 96 + 2 * 32 + 3 * 192) / 2)
+    for kind, layer in two.items():
+        if kind != "head":
+            assert layer.saved_bytes["full"] == one[kind].saved_bytes["full"]
+        share = 1 if kind == "patch_embedding" else 1 / 2
+        for level in ("none", "full"):
+            expected = one[kind].saved_bytes[level](LOAD) * share
+            assert shared[kind].saved_bytes[level](LOAD) == pytest.approx(expected)
+        assert shared[kind].pending_bytes(LOAD) == one[kind].pending_bytes(LOAD) / 2
+        if kind not in ("text_embedding", "final_norm"):  # which read and write the share of a rank
+            assert shared[kind].forward_seconds == layer.forward_seconds  # the same bytes are sent
+            assert shared[kind].backward_seconds == layer.backward_seconds
+
+
+def test_modules_have_degrees_of_their_own():
+    one, two = (analytic_profile(RECORDS, COUNTER, tensor_parallel=degree) for degree in (1, 2))
+    mixed = analytic_profile(RECORDS, COUNTER, tensor_parallel={"vision": 1, "language": 2})
+    expected = [b if b.module == "language" else a for a, b in zip(one.layers, two.layers, strict=True)]
+    assert mixed.layers == tuple(expected)
+    assert mixed.devices == "1 x counter (vision), 2 x counter (language)"
+
+
+# Hashes of all costs as they were counted when tensor ranks' sums were not.
+ONE_RANK = {
+    "Qwen2-VL-2B": "e2c21ffd098dc8ca", "Qwen2.5-VL-7B": "c2945c09527a70b3", "Qwen3-VL-8B": "b4b1a598b05cf2d1",
+    "InternVL3-78B": "84102efb31d5277d", "LLaVA-1.5-7B": "d45e5452ce73177a",
+    "LLaVA-OneVision-Qwen2-7B": "4f91b8e7146a975c",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_one_tensor_rank_costs_what_it_did_bit_by_bit(tmp_path, name):
+    analytic_profile(Model.known(name).records, DEVICES["A100-80GB"]).save(tmp_path / "profile.json")
+    layers = json.loads((tmp_path / "profile.json").read_text())["layers"]
+    assert hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16] == ONE_RANK[name]
+
+
+@pytest.mark.parametrize(("degree", "heads"), [(2, 26), (4, 28), (8, 32)])
+def test_a_vit_gets_zero_heads_where_the_degree_does_not_divide_its_own(degree, heads):
+    made = analytic_profile(Model.known("InternVL3-78B").records, DEVICES["A100-80GB"], tensor_parallel=degree)
+    block = next(layer for layer in made.layers if layer.kind == "vision_block")
+    weights = (4 * 3200 * 128 * heads + 2 * 3200 * 12800) / degree
+    seconds = 2 * 1025 * weights / (0.5 * 312e12)
+    assert block.weight_seconds.vision_units == pytest.approx(seconds)
+    assert block.parameter_bytes / 2 == pytest.approx(weights, rel=1e-3)
+    assert block.gradient_bytes == block.parameter_bytes
+    assert block.sizes["heads"] == 25
+    head = made.layers[-1]
+    assert head.sizes["vocab"] == 151_674
+    assert head.parameter_bytes == 2 * 8192 * -(-151_674 // degree)
+
+
+def test_tensor_ranks_hold_copies_of_too_few_key_and_value_heads():
+    blocks = [
+        analytic_profile(Model.known("Qwen2.5-VL-3B").records, COUNTER, tensor_parallel=degree).layers[-3]
+        for degree in (1, 2, 4)
+    ]
+    counts = [block.parameter_bytes / 2 * degree for block, degree in zip(blocks, (1, 2, 4), strict=True)]
+    assert counts[1] == counts[0]
+    assert counts[2] == counts[0] + 2 * 2048 * 2 * 128  # four key and value heads in place of two
+    weights = blocks[2].weight_seconds.llm_tokens / 2 * 4
+    assert weights == 2 * 2048 * (16 + 4) * 128 + 3 * 2048 * 11008
 
 
 def test_the_profile_fits_the_records_and_names_the_device():
@@ -216,6 +307,16 @@ def test_a_decoder_layer_of_20b_takes_the_time_one_would_expect():
         ({"frozen": ["visoin"]}, "frozen must hold kinds of the model's layers.*got 'visoin'; did you mean 'vision'"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float32, got 'int8'"),
         ({"tensor_parallel": 0}, "tensor_parallel must be positive, got 0"),
+        ({"tensor_parallel": 4}, "tensor_parallel must divide the heads 6 of decoder_block.0, got 4"),
+        ({"tensor_parallel": 3}, "tensor_parallel must divide the intermediate 128 of vision_block.0, got 3"),
+        (
+            {"tensor_parallel": {"vision": 1, "language": 3}},
+            "tensor_parallel must divide the kv_heads 2 of decoder_block.0, got 3",
+        ),
+        (
+            {"tensor_parallel": {"language": 2}},
+            "tensor_parallel must be one number, or one each of vision and language, got {'language': 2}",
+        ),
         (
             {"device": Device("card", memory_bytes=1, link_bytes_per_second=1)},
             "device card must have flops_per_second and memory_bytes_per_second to count costs, got none; measure",

@@ -82,7 +82,7 @@ def rows(models: Sequence[str], stages_list: Sequence[int], limit_sets: Sequence
     for model, stages, budget, levels, limits in tqdm(problems):
         profile = profile_of(MODELS[model], selective=levels == "all three")
         request = PlanRequest(
-            cluster=cluster_of(stages * REPLICAS * profile.tensor_parallel, budget * GIB), num_stages=stages,
+            cluster=cluster_of(stages * REPLICAS * profile.num_tensor, budget * GIB), num_stages=stages,
             global_batch=GLOBAL_BATCH, accumulate_float32=False, head_room=0.0, limits=limits,
         )  # fmt: skip
         started = time.perf_counter()

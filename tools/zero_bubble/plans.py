@@ -35,7 +35,7 @@ def main() -> None:
 def plan(profile: ModelProfile, budget: int, schedule: Any) -> dict[str, float] | None:
     """Seconds of a step, layers that recompute, GiB of weight gradients that wait; None where nothing fits."""
     request = PlanRequest(
-        cluster=cluster_of(STAGES * REPLICAS * profile.tensor_parallel, budget * GIB), num_stages=STAGES,
+        cluster=cluster_of(STAGES * REPLICAS * profile.num_tensor, budget * GIB), num_stages=STAGES,
         global_batch=GLOBAL_BATCH, accumulate_float32=False, head_room=0.0, limits=LIMITS, schedule=schedule,
     )  # fmt: skip
     try:
