@@ -8,7 +8,7 @@ import numpy as np
 from omnibal.cost import FloatArray, Load
 from omnibal.data.lengths import IntArray
 from omnibal.pipeline.partition import Partition
-from omnibal.planner.packings import Steps
+from omnibal.planner.packings import StepLoads
 from omnibal.planner.prediction import Variant
 from omnibal.profile.records import Level
 from tools.bench import table
@@ -121,7 +121,7 @@ def disaggregated() -> str:
     return table(("", "GPU days", "gain", "idle"), cells)
 
 
-def _rung(setting: Setting, steps: Steps, share: float) -> Variant:
+def _rung(setting: Setting, steps: StepLoads, share: float) -> Variant:
     """The ViT in the first stage, which has so many times the devices of another; the LLM in equal stages.
 
     All stages together keep their devices, so that each has fewer, the more the first one has.
@@ -141,7 +141,7 @@ def _rung(setting: Setting, steps: Steps, share: float) -> Variant:
     return Variant("", profile, setting.plan(load, cut, (everything,) * len(layers)), steps, samples)
 
 
-def _steps(setting: Setting, *, spread: bool) -> Steps:
+def _steps(setting: Setting, *, spread: bool) -> StepLoads:
     """Random micro-batches, or a step's samples given to its replicas longest first, as many to each."""
     lengths, replicas = setting.drawn, setting.row.num_replicas
     tokens = lengths.llm_tokens.astype(np.float64)

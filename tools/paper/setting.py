@@ -19,7 +19,7 @@ from omnibal.pipeline.partition import Partition, parameter_cut
 from omnibal.pipeline.schedule import ScheduleName
 from omnibal.plan import Plan
 from omnibal.planner import PlanRequest
-from omnibal.planner.packings import Steps
+from omnibal.planner.packings import StepLoads
 from omnibal.profile.records import Level, ModelProfile
 from tools.partition.paper_models import (
     BASELINE,
@@ -176,5 +176,5 @@ class Batches:
         samples_per_step: On average.
     """
 
-    steps: Steps
+    steps: StepLoads
     samples_per_step: float
