@@ -26,7 +26,7 @@ from omnibal.formats.files import Row, is_tar, parse_entry, stream_rows
 from omnibal.formats.images import image_size
 from omnibal.formats.shards import Shards, names_of, open_shards
 
-FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FIXED_TOKENS: Final = ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose vision units bring so many tokens each."""
 HEAD_BYTES: Final = 1 << 12
 DRAWN: Final = 1000

@@ -141,20 +141,24 @@ def adapted_profile(records: Sequence[LayerRecord], device: Device, *, rank: int
 
 def _adapted(record: LayerRecord, rank: int) -> LayerRecord:
     own = record.sizes["parameters"]
-    adapters, ranks = (adapter_parameters(record.sizes, rank), 7 * rank) if record.kind == "decoder_block" else (0, 0)
+    adapters, ranks = 0, 0
+    if record.kind == "decoder_block":
+        adapters, ranks = adapter_parameters(record.sizes, rank), (4 if "experts" in record.sizes else 7) * rank
     sizes = {"parameters": own + adapters, "untrained": own, "adapters": adapters, "adapter_ranks": ranks}
     return replace(record, sizes={**record.sizes, **sizes})
 
 
 def adapter_parameters(sizes: Mapping[str, int], rank: int) -> int:
-    """Parameters of adapters on all seven products of a decoder block.
+    """Parameters of adapters on all seven products of a decoder block, or on the four of its attention beside experts.
 
     >>> adapter_parameters({"hidden": 8, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 4}, 2)
     256
     """
     hidden, query, key_value = sizes["hidden"], *(sizes[name] * sizes["head_dim"] for name in ("heads", "kv_heads"))
+    # peft leaves experts as they are, which transformers has as one parameter of all of them
+    mlp = 0 if "experts" in sizes else 3 * (hidden + sizes["intermediate"])
     # queries, attention's output; keys, values; the MLP's three
-    return rank * (2 * (hidden + query) + 2 * (hidden + key_value) + 3 * (hidden + sizes["intermediate"]))
+    return rank * (2 * (hidden + query) + 2 * (hidden + key_value) + mlp)
 
 
 def _plain(name: str) -> str:
@@ -228,6 +232,7 @@ DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "qwen2_vl": (_QWEN2_VIT, {}),
     "qwen2_5_vl": (_QWEN25_VIT, {}),
     "qwen3_vl": (_QWEN3_VIT, {"model_type": "qwen3_vl_text", "head_dim": 128}),
+    "qwen3_vl_moe": (_QWEN3_VIT, {"model_type": "qwen3_vl_moe_text", "head_dim": 128}),
     "llava": (_CLIP, {}),
     "llava_next": (_CLIP, {}),
     "llava_onevision": (_SIGLIP, {}),
@@ -242,7 +247,7 @@ def _usual_preprocessor(config: Config) -> dict[str, Any]:
     kind, vision = config["model_type"], config["vision_config"]
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         return {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}
-    if kind == "qwen3_vl":
+    if kind in ("qwen3_vl", "qwen3_vl_moe"):
         return {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}
     tile = vision["image_size"]
     side = tile[0] if isinstance(tile, list | tuple) else tile
@@ -261,6 +266,9 @@ class LanguageModel(NamedTuple):
     intermediate_size: int
     vocab_size: int
     head_dim: int | None = None
+    moe_intermediate_size: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
 
 
 def _qwen2(*sizes: int) -> LanguageModel:
@@ -269,6 +277,13 @@ def _qwen2(*sizes: int) -> LanguageModel:
 
 def _qwen3(size: str) -> LanguageModel:
     return LanguageModel("qwen3", *_QWEN3[size], vocab_size=_SMALL, head_dim=128)
+
+
+def _qwen3_moe(size: str) -> LanguageModel:
+    hidden, layers, heads, key_values, intermediate, of_expert = _QWEN3_MOE[size]
+    return LanguageModel(
+        "qwen3_moe", hidden, layers, heads, key_values, intermediate, _SMALL, 128, of_expert, 128, 8
+    )  # fmt: skip
 
 
 def _entry(kind: str, vision: Mapping[str, Any], text: LanguageModel, **more: Any) -> tuple[Config, Config]:
@@ -280,7 +295,7 @@ def _entry(kind: str, vision: Mapping[str, Any], text: LanguageModel, **more: An
     return config, _usual_preprocessor(config)
 
 
-# Hidden size, layers, heads, key-value heads, intermediate size; below vocabularies.
+# Hidden size, layers, heads, key-value heads, intermediate size (of mixtures also an expert's); below vocabularies.
 _QWEN_05B, _QWEN_15B = (896, 24, 14, 2, 4864), (1536, 28, 12, 2, 8960)
 _QWEN_7B, _QWEN_14B = (3584, 28, 28, 4, 18944), (5120, 48, 40, 8, 13824)
 _QWEN_32B, _QWEN_72B = (5120, 64, 40, 8, 27648), (8192, 80, 64, 8, 29568)
@@ -288,6 +303,7 @@ _QWEN3: Final = {
     "0.6B": (1024, 28, 16, 8, 3072), "1.7B": (2048, 28, 16, 8, 6144), "4B": (2560, 36, 32, 8, 9728),
     "8B": (4096, 36, 32, 8, 12288), "14B": (5120, 40, 40, 8, 17408), "32B": (5120, 64, 64, 8, 25600),
 }  # fmt: skip
+_QWEN3_MOE: Final = {"30B-A3B": (2048, 48, 32, 4, 6144, 768), "235B-A22B": (4096, 94, 64, 4, 12288, 1536)}
 _SMALL, _LARGE, _INTERN = 151_936, 152_064, 151_674
 _WIDER_VIT: Final = {**_QWEN25_VIT, "intermediate_size": 3456}
 _TIED: Final = {"tie_word_embeddings": True}
@@ -315,6 +331,8 @@ MODELS: Final[Mapping[str, tuple[Config, Config]]] = {
     "Qwen3-VL-4B": _entry("qwen3_vl", _QWEN3_SMALL_VIT, _qwen3("4B"), **_TIED),
     "Qwen3-VL-8B": _entry("qwen3_vl", _QWEN3_VIT, _qwen3("8B")),
     "Qwen3-VL-32B": _entry("qwen3_vl", _QWEN3_VIT, _qwen3("32B")),
+    "Qwen3-VL-30B-A3B": _entry("qwen3_vl_moe", _QWEN3_VIT, _qwen3_moe("30B-A3B")),
+    "Qwen3-VL-235B-A22B": _entry("qwen3_vl_moe", _QWEN3_VIT, _qwen3_moe("235B-A22B")),
     "InternVL3-1B": _entry("internvl", _INTERN_VIT, _qwen2(*_QWEN_05B, _INTERN)),
     "InternVL3-2B": _entry("internvl", _INTERN_VIT, _qwen2(*_QWEN_15B, _INTERN)),
     "InternVL3-8B": _entry("internvl", _INTERN_VIT, _qwen2(*_QWEN_7B, _INTERN)),
@@ -327,6 +345,8 @@ MODELS: Final[Mapping[str, tuple[Config, Config]]] = {
     "InternVL3.5-8B": _entry("internvl", _INTERN_VIT, _qwen3("8B")),
     "InternVL3.5-14B": _entry("internvl", _INTERN_VIT, _qwen3("14B")),
     "InternVL3.5-38B": _entry("internvl", _INTERN_VIT_6B, _qwen3("32B")),
+    "InternVL3.5-30B-A3B": _entry("internvl", _INTERN_VIT, _qwen3_moe("30B-A3B")),
+    "InternVL3.5-241B-A28B": _entry("internvl", _INTERN_VIT_6B, _qwen3_moe("235B-A22B")),
     "LLaVA-1.5-7B": _entry("llava", _CLIP, _VICUNA_7B, **_LLAVA),
     "LLaVA-1.5-13B": _entry("llava", _CLIP, _VICUNA_13B, **_LLAVA),
     "LLaVA-v1.6-mistral-7B": _entry("llava_next", _CLIP, _MISTRAL_7B, **_NEXT),

@@ -34,7 +34,15 @@ def register(family: Family) -> None:
     _FAMILIES.update(dict.fromkeys(family.model_types, family))
 
 
-for _family in (internvl.FAMILY, llava.FAMILY, llava.NEXT, llava.ONEVISION, qwen_vl.SECOND, qwen_vl.THIRD):
+for _family in (
+    internvl.FAMILY,
+    llava.FAMILY,
+    llava.NEXT,
+    llava.ONEVISION,
+    qwen_vl.SECOND,
+    qwen_vl.THIRD,
+    qwen_vl.THIRD_WITH_EXPERTS,
+):
     register(_family)
 
 

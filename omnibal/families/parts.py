@@ -1,6 +1,6 @@
 """Layers that families share: language models, CLIP and SigLIP over fixed tiles, and the projector behind them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omnibal.errors import ConfigError
@@ -10,7 +10,10 @@ from omnibal.families.base import Config, LayerRecord, section, size, square
 TEXT_MODELS = {
     **{name: name for name in ("llama", "mistral", "qwen2", "qwen3")},
     **{"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"},
+    **{"qwen3_moe": "qwen3", "qwen3_vl_moe_text": "qwen3"},
 }
+# Those with experts in place of MLPs: planned for and not trained in a pipeline.
+WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 
 TIED_KEY = "embedding"
 
@@ -27,12 +30,16 @@ def text_records(config: Mapping[str, Any], *, tied: bool) -> tuple[LayerRecord,
     hidden, vocab = size(config, "hidden_size"), size(config, "vocab_size")
     key = TIED_KEY if tied else None
     ends = {"hidden": hidden, "vocab": vocab, "parameters": hidden * vocab}
-    block = _block_sizes(config, hidden)
+    blocks = size(config, "num_hidden_layers")
+    dense, routed = _block_sizes(config, hidden), _routed_sizes(config, hidden)
+    routed_blocks = _routed_blocks(config, blocks)
     return (
         LayerRecord("text_embedding", "text_embedding", ends, key, module="language"),
         *(
-            LayerRecord(f"decoder_block.{i}", "decoder_block", block, module="language")
-            for i in range(size(config, "num_hidden_layers"))
+            LayerRecord(
+                f"decoder_block.{i}", "decoder_block", routed if i in routed_blocks else dense, module="language"
+            )
+            for i in range(blocks)
         ),
         LayerRecord("final_norm", "final_norm", {"hidden": hidden, "parameters": hidden}, module="language"),
         LayerRecord("head", "head", ends, key, module="language"),
@@ -51,6 +58,28 @@ def _block_sizes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
         "qk_norms": 2 if TEXT_MODELS[config["model_type"]] == "qwen3" else 0,
     }
     return sizes | {"parameters": _block_parameters(config, sizes)}
+
+
+def _routed_blocks(config: Mapping[str, Any], blocks: int) -> Collection[int]:
+    """Numbers of the decoder blocks that have experts."""
+    if config["model_type"] not in WITH_EXPERTS:
+        return ()
+    step, dense = size(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or ()
+    return [number for number in range(blocks) if number not in dense and (number + 1) % step == 0]
+
+
+def _routed_sizes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
+    """Sizes of a block whose tokens each go to a few experts; ``intermediate`` is that of one expert."""
+    if config["model_type"] not in WITH_EXPERTS:
+        return {}
+    sizes = _block_sizes(config, hidden)
+    one = {**sizes, "intermediate": size(config, "moe_intermediate_size")}
+    # Published files say num_experts, to_dict() of transformers num_local_experts.
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    experts, active = size(config, key), size(config, "num_experts_per_tok")
+    # all experts, and a router without bias
+    parameters = _block_parameters(config, one) + ((experts - 1) * 3 * one["intermediate"] + experts) * hidden
+    return {**one, "experts": experts, "active_experts": active, "parameters": parameters}
 
 
 def _block_parameters(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:

@@ -13,6 +13,7 @@ from omnibal.families.base import Config, Family, ImageLoad, ImageRule, LayerRec
 from omnibal.families.llava import either_ties
 from omnibal.families.parts import block_sizes, text_records
 
+THIRD_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 PATCH = {"patches_per_tile": 1, "tokens_per_tile": 1}
 TOKEN_BYTES = 32  # a token's id, and its position in time, height and width
 MAX_ASPECT = 200  # the widest image, as a ratio of its sides, that the models accept
@@ -66,7 +67,7 @@ def layer_records(config: Config) -> tuple[LayerRecord, ...]:
     a cut behind a layer sends along.
     """
     vision, text = section(config, "vision_config"), section(config, "text_config")
-    is_third = config["model_type"] == "qwen3_vl"
+    is_third = config["model_type"] in THIRD_TYPES
     _check_width(config, vision, text)
     tied = bool(config.get("tie_word_embeddings")) if is_third else either_ties(config)
     deepstack = _deepstack(vision, text) if is_third else []
@@ -102,7 +103,7 @@ def _deepstack(vision: Config, text: Config) -> list[int]:
 
 
 def _embedding(config: Config, vision: Config) -> LayerRecord:
-    hidden, is_third = _width(config, vision), config["model_type"] == "qwen3_vl"
+    hidden, is_third = _width(config, vision), config["model_type"] in THIRD_TYPES
     values = size(vision, "patch_size") ** 2 * size(vision, "in_channels", default=3)
     values *= size(vision, "temporal_patch_size", default=2)
     tables = 1 + size(vision, "num_position_embeddings") if is_third else 0  # a bias, and positions
@@ -176,3 +177,4 @@ SECOND = Family(
 THIRD = Family(
     model_types=("qwen3_vl",), image_rule=image_rule, layer_records=layer_records, layers="omnibal.vlm.qwen_vl:qwen_vl"
 )
+THIRD_WITH_EXPERTS = Family(model_types=("qwen3_vl_moe",), image_rule=image_rule, layer_records=layer_records)

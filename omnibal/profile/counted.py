@@ -327,23 +327,30 @@ def _text_embedding(sizes: Mapping[str, int]) -> _Work:
 
 
 def _decoder_block(sizes: Mapping[str, int]) -> _Work:
-    hidden, intermediate = sizes["hidden"], sizes["intermediate"]
+    # A token goes through the MLPs of its active experts alone. That small products take longer than their operations
+    # say is not counted, nor that few tokens may load one expert more than another.
+    hidden, experts, active = sizes["hidden"], sizes.get("experts", 0), sizes.get("active_experts", 1)
+    intermediate = active * sizes["intermediate"]
     query, key_value = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
     normed = sizes["qk_norms"] // 2 * (query + key_value)
+    # a copy of a token for each of its experts, and what each makes of it before it is weighted
+    copies = 2 * active * hidden if experts else 0
     return _Work(
-        # queries and the output, keys and values; the MLP's three matrices; two operations an element
-        products=CostModel(llm_tokens=2 * (2 * hidden * (query + key_value) + 3 * hidden * intermediate)),
+        # queries and the output, keys and values; the MLP's three matrices; the router; two operations an element
+        products=CostModel(
+            llm_tokens=2 * (2 * hidden * (query + key_value) + 3 * hidden * intermediate + hidden * experts)
+        ),
         attention=CostModel(llm_tokens_squared=2 * query),  # half of all pairs of tokens, 2 products, 2 operations each
         # queries, keys, values, attention's output; the MLP's gate, its activation, the other branch, their product; of
         # norms of queries and keys the output before the weight; whole of two norms the output before and after it
         saved=CostModel(llm_tokens=2 * query + 2 * key_value + 4 * intermediate + normed),
-        whole_saved=CostModel(llm_tokens=4 * hidden),
+        whole_saved=CostModel(llm_tokens=4 * hidden + copies),
         saved_float32=CostModel(llm_tokens=normed),
-        whole_saved_float32=CostModel(llm_tokens=2 * hidden),
+        whole_saved_float32=CostModel(llm_tokens=2 * hidden + experts),  # the router's probabilities
         # attention's output, the MLP's product; the gradients of queries, keys, values, gate and other branch
         pending=CostModel(llm_tokens=query + intermediate + query + 2 * key_value + 2 * intermediate),
         # outputs of two norms; the gradients of what attention and the MLP add
-        whole_pending=CostModel(llm_tokens=4 * hidden),
+        whole_pending=CostModel(llm_tokens=4 * hidden + copies),
         reduced=CostModel(llm_tokens=2 * hidden),
         reduced_backward=CostModel(llm_tokens=2 * hidden),
         output=CostModel(llm_tokens=hidden),

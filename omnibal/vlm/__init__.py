@@ -15,6 +15,7 @@ from omnibal.config import LoraSection
 from omnibal.errors import ConfigError
 from omnibal.families import family_of
 from omnibal.families.base import Family, LayerRecord
+from omnibal.families.parts import TEXT_MODELS, WITH_EXPERTS
 from omnibal.formats.model_format import load_part
 from omnibal.records import read_json
 from omnibal.vlm.layers import VisionLanguageModel
@@ -56,6 +57,12 @@ def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
     family = family_of({"model_type": config.model_type})
     if family.layers is None:
         raise ConfigError(f"model_type must be of a family with layers to be trained, got {config.model_type!r}")
+    if _has_experts(config):
+        trained = ", ".join(kind for kind in TEXT_MODELS if kind not in WITH_EXPERTS)
+        raise ConfigError(
+            f"text_config.model_type must be one of {trained} to be trained in a pipeline, "
+            f"got {config.get_text_config().model_type!r}"
+        )
     # Families name their function as text, so that their facts load no torch.
     made: VisionLanguageModel = resolve_name(family.layers)(config)
     return made
@@ -64,11 +71,15 @@ def _from_config(config: PreTrainedConfig) -> VisionLanguageModel:
 def load_records(
     folder: str | Path, lora: LoraSection | None = None, frozen: Collection[str] = ()
 ) -> tuple[LayerRecord, ...]:
-    """The pipeline layers of a Hugging Face folder as records, of families that cannot be trained as well."""
-    family = _family_in(Path(folder))
-    if lora is not None or family.layers is not None:
+    """The pipeline layers of a Hugging Face folder as records, of models that cannot be trained as well."""
+    family, config = _family_in(Path(folder)), load_part(AutoConfig, Path(folder))
+    if lora is not None or not (family.layers is None or _has_experts(config)):
         return load_model(folder, lora, frozen).records
-    return family.layer_records(load_part(AutoConfig, Path(folder)).to_dict())
+    return family.layer_records(config.to_dict())
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    return config.get_text_config().model_type in WITH_EXPERTS
 
 
 def _family_in(folder: Path) -> Family:

@@ -4,8 +4,10 @@ import pytest
 from transformers import AutoConfig
 
 from omnibal.advise.models import MODELS, Model, complete
+from omnibal.device import DEVICES
 from omnibal.errors import ConfigError
 from omnibal.families import layer_records
+from omnibal.profile.counted import analytic_profile
 
 
 def parameters(model):
@@ -19,10 +21,27 @@ def parameters(model):
     [("Qwen2-VL-2B", 2.21), ("Qwen2.5-VL-3B", 3.75), ("Qwen2.5-VL-7B", 8.29), ("Qwen2.5-VL-32B", 33.5),
      ("Qwen2.5-VL-72B", 73.4), ("Qwen3-VL-4B", 4.44), ("Qwen3-VL-8B", 8.77), ("InternVL3-8B", 7.94),
      ("InternVL3-38B", 38.4), ("InternVL3-78B", 78.4), ("InternVL3.5-8B", 8.53), ("LLaVA-1.5-7B", 7.06),
-     ("LLaVA-v1.6-mistral-7B", 7.57), ("LLaVA-OneVision-Qwen2-7B", 8.03)],
+     ("LLaVA-v1.6-mistral-7B", 7.57), ("LLaVA-OneVision-Qwen2-7B", 8.03), ("Qwen3-VL-30B-A3B", 31.1),
+     ("Qwen3-VL-235B-A22B", 236), ("InternVL3.5-30B-A3B", 30.8), ("InternVL3.5-241B-A28B", 240.7)],
 )  # fmt: skip
 def test_known_models_have_as_many_parameters_as_published(name, billions):
     assert parameters(Model.known(name)) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    # as the pages of Qwen3-30B-A3B and Qwen3-235B-A22B state them; 3.35 stands there as 3.3
+    [("Qwen3-VL-30B-A3B", 30.5, 3.35), ("InternVL3.5-30B-A3B", 30.5, 3.35), ("Qwen3-VL-235B-A22B", 235, 22),
+     ("InternVL3.5-241B-A28B", 235, 22)],
+)  # fmt: skip
+def test_mixtures_multiply_the_active_parameters_of_all_that_they_have(name, total, active):
+    records = [record for record in Model.known(name).records if record.module == "language"]
+    assert sum(record.sizes["parameters"] for record in records) / 1e9 == pytest.approx(total, rel=0.002)
+    layers = analytic_profile(records, DEVICES["H100-80GB"]).layers
+    multiplied = sum(layer.weight_seconds.llm_tokens for layer in layers) * 0.45 * 989e12 / 2
+    ends = 2 * records[-1].sizes["parameters"]  # embedding and head
+    assert (multiplied + ends) / 1e9 == pytest.approx(active, rel=0.01)
+    assert sum(layer.parameter_bytes for layer in layers) == 2 * sum(record.sizes["parameters"] for record in records)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -41,6 +60,8 @@ def test_every_known_model_has_layers_and_a_rule_for_images(name):
         ("Qwen2-VL-7B", {}, None),
         ("Qwen2.5-VL-7B", {"hidden_size": 1280, "out_hidden_size": 3584}, None),
         ("Qwen3-VL-8B", None, None),
+        ("Qwen3-VL-30B-A3B", None, None),
+        ("InternVL3.5-30B-A3B", None, None),
         ("LLaVA-1.5-7B", None, {"model_type": "llama", "vocab_size": 32064}),
         ("LLaVA-v1.6-mistral-7B", None, {"model_type": "mistral", "vocab_size": 32064}),
         ("LLaVA-OneVision-Qwen2-7B", None, None),

@@ -253,6 +253,41 @@ def test_one_tensor_rank_costs_what_it_did_bit_by_bit(tmp_path, name):
     assert hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16] == ONE_RANK[name]
 
 
+def test_tokens_go_through_their_active_experts_and_ranks_hold_all():
+    text = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2}
+    records = layer_records(CONFIG | {"text_config": CONFIG["text_config"] | text | {"mlp_only_layers": [1]}})
+    routed, dense = (
+        {layer.name: layer for layer in analytic_profile(records, COUNTER, tensor_parallel=degree).layers}
+        for degree in (1, 2)
+    )
+    block, half = (layers["decoder_block.0"] for layers in (routed, dense))
+    attention = 2 * 96 * (96 + 32)
+    assert block.weight_seconds(LOAD) == 2 * 50 * (attention + 3 * 96 * 2 * 32 + 96 * 16)
+    held = attention + 16 * 3 * 96 * 32 + 96 * 16 + 2 * 96 + 2 * 16
+    assert (block.parameter_bytes, block.gradient_bytes, block.optimizer_bytes) == (2 * held, 2 * held, 12 * held)
+    # of two norms; of queries, keys, values and attention, and of two experts; copies and outputs of two experts
+    assert block.saved_bytes["none"](LOAD) == 50 * (
+        2 * (4 * 96 + 2 * 96 + 2 * 32 + 4 * 2 * 32 + 128 + 2 * 2 * 96) + 4 * (2 * 96 + 128 + 16)
+    )
+    copies = 50 * (2 * (4 * 96 + 2 * 2 * 96) + 4 * (2 * 96 + 16))
+    assert half.saved_bytes["none"](LOAD) == (block.saved_bytes["none"](LOAD) + copies) / 2
+    assert routed["decoder_block.1"].sizes["intermediate"] == 192
+    assert "experts" not in routed["decoder_block.1"].sizes
+
+
+def test_counted_bytes_of_experts_are_those_that_transformers_modules_keep():
+    config = small_config("qwen3_vl_moe", text={"moe_intermediate_size": 64})
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    block, hidden = model.model.language_model.layers[1], torch.randn(1, 512, 24, requires_grad=True)
+    angles = model.model.language_model.rotary_emb(hidden, torch.arange(512).expand(3, 1, 512))
+    kept = kept_bytes(lambda: block(hidden, position_embeddings=angles), free=[*block.parameters(), *angles])
+    layers = {
+        layer.name: layer for layer in analytic_profile(records_of(config.to_dict()), COUNTER, dtype="float32").layers
+    }
+    # On a CPU statistics of attention come on top, and the integers that sort tokens by their experts.
+    assert layers["decoder_block.1"].saved_bytes["none"](Load(0, 512)) == pytest.approx(kept, rel=0.06)
+
+
 @pytest.mark.parametrize(("degree", "heads"), [(2, 26), (4, 28), (8, 32)])
 def test_a_vit_gets_zero_heads_where_the_degree_does_not_divide_its_own(degree, heads):
     made = analytic_profile(Model.known("InternVL3-78B").records, DEVICES["A100-80GB"], tensor_parallel=degree)

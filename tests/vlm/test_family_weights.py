@@ -7,10 +7,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from omnibal.errors import ConfigError
-from omnibal.vlm import load_model
+from omnibal.vlm import load_model, load_records
 from omnibal.vlm.passes import StorageMeter
 from omnibal.vlm.weights import Stored, load_layer, other_names, save_model, spare_weights
-from tests.families.models import small_config
+from tests.families.models import EXPERTS, small_config
 from tests.vlm.families import (
     TRAINED,
     family_samples,
@@ -187,3 +187,20 @@ def test_an_embedding_at_the_end_of_rows_is_drawn_as_transformers_draws_it():
 def test_a_mixture_of_experts_is_refused_by_name(family):
     with pytest.raises(ConfigError, match=r"text_config.model_type must be one of llama, mistral.*got 'qwen3_moe'"):
         load_model(small_config(family, text={"model_type": "qwen3_moe"}))
+
+
+def test_a_mixture_of_experts_is_planned_for_and_not_trained(tmp_path):
+    for family, text, message in (
+        (
+            "internvl",
+            {"model_type": "qwen3_moe"} | EXPERTS,
+            "text_config.model_type must be one of .* to be trained in",
+        ),
+        ("qwen3_vl_moe", {}, "model_type must be of a family with layers to be trained, got 'qwen3_vl_moe'"),
+    ):
+        config = small_config(family, text=text)
+        config.save_pretrained(tmp_path)
+        blocks = [record for record in load_records(tmp_path) if record.kind == "decoder_block"]
+        assert [block.sizes["experts"] for block in blocks] == [4] * len(blocks)
+        with pytest.raises(ConfigError, match=message):
+            load_model(tmp_path)
