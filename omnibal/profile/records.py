@@ -61,7 +61,7 @@ def levels_from_words(words: str) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-VERSION = 7  # of the file; of earlier ones only the next is read
+VERSION = 7  # of the file; profiles of other versions are refused, but for the one below
 _OF_ONE_DEGREE = 6  # the version before, whose tensor_parallel is one number
 DEGREES: Final = ("vision", "language")
 """What has a degree of tensor parallelism of its own; the projector goes with the ViT."""
