@@ -62,14 +62,18 @@ class PipelinePosition(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """The first stages of a run, where the encoder has replicas and tensor ranks of its own.
+    """The encoder of a run, where it has replicas and tensor ranks of its own.
 
-    Source: Zhang et al., DistTrain, SIGCOMM 2025, section 4.
+    Source of ``"own"``: Zhang et al., DistTrain, SIGCOMM 2025, section 4.
     """
 
     num_stages: int
+    """The first stages of the run; 0 where the encoder is spread."""
     num_replicas: int
     num_tensor: int = 1
+    placement: Literal["own", "spread"] = "own"
+    """``own``: devices beside those of the language model (units). ``spread``: the whole encoder is on all devices of
+    the language model, and runs before and behind its pipeline."""
 
 
 @dataclass(frozen=True)
@@ -114,22 +118,35 @@ class Layout:
     def __post_init__(self) -> None:
         for part, whose in ((self, ""), (self.encoder, " of the encoder")):
             for name in ("num_stages", "num_replicas", "num_tensor"):
-                if part is not None and getattr(part, name) < 1:
+                is_spread = isinstance(part, Encoder) and part.placement == "spread" and name == "num_stages"
+                if part is not None and getattr(part, name) < 1 and not is_spread:
                     raise ConfigError(f"{name}{whose} must be positive, got {getattr(part, name)}")
-        if self.encoder is not None and self.encoder.num_stages >= self.num_stages:
-            raise ConfigError(
-                f"num_stages of the encoder must be less than all {self.num_stages}, got {self.encoder.num_stages}"
-            )
+        if self.encoder is not None:
+            self._check_encoder(self.encoder)
         if self.precision not in get_args(Precision):
             raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
         check_zero_stage(self.zero_stage)
         if self.sums_float32 and self.zero_stage == 0:
             raise ConfigError("zero_stage must be 1 where 16-bit gradients are summed in float32, got 0")
 
+    def _check_encoder(self, encoder: Encoder) -> None:
+        if encoder.num_stages >= self.num_stages:
+            raise ConfigError(
+                f"num_stages of the encoder must be less than all {self.num_stages}, got {encoder.num_stages}"
+            )
+        copies = encoder.num_replicas * encoder.num_tensor
+        if encoder.placement == "spread" and (encoder.num_stages, copies) != (0, self.num_devices):
+            raise ConfigError(
+                f"an encoder that is spread must have no stages of its own and be on all {self.num_devices} devices, "
+                f"got {encoder.num_stages} stages on {copies}"
+            )
+
     def __str__(self) -> str:
         part, encoder = _in_words, self.encoder
-        if encoder is None:
-            return part(self.num_stages, self.num_replicas, self.num_tensor)
+        if encoder is None or encoder.placement == "spread":
+            return part(self.num_stages, self.num_replicas, self.num_tensor) + ", encoder on all" * (
+                encoder is not None
+            )
         first = part(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
         return f"{first}, then {part(self.num_stages - encoder.num_stages, self.num_replicas, self.num_tensor)}"
 

@@ -14,7 +14,7 @@ from omnibal.cost import FloatArray, IntArray
 from omnibal.pipeline.optimize import Boundaries, least_maximum
 from omnibal.pipeline.partition import frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table
-from omnibal.pipeline.simulate import Mode, run_blocking, run_overlapped
+from omnibal.pipeline.simulate import Mode, Wiring, chain, run_blocking, run_overlapped
 from omnibal.pipeline.times import StepTimes, complete_gradients, durations_of, reduced_at, release_of, transfers_of
 from omnibal.profile.records import ModelProfile
 
@@ -56,7 +56,8 @@ class PartitionProblem:
         for front in set(fronts.tolist()):  # partitions with equally many frozen stages share a schedule
             schedule, rows = self.schedule.with_frozen_front(front), fronts == front
             table = schedule.blocking_table if blocking else schedule.table
-            seconds[rows] = _step_seconds(self.times, table, np.ascontiguousarray(partitions[rows]), blocking)
+            wiring = chain(schedule.num_stages, schedule.micro_batches)
+            seconds[rows] = _step_seconds(self.times, table, wiring, np.ascontiguousarray(partitions[rows]), blocking)
         return seconds
 
     def bound(self, partitions: IntArray) -> FloatArray:
@@ -101,7 +102,7 @@ class PartitionProblem:
 
 
 @compiled
-def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking: bool) -> FloatArray:
+def _step_seconds(times: StepTimes, table: Table, wiring: Wiring, partitions: IntArray, blocking: bool) -> FloatArray:
     """The steps that `simulate_step` would simulate, one per partition, without records of their events."""
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
     result = np.zeros(len(partitions))
@@ -115,7 +116,7 @@ def _step_seconds(times: StepTimes, table: Table, partitions: IntArray, blocking
             if blocking:
                 run_blocking(table, durations, transfers, release, starts, ends)
             else:
-                run_overlapped(table, durations, transfers, release, starts, ends)
+                run_overlapped(table, wiring, durations, transfers, release, starts, ends)
             for stage in range(len(table.lengths)):
                 finish = max(finish, ends[stage, table.lengths[stage] - 1])
             complete_gradients(times, replica, boundaries, table, starts, ready)

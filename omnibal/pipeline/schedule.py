@@ -141,11 +141,11 @@ class Schedule:
 
     @cached_property
     def table(self) -> Table:
-        return _table(self.stages)
+        return as_table(self.stages)
 
     @cached_property
     def blocking_table(self) -> Table:
-        return _table(self.blocking)
+        return as_table(self.blocking)
 
 
 @lru_cache(maxsize=64)
@@ -160,13 +160,16 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
 
     Source: Narayanan et al., PipeDream, SOSP 2019, in its synchronous form.
     """
-    return Schedule(tuple(_stage(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches)
+    return Schedule(tuple(stage_order(num_stages - s, micro_batches) for s in range(num_stages)), micro_batches)
 
 
-def _stage(depth: int, micro_batches: int, lag: int | None = None) -> tuple[Instruction, ...]:
-    # ``depth``: how many stages there are from this one on, itself included. The order is that of 1F1B. With a ``lag``
-    # backward passes are split, and a W waits for ``lag`` further B, so that it fills time in which 1F1B would wait for
-    # a gradient; what still waits at the end runs last.
+def stage_order(depth: int, micro_batches: int, lag: int | None = None) -> tuple[Instruction, ...]:
+    """What one stage runs in the order of 1F1B, ``depth`` micro-batches in flight.
+
+    In a pipeline the depth is how many stages there are from this one on, itself included.
+    """
+    # With a ``lag`` backward passes are split, and a W waits for ``lag`` further B, so that it fills time in which 1F1B
+    # would wait for a gradient; what still waits at the end runs last.
     warm_up = min(depth, micro_batches)
     instructions = [Instruction(Operation.F, m) for m in range(warm_up)]
     for m in range(micro_batches):
@@ -209,9 +212,9 @@ def zero_bubble(num_stages: int, micro_batches: int, max_lag: tuple[int, ...] | 
     lags = tuple(range(num_stages)) if max_lag is None else max_lag
     if len(lags) != num_stages or min(lags, default=0) < 0:
         raise ConfigError(f"max_lag must be a number of at least 0 for each of {num_stages} stages, got {max_lag}")
-    stages = [_stage(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags)]
+    stages = [stage_order(num_stages - stage, micro_batches, lag) for stage, lag in enumerate(lags)]
     if not lags[0]:
-        stages[0] = _stage(num_stages, micro_batches)
+        stages[0] = stage_order(num_stages, micro_batches)
     return Schedule(tuple(stages), micro_batches)
 
 
@@ -254,7 +257,7 @@ def _check_stage(
             )
 
 
-def _table(stages: Sequence[Sequence[Instruction]]) -> Table:
+def as_table(stages: Sequence[Sequence[Instruction]]) -> Table:
     lengths = np.array([len(stage) for stage in stages], dtype=np.int32)
     cells = np.zeros((len(stages), lengths.max(), 2), dtype=np.int32)
     for row, stage in zip(cells, stages, strict=True):

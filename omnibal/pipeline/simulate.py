@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from omnibal.cluster import Links
 from omnibal.compiled import compiled
-from omnibal.cost import FloatArray, Load
+from omnibal.cost import FloatArray, IntArray, Load
 from omnibal.errors import ConfigError
 from omnibal.pipeline.partition import Partition, frozen_stages
 from omnibal.pipeline.schedule import Operation, Schedule, Table, one_f_one_b
@@ -247,9 +248,13 @@ def run(
     """:func:`simulate` on checked arrays; ``durations`` are those of F, BW, B and W, (4, micro-batches, stages)."""
     table = schedule.blocking_table if mode == "rendezvous" else schedule.table
     starts, ends = np.zeros(table.operations.shape), np.zeros(table.operations.shape)
-    kernel = run_blocking if mode == "rendezvous" else run_overlapped
     release = np.zeros(schedule.num_stages) if release is None else release
-    if not kernel(table, durations, transfers, release, starts, ends):
+    if mode == "rendezvous":
+        has_ended = run_blocking(table, durations, transfers, release, starts, ends)
+    else:
+        wiring = chain(schedule.num_stages, schedule.micro_batches)
+        has_ended = run_overlapped(table, wiring, durations, transfers, release, starts, ends)
+    if not has_ended:
         remedy = '; try mode="overlap"' if mode == "rendezvous" else ""
         raise ConfigError(f"a schedule must come to an end, got one that deadlocks in mode {mode!r}{remedy}")
     return Simulation(schedule, table, starts, ends)
@@ -324,20 +329,49 @@ def run_blocking(
     return bool(np.all(done == lengths))
 
 
+class Wiring(NamedTuple):
+    """Which stages neighbour each other, by micro-batch; shape (micro-batches, stages) each, -1 where there is none.
+
+    In a plain pipeline, neighbours are the stages before and behind; where encoder and LLM have unequal numbers of
+    replicas (`omnibal.pipeline.units`), the neighbour across their border changes with the micro-batch.
+    """
+
+    before: IntArray
+    behind: IntArray
+
+
+@lru_cache(maxsize=64)
+def chain(num_stages: int, micro_batches: int) -> Wiring:
+    """The wiring of a plain pipeline."""
+    stages = np.tile(np.arange(num_stages), (micro_batches, 1))
+    wiring = Wiring(stages - 1, np.where(stages + 1 < num_stages, stages + 1, -1))
+    for array in wiring:
+        array.flags.writeable = False  # cached: shared by all callers
+    return wiring
+
+
 @compiled
 def run_overlapped(
-    table: Table, seconds: FloatArray, transfers: FloatArray, release: FloatArray, starts: FloatArray, ends: FloatArray
-) -> bool:
-    """Run ``Schedule.table``: transfers start by themselves and cost no stage time; a link carries one at a time."""
+    table: Table, wiring: Wiring, seconds: FloatArray, transfers: FloatArray, release: FloatArray, starts: FloatArray,
+    ends: FloatArray,
+) -> bool:  # fmt: skip
+    """Run ``Schedule.table``: transfers start by themselves and cost no stage time; a link carries one at a time.
+
+    ``transfers[m, stage]`` is what micro-batch m takes from a stage to the one behind it, and back.
+    """
     operations, micro_batches, lengths = table
     num_stages, num_micro_batches = len(lengths), seconds.shape[1]
     clock = np.zeros(num_stages)  # when a stage has ended its last instruction
     done = np.zeros(num_stages, dtype=np.int64)  # instructions that a stage has run
-    # Arrival of a micro-batch's activation and of its gradient at each stage; infinity until its sender has run.
-    activation = np.full((num_micro_batches, num_stages), np.inf)
-    gradient = np.full((num_micro_batches, num_stages), np.inf)
-    activation[:, 0] = 0
-    gradient[:, num_stages - 1] = 0
+    # Arrival of a micro-batch's activation and of its gradient at each stage; infinity until its sender has run. The
+    # first stage's pixels are there from the beginning, and so is the gradient of the last stage's loss.
+    activation, gradient = np.full((2, num_micro_batches, num_stages), np.inf)
+    for m in range(num_micro_batches):
+        for stage in range(num_stages):
+            if wiring.before[m, stage] < 0:
+                activation[m, stage] = 0
+            if wiring.behind[m, stage] < 0:
+                gradient[m, stage] = 0
     down, up = np.zeros(num_stages), np.zeros(num_stages)  # when the links from a stage are free
     # As in run_blocking, but a stage stops only where the input of its next instruction has not been sent.
     going_on = True
@@ -350,15 +384,16 @@ def run_overlapped(
                 ready = activation[m, stage] if operation == _F else gradient[m, stage]
                 if ready == np.inf:
                     break
-                if operation == _F and m == 0:
+                if here == 0:
                     ready = max(ready, release[stage])
                 starts[stage, here] = max(clock[stage], ready)
                 clock[stage] = ends[stage, here] = starts[stage, here] + seconds[operation, m, stage]
                 done[stage] += 1
                 going_on = True
                 # The result leaves when its stage has computed it and the link has carried all earlier ones.
-                if operation == _F and stage < num_stages - 1:
-                    down[stage] = activation[m, stage + 1] = max(clock[stage], down[stage]) + transfers[m, stage]
-                elif operation in (_BW, _B) and stage > 0:
-                    up[stage] = gradient[m, stage - 1] = max(clock[stage], up[stage]) + transfers[m, stage - 1]
+                before, behind = wiring.before[m, stage], wiring.behind[m, stage]
+                if operation == _F and behind >= 0:
+                    down[stage] = activation[m, behind] = max(clock[stage], down[stage]) + transfers[m, stage]
+                elif operation in (_BW, _B) and before >= 0:
+                    up[stage] = gradient[m, before] = max(clock[stage], up[stage]) + transfers[m, before]
     return bool(np.all(done == lengths))

@@ -43,14 +43,19 @@ def step_times(
     *,
     zero_stage: int = 1,
     recompute: Sequence[str] | None = None,
+    num_replicas: int | None = None,
 ) -> StepTimes:
-    """Seconds of every layer for every micro-batch of every replica; arguments and errors as of `simulate_step`."""
+    """Seconds of every layer for every micro-batch of every replica; arguments and errors as of `simulate_step`.
+
+    Args:
+        num_replicas: How many replicas add up their gradients, where ``loads`` are not one Load for each.
+    """
     load = Load.stack(loads)
     if len(load.shape) != 2 or 0 in load.shape:
         raise ConfigError(
             f"loads must be one Load per replica with one entry per micro-batch each, got shape {load.shape} of all"
         )
-    num_replicas = load.shape[0]
+    num_replicas = num_replicas or load.shape[0]
     check_zero_stage(zero_stage)
     levels = _levels(profile, recompute)
     layers = profile.layers
@@ -105,8 +110,8 @@ def transfers_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatA
 
 
 @compiled
-def release_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArray:
-    """When each stage may begin its first forward pass, shape (stages,)."""
+def release_of(times: StepTimes, replica: int, boundaries: IntArray, micro_batch: int = 0) -> FloatArray:
+    """When each stage may begin its first forward pass, that of ``micro_batch``; shape (stages,)."""
     # Updated weights come from the other replicas layer by layer, while the stage already runs its first layers.
     # Layer l runs at release + (forward of the stage's layers before l), and needs the weights of all layers up to l.
     release = np.zeros(len(boundaries) - 1)
@@ -114,7 +119,7 @@ def release_of(times: StepTimes, replica: int, boundaries: IntArray) -> FloatArr
         first, last = boundaries[stage], boundaries[stage + 1]
         for layer in range(first, last):
             come = times.gather[layer + 1] - times.gather[first]
-            turn = times.forward[replica, 0, layer] - times.forward[replica, 0, first]
+            turn = times.forward[replica, micro_batch, layer] - times.forward[replica, micro_batch, first]
             release[stage] = max(release[stage], come - turn)
     return release
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from omnibal.pipeline.problem import stage_bounds
-from omnibal.pipeline.simulate import run_overlapped
+from omnibal.pipeline.simulate import chain, run_overlapped
 from omnibal.pipeline.times import durations_of, transfers_of
 from tests.pipeline.oracles import schedule_of
 from tests.pipeline.profiles import fixed_profile
@@ -49,7 +49,8 @@ def test_a_split_backward_is_bounded_too(seed):
         seconds = 0.0
         for replica in range(len(times.forward)):
             durations, transfers = durations_of(times, replica, boundaries), transfers_of(times, replica, boundaries)
-            run_overlapped(schedule.table, durations, transfers, np.zeros(3), starts, ends)
+            wiring = chain(3, schedule.micro_batches)
+            run_overlapped(schedule.table, wiring, durations, transfers, np.zeros(3), starts, ends)
             seconds = max(seconds, ends.max())
         seconds += np.diff(times.reduce[boundaries]).max() + np.diff(times.optimizer[boundaries]).max()
         assert bounds[np.arange(3), boundaries[:-1], boundaries[1:]].max() <= seconds * (1 + 1e-9)

@@ -1,0 +1,102 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from omnibal.cluster import Encoder, Layout, Links
+from omnibal.errors import ConfigError
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.schedule import Operation, one_f_one_b
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.units import encoder_schedule, simulate_units
+from tests.pipeline.profiles import fixed_profile
+from tests.pipeline.random_problems import random_arguments
+from tests.pipeline.test_simulate_step import packs
+
+FREE = Links(np.inf)
+
+
+def units(num_stages, replicas, encoder_replicas, encoder_stages=1, **more):
+    return Layout(num_stages, replicas, encoder=Encoder(encoder_stages, encoder_replicas), precision="float32", **more)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_units_of_equal_replicas_are_the_pipeline_that_is_cut_there(seed, zero_stage):
+    arguments = random_arguments(seed)
+    profile, loads, links = arguments["profile"], arguments["loads"], arguments["links"]
+    for cuts in [(1, 2), (2, 3), (1, 3)]:
+        partition = Partition((0, *cuts, len(profile.layers)))
+        pipeline = simulate_step(profile, partition, loads, links, zero_stage=zero_stage, mode="overlap")
+        for encoder_stages in (1, 2):
+            layout = units(3, len(loads), len(loads), encoder_stages, zero_stage=zero_stage)
+            found = simulate_units(profile, partition, loads, layout, links)
+            assert found.step_seconds == pytest.approx(pipeline.step_seconds, rel=1e-9)
+
+
+def test_an_encoder_that_costs_nothing_leaves_the_pipeline_of_the_llm():
+    profile = fixed_profile([0, 2, 3])
+    for encoder_replicas in (1, 2, 4):
+        found = simulate_units(profile, Partition((0, 1, 2, 3)), packs(6, 2), units(3, 2, encoder_replicas), FREE)
+        alone = simulate_step(fixed_profile([2, 3]), Partition((0, 1, 2)), packs(6, 2), FREE, mode="overlap")
+        assert found.step_seconds == pytest.approx(alone.step_seconds, rel=1e-9)
+
+
+def test_an_encoder_serves_two_llms_in_turns():
+    # Forward 1 s, backward 2 s on either; the encoder runs 8 of both: 24 s, and waits for the first gradient.
+    found = simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), units(2, 2, 1), FREE)
+    rows = [
+        [(Operation(o).name, m) for o, m in zip(found.table.operations[row, :n], found.table.micro_batches[row, :n], strict=True)]
+        for row, n in enumerate(found.table.lengths)
+    ]  # fmt: skip
+    assert [entry[1] for entry in rows[1]] == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert [entry[1] for entry in rows[2]] == [1, 1, 3, 3, 5, 5, 7, 7]
+    assert rows[0][:4] == [("F", 0), ("F", 1), ("F", 2), ("BW", 0)]
+    assert found.busy_seconds.tolist() == [24, 12, 12] and found.step_seconds == 8 * 3 + 1
+
+
+def test_two_encoders_take_turns_for_one_llm():
+    found = simulate_units(fixed_profile([4, 1]), Partition((0, 1, 2)), packs(4, 1), units(2, 1, 2), FREE)
+    assert found.table.lengths.tolist() == [4, 4, 8]
+    assert found.busy_seconds.tolist() == [24, 24, 12]
+    one = simulate_units(fixed_profile([4, 1]), Partition((0, 1, 2)), packs(4, 1), units(2, 1, 1), FREE)
+    assert found.step_seconds < 0.65 * one.step_seconds
+
+
+def test_a_frozen_encoder_runs_forward_only():
+    profile = fixed_profile([1, 1, 1])
+    frozen = replace(profile, layers=(replace(profile.layers[0], trainable=False), *profile.layers[1:]))
+    found = simulate_units(frozen, Partition((0, 1, 2, 3)), packs(4, 2), units(3, 2, 1), FREE)
+    assert found.table.lengths.tolist() == [8, 8, 8, 8, 8] and found.busy_seconds[0] == 8
+    assert set(found.table.operations[0].tolist()) == {int(Operation.F)}
+
+
+def test_gradients_are_summed_over_the_replicas_of_their_own_part():
+    profile = fixed_profile([1, 1])
+    heavy = replace(profile, layers=tuple(replace(layer, gradient_bytes=100) for layer in profile.layers))
+    sums = {}
+    for encoder_replicas in (1, 2, 4):
+        layout = units(2, 4, encoder_replicas, zero_stage=0)
+        free = simulate_units(heavy, Partition((0, 1, 2)), packs(4, 4), layout, Links(np.inf))
+        slow = simulate_units(
+            heavy, Partition((0, 1, 2)), packs(4, 4), layout, Links(np.inf), encoder_links=Links(10),
+        )  # fmt: skip
+        sums[encoder_replicas] = slow.step_seconds - free.step_seconds
+    # A ring of r replicas moves 2 (r - 1) / r times the gradients.
+    assert sums == pytest.approx({1: 0, 2: 10, 4: 15})
+
+
+def test_the_encoders_depth_follows_the_replicas():
+    assert encoder_schedule(units(3, 2, 2), 8) == replace(one_f_one_b(3, 8), stages=one_f_one_b(3, 8).stages[:1])
+    assert encoder_schedule(units(3, 2, 1), 8).in_flight == (5,)
+    assert encoder_schedule(units(5, 1, 2), 8).in_flight == (3,)
+    assert encoder_schedule(units(5, 1, 2), 7).micro_batches == 4
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="must divide each other, got 2 and 3"):
+        simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 3), units(2, 3, 2), FREE)
+    with pytest.raises(ConfigError, match="devices of its own"):
+        simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), Layout(2, 2), FREE)
+    with pytest.raises(ConfigError, match="loads' 2 replicas"):
+        simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), units(2, 1, 1), FREE)
