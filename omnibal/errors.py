@@ -58,6 +58,11 @@ class DataError(OmnibalError, ValueError):
 class InfeasibleError(OmnibalError):
     """No solution exists under the given limits; the message says by how much they are missed."""
 
+    def __init__(self, *args: object, missing_bytes: int = 0) -> None:
+        super().__init__(*args)
+        self.missing_bytes = missing_bytes
+        """Of a device, where memory is what lacks."""
+
 
 class MissingExtraError(OmnibalError, ModuleNotFoundError):
     """Something needs a package that the base install does not bring; the message says which extra does."""

@@ -128,9 +128,19 @@ def bandwidth(cluster: Cluster) -> float:
 
 
 def exposed_seconds(
-    profile: ModelProfile, sharding: Sharding, cluster: Cluster, costs: Mapping[str, FloatArray]
+    profile: ModelProfile,
+    sharding: Sharding,
+    cluster: Cluster,
+    costs: Mapping[str, FloatArray],
+    *,
+    hides: bool = True,
 ) -> FloatArray:
-    """Seconds of every step in which ranks only communicate; ``costs`` are from ``phase_seconds``."""
+    """Seconds of every step in which ranks only communicate.
+
+    Args:
+        costs: From ``phase_seconds``.
+        hides: Whether ranks compute beside what they send, as assumed above.
+    """
     # In a ring every rank sends (ranks - 1) / ranks of the bytes that all ranks end up with, or give their part of.
     share = (cluster.num_devices - 1) / cluster.num_devices / bandwidth(cluster)
     slowest = {phase: seconds.max(axis=1) for phase, seconds in costs.items()}  # of all ranks; (steps, micro-batches)
@@ -144,13 +154,13 @@ def exposed_seconds(
             part, _, direction = phase.partition(" ")
             sent = gathered[part] + (reduced[part] if direction == "backward" else 0.0)
             # A phase of no seconds is the backward pass of a frozen front, through which no gradient goes.
-            exposed += (np.maximum(sent - seconds, 0) * (seconds > 0)).sum(axis=1)
+            exposed += (np.maximum(sent - hides * seconds, 0) * (seconds > 0)).sum(axis=1)
         return exposed
     if MEETINGS[sharding] == "micro_batch":
-        beside: FloatArray = np.maximum(trained - backward, 0).sum(axis=1)
+        beside: FloatArray = np.maximum(trained - hides * backward, 0).sum(axis=1)
         return beside + trained  # updated parameters are gathered in the end
     # DDP sums gradients on every rank (reduce and gather); ZeRO 1 leaves each rank its part, and gathers parameters.
-    last: FloatArray = np.maximum((2 * trained if sharding == "ddp" else trained) - backward[:, -1], 0)
+    last: FloatArray = np.maximum((2 * trained if sharding == "ddp" else trained) - hides * backward[:, -1], 0)
     return last + (0.0 if sharding == "ddp" else trained)
 
 

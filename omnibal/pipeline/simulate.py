@@ -194,6 +194,7 @@ def simulate_step(
     recompute: Sequence[str] | None = None,
     schedule: Schedule | None = None,
     mode: Mode = "rendezvous",
+    num_replicas: int | None = None,
 ) -> StepSimulation:
     """Predict one optimizer step.
 
@@ -206,14 +207,15 @@ def simulate_step(
         recompute: A level for each layer; by default ``"none"``.
         schedule: By default 1F1B. Stages before the first trained layer run it forward only.
         mode: As in :func:`simulate`, for schedules with whole backward passes; others overlap (:func:`mode_of`).
+        num_replicas: How many replicas there are, where ``loads`` stand for more of them.
 
     Raises:
         ConfigError: The partition, the levels or the schedule do not fit, loads are not one per replica and equally
             long, there is no such ZeRO stage under a pipeline, or the schedule deadlocks.
     """
     check_partition(profile, partition)
-    times = step_times(profile, loads, links, zero_stage=zero_stage, recompute=recompute)
-    num_replicas, micro_batches, _ = times.forward.shape
+    times = step_times(profile, loads, links, zero_stage=zero_stage, recompute=recompute, num_replicas=num_replicas)
+    simulated, micro_batches, _ = times.forward.shape
     # Replicas do not meet within a step: each pipeline is simulated alone. ``ready`` collects when the last replica
     # has a layer's gradient, from which on the replicas can add it up.
     schedule = schedule or one_f_one_b(partition.num_stages, micro_batches)
@@ -226,7 +228,7 @@ def simulate_step(
     schedule = schedule.with_frozen_front(int(frozen_stages(profile, boundaries)))
     mode = mode_of(schedule, mode)
     replicas, ready = [], np.zeros(len(profile.layers))
-    for replica in range(num_replicas):
+    for replica in range(simulated):
         durations, transfers, release = (
             of(times, replica, boundaries) for of in (durations_of, transfers_of, release_of)
         )

@@ -124,6 +124,11 @@ def simulate_units(
             f"layout must have the loads' {load.shape[0]} replicas and the partition's {partition.num_stages} stages, "
             f"got {layout}"
         )
+    if load.shape[0] * load.shape[1] < encoder.num_replicas:
+        raise ConfigError(
+            f"micro-batches must be at least one for each of {encoder.num_replicas} encoder replicas, "
+            f"got {load.shape[0] * load.shape[1]}"
+        )
     # All micro-batches in the order of their numbers, as if they were those of one replica.
     numbers = np.arange(load.shape[0] * load.shape[1])
     numbered = load[numbers % load.shape[0], numbers // load.shape[0]]

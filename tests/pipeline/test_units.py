@@ -45,10 +45,11 @@ def test_an_encoder_that_costs_nothing_leaves_the_pipeline_of_the_llm():
 def test_an_encoder_serves_two_llms_in_turns():
     # Forward 1 s, backward 2 s on either; the encoder runs 8 of both: 24 s, and waits for the first gradient.
     found = simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), units(2, 2, 1), FREE)
+    operations, numbers, lengths = found.table
     rows = [
-        [(Operation(o).name, m) for o, m in zip(found.table.operations[row, :n], found.table.micro_batches[row, :n], strict=True)]
-        for row, n in enumerate(found.table.lengths)
-    ]  # fmt: skip
+        [(Operation(kind).name, number) for kind, number in zip(*both, strict=True)][:length]
+        for *both, length in zip(operations, numbers, lengths, strict=True)
+    ]
     assert [entry[1] for entry in rows[1]] == [0, 0, 2, 2, 4, 4, 6, 6]
     assert [entry[1] for entry in rows[2]] == [1, 1, 3, 3, 5, 5, 7, 7]
     assert rows[0][:4] == [("F", 0), ("F", 1), ("F", 2), ("BW", 0)]
@@ -100,3 +101,5 @@ def test_what_cannot_be_is_refused():
         simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), Layout(2, 2), FREE)
     with pytest.raises(ConfigError, match="loads' 2 replicas"):
         simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 2), units(2, 1, 1), FREE)
+    with pytest.raises(ConfigError, match="at least one for each of 8 encoder replicas, got 4"):
+        simulate_units(fixed_profile([1, 1]), Partition((0, 1, 2)), packs(4, 1), units(2, 1, 8), FREE)

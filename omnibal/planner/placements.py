@@ -1,0 +1,237 @@
+"""The step of one layout, wherever the encoder is: in the pipeline, on devices of its own, or on all devices.
+
+Partition and recompute levels come from the same closed formula for every placement (`omnibal.planner.search.propose`),
+so that no placement wins by being searched more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from omnibal.cluster import Layout
+from omnibal.cost import CostModel, FloatArray, Load
+from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.memory.footprint import Footprint
+from omnibal.memory.recompute import StageTable, choose_levels, recompute_seconds
+from omnibal.pipeline.optimize import Boundaries, least_maximum
+from omnibal.pipeline.partition import Partition
+from omnibal.pipeline.problem import differences
+from omnibal.pipeline.schedule import ScheduleName, one_f_one_b
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.units import encoder_schedule, simulate_units
+from omnibal.planner.packings import Packing, PlanRequest
+from omnibal.planner.search import StepModel, propose
+from omnibal.profile.records import LEVELS, Level, ModelProfile, every_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedStep:
+    """A layout with its cut and recompute levels, and what a step takes and holds."""
+
+    layout: Layout
+    schedule: ScheduleName
+    micro_batches: int
+    boundaries: Boundaries
+    """Of the whole model's layers; of the LLM's alone where the encoder is spread."""
+    recompute: tuple[Level, ...]
+    """The level of every layer of the model."""
+    step_seconds: float
+    """Mean over the steps of the packing."""
+    recompute_seconds: float
+    """Seconds of all devices together that a step recomputes."""
+    peak_bytes: int
+    """What the fullest device holds."""
+
+
+def encoder_layers(profile: ModelProfile) -> int:
+    """How many of the first layers are the encoder's: all before the first one of the language model."""
+    found = next((index for index, layer in enumerate(profile.layers) if layer.module == "language"), 0)
+    if found == 0:
+        raise ConfigError("a model must begin with an encoder to place it, got one that begins with language layers")
+    return found
+
+
+def split_profile(profile: ModelProfile) -> tuple[ModelProfile, ModelProfile]:
+    """Encoder and LLM as profiles of their own."""
+    count = encoder_layers(profile)
+    encoder, language = profile.layers[:count], profile.layers[count:]
+    if any(layer.trainable for layer in encoder):
+        # Gradients for the encoder pass through every layer of the LLM, also where these are frozen: a first layer
+        # that counts as trained, and has no gradient of its own, says so.
+        language = (replace(language[0], trainable=True), *language[1:])
+    return replace(profile, layers=encoder, frozen=None), replace(profile, layers=language, frozen=None)
+
+
+def place_pipeline(
+    profile: ModelProfile, packing: Packing, layout: Layout, request: PlanRequest, schedule: ScheduleName
+) -> PlacedStep:
+    """One pipeline through encoder and LLM.
+
+    Raises:
+        InfeasibleError: A stage does not fit with as much recomputed as possible; ``missing_bytes`` says by how much.
+    """
+    model = StepModel(profile, packing, layout, request, schedule)
+    boundaries, levels, seconds = _propose(model)
+    held = model.footprint.stages(Partition(boundaries), levels)
+    return PlacedStep(
+        layout=layout,
+        schedule=schedule,
+        micro_batches=packing.micro_batches,
+        boundaries=boundaries,
+        recompute=levels,
+        step_seconds=seconds,
+        recompute_seconds=_recomputed(profile, packing, levels) * layout.num_tensor,
+        peak_bytes=max(stage.total for stage in held),
+    )
+
+
+def place_spread(
+    profile: ModelProfile, packing: Packing, layout: Layout, request: PlanRequest, schedule: ScheduleName, level: Level
+) -> PlacedStep:
+    """The encoder on all devices: each encodes its share of the step before the LLM's pipeline, and trains on it after.
+
+    Features go from where they are made to the first stages in one all-to-all, and their gradients come back in
+    another one. The encoder's weights are on every device, and its optimizer's state is shared by all.
+
+    Args:
+        layout: Of the LLM; ``layout.encoder`` is spread.
+        level: What the encoder recomputes: ``"none"`` keeps its activations through the pipeline.
+
+    Raises:
+        InfeasibleError: As of `place_pipeline`.
+    """
+    spread = layout.encoder
+    assert spread is not None and spread.placement == "spread", "the caller spreads the encoder"
+    encoder, language = split_profile(profile)
+    alone = replace(layout, num_stages=1, num_replicas=spread.num_replicas, num_tensor=spread.num_tensor, encoder=None)
+    # Images are dealt to the devices one by one, so all get about the same share of a step.
+    step = packing.all_loads
+    share = _scaled(step, step.shape[1] * step.shape[2] / spread.num_replicas)
+    levels = encoder.levels_like(every_layer(level, len(encoder.layers)))
+    held = Footprint(encoder, share, one_f_one_b(1, 1), alone, 0).stage(0, range(len(encoder.layers)), levels)
+    # Weights, states and what is kept stay beside the pipeline; what only comes and goes does not.
+    beside = held.total - held.transient - held.logits
+    features = 2 * packing.micro_batches * int(encoder.layers[-1].output_bytes(packing.largest))  # and their gradients
+    pipeline = replace(layout, encoder=None)
+    budgets = request.budgets(pipeline)
+    over = held.total + request.cluster.overhead_bytes - min(budgets)
+    if over > 0:
+        raise InfeasibleError("the spread encoder must fit every device", missing_bytes=over)
+    left = tuple(budget - beside - (features if stage == 0 else 0) for stage, budget in enumerate(budgets))
+    model = StepModel(language, packing, pipeline, request, schedule, left)
+    boundaries, own_levels, seconds = _propose(model)
+    links = request.cluster.links_of(pipeline)
+    encoding = simulate_step(
+        encoder, Partition((0, len(encoder.layers))), [share.reshape((1,))], request.cluster.links_of(alone),
+        zero_stage=layout.zero_stage, recompute=levels, num_replicas=spread.num_replicas,
+    ).step_seconds  # fmt: skip
+    # A device of the first stage encodes a part of what its replica needs: that part stays where it is.
+    moved = 1 - 1 / (layout.num_stages * layout.num_tensor)
+    replica = float(encoder.layers[-1].output_bytes(step).sum(axis=2).mean()) * moved
+    ways = 2 if any(layer.trainable for layer in encoder.layers) else 1
+    whole = (*levels, *own_levels)
+    recomputed = _recomputed(language, packing, own_levels) * layout.num_tensor
+    recomputed += _recomputed(encoder, packing, levels) * spread.num_tensor
+    stages = model.footprint.stages(Partition(boundaries), own_levels)
+    return PlacedStep(
+        layout=layout,
+        schedule=schedule,
+        micro_batches=packing.micro_batches,
+        boundaries=boundaries,
+        recompute=whole,
+        step_seconds=seconds + encoding + ways * replica / links.bandwidth_bytes_per_second,
+        recompute_seconds=recomputed,
+        peak_bytes=max(
+            held.total + request.cluster.overhead_bytes,
+            *(stage.total + beside + (features if place == 0 else 0) for place, stage in enumerate(stages)),
+        ),
+    )
+
+
+def place_units(
+    profile: ModelProfile, packing: Packing, layout: Layout, request: PlanRequest, schedule: ScheduleName
+) -> PlacedStep:
+    """Encoder and LLM on devices of their own (DistTrain), as `omnibal.pipeline.units` simulates them.
+
+    Raises:
+        InfeasibleError: As of `place_pipeline`.
+    """
+    own = layout.encoder
+    assert own is not None, "the caller gives the encoder devices"
+    encoder, language = split_profile(profile)
+    behind = replace(layout, num_stages=layout.num_stages - own.num_stages, encoder=None)
+    alone = replace(behind, num_stages=own.num_stages, num_replicas=own.num_replicas, num_tensor=own.num_tensor)
+    model = StepModel(language, packing, behind, request, schedule)
+    boundaries, levels, _ = _propose(model)
+    footprint = Footprint(
+        encoder, packing.largest, encoder_schedule(layout, packing.micro_batches), alone, request.cluster.overhead_bytes
+    )
+    seconds = recompute_seconds(encoder, packing.all_loads)
+    budgets = request.budgets(alone)
+    table = StageTable(footprint, budgets)
+    missing, _ = least_maximum(table.missing_bytes().astype(np.float64))
+    if missing > 0:
+        raise InfeasibleError("the encoder must fit its devices", missing_bytes=int(missing))
+    # The cut whose slowest stage is fastest, each stage with the least recomputation that fits.
+    sums = np.concatenate([[0.0], np.cumsum(_layer_seconds(encoder, packing.all_loads))])
+    _, cut = least_maximum(np.stack([differences(sums)] * own.num_stages) + table.least_seconds(seconds))
+    own_levels = tuple(
+        level
+        for stage in range(own.num_stages)
+        for level in choose_levels(footprint, stage, range(cut[stage], cut[stage + 1]), seconds, budgets[stage])
+    )
+    count, whole = len(encoder.layers), (*own_levels, *levels)
+    partition = Partition((*cut, *(count + boundary for boundary in boundaries[1:])))
+    steps = [
+        simulate_units(
+            profile, partition, loads, layout, request.cluster.links_of(behind),
+            encoder_links=request.cluster.links_of(alone), recompute=whole, schedule=schedule,
+        ).step_seconds
+        for loads in packing.steps
+    ]  # fmt: skip
+    held = [*footprint.stages(Partition(cut), own_levels), *model.footprint.stages(Partition(boundaries), levels)]
+    recomputed = _recomputed(language, packing, levels) * layout.num_tensor
+    return PlacedStep(
+        layout=layout,
+        schedule=schedule,
+        micro_batches=packing.micro_batches,
+        boundaries=partition.boundaries,
+        recompute=whole,
+        step_seconds=fmean(steps),
+        recompute_seconds=recomputed + _recomputed(encoder, packing, own_levels) * own.num_tensor,
+        peak_bytes=max(stage.total for stage in held),
+    )
+
+
+def _propose(model: StepModel) -> tuple[Boundaries, tuple[Level, ...], float]:
+    """The closed formula's best partition, its levels, and the mean seconds of a step."""
+    if (missing := model.missing[0]) > 0:
+        raise InfeasibleError(f"memory must hold every stage of {model}", missing_bytes=missing)
+    choice = propose(model)
+    return choice.boundaries, model.levels(choice.boundaries), choice.step_seconds
+
+
+def _recomputed(profile: ModelProfile, packing: Packing, levels: tuple[Level, ...]) -> float:
+    """Seconds that all micro-batches of a mean step recompute, on one tensor rank."""
+    loads = packing.all_loads
+    seconds = recompute_seconds(profile, loads)[np.arange(len(levels)), [LEVELS.index(level) for level in levels]]
+    return float(seconds.sum()) * loads.shape[1] * loads.shape[2]
+
+
+def _layer_seconds(profile: ModelProfile, loads: Load) -> FloatArray:
+    """Mean seconds of a micro-batch in each layer, forward and backward."""
+    costs = [layer.forward_seconds + layer.backward_seconds + layer.weight_seconds for layer in profile.layers]
+    values: Mapping[CostModel, float] = {cost: float(cost(loads).mean()) for cost in set(costs)}
+    return np.array([values[cost] for cost in costs])
+
+
+def _scaled(loads: Load, factor: float) -> Load:
+    """The mean micro-batch times a factor."""
+    mean = loads.mean()
+    return Load(*(factor * getattr(mean, name) for name in (
+        "vision_units", "llm_tokens", "llm_tokens_squared", "vision_squared", "target_tokens"
+    )))  # fmt: skip

@@ -1,0 +1,102 @@
+from dataclasses import replace
+
+import pytest
+
+from omnibal.advise.estimate import Scenario
+from omnibal.advise.layouts import EQUAL, KINDS, Candidate, LayoutAnswer, weigh_layouts
+from omnibal.advise.models import Model
+from omnibal.cluster import Cluster
+from omnibal.data.synthetic import tiled_lengths
+from omnibal.errors import ConfigError, InfeasibleError
+from omnibal.profile.counted import analytic_profile
+
+MIX = tiled_lengths(4000, seed=1)
+
+
+def scenario(model="InternVL3-8B", cluster="8xA100-80GB", per_step=128, **more):
+    machines = Cluster.parse(cluster)
+    return Scenario(MIX, analytic_profile(Model.known(model).records, machines.device), machines, per_step, **more)
+
+
+def counted(model, machines):
+    def profiles(encoder, language):
+        if encoder != language:
+            raise ConfigError("one degree in this test")
+        records = Model.known(model).records
+        return analytic_profile(records, machines.cluster.device, tensor_parallel=language)
+
+    return profiles
+
+
+def refuse(encoder, language):
+    raise ConfigError("measured on one device")
+
+
+@pytest.fixture(scope="module")
+def small():
+    asked = scenario()
+    return asked, weigh_layouts(asked, counted("InternVL3-8B", asked))
+
+
+def test_every_kind_is_weighed_on_the_same_samples(small):
+    asked, found = small
+    assert {each.kind for each in found.candidates} | set(found.missing_bytes) == set(KINDS)
+    budget = asked.cluster.device.memory_bytes
+    for each in found.candidates:
+        assert sum(each.shares.values()) == pytest.approx(1) and 0 < each.peak_bytes <= budget
+        assert 0 < each.shares["useful"] <= 1 and each.shares["recomputation"] >= 0
+    rates = [each.samples_per_second for each in found.candidates]
+    assert rates == sorted(rates, reverse=True)
+    by_kind = {each.kind: each for each in found.candidates}
+    # What is useful takes the same seconds in every layout, so samples a second follow from its share.
+    useful = {kind: each.shares["useful"] / each.samples_per_second for kind, each in by_kind.items()}
+    assert useful["pipeline"] == pytest.approx(useful["zero"], rel=0.05)
+    assert by_kind["rearranged"].samples_per_second >= 0.99 * by_kind["zero"].samples_per_second
+
+
+def test_hidden_talk_is_an_assumption_that_is_shown(small):
+    _, found = small
+    zero = next(each for each in found.candidates if each.kind == "zero")
+    assert zero.unhidden_samples_per_second < zero.samples_per_second
+    assert all((each.unhidden_samples_per_second is None) == (each.recipe is None) for each in found.candidates)
+
+
+def test_what_runs_today_is_told_from_what_can_only_be_weighed(small):
+    _, found = small
+    assert {each.kind for each in found.candidates if each.runs_today} <= {"zero", "rearranged", "pipeline"}
+    assert found.winner_today.runs_today
+
+
+def candidate(kind, rate):
+    return Candidate(
+        kind=kind, layout=kind, samples_per_second=rate, peak_bytes=1, micro_batches=1, shares={"useful": 1.0}
+    )
+
+
+def test_of_equally_fast_layouts_the_simplest_wins():
+    close = LayoutAnswer((candidate("units", 10 * (1 + EQUAL)), candidate("spread", 10.1), candidate("zero", 10)), {})
+    assert close.winner.kind == "zero"
+    far = LayoutAnswer((candidate("units", 11), candidate("pipeline", 10.9), candidate("zero", 10)), {})
+    assert far.winner.kind == "pipeline"
+    assert LayoutAnswer((candidate("units", 11),), {"zero": 5}).winner_today is None
+
+
+def test_costs_of_one_device_leave_tensor_ranks_out():
+    found = weigh_layouts(scenario(), refuse, kinds=("zero", "tensor"))
+    assert [each.kind for each in found.candidates] == ["zero"] and found.missing_bytes == {"tensor": 0}
+
+
+def test_what_fits_nowhere_says_what_is_missing():
+    asked = scenario("InternVL3-78B", "2xA100-40GB", 16)
+    with pytest.raises(InfeasibleError, match="GiB a device") as refusal:
+        weigh_layouts(asked, refuse, kinds=("zero", "pipeline"))
+    assert refusal.value.missing_bytes > 2**30
+
+
+def test_more_memory_never_makes_a_layout_slower():
+    rates = []
+    for memory in (40e9, 80e9):
+        asked = scenario(per_step=64)
+        asked = replace(asked, cluster=replace(asked.cluster, memory_bytes=memory))
+        rates.append(weigh_layouts(asked, refuse, kinds=("pipeline",)).candidates[0].samples_per_second)
+    assert rates[0] <= rates[1] * 1.001
