@@ -7,6 +7,7 @@ alike (`omnibal.planner.placements`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -49,10 +50,10 @@ EQUAL: Final = 0.03
 """Share by which layouts may differ and still count as equally fast: take the simplest of these."""
 DEGREES: Final = (1, 2, 4, 8)
 """Tensor ranks that are tried, as far as a node has so many devices."""
-MOST_PLACED: Final = 8
+MOST_PLACED: Final = 12
 """Layouts and numbers of micro-batches of each kind that are placed, those that turn out not to fit among them."""
-ROUGH_ERROR: Final = 1.15
-"""How many times as long as a placed step the formula may say before it is believed."""
+MOST_ALIKE: Final = 3
+"""Of those, how many may have the LLM alike: with other encoders, or other numbers of micro-batches."""
 MOST_STAGES: Final = 32
 """Stages that are tried: deeper pipelines are hardly ever run, and take longest to simulate."""
 MOST_ENCODER_STAGES: Final = 4
@@ -217,7 +218,9 @@ class _Counts:
         if least > room:
             raise InfeasibleError("all layers recomputed must fit", missing_bytes=round(least - room))
         recomputed = 0.0 if everything <= room else (everything - room) / (everything - least)
-        return samples * max((self.seconds + recomputed * self.recompute) / num_stages, self.largest_layer)
+        # Stages are whole layers: the slowest one has about half a layer more than the mean, if there are several.
+        uneven = self.largest_layer / 2 if num_stages > 1 else 0.0
+        return samples * max((self.seconds + recomputed * self.recompute) / num_stages + uneven, self.largest_layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,11 +246,16 @@ class _Weighing:
                 else:
                     ranked.append(_Rough(seconds, layout, micro_batches, level))
         ranked.sort(key=lambda rough: rough.seconds)
-        found = list[PlacedStep]()
-        for rough in ranked[:MOST_PLACED]:
-            if found and rough.seconds > ROUGH_ERROR * min(step.step_seconds for step in found):
+        found, alike = list[PlacedStep](), Counter[tuple[int, int, int]]()
+        for rough in ranked:
+            # The formula knows of no bubble within a stage's work and of no talk: what it says is hardly ever reached.
+            done = alike.total() == MOST_PLACED
+            if done or (found and rough.seconds > min(step.step_seconds for step in found)):
                 break
-            found += self._placed(rough, missing)
+            language = (rough.layout.num_stages, rough.layout.num_replicas, rough.layout.num_tensor)
+            if alike[language] < MOST_ALIKE:
+                alike[language] += 1
+                found += self._placed(rough, missing)
         if found:
             return self._candidate(kind, min(found, key=lambda step: step.step_seconds))
         return min(missing, default=0)

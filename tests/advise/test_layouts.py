@@ -20,10 +20,8 @@ def scenario(model="InternVL3-8B", cluster="8xA100-80GB", per_step=128, **more):
 
 def counted(model, machines):
     def profiles(encoder, language):
-        if encoder != language:
-            raise ConfigError("one degree in this test")
-        records = Model.known(model).records
-        return analytic_profile(records, machines.cluster.device, tensor_parallel=language)
+        records, degrees = Model.known(model).records, {"vision": encoder, "language": language}
+        return analytic_profile(records, machines.cluster.device, tensor_parallel=degrees)
 
     return profiles
 
