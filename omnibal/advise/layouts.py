@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from omnibal.cost import CostModel, FloatArray, Load
 from omnibal.errors import ConfigError, InfeasibleError, bytes_in_words
 from omnibal.memory.footprint import TrainingState
 from omnibal.pipeline.schedule import SCHEDULES
+from omnibal.planner.allocation import ModuleCost, allocate
 from omnibal.planner.packings import Packing, PlanRequest
 from omnibal.planner.placements import (
     PlacedStep,
@@ -56,7 +57,8 @@ MOST_ALIKE: Final = 3
 """Of those, how many may have the LLM alike: with other encoders, or other numbers of micro-batches."""
 MOST_STAGES: Final = 32
 """Stages that are tried: deeper pipelines are hardly ever run, and take longest to simulate."""
-MOST_ENCODER_STAGES: Final = 4
+LARGEST_PACK: Final = 8
+"""Samples of the largest packs for which devices are allocated to units."""
 SHARDINGS: Final[tuple[Sharding, ...]] = ("zero1", "zero2", "zero3")
 LEVELS_TRIED: Final[tuple[Level, ...]] = ("none", "full")
 
@@ -176,6 +178,7 @@ class _Counts:
     kept_recomputed: float
     state: float  # bytes of weights and gradients, whatever the replicas
     shared: float  # bytes of optimizer state, divided by the replicas
+    num_layers: int
 
     @classmethod
     def of(cls, profile: ModelProfile, sample: Load, precision_of: Callable[[int], Layout]) -> _Counts:
@@ -202,6 +205,7 @@ class _Counts:
             kept_recomputed=sum(value(layer.saved_bytes["full"]) for layer in layers),
             state=2 * two - one,
             shared=2 * (one - two),
+            num_layers=len(profile.layers),
         )
 
     def stage_state(self, num_stages: int, num_replicas: int) -> float:
@@ -231,12 +235,15 @@ class _Weighing:
     _packings: dict[tuple[int, int], Packing] = field(default_factory=dict)
     _counts: dict[tuple[int, int], tuple[_Counts, _Counts]] = field(default_factory=dict)
     _profiles: dict[tuple[int, int], ModelProfile] = field(default_factory=dict)
+    _estimates: dict[Recipe, Estimate] = field(default_factory=dict)
 
     def best(self, kind: Kind) -> Candidate | int:
         """The fastest layout of a kind, or the bytes that a device lacks."""
         if kind in ("zero", "rearranged"):
             return self._data_parallel(rearranged=kind == "rearranged")
         ranked, missing = list[_Rough](), list[int]()
+        if kind == "units":
+            ranked += self._rough_units(missing)
         for layout, level in self._layouts_of(kind):
             for micro_batches in self._micro_batches(layout):
                 try:
@@ -263,19 +270,15 @@ class _Weighing:
     # Pipelines, and what contains one
 
     def _layouts_of(self, kind: Kind) -> Iterator[tuple[Layout, Level]]:
-        """Layouts of a kind, and what a spread encoder recomputes."""
+        """Layouts on all devices of a kind but units, and what a spread encoder recomputes."""
         degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
         if kind in ("pipeline", "tensor"):
             for degree in [1] if kind == "pipeline" else degrees[1:]:
                 if self._counted(degree, degree):
                     yield from ((layout, "none") for layout in self._pipelines(degree, self._num_layers))
             return
-        for language, encoder in product(degrees, degrees):
-            if encoder > language or not self._counted(encoder, language):
-                continue
-            if kind == "units":
-                yield from ((layout, "none") for layout in self._units(encoder, language))
-            elif self._cluster.num_devices % encoder == 0:
+        for language, encoder in product(degrees, degrees) if kind == "spread" else ():
+            if encoder <= language and self._counted(encoder, language) and self._cluster.num_devices % encoder == 0:
                 copies = self._cluster.num_devices // encoder
                 for layout in self._pipelines(language, self._num_layers - self._border):
                     spread = replace(layout, encoder=Encoder(0, copies, encoder, "spread"))
@@ -287,18 +290,6 @@ class _Weighing:
         for stages in range(1, min(ranks, most_stages, MOST_STAGES) + 1):
             if left == 0 and ranks % stages == 0:
                 yield self._layout(stages, ranks // stages, degree)
-
-    def _units(self, encoder_degree: int, degree: int) -> Iterator[Layout]:
-        """Units of any numbers of LLM replicas, each with as many encoders as the devices left hold."""
-        devices = self._cluster.num_devices
-        for stages in _doubling(min(devices // degree, self._num_layers - self._border, MOST_STAGES)):
-            for replicas in range(1, (devices - encoder_degree) // (stages * degree) + 1):
-                left = devices - replicas * stages * degree
-                for encoder_stages in _doubling(min(MOST_ENCODER_STAGES, self._border)):
-                    copies = _compatible(left // (encoder_stages * encoder_degree), replicas)
-                    if copies is not None:
-                        own = Encoder(encoder_stages, copies, encoder_degree)
-                        yield self._layout(stages + encoder_stages, replicas, degree, own)
 
     def _formula(self, layout: Layout, micro_batches: int, level: Level) -> float:
         """About how long a step takes: ``(micro_batches + stages - 1) · slowest``, and what a spread encoder adds.
@@ -319,19 +310,39 @@ class _Weighing:
         if own is None:
             seconds = pace(vision + language, stages, replicas, _in_flight(stages, micro_batches))
             return seconds * (micro_batches + stages - 1)
-        if own.placement == "spread":
-            share = self.scenario.samples_per_step / own.num_replicas
-            kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
-            beside = vision.stage_state(1, own.num_replicas) + share * kept
-            seconds = pace(language, stages, replicas, _in_flight(stages, micro_batches), beside)
-            return share * (vision.seconds + again) + seconds * (micro_batches + stages - 1)
-        # LLM replicas that an encoder works for; it has as many micro-batches in flight for each stage behind it.
-        served, behind = replicas / own.num_replicas, stages - own.num_stages
-        encoding = pace(vision, own.num_stages, own.num_replicas, behind * served + own.num_stages)
-        seconds = pace(language, behind, replicas, _in_flight(behind, micro_batches))
-        # The slower part sets the pace; a micro-batch first passes the encoder's stages, then the LLM's.
-        fill = seconds * (behind - 1) + encoding * own.num_stages
-        return max(encoding * served, seconds) * micro_batches + fill
+        share = self.scenario.samples_per_step / own.num_replicas
+        kept, again = (vision.kept, 0.0) if level == "none" else (vision.kept_recomputed, vision.recompute)
+        beside = vision.stage_state(1, own.num_replicas) + share * kept
+        seconds = pace(language, stages, replicas, _in_flight(stages, micro_batches), beside)
+        return share * (vision.seconds + again) + seconds * (micro_batches + stages - 1)
+
+    def _rough_units(self, missing: list[int]) -> Iterator[_Rough]:
+        """DistTrain's allocations for packs of several sizes, each part with and without recomputation."""
+        degrees = [degree for degree in DEGREES if degree <= self._cluster.devices_per_node]
+        counted = {degree: counts for degree in degrees if (counts := self._counted(degree, degree))}
+        room = self._room + self._cluster.overhead_bytes
+        for samples, *levels in product(_doubling(LARGEST_PACK), LEVELS_TRIED, LEVELS_TRIED):
+            num_packs = self.scenario.samples_per_step // samples
+            modules = [
+                _module_cost(name, {degree: counts[part] for degree, counts in counted.items()}, samples, level)
+                for part, (name, level) in enumerate(zip(("vision", "language"), levels, strict=True))
+            ]
+            try:
+                found = allocate(
+                    modules, self._cluster.num_devices, global_batch=max(num_packs, 1), device_memory_bytes=room,
+                    degrees=counted, most=MOST_PLACED,
+                )  # fmt: skip
+            except InfeasibleError as lacking:
+                missing.append(lacking.missing_bytes)
+                continue
+            for allocation in found:
+                encoder, language = allocation.units["vision"], allocation.units["language"]
+                fewer, more = sorted((encoder.num_replicas, language.num_replicas))
+                if more % fewer == 0:
+                    own = Encoder(encoder.num_stages, encoder.num_replicas, encoder.num_tensor)
+                    stages = own.num_stages + language.num_stages
+                    layout = self._layout(stages, language.num_replicas, language.num_tensor, own)
+                    yield _Rough(allocation.iteration_seconds, layout, allocation.micro_batches)
 
     def _placed(self, rough: _Rough, missing: list[int]) -> Iterator[PlacedStep]:
         """The layout under every schedule, as far as it fits; what a device lacks otherwise goes to ``missing``."""
@@ -379,24 +390,30 @@ class _Weighing:
     def _data_parallel(self, *, rearranged: bool) -> Candidate | int:
         """The fastest way to share the model's state alone."""
         found, missing = list[Candidate](), list[int]()
-        shardings = SHARDINGS[1:] if rearranged else SHARDINGS
-        for sharding, level, micro_batches in product(
-            shardings, LEVELS_TRIED, self._micro_batches(Layout(1, self._cluster.num_devices))
+        for sharding, micro_batches in product(
+            SHARDINGS[1:] if rearranged else SHARDINGS, self._micro_batches(Layout(1, self._cluster.num_devices))
         ):
-            recipe = Recipe(
-                sharding, "even", micro_batches=micro_batches, recompute=level, target_rows=self.scenario.spares_rows
-            )
-            estimate = self.scenario.estimate(recipe)
-            if estimate.fits:
-                found.append(self._shared(estimate, rearranged=rearranged))
-            else:
-                missing.append(estimate.missing_bytes)
+            recipe = Recipe(sharding, "even", micro_batches=micro_batches, target_rows=self.scenario.spares_rows)
+            kept, again = (self._estimate(replace(recipe, recompute=level)) for level in LEVELS_TRIED)
+            if again.missing_bytes > 0:
+                missing.append(again.missing_bytes)
+                continue
+            # Between no layer and all of them, as many recompute as must: peaks and seconds grow with their number.
+            share = max(kept.missing_bytes, 0) / max(kept.missing_bytes - again.missing_bytes, 1)
+            found.append(self._shared(kept, again, share, rearranged=rearranged))
         if found:
             return max(found, key=lambda each: each.samples_per_second)
         return min(missing, default=0)
 
-    def _shared(self, estimate: Estimate, *, rearranged: bool) -> Candidate:
-        spent, recipe, devices = estimate.spent.mean(axis=0), estimate.recipe, self._cluster.num_devices
+    def _estimate(self, recipe: Recipe) -> Estimate:
+        if recipe not in self._estimates:
+            self._estimates[recipe] = self.scenario.estimate(recipe)
+        return self._estimates[recipe]
+
+    def _shared(self, kept: Estimate, again: Estimate, share: float, *, rearranged: bool) -> Candidate:
+        """Data parallelism where a share of the layers recomputes."""
+        recipe, devices = kept.recipe if share == 0 else again.recipe, self._cluster.num_devices
+        spent = _between(kept.spent.mean(axis=0), again.spent.mean(axis=0), share)
         useful, padding, by_vision, by_language, recomputed, sent = spent.tolist()
         waits = by_vision + by_language
         if rearranged:
@@ -405,23 +422,22 @@ class _Weighing:
             waits = self._rearranged_waits
             sent += self._exchange_seconds
         whole = useful + padding + waits + recomputed + sent
-        held = estimate.memory.held
+        # What is sent does not depend on what recomputes.
+        costs = [phase_seconds(self.scenario.profile, batches.loads) for batches in kept.batches]
         unhidden = np.mean(
             [
-                exposed_seconds(
-                    held, recipe.sharding, self._cluster,
-                    phase_seconds(self.scenario.profile, batches.loads, recompute=recipe.recompute), hides=False,
-                ).sum() * devices / batches.num_samples
-                for batches in estimate.batches
+                exposed_seconds(kept.memory.held, recipe.sharding, self._cluster, phases, hides=False).sum()
+                * devices / batches.num_samples
+                for phases, batches in zip(costs, kept.batches, strict=True)
             ]
         )  # fmt: skip
         openly = whole - float(spent[-1]) + float(unhidden)
         shares = {"useful": useful + padding, "waits": waits, "recomputation": recomputed, "communication": sent}
         return Candidate(
             kind="rearranged" if rearranged else "zero",
-            layout=f"{recipe.sharding} on {devices} ranks, recompute {recipe.recompute}",
+            layout=f"{recipe.sharding} on {devices} ranks, {share:.0%} of the layers recompute",
             samples_per_second=devices / whole,
-            peak_bytes=int(estimate.peaks[0]),
+            peak_bytes=int(_between(kept.peaks[0], again.peaks[0], share)),
             micro_batches=recipe.micro_batches,
             shares={cause: seconds / whole for cause, seconds in shares.items()},
             unhidden_samples_per_second=devices / openly,
@@ -501,9 +517,7 @@ class _Weighing:
 
     def _micro_batches(self, layout: Layout) -> list[int]:
         """Numbers of micro-batches of a replica in about equal ratios, up to one for each sample."""
-        most = _doubling(self.scenario.samples_per_step // layout.num_replicas)
-        copies = 0 if layout.encoder is None or layout.encoder.placement == "spread" else layout.encoder.num_replicas
-        return [number for number in most if number * layout.num_replicas >= copies]
+        return _doubling(self.scenario.samples_per_step // layout.num_replicas)
 
     def _packing(self, num_replicas: int, micro_batches: int) -> Packing:
         """Even packs of the first drawn steps; the largest of all drawn steps counts for memory."""
@@ -535,16 +549,29 @@ def _doubling(most: int) -> list[int]:
     return [*powers, most] if most > 0 else []
 
 
+def _between(first: Any, last: Any, share: float) -> Any:
+    return first + share * (last - first)
+
+
 def _in_flight(num_stages: int, micro_batches: int) -> float:
     """Micro-batches in flight on a mean stage under 1F1B."""
     return sum(min(num_stages - stage, micro_batches) for stage in range(num_stages)) / num_stages
 
 
-def _compatible(most: int, replicas: int) -> int | None:
-    """The largest number up to ``most`` that divides ``replicas`` or is a multiple of them; None of fewer than 1."""
-    if most >= replicas:
-        return most // replicas * replicas
-    return next((number for number in range(most, 0, -1) if replicas % number == 0), None)
+def _module_cost(name: str, counts: Mapping[int, _Counts], samples: int, level: Level) -> ModuleCost:
+    """A part of the model with packs of so many samples in place of samples; ``counts`` are by tensor degree."""
+    whole, trained = counts[1], counts[1].kept > 0
+    ratio = 2.0 if trained else 0.0  # only the sum of forward and backward pass counts here
+    again = level == "full"
+    return ModuleCost(
+        name,
+        {degree: samples * (part.seconds + again * part.recompute) / (1 + ratio) for degree, part in counts.items()},
+        backward_ratio=ratio,
+        parameter_bytes=whole.state,
+        optimizer_bytes=whole.shared,
+        activation_bytes=samples * (whole.kept_recomputed if again else whole.kept),
+        num_layers=whole.num_layers,
+    )
 
 
 def _device_seconds(profile: ModelProfile, degrees: tuple[int, int], loads: Load) -> tuple[float, float]:

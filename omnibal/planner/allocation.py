@@ -225,7 +225,8 @@ class _AllocationProblem:
         needed, given, missing = (bytes_in_words(round(size)) for size in (enough, memory, enough - memory))
         raise InfeasibleError(
             f"device_memory_bytes must be at least {needed} for these modules on {self.num_devices} devices, "
-            f"got {given}: {missing} are missing"
+            f"got {given}: {missing} are missing",
+            missing_bytes=round(enough - memory),
         )
 
     def _fits(self, memory: float) -> bool:
